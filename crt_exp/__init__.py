@@ -10,7 +10,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "crt_exp.estimators": ("RandomFeatures",),
-    "crt_exp.estimators.kernel_regression": ("KernelRegressionClassifier", "KernelRegressionRegressor"),
+    "crt_exp.estimators.kernel_regression": (
+        "KernelRegressionClassifier",
+        "KernelRegressionRegressor",
+    ),
     "crt_exp.estimators.ridge": ("RandomFeatureClassifier", "RandomFeatureRidge"),
     "crt_exp.mechanism": ("Mechanism", "swap_attention"),
     "crt_exp.swap.calibration": ("calibrate_attention", "describe_attention"),
@@ -30,4 +33,3 @@ def __getattr__(name):
 
 def __dir__():
     return sorted([*globals(), *__all__])
-

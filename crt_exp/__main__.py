@@ -25,7 +25,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in RUNNER:
             raise
-        sys.stderr.write(f"crt_exp: error: the command line needs {error.name}: pip install 'crt_exp[run]'\n")
+        sys.stderr.write(
+            f"crt_exp: error: the command line needs {error.name}: pip install 'crt_exp[run]'\n"
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -37,7 +37,11 @@ def atomic_path(path: Path, kind: str = "") -> Iterator[Path]:
 def reason(error: OSError) -> str:
     """Return the system's error message, with advice if the disk is full."""
     said = str(error.strerror or error)
-    return f"{said}; free space and start again, with resume=auto in a run" if error.errno in FULL else said
+    return (
+        f"{said}; free space and start again, with resume=auto in a run"
+        if error.errno in FULL
+        else said
+    )
 
 
 def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:

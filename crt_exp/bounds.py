@@ -25,12 +25,21 @@ from crt_exp.features.statistics import log_0f1
 
 OVERFLOW = 700.0  # log of the number of projections from which the result is infinite
 ENSEMBLES = ("iid", "orthogonal", "simplex")
-NODES = 200    # Gauss-Legendre nodes of the simplex average: error 1e-13 up to d = 1024
+NODES = 200  # Gauss-Legendre nodes of the simplex average: error 1e-13 up to d = 1024
 TERMS = 2**22  # elements of the Poisson sums in memory at a time
 
 
-def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: float, delta: float, relative: bool = True,
-               ensemble: str = "iid") -> Tensor:
+def required_m(
+    phi: FeatureMap,
+    x: Tensor,
+    y: Tensor,
+    params=(),
+    *,
+    epsilon: float,
+    delta: float,
+    relative: bool = True,
+    ensemble: str = "iid",
+) -> Tensor:
     """Number of projections for |hat K - K| <= epsilon K with probability 1 - delta.
 
     With `relative=False` the error is at most epsilon. The bound is Chebyshev's inequality with the exact variance: m =
@@ -41,12 +50,17 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
         raise ValueError(f"epsilon={epsilon}: expected > 0; delta={delta}: expected 0 < delta < 1")
     x, y = x.double(), y.double()
     log_kernel = phi.log_kernel(x, y)
-    log_epsilon = math.log(epsilon) + torch.zeros_like(log_kernel) - (0 if relative else log_kernel)  # relative to K
+    log_epsilon = (
+        math.log(epsilon) + torch.zeros_like(log_kernel) - (0 if relative else log_kernel)
+    )  # relative to K
     log_target, d = math.log(delta) + 2 * log_epsilon, x.shape[-1]
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params)) - log_target
     value, log_unit = relative_covariance(phi, x, y, params, ensemble)
     # the least allowed m with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
-    one, covariance = log_one.clamp(max=OVERFLOW).exp(), value * (log_unit - log_target).clamp(max=OVERFLOW).exp()
+    one, covariance = (
+        log_one.clamp(max=OVERFLOW).exp(),
+        value * (log_unit - log_target).clamp(max=OVERFLOW).exp(),
+    )
     within = ((one - covariance) / (1 - covariance)).ceil().clamp(min=1)
     blocks = ((one + (d - 1) * covariance) / d).ceil().clamp(min=1)
     coupled = torch.where((covariance < 1) & (within <= d), within, d * blocks)
@@ -54,8 +68,9 @@ def required_m(phi: FeatureMap, x: Tensor, y: Tensor, params=(), *, epsilon: flo
     return torch.where(log_one < OVERFLOW, m, torch.inf)
 
 
-def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1,
-                          ensemble: str = "iid") -> Tensor:
+def ensemble_log_variance(
+    phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: int = 1, ensemble: str = "iid"
+) -> Tensor:
     """log Var(hat K) with m iid, orthogonal or simplex projections.
 
     Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2, with blocks of d projections, the last one shorter.
@@ -66,7 +81,9 @@ def ensemble_log_variance(phi: FeatureMap, x: Tensor, y: Tensor, params=(), m: i
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
     covariance, log_unit = relative_covariance(phi, x, y, params, ensemble)
     top = torch.maximum(log_one, log_unit)
-    total = (log_one - top).exp() + covariance * (log_unit - top).exp() * _pairs_per_row(m, x.shape[-1])
+    total = (log_one - top).exp() + covariance * (log_unit - top).exp() * _pairs_per_row(
+        m, x.shape[-1]
+    )
     return 2 * phi.log_kernel(x, y) + total.clamp(min=0).log() + top - math.log(m)
 
 
@@ -78,7 +95,9 @@ def couples(phi: FeatureMap) -> bool:
     return isinstance(phi, (TrigRF, PositiveExponential, GERF)) and not isinstance(phi, Dense)
 
 
-def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str) -> tuple[Tensor, Tensor]:
+def relative_covariance(
+    phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble: str
+) -> tuple[Tensor, Tensor]:
     """Cov(Z_1, Z_2) / K^2 within a block, as (value, log unit): value * exp(log unit)."""
     if ensemble not in ENSEMBLES:
         raise ValueError(f"ensemble={ensemble!r}: expected one of {', '.join(ENSEMBLES)}")
@@ -87,7 +106,9 @@ def relative_covariance(phi: FeatureMap, x: Tensor, y: Tensor, params, ensemble:
     if ensemble == "iid":
         return zero, zero
     if not couples(phi):
-        raise ValueError(f"{type(phi).__name__}: no exact covariance of coupled rows; expected a map with scalar A")
+        raise ValueError(
+            f"{type(phi).__name__}: no exact covariance of coupled rows; expected a map with scalar A"
+        )
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
         cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]
@@ -126,7 +147,10 @@ def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
     cos a cos b is the mean of cos(a + b) and cos(a - b), so a cosine counts with both signs.
     """
     w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
-    moments = (hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy()) for c in (cosine, -cosine))
+    moments = (
+        hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy())
+        for c in (cosine, -cosine)
+    )
     return (weight * torch.from_numpy(sum(moments)) / 2).sum(-1) - torch.exp(-s_minus)
 
 
@@ -135,7 +159,9 @@ def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
     `cosine` is the cosine between two projections.
     """
-    return torch.expm1(log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4))
+    return torch.expm1(
+        log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4)
+    )
 
 
 def _cosine(ensemble: str, d: int) -> float:

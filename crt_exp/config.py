@@ -15,11 +15,26 @@ from typing import Any
 
 import yaml
 
-from crt_exp.options import (ConfigError, Parameter, Values, annotations_in_source, check_options,  # noqa: F401
-                             format_value, parameters, unknown)
+from crt_exp.options import (  # noqa: F401
+    ConfigError,
+    Parameter,
+    Values,
+    annotations_in_source,
+    check_options,
+    format_value,
+    parameters,
+    unknown,
+)
 
 _PACKAGED = Path(__file__).with_name("conf")
-ALIASES = {"attention": {"performer": "favorp", "favor+": "favorp", "favor++": "favorpp", "favor#": "favorsharp"}}
+ALIASES = {
+    "attention": {
+        "performer": "favorp",
+        "favor+": "favorp",
+        "favor++": "favorpp",
+        "favor#": "favorsharp",
+    }
+}
 LARGEST = 2**17  # maximum number of characters of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
@@ -44,10 +59,16 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
     paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
     for path in paths:
         if not path.is_dir():
-            raise ConfigError(f"{path}: expected a folder of custom names, as for --config-dir and names=...")
+            raise ConfigError(
+                f"{path}: expected a folder of custom names, as for --config-dir and names=..."
+            )
         for file in sorted(path.glob("*/*.yaml")):
-            if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(file):
-                raise ConfigError(f"{file}: the name {file.stem} exists in {taken}; rename the file")
+            if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(
+                file
+            ):
+                raise ConfigError(
+                    f"{file}: the name {file.stem} exists in {taken}; rename the file"
+                )
     before = _OWN.set(paths)
     try:
         yield
@@ -65,7 +86,9 @@ def known_names(group: str) -> list[str]:
 
     Only these names become parts of file paths.
     """
-    return sorted({path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")})
+    return sorted(
+        {path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")}
+    )
 
 
 def is_known(group: str, name: Any) -> bool:
@@ -74,7 +97,11 @@ def is_known(group: str, name: Any) -> bool:
 
 def file_of(group: str, name: str) -> Path:
     """The yaml file of a name."""
-    return next(file for folder in (CONF, *_OWN.get()) if (file := folder / group / f"{name}.yaml").is_file())
+    return next(
+        file
+        for folder in (CONF, *_OWN.get())
+        if (file := folder / group / f"{name}.yaml").is_file()
+    )
 
 
 def canonical(group: str, name: Any) -> Any:
@@ -146,9 +173,11 @@ class Group:
 
     what: str
     is_one: Callable[[Any], bool]
-    supplied: tuple[str, ...] = ()                                        # parameters that the run supplies
-    extra: dict[str, Parameter] = field(default_factory=dict)             # further keys, if all parts are present
-    parts: dict[str, "Group"] = field(default_factory=dict)               # keys with a `_target_` of their own
+    supplied: tuple[str, ...] = ()  # parameters that the run supplies
+    extra: dict[str, Parameter] = field(
+        default_factory=dict
+    )  # further keys, if all parts are present
+    parts: dict[str, "Group"] = field(default_factory=dict)  # keys with a `_target_` of their own
     optional: bool = False
 
     def options(self, target: Any) -> dict[str, Parameter]:
@@ -160,7 +189,9 @@ class Group:
 def check_node(path: str, node: Any, group: Group) -> None:
     """Raise ConfigError if a node has the wrong `_target_` or wrong keys."""
     if not isinstance(node, dict) or "_target_" not in node:
-        raise ConfigError(f"{path}={format_value(node)}: expected {group.what}, a file with a _target_")
+        raise ConfigError(
+            f"{path}={format_value(node)}: expected {group.what}, a file with a _target_"
+        )
     target = import_object(node["_target_"])
     if not group.is_one(target):
         raise ConfigError(f"{path}._target_={import_path(target)}: expected {group.what}")
@@ -174,7 +205,9 @@ def check_node(path: str, node: Any, group: Group) -> None:
 def uses(attention: dict[str, Any]) -> frozenset[str]:
     """Which of features, sampler and m an attention node uses."""
     target = attention["_target_"]
-    if "phi" not in (annotations_in_source(import_path(target)) or parameters(import_object(target))):
+    if "phi" not in (
+        annotations_in_source(import_path(target)) or parameters(import_object(target))
+    ):
         return frozenset()
     if "phi" not in attention:
         return frozenset({"features", "sampler", "m"})
@@ -186,15 +219,26 @@ def takes(*names: str) -> Callable[[Any], bool]:
 
 
 def is_map(target: Any) -> bool:
-    return isinstance(target, type) and all(hasattr(target, name) for name in ("phi_q", "phi_k", "projections"))
+    return isinstance(target, type) and all(
+        hasattr(target, name) for name in ("phi_q", "phi_k", "projections")
+    )
 
 
 FEATURES = Group("a FeatureMap", is_map, ("kernel",))
-SAMPLER = Group("a function of m, d, generator and batch", takes("m", "d", "generator", "batch"),
-                ("m", "d", "generator", "batch", "dtype"))
+SAMPLER = Group(
+    "a function of m, d, generator and batch",
+    takes("m", "d", "generator", "batch"),
+    ("m", "d", "generator", "batch", "dtype"),
+)
 SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
-ATTENTION = Group(f"a module made of {', '.join(SIZES)} (hand on **options)", takes(*SIZES), ("sampler", "m", *SIZES),
-                  {"kernel": Parameter(str, False)}, {"phi": FEATURES}, optional=True)
+ATTENTION = Group(
+    f"a module made of {', '.join(SIZES)} (hand on **options)",
+    takes(*SIZES),
+    ("sampler", "m", *SIZES),
+    {"kernel": Parameter(str, False)},
+    {"phi": FEATURES},
+    optional=True,
+)
 
 
 # ---- JSON files of runs and models, which may be untrusted
@@ -207,7 +251,10 @@ def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except (RecursionError, ValueError) as error:  # ValueError includes integers with thousands of digits
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError includes integers with thousands of digits
         raise ConfigError(f"{named}, from line {line} on: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}, line {line}: expected a JSON object")

@@ -16,30 +16,83 @@ from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
 
 DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
-DIGITS = 10     # as does an axis with more than this product of digits and decades
+DIGITS = 10  # as does an axis with more than this product of digits and decades
 EXACT = "#000000"
 CONTROL = "#999999"
 NEAR_FAR = "#0072B2"
 # In the order of the reports: indefinite maps are cold, positive maps warm (Okabe-Ito, safe for colour blindness).
-MAPS = {"trig": "#56B4E9", "gerf": "#8C7AE6", "pois": "#009E73", "geom": "#117733", "pois_coord": "#44AA99",
-        "angular": "#332288", "gaussian": "#6699CC", "clustered": "#AA4499", "pos": "#E69F00", "hyp": "#F0A860",
-        "smreg": "#808000", "oprf": "#D55E00", "sderf": "#A30000", "mixture": "#6E0F8B", "auto": "#B35C5C",
-        "pois_plus": "#CC79A7", "geom_plus": "#882255"}
+MAPS = {
+    "trig": "#56B4E9",
+    "gerf": "#8C7AE6",
+    "pois": "#009E73",
+    "geom": "#117733",
+    "pois_coord": "#44AA99",
+    "angular": "#332288",
+    "gaussian": "#6699CC",
+    "clustered": "#AA4499",
+    "pos": "#E69F00",
+    "hyp": "#F0A860",
+    "smreg": "#808000",
+    "oprf": "#D55E00",
+    "sderf": "#A30000",
+    "mixture": "#6E0F8B",
+    "auto": "#B35C5C",
+    "pois_plus": "#CC79A7",
+    "geom_plus": "#882255",
+}
 # Distinct from the colours of maps, of near-far and of exact attention.
-SAMPLERS = {"iid": "#6A51A3", "orthogonal": "#1B7F79", "simplex": "#C2185B", "sobol": "#3949AB", "halton": "#8C6D31",
-            "hadamard": "#B5651D", "givens": "#546E7A"}
-BASELINES = {"window": "#8B4513", "hedgehog": "#C71585"}  # other attention methods that the pages compare
+SAMPLERS = {
+    "iid": "#6A51A3",
+    "orthogonal": "#1B7F79",
+    "simplex": "#C2185B",
+    "sobol": "#3949AB",
+    "halton": "#8C6D31",
+    "hadamard": "#B5651D",
+    "givens": "#546E7A",
+}
+BASELINES = {
+    "window": "#8B4513",
+    "hedgehog": "#C71585",
+}  # other attention methods that the pages compare
 # Names in the papers -> names in conf/.
-MAP_OF_LABEL = {"FAVOR+": "pos", "FAVOR++": "oprf", "OPRF": "oprf", "GERF": "gerf", "trigonometric": "trig",
-                "HRF-ort": "angular", "HRF-iid": "angular", "ORF-reg": "trig", "ORF-Had": "trig", "Halton-R": "trig",
-                "hybrid-cluster": "clustered", "near-far": "nearfar"}
+MAP_OF_LABEL = {
+    "FAVOR+": "pos",
+    "FAVOR++": "oprf",
+    "OPRF": "oprf",
+    "GERF": "gerf",
+    "trigonometric": "trig",
+    "HRF-ort": "angular",
+    "HRF-iid": "angular",
+    "ORF-reg": "trig",
+    "ORF-Had": "trig",
+    "Halton-R": "trig",
+    "hybrid-cluster": "clustered",
+    "near-far": "nearfar",
+}
 # Kernels of generalised attention; relu is a name of conf/attention.
-KERNELS = {"elu+1": "#56B4E9", "exp": "#D55E00", "sigmoid": "#0072B2", "abs": "#CC79A7", "gelu": "#009E73",
-           "cos": "#E69F00", "tanh": "#808000"}
+KERNELS = {
+    "elu+1": "#56B4E9",
+    "exp": "#D55E00",
+    "sigmoid": "#0072B2",
+    "abs": "#CC79A7",
+    "gelu": "#009E73",
+    "cos": "#E69F00",
+    "tanh": "#808000",
+}
 # Attention methods as the papers write them.
-LABELS = {"favorp": "FAVOR+", "favorpp": "FAVOR++", "favorsharp": "FAVOR#", "favormix": "mixture", "elu": "ELU",
-          "relu": "ReLU", "nearfar": "near-far", "hedgehog": "Hedgehog", "smreg": "SMREG", "linformer": "Linformer",
-          "reformer": "Reformer"}
+LABELS = {
+    "favorp": "FAVOR+",
+    "favorpp": "FAVOR++",
+    "favorsharp": "FAVOR#",
+    "favormix": "mixture",
+    "elu": "ELU",
+    "relu": "ReLU",
+    "nearfar": "near-far",
+    "hedgehog": "Hedgehog",
+    "smreg": "SMREG",
+    "linformer": "Linformer",
+    "reformer": "Reformer",
+}
 
 
 def colour(name: str) -> str:
@@ -53,10 +106,20 @@ def colour(name: str) -> str:
         return EXACT
     if name == "nearfar":
         return NEAR_FAR
-    if name not in (*MAPS, *BASELINES) and name in choices("attention") and name not in choices("features"):
+    if (
+        name not in (*MAPS, *BASELINES)
+        and name in choices("attention")
+        and name not in choices("features")
+    ):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return MAPS.get(name) or BASELINES.get(name) or KERNELS.get(name) or SAMPLERS.get(name) or colour_by_rule(name)
+    return (
+        MAPS.get(name)
+        or BASELINES.get(name)
+        or KERNELS.get(name)
+        or SAMPLERS.get(name)
+        or colour_by_rule(name)
+    )
 
 
 def colour_by_rule(name: str) -> str:
@@ -71,7 +134,9 @@ def colour_by_rule(name: str) -> str:
 def save_figure(figure, path: Path) -> None:
     """Save a figure as PNG, atomically. Raises OSError, naming the file."""
     with atomic_path(path) as part:
-        figure.savefig(part, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+        figure.savefig(
+            part, format="png", dpi=130, bbox_inches="tight", metadata={"Software": None}
+        )
 
 
 def new_figure(*args, **kwargs):
@@ -79,12 +144,22 @@ def new_figure(*args, **kwargs):
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("matplotlib is missing; pip install matplotlib, or crt_exp[run]") from None
+        raise ImportError(
+            "matplotlib is missing; pip install matplotlib, or crt_exp[run]"
+        ) from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-                         "grid.alpha": 0.25, "legend.frameon": False})
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.25,
+            "legend.frameon": False,
+        }
+    )
     return plt.subplots(*args, **kwargs)
 
 
@@ -98,9 +173,13 @@ def plain_ticks(axis) -> None:
     low, high = sorted(axis.get_view_interval())
     first, last = axis.get_data_interval()
     few = (1, 2, 5) if high > 8 * low else (1, 1.5, 2, 3, 4, 5, 7)
-    long = first > 0 and (last >= DECADES * first or len(f"{last:,.9g}") * math.log10(last / first) > DIGITS)
+    long = first > 0 and (
+        last >= DECADES * first or len(f"{last:,.9g}") * math.log10(last / first) > DIGITS
+    )
     axis.set_major_locator(LogLocator(subs=(1,) if long else few))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1e6:,.9g}M" if x >= 1e6 else f"{x:,.9g}"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{x / 1e6:,.9g}M" if x >= 1e6 else f"{x:,.9g}")
+    )
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -117,10 +196,19 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
-        heights = spread_heights([up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1)
+        heights = spread_heights(
+            [up for _, up, _, _ in column], height, ax.bbox.y0 + height / 2, ax.bbox.y1
+        )
         for up, (right, _, name, colour) in zip(heights, column):
-            ax.text(*ax.transData.inverted().transform((right, up)), name, color=colour, fontsize=size, va="center",
-                    clip_on=False, transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"))
+            ax.text(
+                *ax.transData.inverted().transform((right, up)),
+                name,
+                color=colour,
+                fontsize=size,
+                va="center",
+                clip_on=False,
+                transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"),
+            )
 
 
 def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
@@ -134,7 +222,9 @@ def columns(places: Sequence[tuple], least: float) -> list[list[tuple]]:
     return result
 
 
-def spread_heights(ascending: Sequence[float], least: float, bottom: float, top: float) -> list[float]:
+def spread_heights(
+    ascending: Sequence[float], least: float, bottom: float, top: float
+) -> list[float]:
     """Move ascending heights at least `least` apart, between bottom and top."""
     heights: list[float] = []
     for height in ascending:

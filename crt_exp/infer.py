@@ -38,19 +38,27 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.options import Count, NotNegative, parse_arguments
 from crt_exp.config import ConfigError, own_names
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, files_ending
-from crt_exp.data.speech import (SHORTEST, AudioPart, BadAudio, as_int16, audio_files, decode_audio, pad_audio,
-                                 seconds_of)
+from crt_exp.data.speech import (
+    SHORTEST,
+    AudioPart,
+    BadAudio,
+    as_int16,
+    audio_files,
+    decode_audio,
+    pad_audio,
+    seconds_of,
+)
 from crt_exp.models import conformer_transducer, language, vision
 from crt_exp.models.conformer_transducer import STEP, greedy
 from crt_exp.models.folder import description_in, folder_of
+from crt_exp.options import Count, NotNegative, parse_arguments
 
-LIKELIEST = 5                    # classes printed for an image
-QUIET = 0.2                      # seconds of the quietest part of the audio, where a segment ends
-AT_ONCE = 16                     # sequences of a batch
+LIKELIEST = 5  # classes printed for an image
+QUIET = 0.2  # seconds of the quietest part of the audio, where a segment ends
+AT_ONCE = 16  # sequences of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +98,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
         if not run:
             raise ConfigError("run: missing, expected the directory of a run")
-        folder = folder_of(run, "run", "the directory of a run of task=imagenet, librispeech, trembl, books or pixels")
+        folder = folder_of(
+            run,
+            "run",
+            "the directory of a run of task=imagenet, librispeech, trembl, books or pixels",
+        )
         described = description_in(folder, f"run={run}")
         kind = "imagenet" if "architecture" in described else str(described.get("kind"))
         if kind not in KINDS:
-            raise DataError(f"run={run}: expected a run of task=imagenet, librispeech, trembl, books or pixels")
+            raise DataError(
+                f"run={run}: expected a run of task=imagenet, librispeech, trembl, books or pixels"
+            )
         options = parse_arguments(KINDS[kind][0], arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
@@ -116,7 +130,9 @@ def classify(options: ImageOptions) -> int:
         except images.Unreadable as error:
             bad.append(error)
             continue
-        likely = kept.model(pixels[None])[0].float().softmax(-1).topk(min(LIKELIEST, len(kept.classes)))
+        likely = (
+            kept.model(pixels[None])[0].float().softmax(-1).topk(min(LIKELIEST, len(kept.classes)))
+        )
         rows.append({"image": file})
         for rank, (i, share) in enumerate(zip(likely.indices.tolist(), likely.values.tolist()), 1):
             rows[-1] |= {f"class{rank}": kept.classes[i], f"probability{rank}": round(share, 3)}
@@ -140,10 +156,14 @@ def transcribe(options: AudioOptions) -> int:
             continue
         texts, times = [], []
         for start, end in segments(audio, known.rate, options.segment):
-            _, (heard,) = model(pad_audio([audio[start:end]]), torch.tensor([end - start]), search=greedy)
+            _, (heard,) = model(
+                pad_audio([audio[start:end]]), torch.tensor([end - start]), search=greedy
+            )
             texts.append(known.symbols.decode(heard.symbols))
-            times += [f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
-                      for symbol, frame in zip(heard.symbols, heard.frames)]
+            times += [
+                f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
+                for symbol, frame in zip(heard.symbols, heard.frames)
+            ]
         print(f"{file} ({len(audio) / known.rate:.1f} s): {' '.join(filter(None, texts))}")
         print(" ", "  ".join(times))
     return exit_code(bad, files, options.input)
@@ -152,7 +172,12 @@ def transcribe(options: AudioOptions) -> int:
 def exit_code(bad: list, files: list[Path], given: str) -> int:
     """Return 2 and print the unreadable files, if any, or if there are no files."""
     if bad or not files:
-        print(f"input={given}: {len(bad)} of {len(files)} files are unreadable:", *bad, sep="\n  ", file=sys.stderr)
+        print(
+            f"input={given}: {len(bad)} of {len(files)} files are unreadable:",
+            *bad,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 2
     return 0
 
@@ -162,10 +187,17 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
 
     A segment ends in the quietest part of its second half.
     """
-    start, most, least, width = 0, int(longest * rate), math.ceil(SHORTEST * rate), int(QUIET * rate)
+    start, most, least, width = (
+        0,
+        int(longest * rate),
+        math.ceil(SHORTEST * rate),
+        int(QUIET * rate),
+    )
     while (left := len(audio) - start) > most:
         half = start + most // 2
-        loudness = np.square(audio[half:start + min(most, left - least)].astype(np.float64)).cumsum()
+        loudness = np.square(
+            audio[half : start + min(most, left - least)].astype(np.float64)
+        ).cumsum()
         end = half + int((loudness[width:] - loudness[:-width]).argmin()) + width // 2
         yield start, end
         start = end
@@ -178,8 +210,12 @@ def sample(options: SequenceOptions) -> None:
         raise ConfigError("device=cuda: no GPU found; use device=cpu")
     kept = language.load(options.run, "run")
     if not kept.description.causal:
-        raise ConfigError(f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional")
-    alphabet = next((kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None)
+        raise ConfigError(
+            f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional"
+        )
+    alphabet = next(
+        (kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None
+    )
     if alphabet is None:
         raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
     longest = kept.description.length
@@ -189,14 +225,21 @@ def sample(options: SequenceOptions) -> None:
     if alphabet.end is None and length != longest:
         raise ConfigError(f"length={length}: expected {longest}, the values of an image; remove it")
     if len(given) >= length:
-        raise ConfigError(f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}")
-    model, prompt = kept.build().to(options.device), torch.tensor([alphabet.begin, *given], device=options.device)
+        raise ConfigError(
+            f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}"
+        )
+    model, prompt = (
+        kept.build().to(options.device),
+        torch.tensor([alphabet.begin, *given], device=options.device),
+    )
     choice = TokenChoice(options.temperature, options.top_k, options.top_p)
     never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
     rows, seeds = [], range(options.seed, options.seed + options.n)
     for i in range(0, options.n, AT_ONCE):
-        part = seeds[i:i + AT_ONCE]
-        rows += generate(model, prompt, length - len(given), choice, part, never=never, end=alphabet.end)
+        part = seeds[i : i + AT_ONCE]
+        rows += generate(
+            model, prompt, length - len(given), choice, part, never=never, end=alphabet.end
+        )
     alphabet.write([[*given, *row] for row in rows], options)
 
 
@@ -223,21 +266,38 @@ class TokenChoice:
         probabilities = logits.softmax(-1)
         if self.top_p is not None:
             ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            kept = ordered.cumsum(-1) - ordered < self.top_p                    # keeps the symbol that crosses top_p
-            probabilities = torch.zeros_like(probabilities).scatter(-1, order, torch.where(kept, ordered, 0.0))
+            kept = ordered.cumsum(-1) - ordered < self.top_p  # keeps the symbol that crosses top_p
+            probabilities = torch.zeros_like(probabilities).scatter(
+                -1, order, torch.where(kept, ordered, 0.0)
+            )
         return probabilities / probabilities.sum(-1, keepdim=True)
 
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
         probabilities = self.probabilities(logits)
-        sums, places = probabilities.cumsum(-1), torch.arange(probabilities.shape[-1], device=probabilities.device)
-        last = torch.where(probabilities > 0, places, 0).amax(-1)  # rounding could select a symbol of probability 0
-        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(last)
+        sums, places = (
+            probabilities.cumsum(-1),
+            torch.arange(probabilities.shape[-1], device=probabilities.device),
+        )
+        last = torch.where(probabilities > 0, places, 0).amax(
+            -1
+        )  # rounding could select a symbol of probability 0
+        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(
+            last
+        )
 
 
 @torch.no_grad()
-def generate(model: language.LanguageModel, prompt: Tensor, count: int, choice: TokenChoice, seeds: Sequence[int], *,
-             never: Iterable[int] = (), end: int | None = None) -> list[list[int]]:
+def generate(
+    model: language.LanguageModel,
+    prompt: Tensor,
+    count: int,
+    choice: TokenChoice,
+    seeds: Sequence[int],
+    *,
+    never: Iterable[int] = (),
+    end: int | None = None,
+) -> list[list[int]]:
     """Continue a prompt (P,) by at most `count` symbols, one sequence for each seed.
 
     The model must be in eval mode. The time of a symbol is constant with random features, and linear in the position
@@ -257,7 +317,9 @@ def generate(model: language.LanguageModel, prompt: Tensor, count: int, choice: 
     rows, going = [[] for _ in generators], set(range(len(generators)))
     for _ in range(count):
         logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
-        uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(device)
+        uniform = torch.stack(
+            [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
+        ).to(device)
         drawn = choice.draw(logits, uniform)
         going -= {i for i in going if int(drawn[i]) == end}
         if not going:
@@ -283,18 +345,25 @@ class Letters:
     """Protein sequences: one line each, or a FASTA file."""
 
     def __init__(self, vocabulary: dict[str, Any]):
-        self.letters, self.begin, self.end = (vocabulary[key] for key in ("letters", "begin", "end"))
+        self.letters, self.begin, self.end = (
+            vocabulary[key] for key in ("letters", "begin", "end")
+        )
         self.symbols = len(self.letters)
 
     def prompt(self, given: str) -> list[int]:
         if wrong := [letter for letter in given if letter not in self.letters]:
-            raise ConfigError(f"prompt={given}: unknown letter {wrong[0]!r}; expected {self.letters}")
+            raise ConfigError(
+                f"prompt={given}: unknown letter {wrong[0]!r}; expected {self.letters}"
+            )
         return [self.letters.index(letter) for letter in given]
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         lines = ["".join(self.letters[i] for i in row) for row in rows]
         if options.output is not None:
-            lines = [f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}" for i, line in enumerate(lines)]
+            lines = [
+                f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}"
+                for i, line in enumerate(lines)
+            ]
         write_text("\n".join(lines), options.output)
 
 
@@ -332,18 +401,27 @@ class Pixels:
             return []
         image = images.read_image(Path(given).expanduser())
         self.truth = [images.crop_square(image, self.size, self.channels, given)]
-        return self.truth[0][:self.size // 2].reshape(-1).tolist()
+        return self.truth[0][: self.size // 2].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
-        made = [np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows]
-        times = max(1, 96 // self.size)                      # enlarge small images to about 96 pixels
+        made = [
+            np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows
+        ]
+        times = max(1, 96 // self.size)  # enlarge small images to about 96 pixels
         made = [image.repeat(times, 0).repeat(times, 1) for image in [*self.truth, *made]]
         images.save_grid(made, Path(options.output).expanduser())
 
 
-ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}  # keyed by an entry of the vocabulary
-KINDS = {"imagenet": (ImageOptions, classify), conformer_transducer.KIND: (AudioOptions, transcribe),
-         language.KIND: (SequenceOptions, sample)}
+ALPHABETS = {
+    "letters": Letters,
+    "pixels": Pixels,
+    "tokenizer": Text,
+}  # keyed by an entry of the vocabulary
+KINDS = {
+    "imagenet": (ImageOptions, classify),
+    conformer_transducer.KIND: (AudioOptions, transcribe),
+    language.KIND: (SequenceOptions, sample),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,10 +16,36 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.attention import Exact
-from crt_exp.config import (ATTENTION, CONF, FEATURES, SAMPLER, ConfigError, canonical, check_node, construct, file_of,
-                            import_object, import_path, is_known, is_map, known_names, own_options, read_yaml, uses)
+from crt_exp.config import (
+    ATTENTION,
+    CONF,
+    FEATURES,
+    SAMPLER,
+    ConfigError,
+    canonical,
+    check_node,
+    construct,
+    file_of,
+    import_object,
+    import_path,
+    is_known,
+    is_map,
+    known_names,
+    own_options,
+    read_yaml,
+    uses,
+)
 from crt_exp.features.base import FeatureMap
-from crt_exp.options import (check, check_options, format_value, join_words, plain, split_words, unknown, whole_number)
+from crt_exp.options import (
+    check,
+    check_options,
+    format_value,
+    join_words,
+    plain,
+    split_words,
+    unknown,
+    whole_number,
+)
 from crt_exp.samplers import Noise
 
 Layers = Iterable[int] | int | Literal["supported"] | None
@@ -37,9 +63,17 @@ class Choice(NamedTuple):
         """Return the options that differ from the yaml file, or from dataclass defaults."""
         if isinstance(self.content, dict):
             written = read_yaml(file_of(group, self.name)) if is_known(group, self.name) else {}
-            return {key: value for key, value in own_options(self.content).items() if written.get(key) != value}
+            return {
+                key: value
+                for key, value in own_options(self.content).items()
+                if written.get(key) != value
+            }
         made_with = fields(self.content) if is_dataclass(self.content) else ()
-        return {each.name: value for each in made_with if (value := getattr(self.content, each.name)) != each.default}
+        return {
+            each.name: value
+            for each in made_with
+            if (value := getattr(self.content, each.name)) != each.default
+        }
 
     def text(self) -> str:
         """Return the name of the choice, or the import path of an object's class."""
@@ -80,15 +114,25 @@ class Mechanism:
         name, options = (text, {}) if isinstance(text, type | FeatureMap) else split_words(text)
         try:
             if twice := options.keys() & given.keys():
-                raise ConfigError(f"{min(twice)}: given twice, in the string and as an argument; remove one")
+                raise ConfigError(
+                    f"{min(twice)}: given twice, in the string and as an argument; remove one"
+                )
             return cls.of(name, **options, **given)
         except ConfigError as error:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
 
     @classmethod
-    def of(cls, name: str | type | FeatureMap | None = None, /, *, m: int | None = None,
-           sampler: str | Callable | None = None, features: str | type | FeatureMap | None = None, seed: int = 0,
-           **options: Any) -> "Mechanism":
+    def of(
+        cls,
+        name: str | type | FeatureMap | None = None,
+        /,
+        *,
+        m: int | None = None,
+        sampler: str | Callable | None = None,
+        features: str | type | FeatureMap | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> "Mechanism":
         """Build the mechanism of conf/attention/<name>.yaml, with optional changes.
 
         Import paths are imported. Use this method only for names from the user, and `from_saved` for names from files.
@@ -110,10 +154,18 @@ class Mechanism:
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
-                raise ConfigError(f"features={format_value(features)}: not allowed with a feature map; remove it")
+                raise ConfigError(
+                    f"features={format_value(features)}: not allowed with a feature map; remove it"
+                )
             name, features = None, name
-        elif (name is None and features is None) or (isinstance(name, str) and not is_known("attention", name)):
-            raise unknown("attention", str(name), dict.fromkeys([*known_names("attention"), *known_names("features")]))
+        elif (name is None and features is None) or (
+            isinstance(name, str) and not is_known("attention", name)
+        ):
+            raise unknown(
+                "attention",
+                str(name),
+                dict.fromkeys([*known_names("attention"), *known_names("features")]),
+            )
         node, named = read_preset(BASE if name is None else name)
         what = BASE if name is None else import_path(name)
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
@@ -121,17 +173,27 @@ class Mechanism:
             part, _, option = key.rpartition(".")
             changes.get(part, changes[""])[option if part in changes else key] = value
         given = {"features": features, "sampler": sampler, "m": m}
-        given |= {f"{group}.{key}": value for group in PARTS for key, value in changes[group].items()}
+        given |= {
+            f"{group}.{key}": value for group in PARTS for key, value in changes[group].items()
+        }
         used = uses(node)
-        if unused := [f"{key}={getattr(value, '__name__', None) or format_value(value)}" for key, value in given.items()
-                      if value is not None and key.partition(".")[0] not in used]:
+        if unused := [
+            f"{key}={getattr(value, '__name__', None) or format_value(value)}"
+            for key, value in given.items()
+            if value is not None and key.partition(".")[0] not in used
+        ]:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
         check_node("attention", node := resolve_references(node), ATTENTION)
-        parts = {group: resolve_choice(group, choice or named.get(group) or default_choice(group), changes[group])
-                 for group, choice in (("features", features), ("sampler", sampler)) if group in used}
+        parts = {
+            group: resolve_choice(
+                group, choice or named.get(group) or default_choice(group), changes[group]
+            )
+            for group, choice in (("features", features), ("sampler", sampler))
+            if group in used
+        }
         return cls._build(name and what, node, parts, default_choice("m") if m is None else m, seed)
 
     @classmethod
@@ -143,17 +205,30 @@ class Mechanism:
         """
         from omegaconf import OmegaConf
 
-        node = read_preset(BASE)[0] if cfg.get("attention") is None else OmegaConf.to_container(cfg.attention)
-        parts = {group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True)) for group in PARTS}
+        node = (
+            read_preset(BASE)[0]
+            if cfg.get("attention") is None
+            else OmegaConf.to_container(cfg.attention)
+        )
+        parts = {
+            group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True))
+            for group in PARTS
+        }
         parts["features"].content.pop("m")  # Mechanism.m holds the number of projections
-        return cls._build(choice("attention"), resolve_references(node), parts, cfg.features.m, cfg.seed)
+        return cls._build(
+            choice("attention"), resolve_references(node), parts, cfg.features.m, cfg.seed
+        )
 
     @classmethod
-    def _build(cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any) -> "Mechanism":
+    def _build(
+        cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any
+    ) -> "Mechanism":
         used = uses(node)
         features, sampler = (parts[group] if group in used else None for group in PARTS)
         m = whole_number(m, "m") if "m" in used else None
-        return cls(name or features.name, node, features, sampler, m, whole_number(seed, "seed", None))
+        return cls(
+            name or features.name, node, features, sampler, m, whole_number(seed, "seed", None)
+        )
 
     # ---- parts
 
@@ -166,7 +241,10 @@ class Mechanism:
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
         content = self.features and self.features.content
-        return content is not None and (self._map("softmax") if isinstance(content, dict) else content).estimates
+        return (
+            content is not None
+            and (self._map("softmax") if isinstance(content, dict) else content).estimates
+        )
 
     @property
     def own_kernel(self) -> bool:
@@ -198,7 +276,9 @@ class Mechanism:
         Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
         """
         if self.own_kernel:
-            raise ConfigError(f"features={self.features.name}: has its own kernel; expected a softmax feature map")
+            raise ConfigError(
+                f"features={self.features.name}: has its own kernel; expected a softmax feature map"
+            )
         return self._map(kernel)
 
     def kernel_map(self) -> FeatureMap:
@@ -209,7 +289,9 @@ class Mechanism:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
-            raise ConfigError(f"attention {self.name}: no feature map; use one with a feature map, such as favorpp")
+            raise ConfigError(
+                f"attention {self.name}: no feature map; use one with a feature map, such as favorpp"
+            )
         content = self.features.content
         if isinstance(content, dict):
             content = construct(content) if self.own_kernel else construct(content, kernel=kernel)
@@ -227,7 +309,9 @@ class Mechanism:
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
-        return self._map("softmax").noise(self.m, lambda part: self.sampler(part.m, d, generator, batch=batch))
+        return self._map("softmax").noise(
+            self.m, lambda part: self.sampler(part.m, d, generator, batch=batch)
+        )
 
     # ---- layers, swaps and records
 
@@ -243,26 +327,50 @@ class Mechanism:
                 wrongly.
         """
         own_map = "phi" in self.options  # a map with options of its own may take no projections
-        node = {key: value for key, value in self.options.items() if not (own_map and key in ("phi", "kernel"))}
-        of_map = {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1} if own_map or self.draws else {}
+        node = {
+            key: value
+            for key, value in self.options.items()
+            if not (own_map and key in ("phi", "kernel"))
+        }
+        of_map = (
+            {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1}
+            if own_map or self.draws
+            else {}
+        )
         made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
-        asked = {key: size for key in ("kv_heads", "causal", "scaling") if (size := sizes.get(key)) is not None}
+        asked = {
+            key: size
+            for key in ("kv_heads", "causal", "scaling")
+            if (size := sizes.get(key)) is not None
+        }
         if other := [key for key, size in asked.items() if getattr(made, key, size) != size]:
-            raise ConfigError(f"{type(made).__name__}: ignores {other[0]}={format_value(asked[other[0]])}; pass "
-                              "**options on in __init__: super().__init__(heads, d, **options)")
+            raise ConfigError(
+                f"{type(made).__name__}: ignores {other[0]}={format_value(asked[other[0]])}; pass "
+                "**options on in __init__: super().__init__(heads, d, **options)"
+            )
         return made
 
-    def swap(self, model: nn.Module, layers: Layers = None, *, causal: bool | None = None,
-             saved: bool = True) -> nn.Module:
+    def swap(
+        self,
+        model: nn.Module,
+        layers: Layers = None,
+        *,
+        causal: bool | None = None,
+        saved: bool = True,
+    ) -> nn.Module:
         """Replace the attention of a model in place: see `swap_attention`."""
         from crt_exp.swap.swap import swap_layers
 
-        return swap_layers(model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.to_saved())
+        return swap_layers(
+            model, self.layer, self.name, layers, causal=causal, saved=saved, record=self.to_saved()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return everything but the seed that decides the values, as plain values."""
-        parts = {group: part and (part.content if isinstance(part.content, dict) else repr(part.content))
-                 for group, part in (("features", self.features), ("sampler", self.sampler_part))}
+        parts = {
+            group: part and (part.content if isinstance(part.content, dict) else repr(part.content))
+            for group, part in (("features", self.features), ("sampler", self.sampler_part))
+        }
         return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
 
     def to_saved(self) -> dict[str, Any]:
@@ -273,20 +381,33 @@ class Mechanism:
         parts = [part for part in (self.features, self.sampler_part) if part]
         named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
         options = {key: value for key, value in own_options(self.options).items() if key != "phi"}
-        return {"name": self.name if is_known("attention", self.name) else None, "m": self.m, "seed": self.seed,
-                "features": self.features and self.features.name,
-                "sampler": self.sampler_part and self.sampler_part.name, "rebuilds": named,
-                "options": options | (self._changes() if named else {}),
-                "described": json.loads(json.dumps(self.describe(), default=str))}
+        return {
+            "name": self.name if is_known("attention", self.name) else None,
+            "m": self.m,
+            "seed": self.seed,
+            "features": self.features and self.features.name,
+            "sampler": self.sampler_part and self.sampler_part.name,
+            "rebuilds": named,
+            "options": options | (self._changes() if named else {}),
+            "described": json.loads(json.dumps(self.describe(), default=str)),
+        }
 
     def _changes(self) -> dict[str, Any]:
         """Options of the parts that differ from their files, with keys as in `of`."""
         parts = {"features": self.features, "sampler": self.sampler_part}
         changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
-            phi = resolve_references(self.options | {"phi": read_preset(self.name)[0]["phi"]})["phi"]
-            changes["phi"] = {key: value for key, value in self.options["phi"].items() if phi.get(key) != value}
-        return {f"{group}.{key}": value for group, values in changes.items() for key, value in values.items()}
+            phi = resolve_references(self.options | {"phi": read_preset(self.name)[0]["phi"]})[
+                "phi"
+            ]
+            changes["phi"] = {
+                key: value for key, value in self.options["phi"].items() if phi.get(key) != value
+            }
+        return {
+            f"{group}.{key}": value
+            for group, values in changes.items()
+            for key, value in values.items()
+        }
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
@@ -301,17 +422,28 @@ class Mechanism:
         """
         try:
             check_saved(saved)
-            for group, key in (("attention", "name"), ("features", "features"), ("sampler", "sampler")):
+            for group, key in (
+                ("attention", "name"),
+                ("features", "features"),
+                ("sampler", "sampler"),
+            ):
                 if saved[key] is not None and not is_known(group, saved[key]):
-                    raise ConfigError(f"unknown {group} {saved[key]!r}; for a custom name pass names=FOLDER (Python: "
-                                      "own_names), the --config-dir of the run")
-            mechanism = cls.of(saved["name"], **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
-                               **saved["options"])
+                    raise ConfigError(
+                        f"unknown {group} {saved[key]!r}; for a custom name pass names=FOLDER (Python: "
+                        "own_names), the --config-dir of the run"
+                    )
+            mechanism = cls.of(
+                saved["name"],
+                **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
+                **saved["options"],
+            )
         except (ConfigError, TypeError, RecursionError) as error:
             raise ConfigError(f"{source}: attention cannot be restored: {error}") from None
         if mechanism.to_saved()["described"] != saved["described"]:
-            raise ConfigError(f"{source}: attention {saved['name']} has other options in conf/ than in the saved run; "
-                              "restore that file or pass --config-dir")
+            raise ConfigError(
+                f"{source}: attention {saved['name']} has other options in conf/ than in the saved run; "
+                "restore that file or pass --config-dir"
+            )
         return mechanism
 
     def __str__(self) -> str:
@@ -320,22 +452,42 @@ class Mechanism:
         The string holds the name, m, and the options that differ from the yaml file. An object is written as its class
         with plain options. `parse` refuses objects that cannot be written so.
         """
-        alone = self.features is not None and self.name == self.features.name and not is_known("attention", self.name)
+        alone = (
+            self.features is not None
+            and self.name == self.features.name
+            and not is_known("attention", self.name)
+        )
         node, named = read_preset(BASE if alone else self.kind if "." in self.name else self.name)
         words = {"m": self.m} if self.draws else {}
-        for group, part in (("features", None if alone else self.features), ("sampler", self.sampler_part)):
+        for group, part in (
+            ("features", None if alone else self.features),
+            ("sampler", self.sampler_part),
+        ):
             if part and part.text() != (named.get(group) or default_choice(group)):
                 words[group] = part.text()
-        words |= {key: value for key, value in own_options(self.options).items()
-                  if key != "phi" and node.get(key, ...) != value}
+        words |= {
+            key: value
+            for key, value in own_options(self.options).items()
+            if key != "phi" and node.get(key, ...) != value
+        }
         words |= self._changes() | ({"seed": self.seed} if self.seed else {})
         return join_words(self.features.text() if alone else self.name, words)
 
 
-def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None = None,
-                   layers: Layers = None, sampler=None, redraw_every: int = 0,
-                   normalize_qk: bool = False, seed: int | None = None, *, causal: bool | None = None,
-                   saved: bool = True, **options) -> nn.Module:
+def swap_attention(
+    model: nn.Module,
+    name: str | type | Mechanism,
+    m: int | None = None,
+    layers: Layers = None,
+    sampler=None,
+    redraw_every: int = 0,
+    normalize_qk: bool = False,
+    seed: int | None = None,
+    *,
+    causal: bool | None = None,
+    saved: bool = True,
+    **options,
+) -> nn.Module:
     """Replace the attention of a pretrained model in place and return the model.
 
     The mask of each call decides whether the call is causal. Layers that are already swapped get the new attention;
@@ -367,8 +519,16 @@ def swap_attention(model: nn.Module, name: str | type | Mechanism, m: int | None
     Warns:
         UserWarning: without `layers`, attention of unknown kinds or with a window stays as it is.
     """
-    options |= {key: value for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk)) if value}
-    made = name if isinstance(name, Mechanism) else Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
+    options |= {
+        key: value
+        for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk))
+        if value
+    }
+    made = (
+        name
+        if isinstance(name, Mechanism)
+        else Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
+    )
     return made.swap(model, layers, causal=causal, saved=saved)
 
 
@@ -383,13 +543,17 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
     """
     if not isinstance(name, str):
         options = ATTENTION.options(name).items()
-        return {"_target_": name} | {key: "???" if each.required else plain(each.default) for key, each in options}, {}
+        return {"_target_": name} | {
+            key: "???" if each.required else plain(each.default) for key, each in options
+        }, {}
     node, named, below = read_yaml(file_of("attention", name)), {}, {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
             below |= read_preset(entry.split("@")[0])[0]
         else:
-            named |= {key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()}
+            named |= {
+                key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()
+            }
     return below | node, named
 
 
@@ -397,7 +561,11 @@ def default_choice(group: str) -> Any:
     """Return the default features, sampler or m of conf/config.yaml."""
     config = read_yaml(CONF / "config.yaml")
     entries = [entry for entry in config["defaults"] if isinstance(entry, dict)]
-    return config["features"]["m"] if group == "m" else next(entry[group] for entry in entries if group in entry)
+    return (
+        config["features"]["m"]
+        if group == "m"
+        else next(entry[group] for entry in entries if group in entry)
+    )
 
 
 def from_import_path(group: str, choice: Any) -> Any:
@@ -421,9 +589,13 @@ def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
         check_options(group, made, changes)
         made, changes = made(**changes), {}
     if changes:
-        raise ConfigError(f"{group}.{next(iter(changes))}: an object takes no options; pass it to the constructor")
+        raise ConfigError(
+            f"{group}.{next(iter(changes))}: an object takes no options; pass it to the constructor"
+        )
     if not (isinstance(made, FeatureMap) if group == "features" else callable(made)):
-        raise ConfigError(f"{group}={format_value(made)}: expected a name of conf/{group} or an object")
+        raise ConfigError(
+            f"{group}={format_value(made)}: expected a name of conf/{group} or an object"
+        )
     return Choice(getattr(made, "__name__", type(made).__name__), made)
 
 
@@ -437,20 +609,24 @@ def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> d
 
 def resolve_references(node: dict[str, Any]) -> dict[str, Any]:
     """Return the node with each `${..key}` of its map replaced by its value."""
-    phi = {key: node[value[4:-1]] if str(value).startswith("${..") else value
-           for key, value in node.get("phi", {}).items()}
+    phi = {
+        key: node[value[4:-1]] if str(value).startswith("${..") else value
+        for key, value in node.get("phi", {}).items()
+    }
     return node | {"phi": phi} if phi else node
 
 
 # ---- a saved mechanism, possibly from an untrusted file
 
-MAX_SIZE = 2**16     # limit of a size that memory is allocated for: projections, clusters, tokens of a block
+MAX_SIZE = (
+    2**16
+)  # limit of a size that memory is allocated for: projections, clusters, tokens of a block
 MAX_PRODUCT = 2**26  # limit of the product of sizes that are multiplied
 NOT_SIZES = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that allocate no memory
 
 
 Word = Annotated[str, Field(max_length=100)]
-Integer = Annotated[int, Field(gt=-2**63, lt=2**63)]
+Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 Value = bool | Integer | float | Word | None
 SavedValue = Value | Sequence[Value]
 
@@ -472,9 +648,20 @@ class SavedAttention(TypedDict):
 def check_saved(saved: Any) -> None:
     """Raise ConfigError for a malformed record, or sizes too large for memory."""
     check("attention", saved, SavedAttention)
-    sizes = {key: value for key, value in saved["options"].items() if type(value) is int and key not in NOT_SIZES}
-    of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [saved["m"] or 1]
+    sizes = {
+        key: value
+        for key, value in saved["options"].items()
+        if type(value) is int and key not in NOT_SIZES
+    }
+    of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [
+        saved["m"] or 1
+    ]
     largest = sorted(value for key, value in sizes.items() if not key.startswith("features."))[-2:]
-    if max(sizes.values(), default=0) > MAX_SIZE or max(math.prod(of_map), math.prod(largest)) > MAX_PRODUCT:
-        raise ConfigError(f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {MAX_SIZE} "
-                          "each")
+    if (
+        max(sizes.values(), default=0) > MAX_SIZE
+        or max(math.prod(of_map), math.prod(largest)) > MAX_PRODUCT
+    ):
+        raise ConfigError(
+            f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {MAX_SIZE} "
+            "each"
+        )

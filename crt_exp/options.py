@@ -16,8 +16,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Number
 from pathlib import Path
-from typing import (Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar, Union, get_args, get_origin,
-                    get_type_hints, is_typeddict)
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -27,7 +38,9 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Complex = Annotated[complex, Strict(False)]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
+Complex = Annotated[
+    complex, Strict(False)
+]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
 Several = Annotated[Sequence[Entry], Field(min_length=1)]
 
 
@@ -55,7 +68,11 @@ def check(key: str, value: Any, hint: Any) -> None:
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_options(key, hint, value)
     elif value == "???" or not fits(value, hint):  # Hydra's mark of a missing value
-        near = did_you_mean(format_value(value), map(str, get_args(hint))) if get_origin(hint) is Literal else ""
+        near = (
+            did_you_mean(format_value(value), map(str, get_args(hint)))
+            if get_origin(hint) is Literal
+            else ""
+        )
         raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
 
 
@@ -91,19 +108,40 @@ def whole_number(value: Any, name: str, least: int | None = 1) -> int:
     return int(value)
 
 
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >=", "max_length": "of length <=",
-         "multiple_of": "that is a multiple of"}
-NAMES = {int: "an integer", float: "a number", complex: "a number such as 0.1+0.2j", bool: "true or false",
-         str: "a string", dict: "keys with values", type(None): "null", Any: "any value", Sequence: "a list",
-         list: "a list", tuple: "a list"}
+SIGNS = {
+    "ge": ">=",
+    "gt": ">",
+    "le": "<=",
+    "lt": "<",
+    "min_length": "of length >=",
+    "max_length": "of length <=",
+    "multiple_of": "that is a multiple of",
+}
+NAMES = {
+    int: "an integer",
+    float: "a number",
+    complex: "a number such as 0.1+0.2j",
+    bool: "true or false",
+    str: "a string",
+    dict: "keys with values",
+    type(None): "null",
+    Any: "any value",
+    Sequence: "a list",
+    list: "a list",
+    tuple: "a list",
+}
 
 
 def describe(hint: Any) -> str:
     """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
     bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    bounds = " and ".join(f"{sign} {getattr(bound, name)}" for part in extra
-                          for bound in getattr(part, "metadata", ()) for name, sign in SIGNS.items()
-                          if hasattr(bound, name))
+    bounds = " and ".join(
+        f"{sign} {getattr(bound, name)}"
+        for part in extra
+        for bound in getattr(part, "metadata", ())
+        for name, sign in SIGNS.items()
+        if hasattr(bound, name)
+    )
     kind, options = get_origin(bare) or bare, get_args(bare)
     if kind in (Union, types.UnionType, Literal):
         words = [str(option) if kind is Literal else describe(option) for option in options]
@@ -111,7 +149,9 @@ def describe(hint: Any) -> str:
     name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
     entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
     size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
-    each = f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
+    each = (
+        f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
+    )
     return " ".join(filter(None, [name, size, bounds, each]))
 
 
@@ -131,12 +171,18 @@ class Values(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node, index: int) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(problem="aliases are refused", problem_mark=self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(
+                problem="aliases are refused", problem_mark=self.peek_event().start_mark
+            )
         return super().compose_node(parent, index)
 
 
-for _tag, _pattern in (("null", "null|Null|NULL|~|"), ("bool", "true|True|false|False"), ("int", r"[-+]?\d+"),
-                       ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")):
+for _tag, _pattern in (
+    ("null", "null|Null|NULL|~|"),
+    ("bool", "true|True|false|False"),
+    ("int", r"[-+]?\d+"),
+    ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"),
+):
     Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
 
 
@@ -155,13 +201,19 @@ def to_text(value: Any) -> str:
     """
     if isinstance(value, str):
         quote = "'" if '"' in value else '"'
-        return value if PLAIN.fullmatch(value) and parse_value(value) == value else f"{quote}{value}{quote}"
+        return (
+            value
+            if PLAIN.fullmatch(value) and parse_value(value) == value
+            else f"{quote}{value}{quote}"
+        )
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(to_text, value))}]" if isinstance(value, Sequence) else str(value)
 
 
-WORD = re.compile(r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+""")  # spaces in brackets and quotes do not split words
+WORD = re.compile(
+    r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+"""
+)  # spaces in brackets and quotes do not split words
 PLAIN = re.compile(r"[\w.+*/:-]+")
 
 
@@ -171,8 +223,10 @@ def split_words(text: str) -> tuple[str, dict[str, Any]]:
     pairs = [word.partition("=") for word in words[1:]]
     options = {key: parse_value(value) for key, sign, value in pairs if key and sign}
     if not words or "=" in words[0] or len(options) < len(pairs):
-        raise ConfigError(f"attention {text!r}: expected a name, then key=value, each key once, such as "
-                          "'window block=32 first=16'")
+        raise ConfigError(
+            f"attention {text!r}: expected a name, then key=value, each key once, such as "
+            "'window block=32 first=16'"
+        )
     return words[0], options
 
 
@@ -184,8 +238,12 @@ def join_words(name: str, options: Mapping[str, Any]) -> str:
 def parse_arguments(kind: type, words: Sequence[str]) -> Any:
     """Build an options dataclass from key=value words. Raises ConfigError."""
     wanted, pairs = parameters(kind), [word.partition("=") for word in words]
-    values = {key: text if key in wanted and text != "null" and fits(text, wanted[key].hint) else parse_value(text)
-              for key, _, text in pairs}
+    values = {
+        key: text
+        if key in wanted and text != "null" and fits(text, wanted[key].hint)
+        else parse_value(text)
+        for key, _, text in pairs
+    }
     if len(values) < len(pairs) or not all(sign for _, sign, _ in pairs):
         raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
     check_options("", kind, values)
@@ -212,8 +270,13 @@ def parameters(target: Any) -> dict[str, Parameter]:
     """
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
-        return {name: Parameter(get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
-                                name in target.__required_keys__) for name, hint in hints.items()}
+        return {
+            name: Parameter(
+                get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
+                name in target.__required_keys__,
+            )
+            for name, hint in hints.items()
+        }
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     found: dict[str, Parameter] = {}
     for maker in (target, *owners[1:-1]):  # the last owner is object
@@ -230,7 +293,9 @@ def parameters(target: Any) -> dict[str, Parameter]:
 def annotations(maker: Any) -> dict[str, Any]:
     """The type hints of a callable; {} if one needs an import for type checkers only."""
     try:
-        return get_type_hints(maker.__init__ if isinstance(maker, type) else maker, include_extras=True)
+        return get_type_hints(
+            maker.__init__ if isinstance(maker, type) else maker, include_extras=True
+        )
     except NameError:
         return {}
 
@@ -260,6 +325,7 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
 
 def checked(prefix: str) -> Callable[[type], type]:
     """Class decorator: check constructor arguments; errors name `<prefix>.<name>`."""
+
     def decorate(cls: type) -> type:
         construct, arguments = cls.__init__, inspect.signature(cls.__init__)
 
@@ -270,13 +336,19 @@ def checked(prefix: str) -> Callable[[type], type]:
 
         cls.__init__ = checking
         return cls
+
     return decorate
 
 
 # ---- annotations read from source, for classes whose module would import torch
 
 ROOT = Path(__file__).parent.parent
-VOCABULARY = ("typing", "collections.abc", "pydantic", "crt_exp.options")  # modules that annotations may import from
+VOCABULARY = (
+    "typing",
+    "collections.abc",
+    "pydantic",
+    "crt_exp.options",
+)  # modules that annotations may import from
 
 
 @functools.cache
@@ -295,14 +367,20 @@ def annotations_in_source(target: str) -> dict[str, Any]:
     if isinstance(node, ast.ClassDef) and (init is node or init.args.kwarg):
         for base in reversed([base.id for base in node.bases if isinstance(base, ast.Name)]):
             found |= annotations_in_source(f"{module}.{base}")
-    fields = [part for part in node.body if isinstance(part, ast.AnnAssign)] if node.decorator_list else []
+    fields = (
+        [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        if node.decorator_list
+        else []
+    )
     # fields of a dataclass
     own = init.args.args + init.args.kwonlyargs if isinstance(init, ast.FunctionDef) else fields
     for part in own:
         name = part.arg if isinstance(part, ast.arg) else part.target.id
         found[name] = Any
         with suppress(NameError, ValueError):  # ValueError: the parameter has no annotation
-            found[name] = eval(compile(ast.Expression(part.annotation), module, "eval"), source(module)[1])
+            found[name] = eval(
+                compile(ast.Expression(part.annotation), module, "eval"), source(module)[1]
+            )
     return found
 
 
@@ -325,7 +403,9 @@ def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.Function
 def source(module: str) -> tuple[list[ast.stmt], dict[str, Any]]:
     """The statements of a module, and the names that its annotations may use."""
     path, names = ROOT.joinpath(*module.split(".")), {}
-    body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
+    body = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    ).body
     for node in body:
         if getattr(node, "module", "") in VOCABULARY or isinstance(node, ast.Assign | ast.ClassDef):
             with suppress(Exception):  # the statement needs further imports

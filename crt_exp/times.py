@@ -24,14 +24,21 @@ Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")
 Value = TypeVar("Value")
 NO_WARMUP_MS = 1000.0  # ms; cache effects do not matter for longer calls
-WALL, PROCESSOR = time.perf_counter, time.process_time  # process time is nearly independent of other load
+WALL, PROCESSOR = (
+    time.perf_counter,
+    time.process_time,
+)  # process time is nearly independent of other load
 
 
 # ---- one call
 
 
-def milliseconds(call: Callable[..., Any], *given: Any, clock: Callable[[], float] = WALL,
-                 device: torch.device | str | None = None) -> float:
+def milliseconds(
+    call: Callable[..., Any],
+    *given: Any,
+    clock: Callable[[], float] = WALL,
+    device: torch.device | str | None = None,
+) -> float:
     """Milliseconds of call(*given), including its work on a CUDA device.
 
     Without `device` the current CUDA device counts, if CUDA is in use.
@@ -49,8 +56,12 @@ def wait_for(device: torch.device | str | None) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_after_warmup(call: Callable[..., Any], *given: Any, below: float = float("inf"),
-                      device: torch.device | str | None = None) -> float:
+def time_after_warmup(
+    call: Callable[..., Any],
+    *given: Any,
+    below: float = float("inf"),
+    device: torch.device | str | None = None,
+) -> float:
     """Milliseconds of a second call, after a first one that warms up caches.
 
     A call that takes `below` ms or more runs only once.
@@ -62,8 +73,13 @@ def time_after_warmup(call: Callable[..., Any], *given: Any, below: float = floa
 # ---- methods in turns
 
 
-def in_turns(methods: Mapping[Name, Method], rounds: int, measure: Callable[[Method], Value] = milliseconds,
-             warm: int = 1, turn: int = 0) -> dict[Name, list[Value]]:
+def in_turns(
+    methods: Mapping[Name, Method],
+    rounds: int,
+    measure: Callable[[Method], Value] = milliseconds,
+    warm: int = 1,
+    turn: int = 0,
+) -> dict[Name, list[Value]]:
     """Measure every method once in every round, and drop the first `warm` rounds.
 
     Args:

@@ -5,10 +5,14 @@ Errors in the configuration are reported before anything is written.
 
 import sys
 
-if __name__ == "__main__":  # before the imports below: __main__ reports import errors and ^C in one line
+if (
+    __name__ == "__main__"
+):  # before the imports below: __main__ reports import errors and ^C in one line
     import os
 
-    if not __package__:  # run as a file: its folder on sys.path would hide modules named config or data
+    if (
+        not __package__
+    ):  # run as a file: its folder on sys.path would hide modules named config or data
         folder = os.path.dirname(os.path.realpath(__file__))
         root = os.path.dirname(folder)
         sys.path[:] = [path for path in sys.path if os.path.realpath(path) != folder]

@@ -35,6 +35,12 @@ class PlainDocstrings(griffe.Extension):
 
 def escaped(text):
     """Escape <, * and _ for Markdown, except in backticks and in names of arguments, which the Google style parses."""
-    prose, kept = re.compile("([*_])"), re.compile(r"(`[^`]*`|^ +\*{0,2}\w+(?: \([^)\n]*\))?:)", re.M)
-    parts = (part if kept.match(part) else prose.sub(r"\\\1", part).replace("<", "&lt;") for part in kept.split(text))
+    prose, kept = (
+        re.compile("([*_])"),
+        re.compile(r"(`[^`]*`|^ +\*{0,2}\w+(?: \([^)\n]*\))?:)", re.M),
+    )
+    parts = (
+        part if kept.match(part) else prose.sub(r"\\\1", part).replace("<", "&lt;")
+        for part in kept.split(text)
+    )
     return "".join(parts)

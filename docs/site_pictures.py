@@ -9,4 +9,6 @@ def on_page_content(html, page, config, files):
 
 
 def linked(picture):
-    return picture[0] if picture[1] else f'<a href="{picture[3]}" title="full size">{picture[2]}</a>'
+    return (
+        picture[0] if picture[1] else f'<a href="{picture[3]}" title="full size">{picture[2]}</a>'
+    )

@@ -66,6 +66,7 @@ def typed(monkeypatch, capsys, tmp_path):
     """Runs a command line in this process, or by torchrun, in an empty folder: (exit code, stdout, stderr). In this
     process its curves.png is empty, and where there is no GPU its end does not look through all objects for memory to
     give back: these cost more than all steps of a short run."""
+
     def run(*args, processes=1):
         if processes > 1:
             done = torchrun(*args, cwd=tmp_path)
@@ -77,7 +78,11 @@ def typed(monkeypatch, capsys, tmp_path):
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
-        monkeypatch.setattr(fit, "draw_curves", lambda records, metric, directory: (directory / "curves.png").touch())
+        monkeypatch.setattr(
+            fit,
+            "draw_curves",
+            lambda records, metric, directory: (directory / "curves.png").touch(),
+        )
         if not torch.cuda.is_available():
             monkeypatch.setattr(memory, "clear_device_cache", lambda *_, **__: None)
         code, _ = 0, capsys.readouterr()
@@ -86,4 +91,5 @@ def typed(monkeypatch, capsys, tmp_path):
         except SystemExit as stop:
             code = stop.code or 0
         return code, *capsys.readouterr()
+
     return run

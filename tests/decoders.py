@@ -12,16 +12,37 @@ from crt_exp.mechanism import Mechanism
 
 SMALL = {"block": 4, "cells": 6, "heavy": 2}
 BELOW, BEYOND = {"exact_until": 64}, {"exact_until": 8}
-SIZES = {"window": {"block": 4, "first": 2}, "reformer": {"chunk": 4, "buckets": 4, "hashes": 2},
-         "linformer": {"length": 40, "rank": 5}, "exact": {}, "uniform": {}, "identity": {}, "elu": {}}
-CONTROLS = {"exact", "identity", "linformer", "reformer", "uniform", "window"}       # that learn nothing from passes
+SIZES = {
+    "window": {"block": 4, "first": 2},
+    "reformer": {"chunk": 4, "buckets": 4, "hashes": 2},
+    "linformer": {"length": 40, "rank": 5},
+    "exact": {},
+    "uniform": {},
+    "identity": {},
+    "elu": {},
+}
+CONTROLS = {
+    "exact",
+    "identity",
+    "linformer",
+    "reformer",
+    "uniform",
+    "window",
+}  # that learn nothing from passes
 
 
 def mechanisms() -> dict[str, tuple[str, dict]]:
     """Their names and options; of near-far attention, one for each way in which it takes keys."""
-    small = {name: (name, SIZES.get(name, {"m": 8})) for name in choices("attention") if name != "nearfar"}
+    small = {
+        name: (name, SIZES.get(name, {"m": 8}))
+        for name in choices("attention")
+        if name != "nearfar"
+    }
     opened = SMALL | {"open": 5}
-    return small | {"nearfar below": ("nearfar", opened | BELOW), "nearfar beyond": ("nearfar", opened | BEYOND)}
+    return small | {
+        "nearfar below": ("nearfar", opened | BELOW),
+        "nearfar beyond": ("nearfar", opened | BEYOND),
+    }
 
 
 def layer(name, options, **sizes):
@@ -35,9 +56,24 @@ def tokens(batch=3, length=30, seed=0):
 def llama(dtype=torch.float64, layers=2):
     """Heads of d = 16, which the C engine of near-far reads where they lie, in float32."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, pad_token_id=0)).to(dtype).eval()
+    model = (
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=64,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                vocab_size=40,
+                max_position_embeddings=80,
+                bos_token_id=0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        )
+        .to(dtype)
+        .eval()
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(std=0.2) if p.ndim > 1 else None
@@ -52,7 +88,11 @@ def swapped(name, options, dtype=torch.float64, layers=2):
 @cache
 def calibrated(name, options, dtype, layers):
     model = swap_attention(llama(dtype, layers), name, **dict(options))
-    return model if name in CONTROLS else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
+    return (
+        model
+        if name in CONTROLS
+        else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
+    )
 
 
 def called(model, ids, mask, past=None, start=0):

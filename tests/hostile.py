@@ -2,13 +2,15 @@
 
 import copy
 
-TRAP = "trap.py"      # a module whose import leaves the file `sprung` beside it
+TRAP = "trap.py"  # a module whose import leaves the file `sprung` beside it
 
 
 def set_trap(folder, monkeypatch):
     """A module that may be imported, and the file that is there once it was."""
-    (folder / TRAP).write_text("from pathlib import Path\nPath(__file__).with_name('sprung').touch()\n"
-                               "def call(*args, **options):\n    return None\n")
+    (folder / TRAP).write_text(
+        "from pathlib import Path\nPath(__file__).with_name('sprung').touch()\n"
+        "def call(*args, **options):\n    return None\n"
+    )
     monkeypatch.syspath_prepend(folder)
     return folder / "sprung"
 
@@ -29,27 +31,48 @@ def changes(folder):
 
     def both(key, value):
         """There, and in what it is compared with."""
+
         def change(saved):
             saved[key] = copy.deepcopy(value)
             saved["described"][key] = copy.deepcopy(value)
+
         return change
 
     yield from {
-        "sampler": both("sampler", evil), "features": both("features", evil), "imported": both("sampler", IMPORTED),
-        "partial": both("sampler", evil | {"_partial_": True}), "in a list": both("features", [evil]),
+        "sampler": both("sampler", evil),
+        "features": both("features", evil),
+        "imported": both("sampler", IMPORTED),
+        "partial": both("sampler", evil | {"_partial_": True}),
+        "in a list": both("features", [evil]),
         "described": lambda saved: saved["described"].update(features=evil, sampler=evil),
         "phi": set_all(name="elu", features=None, sampler=None, m=None, options={"phi": IMPORTED}),
         "phi of a sum": set_all(name="generalized", features=None, options={"phi": {"f": evil}}),
         "nested option": set_all(options={"redraw_every": evil}),
         "option of the map": set_all(options={"features.A": evil}),
-        "name": set_all(name=evil), "name in a list": set_all(name=[evil]), "name a number": set_all(name=5),
-        "path": set_all(name="../../setup"), "m": set_all(m=evil), "seed": set_all(seed=evil), "whole": set_all(**evil),
-        "no attention": lambda saved: saved.clear(), "long name": set_all(name="f" * 10**6),
-        "m huge": both("m", 10**12), "m of a float": both("m", 1e12), "m true": both("m", True),
-        "m of many digits": both("m", 10**1000), "seed huge": set_all(seed=10**30),
-        "open": set_all(name="nearfar", features=None, sampler=None, m=None, options={"open": [10**12]}),
-        "rank": set_all(name="linformer", features=None, sampler=None, m=None,
-                        options={"rank": 65536, "length": 65536}),
+        "name": set_all(name=evil),
+        "name in a list": set_all(name=[evil]),
+        "name a number": set_all(name=5),
+        "path": set_all(name="../../setup"),
+        "m": set_all(m=evil),
+        "seed": set_all(seed=evil),
+        "whole": set_all(**evil),
+        "no attention": lambda saved: saved.clear(),
+        "long name": set_all(name="f" * 10**6),
+        "m huge": both("m", 10**12),
+        "m of a float": both("m", 1e12),
+        "m true": both("m", True),
+        "m of many digits": both("m", 10**1000),
+        "seed huge": set_all(seed=10**30),
+        "open": set_all(
+            name="nearfar", features=None, sampler=None, m=None, options={"open": [10**12]}
+        ),
+        "rank": set_all(
+            name="linformer",
+            features=None,
+            sampler=None,
+            m=None,
+            options={"rank": 65536, "length": 65536},
+        ),
         "deep": both("features", deep(200)),
     }.items()
 

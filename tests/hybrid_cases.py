@@ -6,7 +6,9 @@ from crt_exp import samplers
 
 
 def vectors(*shape, seed=0, scale=0.5):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def draw(phi, m, d, batch=(), seed=0, sampler=samplers.iid):

@@ -12,40 +12,78 @@ from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
 from crt_exp.samplers.noise import DenseNoise, leaves, map_leaves
 
-WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(os.environ.get("CC", "cc").split()[0])
-needs_library = pytest.mark.skipif(not WANTED and native.library() is None,  # where it does not compile, tests fail
-                                   reason="no C compiler here, or CRT_EXP_NATIVE=0")
+WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(
+    os.environ.get("CC", "cc").split()[0]
+)
+needs_library = pytest.mark.skipif(
+    not WANTED and native.library() is None,  # where it does not compile, tests fail
+    reason="no C compiler here, or CRT_EXP_NATIVE=0",
+)
 
 
 class Case:
     """learned: rows and parameters get a gradient."""
 
-    def __init__(self, phi, B=2, H=2, Hkv=None, L=8, S=8, d=4, dv=4, m=8, scale=0.4, masked=False, learned=False):
+    def __init__(
+        self,
+        phi,
+        B=2,
+        H=2,
+        Hkv=None,
+        L=8,
+        S=8,
+        d=4,
+        dv=4,
+        m=8,
+        scale=0.4,
+        masked=False,
+        learned=False,
+    ):
         g = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=g)
         Hkv = Hkv or H
         self.learned, self.phi = learned, phi
         self.noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, d, g, batch=(H,)))
-        self.x, self.y, self.v = scale * draw(B, H, L, d), scale * draw(B, Hkv, S, d), draw(B, Hkv, S, dv)
+        self.x, self.y, self.v = (
+            scale * draw(B, H, L, d),
+            scale * draw(B, Hkv, S, d),
+            draw(B, Hkv, S, dv),
+        )
         self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
         self.grad, self.mask = draw(B, H, L, dv), None
         if masked:
             self.mask = torch.rand(B, S, generator=g) > 0.3
             self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
 
-    def run(self, dtype=torch.float32, causal=False, x=None, y=None, v=None, grad=None, function=attention):
+    def run(
+        self,
+        dtype=torch.float32,
+        causal=False,
+        x=None,
+        y=None,
+        v=None,
+        grad=None,
+        function=attention,
+    ):
         """Outputs and gradients, with NaN in the padding; of a map that learns those to rows and parameters too."""
         x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
-        x, y, v = (t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, y, v))
+        x, y, v = (
+            t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_()
+            for t in (x, y, v)
+        )
         if self.mask is not None:
             with torch.no_grad():
                 for t in (y, v):
                     t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
         noise, params, wanted = self.noise, self.params, [x, y, v]
         if self.learned:
-            noise = map_leaves(lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True), noise)
+            noise = map_leaves(
+                lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True), noise
+            )
             params = map_leaves(lambda t: t.clone().requires_grad_(t.is_floating_point()), params)
-            wanted += [n.rows() for n in leaves(noise)] + [t for t in leaves(params) if t.requires_grad]
+            wanted += [n.rows() for n in leaves(noise)] + [
+                t for t in leaves(params) if t.requires_grad
+            ]
         out = function(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
         grad = (self.grad if grad is None else grad).to(dtype)
         return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
@@ -55,4 +93,6 @@ def assert_near(ours, expected, tolerance=1e-5):
     assert len(ours) == len(expected)
     for name, a, b in zip(("out", "dx", "dy", "dv", "drows", "dparams"), ours, expected):
         assert a.shape == b.shape and a.isfinite().all(), name
-        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(min=1e-2), name
+        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(
+            min=1e-2
+        ), name

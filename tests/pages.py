@@ -23,7 +23,9 @@ def blocks_of(page):
     for part in re.split(r"^## ", page.read_text(), flags=re.M):
         for head, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", part, re.S | re.M):
             title = re.search(r'title="([^"]+)"', head)
-            yield Block(page, part.partition("\n")[0], head.split(" ")[0], title[1] if title else "", text)
+            yield Block(
+                page, part.partition("\n")[0], head.split(" ")[0], title[1] if title else "", text
+            )
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -32,7 +34,11 @@ RECIPES = [block for block in BLOCKS if block.page.name == "add-your-own.md"]
 
 def section(name: str, language: str) -> list[str]:
     """The blocks of a section of add-your-own.md that are no files."""
-    return [block.text for block in RECIPES if (block.section, block.language, block.title) == (name, language, "")]
+    return [
+        block.text
+        for block in RECIPES
+        if (block.section, block.language, block.title) == (name, language, "")
+    ]
 
 
 def write_recipes(folder: Path, *sections: str) -> Path:

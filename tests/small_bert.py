@@ -6,13 +6,53 @@ import numpy as np
 
 from crt_exp.data.glue import TASKS
 
-WORDS = ["the", "one", "cat", "dog", "bird", "fish", "sat", "ran", "flew", "swam", "on", "under", "over", "by", "mat",
-         "tree", "pond", "sky", "red", "green", "old", "young", "and", "but", "it", "was", "not"]
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz.", "##s", "##ing"]
+WORDS = [
+    "the",
+    "one",
+    "cat",
+    "dog",
+    "bird",
+    "fish",
+    "sat",
+    "ran",
+    "flew",
+    "swam",
+    "on",
+    "under",
+    "over",
+    "by",
+    "mat",
+    "tree",
+    "pond",
+    "sky",
+    "red",
+    "green",
+    "old",
+    "young",
+    "and",
+    "but",
+    "it",
+    "was",
+    "not",
+]
+VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *WORDS,
+    *"abcdefghijklmnopqrstuvwxyz.",
+    "##s",
+    "##ing",
+]
 
 
 def sentence(i: int, length: int = 7) -> str:
-    words = [WORDS[(i * 7 + j * j * (i % 5 + 1) + j) % len(WORDS)] + "s" * (j == i % 7) for j in range(3 + i % length)]
+    words = [
+        WORDS[(i * 7 + j * j * (i % 5 + 1) + j) % len(WORDS)] + "s" * (j == i % 7)
+        for j in range(3 + i % length)
+    ]
     return " ".join(words) + " ."
 
 
@@ -31,14 +71,22 @@ def write_words(path: Path) -> Path:
     return path
 
 
-def write_model(folder: Path, kind: str = "BertForMaskedLM", vocabulary=VOCABULARY, **changes) -> Path:
+def write_model(
+    folder: Path, kind: str = "BertForMaskedLM", vocabulary=VOCABULARY, **changes
+) -> Path:
     """config.json, model.safetensors and vocab.txt of a random BERT."""
     import torch
     import transformers
 
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-             "vocab_size": len(VOCABULARY), "max_position_embeddings": 40} | changes
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": len(VOCABULARY),
+        "max_position_embeddings": 40,
+    } | changes
     folder.mkdir(parents=True, exist_ok=True)
     getattr(transformers, kind)(transformers.BertConfig(**sizes)).save_pretrained(folder)
     (folder / "vocab.txt").write_text("".join(word + "\n" for word in vocabulary))
@@ -60,5 +108,5 @@ def write_glue(folder: Path, name: str, train: int = 48, dev: int = 12) -> Path:
 def row(task, i: int) -> str:
     kind = i % max(2, len(task.names))
     label = task.spelled[kind] if task.spelled else f"{kind * 4.5:.1f}"
-    texts = [f"{WORDS[kind]} {sentence(i)}", sentence(i + 3)][:len(task.columns)]
+    texts = [f"{WORDS[kind]} {sentence(i)}", sentence(i + 3)][: len(task.columns)]
     return "\t".join(["x", label, "*", *texts] if task.headless else [*texts, label])

@@ -11,7 +11,9 @@ def picture(label, number, size=12):
     """Stripes as wide as the class says, in a colour of the class, with noise."""
     rng = np.random.default_rng([label, number])
     stripes = (np.arange(size)[:, None] // (label + 1) + rng.integers(2)) % 2 * 120
-    return Image.fromarray((stripes[..., None] + rng.integers(0, 60, (size, size, 3)) + 20 * label).astype(np.uint8))
+    return Image.fromarray(
+        (stripes[..., None] + rng.integers(0, 60, (size, size, 3)) + 20 * label).astype(np.uint8)
+    )
 
 
 def write_images(root, classes=3, train=8, val=4, size=12, inner=""):

@@ -19,7 +19,12 @@ def write_digits(folder, speakers=("ann", "bob"), indices=(0, 1, 5, 6, 8, 9), ra
     for digit in range(10):
         for s, speaker in enumerate(speakers):
             for index in indices:
-                audio = tone(300 + 300 * digit + 20 * s, 0.15 + 0.02 * (index % 6), rate, seed=100 * digit + index)
+                audio = tone(
+                    300 + 300 * digit + 20 * s,
+                    0.15 + 0.02 * (index % 6),
+                    rate,
+                    seed=100 * digit + index,
+                )
                 soundfile.write(folder / f"{digit}_{speaker}_{index}.wav", audio, rate)
     return folder
 
@@ -27,14 +32,18 @@ def write_digits(folder, speakers=("ann", "bob"), indices=(0, 1, 5, 6, 8, 9), ra
 TEXTS = ("A BEE", "A CAB", "FADE", "DEAD END", "IT'S A CAGE", "BAD FACE")
 
 
-def write_librispeech(root, subset="train-clean-100", texts=TEXTS, speaker=7, chapter=9, rate=16000, seconds=None):
+def write_librispeech(
+    root, subset="train-clean-100", texts=TEXTS, speaker=7, chapter=9, rate=16000, seconds=None
+):
     """Each letter a tone of 0.1 s; the files of one chapter with their transcripts."""
     folder = root / subset / str(speaker) / str(chapter)
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i, text in enumerate(texts):
         name = f"{speaker}-{chapter}-{i:04d}"
-        audio = np.concatenate([tone(200 + 100 * (ord(c) - 32), seconds or 0.1, rate, seed=i) for c in text])
+        audio = np.concatenate(
+            [tone(200 + 100 * (ord(c) - 32), seconds or 0.1, rate, seed=i) for c in text]
+        )
         soundfile.write(folder / f"{name}.flac", audio, rate)
         lines.append(f"{name} {text}\n")
     (folder / f"{speaker}-{chapter}.trans.txt").write_text("".join(lines))

@@ -17,6 +17,7 @@ def during_step(task, step, action):
         if len(calls) == step:
             action()
         return real(self, model, batch)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task, "loss", loss)
         yield

@@ -12,8 +12,16 @@ from crt_exp import calibrate_attention, swap_attention
 B, L = 2, 9
 
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32, "vocab_size": 40,
-         "max_position_embeddings": 40, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+    "max_position_embeddings": 40,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+}
 IMAGES = SIZES | {"image_size": 8, "patch_size": 4}
 LOOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -23,25 +31,59 @@ def bert():
 
 
 def roberta():
-    return transformers.RobertaModel(transformers.RobertaConfig(**SIZES, pad_token_id=1), add_pooling_layer=False)
+    return transformers.RobertaModel(
+        transformers.RobertaConfig(**SIZES, pad_token_id=1), add_pooling_layer=False
+    )
 
 
 def distilbert():
-    return transformers.DistilBertModel(transformers.DistilBertConfig(
-        dim=16, n_layers=2, n_heads=4, hidden_dim=32, vocab_size=40, max_position_embeddings=40, dropout=0.0,
-        attention_dropout=0.0))
+    return transformers.DistilBertModel(
+        transformers.DistilBertConfig(
+            dim=16,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=32,
+            vocab_size=40,
+            max_position_embeddings=40,
+            dropout=0.0,
+            attention_dropout=0.0,
+        )
+    )
 
 
 def gpt2():
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=16,
+            n_layer=2,
+            n_head=4,
+            vocab_size=40,
+            n_positions=40,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    )
 
 
 def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=40, max_position_embeddings=40, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            vocab_size=40,
+            max_position_embeddings=40,
+            bos_token_id=0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    )
 
 
 def vit():
@@ -57,8 +99,15 @@ class Timm(nn.Module):
         super().__init__()
         import timm
 
-        self.inner = timm.models.VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=4,
-                                                   num_classes=0, qk_norm=True)
+        self.inner = timm.models.VisionTransformer(
+            img_size=8,
+            patch_size=4,
+            embed_dim=16,
+            depth=2,
+            num_heads=4,
+            num_classes=0,
+            qk_norm=True,
+        )
 
     def forward(self, pixel_values):
         return self.inner.forward_features(pixel_values)
@@ -70,7 +119,9 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(40, 16)
-        self.inner = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2)
+        self.inner = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2
+        )
         spread(self, 0.2)  # a clone of one layer has equal parameters
 
     def forward(self, input_ids, attention_mask=None):
@@ -78,45 +129,89 @@ class Encoder(nn.Module):
         return self.inner(self.embedding(input_ids), src_key_padding_mask=padding)
 
 
-TEXT = {"bert": bert, "roberta": roberta, "distilbert": distilbert, "gpt2": gpt2, "llama": llama, "encoder": Encoder}
+TEXT = {
+    "bert": bert,
+    "roberta": roberta,
+    "distilbert": distilbert,
+    "gpt2": gpt2,
+    "llama": llama,
+    "encoder": Encoder,
+}
 IMAGE = {"vit": vit, "vit_mae": vit_mae, "timm": Timm}
 ALL = TEXT | IMAGE
 CAUSAL = {"gpt2": gpt2, "llama": llama}
-HF = {name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")}
+HF = {
+    name: ALL[name] for name in ("bert", "roberta", "distilbert", "gpt2", "llama", "vit", "vit_mae")
+}
 
 
 ALIKE = ("roberta", "distilbert", "vit_mae", "marian")
-SEQ2SEQ_SIZES = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4,
-                 "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40,
-                 "init_std": 0.3, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": None,
-                 "decoder_start_token_id": 2, "forced_eos_token_id": None}
+SEQ2SEQ_SIZES = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "vocab_size": 40,
+    "init_std": 0.3,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
 
 
 def neox():
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(
-        **SIZES, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    return transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**SIZES, bos_token_id=0, eos_token_id=None, pad_token_id=0)
+    )
 
 
 def bart():
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(
-        **SEQ2SEQ_SIZES, max_position_embeddings=40))
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**SEQ2SEQ_SIZES, max_position_embeddings=40)
+    )
 
 
 def marian():
-    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ_SIZES, max_position_embeddings=40))
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(**SEQ2SEQ_SIZES, max_position_embeddings=40)
+    )
 
 
 def whisper():
-    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
-        **SEQ2SEQ_SIZES, num_mel_bins=4, max_source_positions=L, max_target_positions=40, suppress_tokens=None,
-        begin_suppress_tokens=None))
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **SEQ2SEQ_SIZES,
+            num_mel_bins=4,
+            max_source_positions=L,
+            max_target_positions=40,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    )
 
 
 def bert2gpt2():
-    decoder = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=40, n_positions=40,
-                                      add_cross_attention=True, is_decoder=True)
-    return spread(transformers.EncoderDecoderModel(
-        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**SIZES), decoder)))
+    decoder = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        vocab_size=40,
+        n_positions=40,
+        add_cross_attention=True,
+        is_decoder=True,
+    )
+    return spread(
+        transformers.EncoderDecoderModel(
+            transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+                transformers.BertConfig(**SIZES), decoder
+            )
+        )
+    )
 
 
 class Seq2Seq(nn.Module):
@@ -132,8 +227,14 @@ class Seq2Seq(nn.Module):
         source, target = self.embedding(input_ids), self.embedding(decoder_input_ids)
         padding = None if attention_mask is None else attention_mask == 0
         past = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
-        return self.inner(source, target, tgt_mask=past, tgt_is_causal=True, src_key_padding_mask=padding,
-                          memory_key_padding_mask=padding)
+        return self.inner(
+            source,
+            target,
+            tgt_mask=past,
+            tgt_is_causal=True,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
 
 
 HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": bert2gpt2}
@@ -142,8 +243,13 @@ HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": b
 def each(models):
     """One test for each model; models that share all code with another one are slow."""
     slow = pytest.mark.slow
-    return pytest.mark.parametrize("make", [pytest.param(make, id=name, marks=[slow] if name in ALIKE else [])
-                                            for name, make in models.items()])
+    return pytest.mark.parametrize(
+        "make",
+        [
+            pytest.param(make, id=name, marks=[slow] if name in ALIKE else [])
+            for name, make in models.items()
+        ],
+    )
 
 
 def spread(model, std=0.3):
@@ -159,7 +265,9 @@ def made(make, scale=4.0, seed=0):
     model = make().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.ndim == 2 and any(part in name for part in ("attn", "attention", "q_proj", "k_proj")):
+            if p.ndim == 2 and any(
+                part in name for part in ("attn", "attention", "q_proj", "k_proj")
+            ):
                 p.mul_(scale if isinstance(model, transformers.PreTrainedModel) else 1.5)
     return model
 

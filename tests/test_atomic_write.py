@@ -40,9 +40,12 @@ def save_a_model(path):
         save_tensors({"a": torch.ones(10_000)}, folder / "model.safetensors")
 
 
-FILES = {"picture.png": save_a_figure, "image.png": lambda path: images.save_grid([NOISE], path),
-         "rows.csv": lambda path: write_rows(path, [[i] for i in range(1000)] * 2),
-         "text.md": lambda path: write_atomic(path, "text " * 2000)}
+FILES = {
+    "picture.png": save_a_figure,
+    "image.png": lambda path: images.save_grid([NOISE], path),
+    "rows.csv": lambda path: write_rows(path, [[i] for i in range(1000)] * 2),
+    "text.md": lambda path: write_atomic(path, "text " * 2000),
+}
 
 
 @pytest.mark.parametrize("name", [*FILES, MODEL])
@@ -55,7 +58,11 @@ def test_a_full_disk_is_named_and_leaves_the_older_file(name, small_files, tmp_p
         (FILES | {MODEL: save_a_model})[name](path)
     small_files(resource.RLIM_INFINITY)
     assert str(path) in str(error.value) and {each.name for each in tmp_path.iterdir()} <= {name}
-    assert path.read_bytes() == b"older" if name in FILES else not path.exists() or path.stat().st_size == 0
+    assert (
+        path.read_bytes() == b"older"
+        if name in FILES
+        else not path.exists() or path.stat().st_size == 0
+    )
 
 
 def test_other_errors_leave_nothing_either(tmp_path):
@@ -92,6 +99,8 @@ def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
     paths = [*tmp_path.iterdir(), Path(os.devnull)]
     kinds = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
     for path in paths:
-        with pytest.raises(OSError, match=f"{path.name} cannot be written: expected a regular file"):
+        with pytest.raises(
+            OSError, match=f"{path.name} cannot be written: expected a regular file"
+        ):
             write_atomic(path, "text")
     assert kinds == [stat.S_IFMT(path.lstat().st_mode) for path in paths] and len(kinds) == 6

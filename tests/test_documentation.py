@@ -16,14 +16,19 @@ from pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 
 from crt_exp import infer
 from crt_exp.config import CONF, ConfigError, choices
-from crt_exp.data import __main__ as data_command, sources
+from crt_exp.data import __main__ as data_command
+from crt_exp.data import sources
 from crt_exp.options import parameters
-from crt_exp.report import __main__ as report_command, pages
+from crt_exp.report import __main__ as report_command
+from crt_exp.report import pages
 from crt_exp.runner.command_line import check_command_line
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "mermaid"}
-EXAMPLES = [block for block in BLOCKS if block.language == "python" and block not in RECIPES
-            and "HuggingFaceTB/" not in block.text]  # needs the hub
+EXAMPLES = [
+    block
+    for block in BLOCKS
+    if block.language == "python" and block not in RECIPES and "HuggingFaceTB/" not in block.text
+]  # needs the hub
 
 
 @pytest.mark.slow
@@ -52,14 +57,28 @@ def words_of(text):
 
 def inline_commands(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
-    return [tuple(shlex.split(code)) for code in re.findall(r"`((?:make|python -m|torchrun|pip) [^`]+)`", prose)]
+    return [
+        tuple(shlex.split(code))
+        for code in re.findall(r"`((?:make|python -m|torchrun|pip) [^`]+)`", prose)
+    ]
 
 
-IN_BLOCKS = {words for block in BLOCKS if block.language == "bash" for words in words_of(block.text)}
-IN_BLOCKS |= {("python", *words[words.index("-m"):]) for block in BLOCKS if block.language == "sbatch"
-              for words in words_of(block.text) if "crt_exp" in words}  # behind srun and torchrun
-OF_RECIPES = {words for block in RECIPES if block.language == "bash" and re.match("An? ", block.section)
-              for words in words_of(block.text)}
+IN_BLOCKS = {
+    words for block in BLOCKS if block.language == "bash" for words in words_of(block.text)
+}
+IN_BLOCKS |= {
+    ("python", *words[words.index("-m") :])
+    for block in BLOCKS
+    if block.language == "sbatch"
+    for words in words_of(block.text)
+    if "crt_exp" in words
+}  # behind srun and torchrun
+OF_RECIPES = {
+    words
+    for block in RECIPES
+    if block.language == "bash" and re.match("An? ", block.section)
+    for words in words_of(block.text)
+}
 COMMANDS = sorted(IN_BLOCKS | {words for page in PAGES for words in inline_commands(page)})
 
 
@@ -81,7 +100,10 @@ def check(words):
         case ("pip", "wheel", "--no-deps", ".") | ("pip", "install", "gguf"):
             pass
         case ("pip", "install", *_, what):  # a wheel, the checkout, or extras of one of these
-            found = re.fullmatch(rf"crt_exp-{project()['version']}-py3-none-any.whl|(?:\.|crt_exp)(?:\[(\w+)\])?", what)
+            found = re.fullmatch(
+                rf"crt_exp-{project()['version']}-py3-none-any.whl|(?:\.|crt_exp)(?:\[(\w+)\])?",
+                what,
+            )
             assert found[1] is None or found[1] in project()["optional-dependencies"]
         case ("export", assignment):
             assert re.fullmatch(r"CRT_DATA=\w+", assignment)
@@ -90,7 +112,11 @@ def check(words):
             name = getattr(options, "name", None)
             assert not name or sources.select(name)
         case ("python", "-m", "crt_exp.infer", *arguments):
-            keys = {word.lstrip("-").partition("=")[0] for word in arguments if "=" in word or word.startswith("--")}
+            keys = {
+                word.lstrip("-").partition("=")[0]
+                for word in arguments
+                if "=" in word or word.startswith("--")
+            }
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
         case ("python", "-m", "crt_exp.report", name, *arguments):
             given = parser_of_reports().parse_args([name, *arguments])
@@ -116,7 +142,10 @@ def check_make(target, variables):
 
 def check_run(arguments):
     """Without Hydra's plugins, which are an extra, commands that need one ask for the extra."""
-    if any(argument.startswith("hydra/") for argument in arguments) and find_spec("hydra_plugins") is None:
+    if (
+        any(argument.startswith("hydra/") for argument in arguments)
+        and find_spec("hydra_plugins") is None
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'crt_exp\[sweep\]'"):
             check_command_line(arguments)
     elif arguments != ["--version"]:
@@ -126,7 +155,9 @@ def check_run(arguments):
 def test_recipes_of_make_are_valid_shell():
     """`bash -n` parses what each target of the Makefile would run."""
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.M)
-    commands = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = subprocess.run(
+        ["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
     assert "crt_exp.data fetch" in commands and done.returncode == 0, done.stderr
 
@@ -134,8 +165,15 @@ def test_recipes_of_make_are_valid_shell():
 TINY = {  # overrides that make a run of docs/add-your-own.md take a second
     "uci": ["task.repeats=1", "task.sigmas=[0.3]"],
     "projections": ["task.length=16", "task.ms=[4]", "task.samples=1"],
-    "mlm": ["task.text=wordnet", "task.vocabulary_size=500", "task.block=32", "task.cache_dir=null",
-            "task.sizes.hidden_size=16", "task.sizes.intermediate_size=16", "trainer.steps=4"],
+    "mlm": [
+        "task.text=wordnet",
+        "task.vocabulary_size=500",
+        "task.block=32",
+        "task.cache_dir=null",
+        "task.sizes.hidden_size=16",
+        "task.sizes.intermediate_size=16",
+        "trainer.steps=4",
+    ],
     "first": ["trainer.epochs=1"],
 }
 
@@ -154,7 +192,10 @@ def test_command_of_a_recipe_runs(words, typed, folder):
 
 def run_in(folder, *words):
     """A command as a user types it there: `python` is that of the tests, and it finds the package."""
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -163,13 +204,23 @@ def run_in(folder, *words):
 @pytest.mark.slow
 def test_map_of_the_recipe_passes_its_own_tests(folder):
     """In another process, because its test files have names of ours."""
-    assert " passed" in run_in(folder, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    assert " passed" in run_in(
+        folder, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
+    )
 
 
 def test_blocks_have_a_language_and_files_a_row_in_the_table():
-    assert not [block for block in BLOCKS if block.language not in LANGUAGES or block.title and block not in RECIPES]
-    rows = re.findall(r"^\| \[an? .*?\) \| (.*?) \|", (ROOT / "docs" / "add-your-own.md").read_text(), re.M)
-    assert sorted(re.findall(r"`(.*?)`", " ".join(rows))) == sorted(block.title for block in RECIPES if block.title)
+    assert not [
+        block
+        for block in BLOCKS
+        if block.language not in LANGUAGES or block.title and block not in RECIPES
+    ]
+    rows = re.findall(
+        r"^\| \[an? .*?\) \| (.*?) \|", (ROOT / "docs" / "add-your-own.md").read_text(), re.M
+    )
+    assert sorted(re.findall(r"`(.*?)`", " ".join(rows))) == sorted(
+        block.title for block in RECIPES if block.title
+    )
 
 
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
@@ -191,7 +242,11 @@ def test_inline_keys_exist():
 def known_keys():
     for path in CONF.rglob("*.yaml"):
         text, node = path.read_text(), OmegaConf.to_container(OmegaConf.load(path))
-        group = "" if path.parent == CONF or "@package _global_" in text else path.relative_to(CONF).parts[0]
+        group = (
+            ""
+            if path.parent == CONF or "@package _global_" in text
+            else path.relative_to(CONF).parts[0]
+        )
         yield from flattened(group, node)
 
 

@@ -14,8 +14,11 @@ from crt_exp.config import CONF, read_yaml
 
 PACKAGE = ROOT / "crt_exp"
 PICTURE = (ROOT / "docs" / "contributing.md").read_text()
-BOXES = {part: box for box, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
-         for part in parts.split(", ")}
+BOXES = {
+    part: box
+    for box, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
+    for part in parts.split(", ")
+}
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
 COMMANDS = ("__main__", "infer", "predict", "transcribe", "sample")
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the subpackages
@@ -57,26 +60,43 @@ def below(start):
 
 def test_imports_are_the_arrows_of_the_picture():
     found = [(name, other) for name in MODULES if name != FRONT for other in sorted(imported(name))]
-    odd = [f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
-           for name, other in found if box(other) not in below(box(name)) | {box(name)}]
+    odd = [
+        f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
+        for name, other in found
+        if box(other) not in below(box(name)) | {box(name)}
+    ]
     assert not odd, "\n".join(odd)
-    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found} and len({*ARROWS}) == len(ARROWS)
-    implied = [(begin, end) for begin, end in ARROWS for other in below(begin) if other != end and end in below(other)]
+    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found} and len(
+        {*ARROWS}
+    ) == len(ARROWS)
+    implied = [
+        (begin, end)
+        for begin, end in ARROWS
+        for other in below(begin)
+        if other != end and end in below(other)
+    ]
     assert not implied
 
 
 def test_no_circle():
-    TopologicalSorter({name: imported(name) for name in MODULES}).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(
+        {name: imported(name) for name in MODULES}
+    ).prepare()  # raises CycleError, which names the circle
 
 
 def test_subpackages_of_the_library_need_no_runs_no_data_and_maps_no_configuration():
     """However indirectly; names and files become arguments in `Mechanism`, which stands above maps and layers."""
     plain = ("samplers", "features", "bounds", "attention", "nearfar")
     core = (*plain, "mechanism", "swap", "sampled_softmax", "estimators")
-    for parts, apart in ((core, {"runner", "tasks", "data", "models", "measure", "report"}),
-                         (plain, {"config", "mechanism"})):
+    for parts, apart in (
+        (core, {"runner", "tasks", "data", "models", "measure", "report"}),
+        (plain, {"config", "mechanism"}),
+    ):
         for part in parts:
-            needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")]
+            needed, left = (
+                set(),
+                [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")],
+            )
             while left:
                 needed.add(name := left.pop())
                 left += imported(name) - needed
@@ -87,9 +107,29 @@ def test_subpackages_of_the_library_need_no_runs_no_data_and_maps_no_configurati
 # ---- the light install: pip install crt_exp
 
 LIGHT = {"torch", "numpy", "scipy", "scikit-learn", "safetensors", "pyyaml", "pydantic"}
-HIDDEN = ("hydra", "omegaconf", "transformers", "timm", "pandas", "matplotlib", "datasets", "accelerate",
-          "wandb", "torchvision", "torchaudio", "tqdm", "psutil", "jiwer", "Bio", "soundfile", "sentencepiece",
-          "peft", "huggingface_hub", "tokenizers", "PIL")
+HIDDEN = (
+    "hydra",
+    "omegaconf",
+    "transformers",
+    "timm",
+    "pandas",
+    "matplotlib",
+    "datasets",
+    "accelerate",
+    "wandb",
+    "torchvision",
+    "torchaudio",
+    "tqdm",
+    "psutil",
+    "jiwer",
+    "Bio",
+    "soundfile",
+    "sentencepiece",
+    "peft",
+    "huggingface_hub",
+    "tokenizers",
+    "PIL",
+)
 USES = """
 import sys
 
@@ -125,17 +165,27 @@ unswap_attention(encoder)
 
 
 def test_the_library_needs_the_light_install_alone_and_its_import_loads_nothing():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", f"HIDDEN = {HIDDEN}\n{USES}"], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"HIDDEN = {HIDDEN}\n{USES}"],
+        capture_output=True,
+        text=True,
+    )
     first, *rest = done.stdout.splitlines()
-    assert done.returncode == 0 and first == "{'crt_exp'}" and "pandas" in "".join(rest), done.stdout + done.stderr
-    names = {requirement.partition(">")[0].partition("<")[0] for requirement in project()["dependencies"]}
+    assert done.returncode == 0 and first == "{'crt_exp'}" and "pandas" in "".join(rest), (
+        done.stdout + done.stderr
+    )
+    names = {
+        requirement.partition(">")[0].partition("<")[0] for requirement in project()["dependencies"]
+    }
     assert names == LIGHT
 
 
 def test_files_are_read_as_omegaconf_reads_them():
     groups = ("attention", "features", "sampler")
-    for path in [CONF / "config.yaml", *(path for group in groups for path in sorted((CONF / group).rglob("*.yaml")))]:
+    for path in [
+        CONF / "config.yaml",
+        *(path for group in groups for path in sorted((CONF / group).rglob("*.yaml"))),
+    ]:
         found, expected = read_yaml(path), OmegaConf.to_container(OmegaConf.load(path))
         if path.name == "config.yaml":  # of whose last part the library reads nothing
             del found["hydra"], expected["hydra"]

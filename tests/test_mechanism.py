@@ -46,12 +46,19 @@ def encoder(layers=1):
 def test_every_attention_is_read_from_what_it_writes_and_works(name):
     made = parsed(name, seed=3)
     assert made == Mechanism.of(name, seed=3) and str(made).split()[0] == name
-    assert made.is_exact == (name == "exact") and made.draws == (made.sampler is not None) == (made.m is not None)
+    assert made.is_exact == (name == "exact") and made.draws == (made.sampler is not None) == (
+        made.m is not None
+    )
     assert made.with_projections(8) == (Mechanism.of(name, m=8, seed=3) if made.draws else made)
     q = torch.randn(1, 2, 5, 8)
     assert made.layer(2, 8, layer=3, causal=False)(q, q, q).shape == q.shape
     if name != "linformer":
-        assert made.layer(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape == (1, 4, 5, 8)
+        assert made.layer(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape == (
+            1,
+            4,
+            5,
+            8,
+        )
     with pytest.raises(ValueError, match="q: d=8, expected d=4"):
         made.layer(2, 4)(q, q, q)
     with pytest.raises(ValueError, match="kv_heads=3: expected a divisor of heads=2"):
@@ -70,23 +77,34 @@ def test_every_map_alone_is_read_from_what_it_writes(name):
 # ---- text
 
 
-@pytest.mark.parametrize("text, same_as", [
-    ("favorpp m=64 features=geom redraw_every=7", {"m": 64, "features": "geom", "redraw_every": 7}),
-    ("favorpp sampler=hadamard sampler.blocks=1", {"sampler": "hadamard", "sampler.blocks": 1}),
-    ("hrf_angular m=8 features.n=16", {"m": 8, "features.n": 16}),
-    ("generalized kernel=elu+1 phi.kernel_epsilon=1e-05 normalize=false",
-     {"kernel": "elu+1", "phi.kernel_epsilon": 1e-5, "normalize": False}),
-    ("nearfar preset=cheap open=16 exact_until=null", {"preset": "cheap", "open": 16}),
-])
+@pytest.mark.parametrize(
+    "text, same_as",
+    [
+        (
+            "favorpp m=64 features=geom redraw_every=7",
+            {"m": 64, "features": "geom", "redraw_every": 7},
+        ),
+        ("favorpp sampler=hadamard sampler.blocks=1", {"sampler": "hadamard", "sampler.blocks": 1}),
+        ("hrf_angular m=8 features.n=16", {"m": 8, "features.n": 16}),
+        (
+            "generalized kernel=elu+1 phi.kernel_epsilon=1e-05 normalize=false",
+            {"kernel": "elu+1", "phi.kernel_epsilon": 1e-5, "normalize": False},
+        ),
+        ("nearfar preset=cheap open=16 exact_until=null", {"preset": "cheap", "open": 16}),
+    ],
+)
 def test_options_are_those_of_python(text, same_as):
     assert parsed(text) == Mechanism.of(text.split()[0], **same_as)
 
 
 def test_options_reach_the_layer_from_numpy_too():
     n = np.int64
-    layer = Mechanism.of("favorpp", m=n(32), sampler="simplex", features="geom", redraw_every=n(7), seed=n(5)).layer(
-        n(2), n(8), layer=n(1))
-    same = parsed("favorpp m=32 sampler=simplex features=geom redraw_every=7 seed=5").layer(2, 8, layer=1)
+    layer = Mechanism.of(
+        "favorpp", m=n(32), sampler="simplex", features="geom", redraw_every=n(7), seed=n(5)
+    ).layer(n(2), n(8), layer=n(1))
+    same = parsed("favorpp m=32 sampler=simplex features=geom redraw_every=7 seed=5").layer(
+        2, 8, layer=1
+    )
     assert torch.equal(layer.omega, same.omega) and type(layer.phi) is type(same.phi)
     assert (layer.m, layer.redraw_every, layer.seed, layer.layer) == (32, 7, 5, 1)
     assert parsed("generalized kernel=tanh").layer(2, 8).phi.f == "tanh"
@@ -94,12 +112,21 @@ def test_options_reach_the_layer_from_numpy_too():
     assert parsed("hrf_angular m=4 features.n=3").map().width(4) == 4 * 4 * 6
 
 
-@pytest.mark.parametrize("typed, text", [
-    (["attention=favorpp", "features.m=8", "sampler=iid"], "favorpp m=8 sampler=iid"),
-    (["attention=relu", "attention.phi.kernel_epsilon=0.5"], "relu m=256 phi.kernel_epsilon=0.5"),
-    (["attention=favorp", "sampler.lengths=sqrt_d", "seed=2"], "favorp m=256 sampler.lengths=sqrt_d seed=2"),
-    (["features=angular", "features.n=5"], "angular m=256 features.n=5"),
-])
+@pytest.mark.parametrize(
+    "typed, text",
+    [
+        (["attention=favorpp", "features.m=8", "sampler=iid"], "favorpp m=8 sampler=iid"),
+        (
+            ["attention=relu", "attention.phi.kernel_epsilon=0.5"],
+            "relu m=256 phi.kernel_epsilon=0.5",
+        ),
+        (
+            ["attention=favorp", "sampler.lengths=sqrt_d", "seed=2"],
+            "favorp m=256 sampler.lengths=sqrt_d seed=2",
+        ),
+        (["features=angular", "features.n=5"], "angular m=256 features.n=5"),
+    ],
+)
 def test_what_the_command_line_composes_is_written_and_saved(typed, text):
     cfg = compose(typed)
     made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
@@ -131,10 +158,18 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     assert made == Mechanism.of(features=Shifted(scale=0.5), m=8, sampler=my_noise)
     assert parsed("favorp m=8 features=crt_exp.features.exponential.OPRF").map() == OPRF()
     layer = parsed(f"{HERE}.Narrow block=4").layer(2, 8, causal=True)
-    assert isinstance(layer, Narrow) and layer.block == 4 and not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
+    assert (
+        isinstance(layer, Narrow)
+        and layer.block == 4
+        and not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
+    )
     assert Mechanism.parse("crt_exp.attention.Exact").is_exact
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change in ({"name": f"{HERE}.Narrow"}, {"features": f"{HERE}.Shifted"}, {"sampler": f"{HERE}.my_noise"}):
+    for change in (
+        {"name": f"{HERE}.Narrow"},
+        {"features": f"{HERE}.Shifted"},
+        {"sampler": f"{HERE}.my_noise"},
+    ):
         with pytest.raises(ConfigError, match="unknown"):
             Mechanism.from_saved(saved | change, "a")
 
@@ -142,12 +177,19 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
 def test_custom_names_and_those_of_the_papers(tmp_path):
     folder = tmp_path / "attention"
     folder.mkdir()
-    (folder / "mine.yaml").write_text((CONF / "attention" / "favorpp.yaml").read_text() + "redraw_every: 5\n")
+    (folder / "mine.yaml").write_text(
+        (CONF / "attention" / "favorpp.yaml").read_text() + "redraw_every: 5\n"
+    )
     with own_names([tmp_path]):
         assert parsed("mine m=8").options["redraw_every"] == 5
     with pytest.raises(ConfigError, match="unknown attention 'mine'"):
         Mechanism.parse("mine m=8")
-    for name, file in (("Performer", "favorp"), ("favor+", "favorp"), ("FAVOR++", "favorpp"), ("favor#", "favorsharp")):
+    for name, file in (
+        ("Performer", "favorp"),
+        ("favor+", "favorp"),
+        ("FAVOR++", "favorpp"),
+        ("favor#", "favorsharp"),
+    ):
         assert Mechanism.parse(f"{name} m=8") == Mechanism.of(file, m=8)
 
 
@@ -159,23 +201,34 @@ def test_arguments_stand_beside_the_text():
     assert list(mechanisms(texts)) == ["exact", *texts]  # labels of a table are text
 
 
-@pytest.mark.parametrize("layers, swapped", [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])],
-                         ids=str)
+@pytest.mark.parametrize(
+    "layers, swapped",
+    [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])],
+    ids=str,
+)
 def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
     model = swap_attention(encoder(3), "favorp m=4 sampler=iid", layers=layers, seed=np.int64(3))
-    found = {i: model.layers[i].self_attn.swapped for i in range(3) if hasattr(model.layers[i].self_attn, "swapped")}
+    found = {
+        i: model.layers[i].self_attn.swapped
+        for i in range(3)
+        if hasattr(model.layers[i].self_attn, "swapped")
+    }
     assert [*found] == swapped and all(layer.m == 4 and layer.seed == 3 for layer in found.values())
 
 
 WRONG = [
-    ("", "expected a name, then key=value, each key once"), (None, "attention None: expected a name"),
-    ("window block=8 block=9", "each key once"), ("window block={a: 1}", "then key=value, each key once"),
+    ("", "expected a name, then key=value, each key once"),
+    (None, "attention None: expected a name"),
+    ("window block=8 block=9", "each key once"),
+    ("window block={a: 1}", "then key=value, each key once"),
     ("favour m=8", "attention 'favour m=8': unknown attention 'favour'; did you mean favor"),
     ("favorpp sampler=ortho", "unknown sampler 'ortho'; did you mean orthogonal"),
     ("favorpp name=exact", "unknown option of attention favorpp 'name'"),
     ("favorpp sampler.blocks=1", "unknown option of sampler orthogonal 'blocks'"),
-    ("favorpp m=true", "m=true: expected"), ("favorpp seed=1.5", "seed=1.5"),
-    ("exact m=8", "attention=exact: does not use m=8"), ("exact sampler.lengths=chi", "does not use sampler"),
+    ("favorpp m=true", "m=true: expected"),
+    ("favorpp seed=1.5", "seed=1.5"),
+    ("exact m=8", "attention=exact: does not use m=8"),
+    ("exact sampler.lengths=chi", "does not use sampler"),
     ("nearfar preset=best", "attention.preset=best: expected cheap, default or quality"),
     ("oprf features=pos", "features=pos: not allowed with a feature map"),
     ("os.system", "attention._target_=posix.system: expected a module"),
@@ -192,12 +245,16 @@ def test_what_is_wrong_is_named(text, words):
 
 
 def test_objects_are_samplers_and_maps_without_options():
-    for given, words in (({"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
-                         ({"features": PosRF(), "features.A": -1}, "an object takes no options")):
+    for given, words in (
+        ({"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
+        ({"features": PosRF(), "features.A": -1}, "an object takes no options"),
+    ):
         with pytest.raises(ConfigError, match=words):
             Mechanism.of("favorpp", **given)
-    for made in (Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
-                 Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8)):
+    for made in (
+        Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
+        Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8),
+    ):
         with pytest.raises(ValueError):  # they have no text
             Mechanism.parse(str(made))
 
@@ -207,9 +264,11 @@ def test_objects_are_samplers_and_maps_without_options():
 
 def test_a_saved_mechanism_that_is_no_more_is_refused():
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change, words in [({"name": "favorq"}, "attention cannot be restored: unknown attention .favorq."),
-                          ({"options": {"redraw": 3}}, "attention cannot be restored"),
-                          ({"m": 9}, "favorpp has other options in conf/")]:
+    for change, words in [
+        ({"name": "favorq"}, "attention cannot be restored: unknown attention .favorq."),
+        ({"options": {"redraw": 3}}, "attention cannot be restored"),
+        ({"m": 9}, "favorpp has other options in conf/"),
+    ]:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
             Mechanism.from_saved(saved | change, "task.init = a")
 
@@ -227,12 +286,18 @@ def test_a_hostile_attention_runs_nothing_and_is_one_line(tmp_path, monkeypatch)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9))
-FILES = {"deep JSON": (json_object, '{"a":' * 10**5, ""), "long number": (json_object, "1" * 10**5, ""),
-         "no text": (json_object, b"\xff\xfe\xff", ""), "list in JSON": (json_object, "[1]", "expected a JSON object"),
-         "bomb": (read_yaml, BOMB, "aliases are refused.*line 2"),
-         "deep": (read_yaml, "[" * 2000, "recursion"), "huge": (read_yaml, "#" * (2**17 + 1), "at most 131072"),
-         "python": (read_yaml, "a: !!python/object/apply:os.getcwd []\n", "not valid YAML.*line")}
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)
+)
+FILES = {
+    "deep JSON": (json_object, '{"a":' * 10**5, ""),
+    "long number": (json_object, "1" * 10**5, ""),
+    "no text": (json_object, b"\xff\xfe\xff", ""),
+    "list in JSON": (json_object, "[1]", "expected a JSON object"),
+    "bomb": (read_yaml, BOMB, "aliases are refused.*line 2"),
+    "deep": (read_yaml, "[" * 2000, "recursion"),
+    "huge": (read_yaml, "#" * (2**17 + 1), "at most 131072"),
+    "python": (read_yaml, "a: !!python/object/apply:os.getcwd []\n", "not valid YAML.*line"),
+}
 
 
 @pytest.mark.parametrize("read, content, words", FILES.values(), ids=FILES)
@@ -244,8 +309,14 @@ def test_files_that_no_run_writes_are_one_line(read, content, words, tmp_path):
     hostile.check_one_line(caught.value)
 
 
-@pytest.mark.parametrize("task", ["_target_: os.system\n  command: touch {}", "_target_: [1]",
-                                  "_target_: crt_exp.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "_target_: os.system\n  command: touch {}",
+        "_target_: [1]",
+        "_target_: crt_exp.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}",
+    ],
+)
 def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):
     sprung = hostile.set_trap(tmp_path, monkeypatch)
     (tmp_path / "config.yaml").write_text("task:\n  " + task.format(sprung) + "\n")

@@ -14,8 +14,21 @@ from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.config import ConfigError
 from crt_exp.features import OPRF, PosRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import (Complex, Count, Positive, Several, Whole, check, check_options, checked, describe, fits,
-                             join_words, parse_arguments, split_words)
+from crt_exp.options import (
+    Complex,
+    Count,
+    Positive,
+    Several,
+    Whole,
+    check,
+    check_options,
+    checked,
+    describe,
+    fits,
+    join_words,
+    parse_arguments,
+    split_words,
+)
 from crt_exp.samplers import iid
 
 
@@ -31,9 +44,21 @@ WRONG = [
     (float("inf"), Positive, "key=inf: expected a number > 0"),
     (1, Share, "key=1: expected a number > 0 and < 1"),
     ([8, -2], Several[Count], "key=[8,-2]: expected a list of length >= 1 (each an integer >= 1)"),
-    ([0.9], tuple[Share, Share], "key=[0.9]: expected a list of 2 entries (each a number > 0 and < 1)"),
-    ("standart", Literal["standard", "none"], "key=standart: expected standard or none; did you mean standard?"),
-    (3, Annotated[int, Field(ge=2, multiple_of=2)], "key=3: expected an integer >= 2 and that is a multiple of 2"),
+    (
+        [0.9],
+        tuple[Share, Share],
+        "key=[0.9]: expected a list of 2 entries (each a number > 0 and < 1)",
+    ),
+    (
+        "standart",
+        Literal["standard", "none"],
+        "key=standart: expected standard or none; did you mean standard?",
+    ),
+    (
+        3,
+        Annotated[int, Field(ge=2, multiple_of=2)],
+        "key=3: expected an integer >= 2 and that is a multiple of 2",
+    ),
     ("a", Complex | None, "key=a: expected a number such as 0.1+0.2j or null"),
     ({"rank": 0}, Sizes, "key.rank=0: expected an integer >= 1"),
     ({"rnk": 1}, Sizes, "unknown key 'key.rnk'; did you mean key.rank?"),
@@ -51,10 +76,18 @@ def test_what_does_not_fit_is_one_line(value, hint, words):
 
 def test_what_fits():
     for value, hint in (
-            (1, float), (np.int64(3), Count), (np.float32(0.5), Share), ([1, 2], tuple[int, int]),
-            ((1, 2), Sequence[int]), (OmegaConf.create([1, 2]), Several[Count]),
-            (OmegaConf.create({"rank": 1}), dict[str, Any]), (None, Count | None), ("0.1+0.2j", Complex | None),
-            (PosRF(), PosRF), (torch.float32, torch.dtype)):
+        (1, float),
+        (np.int64(3), Count),
+        (np.float32(0.5), Share),
+        ([1, 2], tuple[int, int]),
+        ((1, 2), Sequence[int]),
+        (OmegaConf.create([1, 2]), Several[Count]),
+        (OmegaConf.create({"rank": 1}), dict[str, Any]),
+        (None, Count | None),
+        ("0.1+0.2j", Complex | None),
+        (PosRF(), PosRF),
+        (torch.float32, torch.dtype),
+    ):
         assert fits(value, hint), (value, hint)
 
 
@@ -83,27 +116,61 @@ def test_arguments_of_a_command():
         top: Share | None = None
 
     assert parse_arguments(Options, ["run=1e3", "n=3", "top=1e-1"]) == Options("1e3", 3, 0.1)
-    for words, message in [(["n=3"], "run: missing, expected a string"), (["run=a", "n=x"], "n=x: expected an integer"),
-                           (["run=a", "run=b"], "run=b: expected key=value, each key once"),
-                           (["run"], "run: expected key=value"), (["rum=a"], "unknown key 'rum'; did you mean run")]:
+    for words, message in [
+        (["n=3"], "run: missing, expected a string"),
+        (["run=a", "n=x"], "n=x: expected an integer"),
+        (["run=a", "run=b"], "run=b: expected key=value, each key once"),
+        (["run"], "run: expected key=value"),
+        (["rum=a"], "unknown key 'rum'; did you mean run"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             parse_arguments(Options, words)
     assert describe(Share | None) == "a number > 0 and < 1 or null"
 
 
-@pytest.mark.parametrize("words, make", [
-    ("A=0.125: expected a number < 0.125 or null", lambda: OPRF(A=0.125)),
-    ("m=0: expected an integer >= 1", lambda: iid(0, 4, torch.Generator())),
-    ("attention.fit_steps=0: expected an integer >= 1",
-     lambda: RandomFeatureAttention(PosRF(), iid, 2, 1, 4, fit_steps=0)),
-    ("features.A=0.125: expected a number < 0.125", lambda: Mechanism.of("oprf", **{"features.A": 0.125}))])
+@pytest.mark.parametrize(
+    "words, make",
+    [
+        ("A=0.125: expected a number < 0.125 or null", lambda: OPRF(A=0.125)),
+        ("m=0: expected an integer >= 1", lambda: iid(0, 4, torch.Generator())),
+        (
+            "attention.fit_steps=0: expected an integer >= 1",
+            lambda: RandomFeatureAttention(PosRF(), iid, 2, 1, 4, fit_steps=0),
+        ),
+        (
+            "features.A=0.125: expected a number < 0.125",
+            lambda: Mechanism.of("oprf", **{"features.A": 0.125}),
+        ),
+    ],
+)
 def test_maps_samplers_and_layers_check_their_arguments(words, make):
     with pytest.raises(ConfigError, match=words):
         make()
 
 
 def test_values_are_read_as_they_are_written():
-    for value in (None, True, 0, -3, 1e-05, 2.5, 1e22, "word", "elu+1", "true", "3", "", "a b", "1e3", "it's",
-                  'say "a"', [1, 2], [], ["a", None, 2.5]):
+    for value in (
+        None,
+        True,
+        0,
+        -3,
+        1e-05,
+        2.5,
+        1e22,
+        "word",
+        "elu+1",
+        "true",
+        "3",
+        "",
+        "a b",
+        "1e3",
+        "it's",
+        'say "a"',
+        [1, 2],
+        [],
+        ["a", None, 2.5],
+    ):
         name, options = split_words(join_words("name", {"key": value}))
-        assert name == "name" and options == {"key": value} and type(options["key"]) is type(value), value
+        assert (
+            name == "name" and options == {"key": value} and type(options["key"]) is type(value)
+        ), value

@@ -16,6 +16,7 @@ from crt_exp.config import ConfigError, is_known, own_names
 from crt_exp.features import FeatureMap, Features
 from crt_exp.features.base import ONE
 
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch, one_thread):
     """The working directory of a user, with both recipes."""
@@ -39,8 +40,15 @@ def encoder():
 
 
 def test_the_command_line_takes_it(folder, typed):
-    code, _, err = typed("--config-dir=conf", "task=uci", "features=shifted", "features.share=0.5", "task.repeats=1",
-                         "task.sigmas=[0.3]", "logger=none")
+    code, _, err = typed(
+        "--config-dir=conf",
+        "task=uci",
+        "features=shifted",
+        "features.share=0.5",
+        "task.repeats=1",
+        "task.sigmas=[0.3]",
+        "logger=none",
+    )
     assert code == 0, err
 
 
@@ -52,27 +60,45 @@ def test_python_takes_the_class(folder, capsys):
     from mine.attention import TopK
     from mine.maps import ShiftedRF
 
-    assert Mechanism.of(TopK, k=4) == Mechanism.parse("mine.attention.TopK k=4") == Mechanism.parse(TopK, k=4)
+    assert (
+        Mechanism.of(TopK, k=4)
+        == Mechanism.parse("mine.attention.TopK k=4")
+        == Mechanism.parse(TopK, k=4)
+    )
     assert swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k == 3
     made = Mechanism.of(ShiftedRF, m=8, **{"features.share": 0.5})
-    assert made == Mechanism.of(ShiftedRF(share=0.5), m=8) == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
+    assert (
+        made
+        == Mechanism.of(ShiftedRF(share=0.5), m=8)
+        == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
+    )
     assert Mechanism.of("favorp", features=ShiftedRF, m=8).map() == ShiftedRF()
     with own_names(["conf"]):
         assert Mechanism.of("topk", k=3).layer(2, 4).k == 3
-    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(heads=2, d=8, causal=True)  # no variance
+    layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(
+        heads=2, d=8, causal=True
+    )  # no variance
     assert layer(*torch.randn(3, 1, 2, 20, 8)).isfinite().all()
     with pytest.raises(ValueError, match="share=-1: expected a number >= 0"):
         ShiftedRF(share=-1)
 
 
 def test_a_bad_value_names_the_option(folder, typed):
-    for text, words in (("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
-                        ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
-                        ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0")):
+    for text, words in (
+        ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
+        ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
+        ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0"),
+    ):
         with own_names(["conf"]), pytest.raises(ConfigError, match=words):
             Mechanism.parse(text)
-    code, _, err = typed("--config-dir=conf", "task=advise", "task.model=x", "task.text=y", "logger=none",
-                         "task.attentions=['topk k=0']")
+    code, _, err = typed(
+        "--config-dir=conf",
+        "task=advise",
+        "task.model=x",
+        "task.text=y",
+        "logger=none",
+        "task.attentions=['topk k=0']",
+    )
     assert code == 2 and "attention.k=0: expected an integer >= 1" in err and "Traceback" not in err
 
 
@@ -107,21 +133,49 @@ class Plain(Mean):
 
 
 def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
-    layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1)
-    assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (3, True, "b", True, 2)
+    layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(
+        4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1
+    )
+    assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (
+        3,
+        True,
+        "b",
+        True,
+        2,
+    )
     made = Mechanism.of(Handing, k=np.int64(3))
-    assert str(made).endswith("Handing k=3") and json.dumps(made.to_saved()) and Mechanism.parse(str(made)) == made
+    assert (
+        str(made).endswith("Handing k=3")
+        and json.dumps(made.to_saved())
+        and Mechanism.parse(str(made)) == made
+    )
     assert str(Mechanism.of(Handing)) == f"{__name__}.Handing" and made.layer(2, 4).k == 3
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: swap_attention(encoder(), Plain), "attention._target_=.*Plain: expected a module made of heads, d"),
-    (lambda: Mechanism.of(Wanting, k=1).layer(2, 4, causal=True), "Wanting: ignores causal=true"),
-    (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
-    (lambda: Mechanism.of(Handing, seed=2, heads=3), "unknown option of attention .*Handing 'heads'"),
-    (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
-    (lambda: Mechanism.of("favorp", features=Mean), "expected a name of conf/features or an object"),
-], ids=range(6))
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (
+            lambda: swap_attention(encoder(), Plain),
+            "attention._target_=.*Plain: expected a module made of heads, d",
+        ),
+        (
+            lambda: Mechanism.of(Wanting, k=1).layer(2, 4, causal=True),
+            "Wanting: ignores causal=true",
+        ),
+        (lambda: Mechanism.of(Wanting), "attention.k=.*: expected an integer"),
+        (
+            lambda: Mechanism.of(Handing, seed=2, heads=3),
+            "unknown option of attention .*Handing 'heads'",
+        ),
+        (lambda: Mechanism.of(Mean, m=8), "Mean: does not use m=8; remove it"),
+        (
+            lambda: Mechanism.of("favorp", features=Mean),
+            "expected a name of conf/features or an object",
+        ),
+    ],
+    ids=range(6),
+)
 def test_other_constructors_are_refused_in_a_line(make, words):
     with pytest.raises(ConfigError, match=words) as caught:
         make()
@@ -141,15 +195,23 @@ def test_a_name_is_no_path():
 def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folder, typed):
     """It would be read from conf/ without a warning."""
     (folder / "conf" / "features" / "oprf.yaml").write_text("_target_: mine.maps.ShiftedRF\n")
-    with pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf exists in"), own_names(["conf"]):
+    with (
+        pytest.raises(ConfigError, match="features/oprf.yaml: the name oprf exists in"),
+        own_names(["conf"]),
+    ):
         pass
-    for place, words in (("conf", "the name oprf exists"), ("nowhere", "nowhere: expected a folder")):
+    for place, words in (
+        ("conf", "the name oprf exists"),
+        ("nowhere", "nowhere: expected a folder"),
+    ):
         code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
         assert code == 2 and words in err, err
 
 
 def test_an_option_that_its_file_leaves_to_the_user(folder):
-    Path("conf/attention/wanting.yaml").write_text(f"_target_: {__name__}.Wanting\n_partial_: true\nk: ???\n")
+    Path("conf/attention/wanting.yaml").write_text(
+        f"_target_: {__name__}.Wanting\n_partial_: true\nk: ???\n"
+    )
     with own_names(["conf"]):
         assert Mechanism.of("wanting", k=2).options["k"] == 2
         with pytest.raises(ConfigError, match="attention.k=.*: expected an integer"):

@@ -30,12 +30,16 @@ def test_site_holds_every_page_and_every_task():
     assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
     page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
-    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(choices("task"))
+    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(
+        choices("task")
+    )
 
 
 def test_api_names_exist():
     for page in (ROOT / "docs" / "api").glob("*.md"):
-        found = re.findall(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page.read_text(), re.M)
+        found = re.findall(
+            r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page.read_text(), re.M
+        )
         assert found
         for module, members in found:
             for name in members.split(", "):
@@ -44,8 +48,12 @@ def test_api_names_exist():
 
 def test_numbers_beside_a_report_are_its_own():
     """Decimals and counts of three digits in a paragraph or a row stand in one of the pages that it links."""
-    paragraphs = [(page, text) for page in PAGES for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text())
-                  if "outputs/report/" in text and not text.startswith("```")]
+    paragraphs = [
+        (page, text)
+        for page in PAGES
+        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text())
+        if "outputs/report/" in text and not text.startswith("```")
+    ]
     assert paragraphs
     for page, text in paragraphs:
         links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
@@ -65,38 +73,54 @@ def test_citation_and_version_agree():
     import crt_exp
 
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == project()["version"] == crt_exp.__version__ and cited["license"] == project()["license"]
+    assert (
+        cited["version"] == project()["version"] == crt_exp.__version__
+        and cited["license"] == project()["license"]
+    )
     assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
 
 
 # ---- the tables of README.md
 
 
-METHODS = {"near-far attention": "nearfar", "window": "window block=64 first=16", "FAVOR++, m = 256": "favorpp m=256",
-           "uniform attention": "uniform"}
+METHODS = {
+    "near-far attention": "nearfar",
+    "window": "window block=64 first=16",
+    "FAVOR++, m = 256": "favorpp m=256",
+    "uniform attention": "uniform",
+}
 
 
 def tables_of(head):
     """Rows of the front page's tables whose head begins with these words: {column: cell}."""
     for text in (ROOT / "README.md").read_text().split("\n\n"):
-        rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
-                if line.startswith("| ")]
+        rows = [
+            [cell.strip() for cell in line.strip("| ").split(" | ")]
+            for line in text.splitlines()
+            if line.startswith("| ")
+        ]
         if rows and rows[0][0] == head:
             yield from (dict(zip(rows[0], row)) for row in rows[2:])
 
 
 def test_cost_of_a_swap_is_that_of_the_page():
     swap, speed = (read_rows(name, ROOT / "outputs/report") for name in ("swap", "perf_speed"))
-    spent = {SPEED[name]: each[4096] for name, each in times(speed, " causal").items() if 4096 in each}
+    spent = {
+        SPEED[name]: each[4096] for name, each in times(speed, " causal").items() if 4096 in each
+    }
     rows = [*tables_of("SmolLM2-135M")]
     assert len(rows) == len(METHODS)
     for row in rows:
         method = METHODS[row["SmolLM2-135M"]]
         for text, column in {"new text": "new text", "repeated": "repeated passage"}.items():
-            values = swap.values("above", method, model="SmolLM2-135M", length=4096, text=text, **COMMON)
+            values = swap.values(
+                "above", method, model="SmolLM2-135M", length=4096, text=text, **COMMON
+            )
             assert row[column] == f"{mean_ci(values):.3f}", (method, column)
         name = method.split()[0]
-        assert row.get("time of a training step", "") == (f"{spent[name]:.2g}" if name in spent else "")
+        assert row.get("time of a training step", "") == (
+            f"{spent[name]:.2g}" if name in spent else ""
+        )
 
 
 def test_accuracies_of_maps_are_those_of_the_page():
@@ -105,4 +129,6 @@ def test_accuracies_of_maps_are_those_of_the_page():
     page = (ROOT / "outputs/report/crt_uci.md").read_text()
     values = [value for name, value in row.items() if name != "128 columns"]
     numbers = [float(value.split()[0]) for value in values]
-    assert numbers == sorted(numbers, reverse=True) and all(f"| {value} |" in page for value in values)
+    assert numbers == sorted(numbers, reverse=True) and all(
+        f"| {value} |" in page for value in values
+    )

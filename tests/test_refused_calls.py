@@ -17,27 +17,81 @@ X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 NOISE = samplers.iid(3, 4, torch.Generator().manual_seed(1))
 LINFORMER, REFORMER = Linformer(2, 4, length=4, rank=2), Reformer(2, 4, chunk=2, buckets=4)
 CALLS = {
-    "noise of generalized features": (lambda: Generalized().phi_q(X), ValueError, "noise=None: expected a noise"),
+    "noise of generalized features": (
+        lambda: Generalized().phi_q(X),
+        ValueError,
+        "noise=None: expected a noise",
+    ),
     "kernel of generalized features": (
-        lambda: Generalized().log_kernel(X, X), NotImplementedError, r"\(relu\): no known"),
-    "rank": (lambda: Linformer(2, 4, length=4, rank=5), ValueError, "rank=5: expected 1 <= rank <= length=4"),
-    "causal linformer": (lambda: Linformer(2, 4, causal=True)(X, X, X), ValueError, "causal=True: not supported"),
-    "length of linformer": (lambda: LINFORMER(X, X, X), ValueError, "S=5: linformer expected at most length=4"),
-    "cross attention of reformer": (lambda: REFORMER(X[:, :, :4], X, X), ValueError, "L=4, S=5: expected L == S"),
+        lambda: Generalized().log_kernel(X, X),
+        NotImplementedError,
+        r"\(relu\): no known",
+    ),
+    "rank": (
+        lambda: Linformer(2, 4, length=4, rank=5),
+        ValueError,
+        "rank=5: expected 1 <= rank <= length=4",
+    ),
+    "causal linformer": (
+        lambda: Linformer(2, 4, causal=True)(X, X, X),
+        ValueError,
+        "causal=True: not supported",
+    ),
+    "length of linformer": (
+        lambda: LINFORMER(X, X, X),
+        ValueError,
+        "S=5: linformer expected at most length=4",
+    ),
+    "cross attention of reformer": (
+        lambda: REFORMER(X[:, :, :4], X, X),
+        ValueError,
+        "L=4, S=5: expected L == S",
+    ),
     "policy": (
-        lambda: attention(X, X, X, PosRF(), NOISE, denominator="clip"), ValueError, "denominator='clip': expected"),
+        lambda: attention(X, X, X, PosRF(), NOISE, denominator="clip"),
+        ValueError,
+        "denominator='clip': expected",
+    ),
     "variance of hedgehog": (
-        lambda: Hedgehog().log_relative_second_moment(X, X), NotImplementedError, "estimate no kernel"),
-    "dimension of M": (lambda: _for_dimension(torch.ones(1, 3), X), ValueError, "M: 3 dimensions, expected 4"),
-    "shared projections of a hybrid": (lambda: AngularHybrid().phi_q(X, (NOISE, NOISE)), ValueError, "independent"),
-    "kernel": (lambda: check_kernel("laplace"), ValueError, "kernel=laplace: expected softmax or gaussian"),
+        lambda: Hedgehog().log_relative_second_moment(X, X),
+        NotImplementedError,
+        "estimate no kernel",
+    ),
+    "dimension of M": (
+        lambda: _for_dimension(torch.ones(1, 3), X),
+        ValueError,
+        "M: 3 dimensions, expected 4",
+    ),
+    "shared projections of a hybrid": (
+        lambda: AngularHybrid().phi_q(X, (NOISE, NOISE)),
+        ValueError,
+        "independent",
+    ),
+    "kernel": (
+        lambda: check_kernel("laplace"),
+        ValueError,
+        "kernel=laplace: expected softmax or gaussian",
+    ),
     "vectors of known moments": (
-        lambda: Moments.known(mean=torch.ones(4)).sets(), ValueError, "statistics without vectors"),
+        lambda: Moments.known(mean=torch.ones(4)).sets(),
+        ValueError,
+        "statistics without vectors",
+    ),
     "lengths of rows": (
-        lambda: row_lengths((3,), 4, "unit", None), ValueError, "lengths='unit': expected chi, sqrt_d"),
-    "key of the configuration": (lambda: check_top({"tsk": "glue"}), ConfigError, "tsk.*did you mean task"),
+        lambda: row_lengths((3,), 4, "unit", None),
+        ValueError,
+        "lengths='unit': expected chi, sqrt_d",
+    ),
+    "key of the configuration": (
+        lambda: check_top({"tsk": "glue"}),
+        ConfigError,
+        "tsk.*did you mean task",
+    ),
     "mask of numbers": (
-        lambda: _is_causal(torch.zeros(1, 5), "layer 0"), ValueError, "layer 0: unsupported mask of torch.float"),
+        lambda: _is_causal(torch.zeros(1, 5), "layer 0"),
+        ValueError,
+        "layer 0: unsupported mask of torch.float",
+    ),
 }
 
 

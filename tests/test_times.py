@@ -17,10 +17,15 @@ def test_methods_take_turns_and_rounds_that_warm_up_do_not_count(warm, turn, ord
     def measure(name):
         calls.append(name)
         return next(numbers)
+
     spent = times.in_turns({name: name for name in "abc"}, 2, measure=measure, warm=warm, turn=turn)
-    assert calls == [*order * (warm + 2)] and list(spent) == [*"abc"]  # results in the order that was given
+    assert calls == [*order * (warm + 2)] and list(spent) == [
+        *"abc"
+    ]  # results in the order that was given
     first = 3 * warm
-    assert spent == {name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"}
+    assert spent == {
+        name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"
+    }
     assert times.in_turns({}, 3) == {} and times.in_turns({"a": list}, 0) == {"a": []}
 
 
@@ -28,8 +33,10 @@ def test_a_ratio_is_taken_within_rounds():
     assert times.ratio([2.0, 30.0, 2.2], [1.0, 10.0, 1.1]) == 2.0
 
 
-@pytest.mark.parametrize("ms, below, calls", [
-    (2000.0, times.NO_WARMUP_MS, 1), (1.0, times.NO_WARMUP_MS, 2), (2000.0, None, 2)])
+@pytest.mark.parametrize(
+    "ms, below, calls",
+    [(2000.0, times.NO_WARMUP_MS, 1), (1.0, times.NO_WARMUP_MS, 2), (2000.0, None, 2)],
+)
 def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
     made = []
     monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)
@@ -48,9 +55,11 @@ def test_a_gpu_is_waited_for(monkeypatch):
 
 
 def test_peaks_count_what_is_added():
-    held = torch.ones(2**20)                                        # 4 MiB
+    held = torch.ones(2**20)  # 4 MiB
     times.trim_memory()
-    assert 60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20      # 64 MiB
+    assert (
+        60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20
+    )  # 64 MiB
 
 
 def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):

@@ -26,8 +26,14 @@ print(json.dumps({"argv": sys.argv, "name": __name__, "spec": __spec__.name, "fi
 
 def enter(*door, path=FILE.parents[1], cwd=None):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run([sys.executable, *door], capture_output=True, text=True, cwd=cwd, timeout=280,
-                          env=env | ({"PYTHONPATH": str(path)} if path else {}))
+    return subprocess.run(
+        [sys.executable, *door],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=280,
+        env=env | ({"PYTHONPATH": str(path)} if path else {}),
+    )
 
 
 def test_main_is_that_of_the_package_by_every_door(tmp_path):
@@ -44,17 +50,28 @@ def test_main_is_that_of_the_package_by_every_door(tmp_path):
     (tmp_path / "link.py").symlink_to(package / "train.py")
     expected = enter("-m", "crt_exp", "a=b", path=package.parent, cwd=tmp_path)
     found = json.loads(expected.stdout)
-    assert found["found"] and found["main"] == "crt_exp.__main__" and found["child"] == str(package / "__init__.py")
-    for out in (enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
-                enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path)):
+    assert (
+        found["found"]
+        and found["main"] == "crt_exp.__main__"
+        and found["child"] == str(package / "__init__.py")
+    )
+    for out in (
+        enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
+        enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path),
+    ):
         assert out.returncode == 0 and json.loads(out.stdout) == found, out.stderr
 
 
 def test_missing_libraries_are_named_by_the_file(tmp_path):
-    (tmp_path / "hydra.py").write_text("raise ModuleNotFoundError('No module named hydra', name='hydra')")
+    (tmp_path / "hydra.py").write_text(
+        "raise ModuleNotFoundError('No module named hydra', name='hydra')"
+    )
     out = enter(FILE, *SHORT, path=tmp_path)
-    assert out.returncode == 2 and out.stderr == "crt_exp: error: the command line needs hydra: " \
-                                                 "pip install 'crt_exp[run]'\n"
+    assert (
+        out.returncode == 2
+        and out.stderr
+        == "crt_exp: error: the command line needs hydra: pip install 'crt_exp[run]'\n"
+    )
 
 
 def test_the_console_script_finds_code_in_the_working_directory(tmp_path, monkeypatch, capsys):
@@ -73,5 +90,8 @@ def test_a_run_by_the_file_is_that_of_the_module(tmp_path, typed):
     out = enter(FILE, *SHORT, f"hydra.run.dir={tmp_path}/a")
     assert out.returncode == 0 and "wine: accuracy 0." in out.stdout and out.stderr == ""
     assert typed(*SHORT, f"hydra.run.dir={tmp_path}/b")[0] == 0
-    found = [json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]) for name in "ab"]
+    found = [
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in "ab"
+    ]
     assert found[0] | {"time_s": 0} == found[1] | {"time_s": 0}

@@ -16,33 +16,51 @@ from torch import Tensor, nn
 
 HIDDEN, HEADS, HEAD_DIM, LAYERS, VOCABULARY, LENGTH, BATCH = 32, 4, 8, 2, 99, 10, 2
 IMAGE, PATCH, POSITIONS = 64, 16, 64
-WINDOW = 4                # of layers that see one: below LENGTH
+WINDOW = 4  # of layers that see one: below LENGTH
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "attention_window_size")
 PARAMETERS = 70_000_000  # of the largest model that counts as tiny
 
 # What a key is called -> what it becomes; the first pattern that fits the whole name decides.
 SIZES = (
-    (r"(.*_)?(num_)?(hidden_|encoder_|decoder_|self_attn_|cross_attn_|transformer_|text_|attention_)*"
-     r"(layers|blocks|layer)(_num)?", LAYERS),
+    (
+        r"(.*_)?(num_)?(hidden_|encoder_|decoder_|self_attn_|cross_attn_|transformer_|text_|attention_)*"
+        r"(layers|blocks|layer)(_num)?",
+        LAYERS,
+    ),
     (r"n_layers?|depth|num_(hidden_)?layers|.*_num_layers|num_.*_layers|.*_depth", LAYERS),
     (r"(.*_)?(num_)?(key_value|kv)_heads?|multi_query_group_num|n_kv_heads?", "kv_heads"),
     (r"(.*_)?(num_)?(attention_)?heads?|n_heads?|num_heads|.*_num_heads|.*_attention_heads", HEADS),
-    (r"(.*_)?head_(dim|size)|kv_channels|d_kv|attention_head_size|rotary_dim|head_size|dim_head", HEAD_DIM),
+    (
+        r"(.*_)?head_(dim|size)|kv_channels|d_kv|attention_head_size|rotary_dim|head_size|dim_head",
+        HEAD_DIM,
+    ),
     (r".*lora_rank", 16),
-    (r"(.*_)?(intermediate_size|ffn_dim|ff_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|feedforward_dim|inner_dim|ffn_size"
-     r"|linear_units)", 2 * HIDDEN),
+    (
+        r"(.*_)?(intermediate_size|ffn_dim|ff_dim|mlp_dim|d_ff|n_inner|ffn_hidden_size|feedforward_dim|inner_dim|ffn_size"
+        r"|linear_units)",
+        2 * HIDDEN,
+    ),
     (r"(.*_)?vocab_size(_.*)?|.*num_tokens|num_embeddings|vocab_size_per_.*", VOCABULARY),
-    (r"(.*_)?(num_)?(local_|routed_|n_routed_)?experts|n_routed_experts|moe_num_experts|num_experts", 4),
+    (
+        r"(.*_)?(num_)?(local_|routed_|n_routed_)?experts|n_routed_experts|moe_num_experts|num_experts",
+        4,
+    ),
     (r"(.*_)?(num_)?experts_per_(tok|token)|moe_top_?k|top_k|.*router_top_k", 2),
     (r"(.*_)?n_group|topk_group", 1),
     (r"(.*_)?image_size|img_size|input_size", IMAGE),
     (r"(.*_)?patch_size", PATCH),
-    (r"max_source_positions|max_target_positions|(.*_)?max_position_embeddings|n_positions|n_ctx|seq_length"
-     r"|max_seq_len(gth)?|max_2d_position_embeddings", POSITIONS),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|hidden_dim|hidden_channels|projection_dim|embedding_size"
-     r"|embedding_dim|word_embed_proj_dim|emb_dim|output_dim|proj_dim|latent_dim|width|d_embed|qk_dim|qk_channels"
-     r"|v_channels|d_latents|dim|out_features_dim|encoder_dim|decoder_dim|aggregate_dim|output_hidden_size"
-     r"|initial_hidden_size)", HIDDEN),
+    (
+        r"max_source_positions|max_target_positions|(.*_)?max_position_embeddings|n_positions|n_ctx|seq_length"
+        r"|max_seq_len(gth)?|max_2d_position_embeddings",
+        POSITIONS,
+    ),
+    (
+        r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|hidden_dim|hidden_channels|projection_dim|embedding_size"
+        r"|embedding_dim|word_embed_proj_dim|emb_dim|output_dim|proj_dim|latent_dim|width|d_embed|qk_dim|qk_channels"
+        r"|v_channels|d_latents|dim|out_features_dim|encoder_dim|decoder_dim|aggregate_dim|output_hidden_size"
+        r"|initial_hidden_size)",
+        HIDDEN,
+    ),
     (r"(.*_)?(conv_dim|num_conv_pos_embeddings)", 16),
     (r"(.*_)?(num_queries|num_query_tokens|num_latents|num_object_queries)", 6),
 )
@@ -56,6 +74,7 @@ Made = tuple[nn.Module, dict[str, Any]]  # a model and a batch
 
 
 # ---- transformers
+
 
 def of_transformers(kind: str) -> Made:
     """The base model of a model type. Raises NotBuilt."""
@@ -100,7 +119,9 @@ def spread(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
         if p.ndim > 1 and p.is_floating_point() and p.numel():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) * (2 / p[0].numel() ** 0.5))
+            p.copy_(
+                torch.randn(p.shape, generator=generator, dtype=p.dtype) * (2 / p[0].numel() ** 0.5)
+            )
         elif p.is_floating_point():
             p.add_(0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
 
@@ -110,7 +131,14 @@ def shrink(config: Any) -> Any:
     from transformers import PreTrainedConfig
 
     longest = getattr(config, "max_position_embeddings", None)
-    heads = next((value for key, value in vars(config).items() if _size(key) == HEADS and isinstance(value, int)), None)
+    heads = next(
+        (
+            value
+            for key, value in vars(config).items()
+            if _size(key) == HEADS and isinstance(value, int)
+        ),
+        None,
+    )
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrink(value)
@@ -136,11 +164,19 @@ def shrunk(key: str, value: Any) -> Any:
         return _two_kinds(value)
     if re.search("dropout|drop_path|layerdrop|drop_rate", key):
         return 0.0 if isinstance(value, (int, float)) else value
-    if re.fullmatch(r".*token_(id|index)|.*_token_ids", key) and isinstance(value, int) and value >= VOCABULARY:
+    if (
+        re.fullmatch(r".*token_(id|index)|.*_token_ids", key)
+        and isinstance(value, int)
+        and value >= VOCABULARY
+    ):
         return VOCABULARY - 1 - sum(map(ord, key)) % 40
     if key == "mrope_section" or key.endswith("mrope_section"):
         return [1, 1, 2]
-    if key in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and "full_attention" not in value:
+    if (
+        key in ("rope_scaling", "rope_parameters")
+        and isinstance(value, dict)
+        and "full_attention" not in value
+    ):
         return value | {"mrope_section": [1, 1, 2]}  # ignored where rotations have no sections
     if isinstance(value, int):
         size = _size(key)
@@ -166,6 +202,7 @@ def _two_kinds(types: list[str]) -> list[str]:
 
 # ---- batches
 
+
 def tokens(length: int = LENGTH, batch: int = BATCH, seed: int = 0, high: int = 50) -> Tensor:
     return torch.randint(5, high, (batch, length), generator=torch.Generator().manual_seed(seed))
 
@@ -179,14 +216,25 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
     if "decoder_input_ids" in names:
         text["decoder_input_ids"] = tokens(seed=3)
     vision = getattr(config, "vision_config", config)
-    size, channels = (_first(vision, names, default) for names, default in (
-        (("image_size", "img_size", "input_size"), IMAGE), (("num_channels", "in_channels", "in_chans"), 3)))
+    size, channels = (
+        _first(vision, names, default)
+        for names, default in (
+            (("image_size", "img_size", "input_size"), IMAGE),
+            (("num_channels", "in_channels", "in_chans"), 3),
+        )
+    )
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     result = []
     if "pixel_values" in names:
         images = {"pixel_values": randn(BATCH, channels, height, width)}
         result += [text | images, images] if text else [images]
-        result.append({"pixel_values": randn(BATCH, _first(config, ("num_frames",), 4), channels, height, width)})
+        result.append(
+            {
+                "pixel_values": randn(
+                    BATCH, _first(config, ("num_frames",), 4), channels, height, width
+                )
+            }
+        )
         result.append({"pixel_values": randn(BATCH, channels, 64, 64)})
     if text:
         result.append(text)
@@ -196,8 +244,17 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
         shape = _first(config, ("max_length",), 64), _first(config, ("num_mel_bins",), 80)
         result.append({"input_values": randn(BATCH, *shape)})
     if "input_features" in names:
-        mels = _first(config, ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim",
-                               "input_feat_per_channel"), 80)
+        mels = _first(
+            config,
+            (
+                "num_mel_bins",
+                "feature_size",
+                "input_dim",
+                "feature_projection_input_dim",
+                "input_feat_per_channel",
+            ),
+            80,
+        )
         frames = 2 * _first(config, ("max_source_positions",), POSITIONS)
         for shape in ((BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)):
             decoded = {"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}
@@ -209,7 +266,9 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+    return next(
+        (value for name in names if (value := getattr(config, name, None)) is not None), default
+    )
 
 
 @torch.no_grad()
@@ -230,7 +289,9 @@ def accepted_batch(model: nn.Module) -> dict[str, Any]:
 def outputs(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
     """All floating tensors of the model's output; what is random in it drawn alike at each call."""
     torch.manual_seed(0)
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    options = (
+        {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    )
     return list(_tensors(model(**batch, **options)))
 
 
@@ -247,11 +308,14 @@ def _tensors(out: Any):
 
 
 def _line(error: BaseException) -> str:
-    text = re.sub(r"/\S*/site-packages/", "", str(error).strip()).splitlines()  # of any machine alike
+    text = re.sub(
+        r"/\S*/site-packages/", "", str(error).strip()
+    ).splitlines()  # of any machine alike
     return f"{type(error).__name__}: {text[0][:160] if text else ''}"
 
 
 # ---- timm, torch, torchaudio
+
 
 def timm_names() -> list[str]:
     """For each file of timm that defines models, the smallest of those with the shortest names."""
@@ -292,7 +356,10 @@ def of_timm(name: str) -> Made:
 
 def _vectors(*names: str, length: int = LENGTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(BATCH, length, HIDDEN, generator=generator, dtype=torch.float64) for name in names}
+    return {
+        name: torch.randn(BATCH, length, HIDDEN, generator=generator, dtype=torch.float64)
+        for name in names
+    }
 
 
 def _torch_layer(kind: type) -> nn.Module:
@@ -305,14 +372,22 @@ def _causal(name: str) -> dict[str, Any]:
 
 
 TORCH = {
-    "MultiheadAttention": lambda: (nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True),
-                                   _vectors("query", "key", "value")),
-    "TransformerEncoder": lambda: (nn.TransformerEncoder(_torch_layer(nn.TransformerEncoderLayer), LAYERS),
-                                   _vectors("src")),
-    "TransformerDecoder": lambda: (nn.TransformerDecoder(_torch_layer(nn.TransformerDecoderLayer), LAYERS),
-                                   _vectors("tgt", "memory") | _causal("tgt")),
-    "Transformer": lambda: (nn.Transformer(HIDDEN, HEADS, LAYERS, LAYERS, 2 * HIDDEN, 0.0, batch_first=True),
-                            _vectors("src", "tgt") | _causal("tgt")),
+    "MultiheadAttention": lambda: (
+        nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True),
+        _vectors("query", "key", "value"),
+    ),
+    "TransformerEncoder": lambda: (
+        nn.TransformerEncoder(_torch_layer(nn.TransformerEncoderLayer), LAYERS),
+        _vectors("src"),
+    ),
+    "TransformerDecoder": lambda: (
+        nn.TransformerDecoder(_torch_layer(nn.TransformerDecoderLayer), LAYERS),
+        _vectors("tgt", "memory") | _causal("tgt"),
+    ),
+    "Transformer": lambda: (
+        nn.Transformer(HIDDEN, HEADS, LAYERS, LAYERS, 2 * HIDDEN, 0.0, batch_first=True),
+        _vectors("src", "tgt") | _causal("tgt"),
+    ),
 }
 
 
@@ -326,12 +401,24 @@ def _speech(make: str, **sizes: int) -> Made:
     from torchaudio import models
 
     convolutions = [(HIDDEN, 10, 5), (HIDDEN, 3, 2)]
-    common = {"extractor_mode": "group_norm", "extractor_conv_layer_config": convolutions, "extractor_conv_bias": False,
-              "encoder_embed_dim": HIDDEN, "encoder_projection_dropout": 0.0, "encoder_pos_conv_kernel": 15,
-              "encoder_pos_conv_groups": 2, "encoder_num_layers": LAYERS, "encoder_num_heads": HEADS,
-              "encoder_attention_dropout": 0.0, "encoder_ff_interm_features": 2 * HIDDEN,
-              "encoder_ff_interm_dropout": 0.0, "encoder_dropout": 0.0, "encoder_layer_norm_first": False,
-              "encoder_layer_drop": 0.0, "aux_num_out": None}
+    common = {
+        "extractor_mode": "group_norm",
+        "extractor_conv_layer_config": convolutions,
+        "extractor_conv_bias": False,
+        "encoder_embed_dim": HIDDEN,
+        "encoder_projection_dropout": 0.0,
+        "encoder_pos_conv_kernel": 15,
+        "encoder_pos_conv_groups": 2,
+        "encoder_num_layers": LAYERS,
+        "encoder_num_heads": HEADS,
+        "encoder_attention_dropout": 0.0,
+        "encoder_ff_interm_features": 2 * HIDDEN,
+        "encoder_ff_interm_dropout": 0.0,
+        "encoder_dropout": 0.0,
+        "encoder_layer_norm_first": False,
+        "encoder_layer_drop": 0.0,
+        "aux_num_out": None,
+    }
     generator = torch.Generator().manual_seed(0)
     waveforms = torch.randn(BATCH, 800, generator=generator, dtype=torch.float64)
     return getattr(models, make)(**common, **sizes), {"waveforms": waveforms}

@@ -11,5 +11,11 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def torchrun(*args, door=("-m", "crt_exp"), **options):
-    return subprocess.run([*TORCHRUN, *door, *args], capture_output=True, text=True, env=os.environ | ENVIRONMENT,
-                          timeout=280, **options)
+    return subprocess.run(
+        [*TORCHRUN, *door, *args],
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        timeout=280,
+        **options,
+    )

@@ -21,7 +21,9 @@ from crt_exp.tasks.base import Task
 class Network(nn.Module):
     def __init__(self, dim, width, dropout, classes=3):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(dim, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout))
+        self.inner = nn.Sequential(
+            nn.Linear(dim, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(dropout)
+        )
         self.outer = nn.Linear(width, classes)
 
     def forward(self, x):
@@ -34,8 +36,19 @@ class Toy(Task):
 
     metric = "accuracy"
 
-    def __init__(self, rows=96, dim=6, width=16, dropout=0.1, noise=0.1, poison=None, pause=0.0,
-                 streamed=False, weighted=False, test=True):
+    def __init__(
+        self,
+        rows=96,
+        dim=6,
+        width=16,
+        dropout=0.1,
+        noise=0.1,
+        poison=None,
+        pause=0.0,
+        streamed=False,
+        weighted=False,
+        test=True,
+    ):
         rng = np.random.default_rng(0)
         centres = rng.normal(size=(3, dim))
         self.data = {}
@@ -44,7 +57,13 @@ class Toy(Task):
             self.data[split] = ((centres[y] + rng.normal(size=(n, dim))).astype(np.float32), y)
         if poison is not None:
             self.data["train"][0][poison] = np.inf
-        self.dim, self.width, self.dropout, self.noise, self.pause = dim, width, dropout, noise, pause
+        self.dim, self.width, self.dropout, self.noise, self.pause = (
+            dim,
+            width,
+            dropout,
+            noise,
+            pause,
+        )
         self.streamed, self.weighted = streamed, weighted
         self.test = "test" if test else None
 
@@ -59,11 +78,18 @@ class Toy(Task):
         for rows in plan.rows(len(y), split):
             if self.pause:
                 time.sleep(self.pause)
-            noise = np.stack([plan.rng(row).normal(size=self.dim) for row in rows]) if split == "train" else 0
+            noise = (
+                np.stack([plan.rng(row).normal(size=self.dim) for row in rows])
+                if split == "train"
+                else 0
+            )
             # a mean over a part that differs in size
             keep = np.ones(len(rows), bool) if not self.weighted else rows % 3 > 0
-            yield {"x": torch.from_numpy((x[rows] + self.noise * noise).astype(np.float32)),
-                   "y": torch.from_numpy(y[rows]), "keep": torch.from_numpy(keep)}
+            yield {
+                "x": torch.from_numpy((x[rows] + self.noise * noise).astype(np.float32)),
+                "y": torch.from_numpy(y[rows]),
+                "keep": torch.from_numpy(keep),
+            }
 
     def weight(self, batch):
         return batch["keep"].sum() if self.weighted else None
@@ -116,14 +142,18 @@ class Carrying(Uneven):
     def loss(self, model, batch):
         self.seen, self.count = 0.9 * self.seen + batch["x"].mean(0), self.count + 1
         inner = batch | {"x": batch["x"] + 0.01 * self.seen / self.count}
-        return super().loss(model, inner) * (1 if self.table is None else 1 + 0.1 * self.table.square().mean())
+        return super().loss(model, inner) * (
+            1 if self.table is None else 1 + 0.1 * self.table.square().mean()
+        )
 
     def updated(self, model, step):
         assert model.training and not torch.is_grad_enabled() and isinstance(model, Network)
         self.table = model.outer.weight.clone() + step
 
     def state_dict(self):
-        return {"seen": self.seen, "count": self.count} | ({} if self.table is None else {"table": self.table})
+        return {"seen": self.seen, "count": self.count} | (
+            {} if self.table is None else {"table": self.table}
+        )
 
     def load_state_dict(self, state):
         self.seen, self.count, self.table = state["seen"], state["count"], state.get("table")
@@ -135,9 +165,27 @@ BASE = ("--config-dir", str(Path(__file__).parent / "toy_conf"), "task=toy", "lo
 ARGS = ["trainer.epochs=2", "trainer.save_every=5", "trainer.log_every=4", "trainer.keep=3"]
 PLAIN = ["trainer.epochs=1", "task.dropout=0", "task.weighted=true"]
 # ends below its best
-OVERSHOT = ["trainer.steps=20", "trainer.eval_every=4", "trainer.lr=0.5", "trainer.schedule=constant", "seed=1"]
-CARRYING = ["task._target_=toy.Carrying", "trainer.steps=6", "trainer.save_every=3", "trainer.keep=20"]
-FILES = ["checkpoints", "config.yaml", "curves.png", "inputs.json", "metrics.jsonl", "versions.json"]
+OVERSHOT = [
+    "trainer.steps=20",
+    "trainer.eval_every=4",
+    "trainer.lr=0.5",
+    "trainer.schedule=constant",
+    "seed=1",
+]
+CARRYING = [
+    "task._target_=toy.Carrying",
+    "trainer.steps=6",
+    "trainer.save_every=3",
+    "trainer.keep=20",
+]
+FILES = [
+    "checkpoints",
+    "config.yaml",
+    "curves.png",
+    "inputs.json",
+    "metrics.jsonl",
+    "versions.json",
+]
 
 
 def run(directory, *args):
@@ -176,4 +224,6 @@ def assert_close(a, b, tolerance=2e-5):
     for x, y in zip(a, b):
         assert x.keys() == y.keys()
         for key, value in y.items():
-            assert x[key] == value or math.isclose(x[key], value, rel_tol=tolerance, abs_tol=tolerance), (key, x, y)
+            assert x[key] == value or math.isclose(
+                x[key], value, rel_tol=tolerance, abs_tol=tolerance
+            ), (key, x, y)

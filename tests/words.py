@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WORDS = re.compile(r"""\b(?:
+WORDS = re.compile(
+    r"""\b(?:
     [Aa]rms? | [Pp]eers? | [Gg]ates? | (?:own|the)\ bars? | [Cc]ells? | (?:heavy|opened|read|asked)\ keys
     | (?:a|the|one|each|of)\ looks? | claims?\ (?:holds?|fails?) | cannot\ tell | conflicts? | said\ again | plain\ text
     | [Ll]aws? | (?:the|a|its|random)\ noise | (?<!in\ )(?<!into\ )places? | [Nn]earer | [Ff]arther
@@ -17,14 +18,21 @@ WORDS = re.compile(r"""\b(?:
     | as\ it\ is\ published | shared\ out | [Bb]esides? | press(?:es)? | [Rr]ooms? | [Tt]wins? | [Ll]egends?
     | says? | said | tells? | told | (?:an?|one|each|every|another|other)\ text(?!\ \w) | [Tt]exts | so\ many
     | (?:a|one|the|each|last|of)\ draws?(?!\ from)
-    )\b""", re.X)
-EXCEPTIONS = re.compile("Zipf's law|noise variance|LSTM.*cells|\"able to|when uptrained|outputs/(uptr|taught|transf)")
+    )\b""",
+    re.X,
+)
+EXCEPTIONS = re.compile(
+    "Zipf's law|noise variance|LSTM.*cells|\"able to|when uptrained|outputs/(uptr|taught|transf)"
+)
 
 
 def prose(text):
     """Text with blanks for blocks, names of arguments and targets of links, and x for inline code; lines stay."""
-    for pattern, letter in ((r"^( *)```[\s\S]*?^\1```$", " "), (r"\]\([^)]*\)|(?:^ *|\. )\w+(?=: )", " "),
-                            (r"`[^`]+`", "x")):
+    for pattern, letter in (
+        (r"^( *)```[\s\S]*?^\1```$", " "),
+        (r"\]\([^)]*\)|(?:^ *|\. )\w+(?=: )", " "),
+        (r"`[^`]+`", "x"),
+    ):
         text = re.sub(pattern, lambda found: re.sub(".", letter, found[0]), text, flags=re.M)  # noqa: B023
     return text
 

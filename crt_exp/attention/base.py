@@ -31,11 +31,17 @@ class AttentionLayer(nn.Module):
     """
 
     can_be_causal = True
-    continues_step = False   # whether training passes continue the step of the previous pass: see `same_step`
-    position_dependent = True  # whether outputs depend on token positions, beyond the set of visible keys
-    exact_to = 0             # sequence length up to which the layer is exact attention
+    continues_step = (
+        False  # whether training passes continue the step of the previous pass: see `same_step`
+    )
+    position_dependent = (
+        True  # whether outputs depend on token positions, beyond the set of visible keys
+    )
+    exact_to = 0  # sequence length up to which the layer is exact attention
 
-    def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None):
+    def __init__(
+        self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None
+    ):
         super().__init__()
         self.heads, self.d = whole_number(heads, "heads"), whole_number(d, "d")
         self.kv_heads = self.heads if kv_heads is None else whole_number(kv_heads, "kv_heads")
@@ -46,7 +52,9 @@ class AttentionLayer(nn.Module):
         """Raise ValueError if q or k has a head dimension other than the layer's d."""
         for name, t in (("q", q), ("k", k)):
             if t.shape[-1] != self.d:
-                raise ValueError(f"{name}: d={t.shape[-1]}, expected d={self.d} of this {type(self).__name__} layer")
+                raise ValueError(
+                    f"{name}: d={t.shape[-1]}, expected d={self.d} of this {type(self).__name__} layer"
+                )
 
 
 class LinearAttention(AttentionLayer):
@@ -62,18 +70,26 @@ class LinearAttention(AttentionLayer):
         normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
     """
 
-    recurrent_heads: int     # heads of keys and values in a decoding state
-    clusters: nn.Module | None    # state that is fitted to vectors or sequences
-    learns: bool             # whether calls use the state of earlier calls or of a calibration
-    serves_causal: bool      # whether calls may be causal: a layer may switch between calls
-    version: object          # changes whenever decoding states become invalid
+    recurrent_heads: int  # heads of keys and values in a decoding state
+    clusters: nn.Module | None  # state that is fitted to vectors or sequences
+    learns: bool  # whether calls use the state of earlier calls or of a calibration
+    serves_causal: bool  # whether calls may be causal: a layer may switch between calls
+    version: object  # changes whenever decoding states become invalid
 
-    def __init__(self, heads: int, d: int, kv_heads: int | None, causal: bool, cross: bool, scaling: float | None,
-                 normalize_qk: bool):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        kv_heads: int | None,
+        causal: bool,
+        cross: bool,
+        scaling: float | None,
+        normalize_qk: bool,
+    ):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.cross, self.normalize_qk = cross, normalize_qk
-        self.calibrated = None   # number of passes in the current calibration, else None
-        self.columns = None      # number of value columns, where a caller has appended others
+        self.calibrated = None  # number of passes in the current calibration, else None
+        self.columns = None  # number of value columns, where a caller has appended others
 
     def past(self) -> RecurrentPast:
         """Return a decoding state that takes q, k and v as `forward` does."""
@@ -118,8 +134,8 @@ class Redraws(nn.Module):
     """
 
     redraw_every: int
-    held = 0                                       # number of the projections in the copies
-    kept: dict[str, tuple[Tensor, Tensor]] = {}    # buffers and their copies
+    held = 0  # number of the projections in the copies
+    kept: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and their copies
 
     def register_drawn(self, tensors: dict[str, Tensor]) -> None:
         for name, t in tensors.items():
@@ -136,7 +152,9 @@ class Redraws(nn.Module):
             return copy
         if own is not buffer:
             return buffer
-        if int(self.draws) > self.held:    # averaged counters are rounded down: fewer draws change nothing
+        if (
+            int(self.draws) > self.held
+        ):  # averaged counters are rounded down: fewer draws change nothing
             self._redraw_buffers()
         return self.kept[name][1].to(buffer)
 
@@ -151,7 +169,7 @@ class Redraws(nn.Module):
         self.draws.add_(1)
         self._redraw_buffers()
 
-    @torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
+    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def _redraw_buffers(self) -> None:
         self.held = int(self.draws)
         for name, t in self.rows_of_draw(self.held).items():
@@ -162,7 +180,7 @@ class Redraws(nn.Module):
         self.kept = {name: (getattr(self, name), getattr(self, name).clone()) for name in names}
 
     def _apply(self, *args, **options) -> "Redraws":
-        for name in self.kept:      # convert the copies, not averaged buffers
+        for name in self.kept:  # convert the copies, not averaged buffers
             setattr(self, name, self.rows(name))
         super()._apply(*args, **options)
         self._keep(self.kept)
@@ -186,7 +204,11 @@ def same_step(model: nn.Module, continues_step: bool = True) -> Iterator[None]:
     Gradient accumulation splits a batch into micro-batches. Within the context no layer redraws random projections or
     refits its feature map, and statistics are pooled over the passes.
     """
-    before = [(layer, layer.continues_step) for layer in model.modules() if isinstance(layer, AttentionLayer)]
+    before = [
+        (layer, layer.continues_step)
+        for layer in model.modules()
+        if isinstance(layer, AttentionLayer)
+    ]
     for layer, _ in before:
         layer.continues_step = continues_step
     try:

@@ -15,7 +15,7 @@ from crt_exp.features.base import all_true, values_readable
 from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
 
-VECTOR = 16     # with fewer keys, torch's CPU kernel returns 0 for queries that are NaN
+VECTOR = 16  # with fewer keys, torch's CPU kernel returns 0 for queries that are NaN
 
 
 class Baseline(AttentionLayer):
@@ -25,14 +25,26 @@ class Baseline(AttentionLayer):
     Most subclasses ignore `cross`, `seed` and `layer`.
     """
 
-    def __init__(self, heads: int, d: int, *, kv_heads: int | None = None, causal: bool = False, cross: bool = False,
-                 scaling: float | None = None, seed: int = 0, layer: int = 0):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        cross: bool = False,
+        scaling: float | None = None,
+        seed: int = 0,
+        layer: int = 0,
+    ):
         super().__init__(heads, d, kv_heads, causal, scaling)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
         root = self.scaling**0.5
-        return self.attend(q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask)
+        return self.attend(
+            q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask
+        )
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the keys to attend to."""
@@ -91,7 +103,7 @@ class KeysPast:
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in new]
         self.buffers = tuple(buffer.append(self.length, t) for buffer, t in zip(buffers, new))
         self.length += q.shape[2]
-        keys, values = (buffer.tensor[:, :, :self.length] for buffer in self.buffers)
+        keys, values = (buffer.tensor[:, :, : self.length] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
 
@@ -105,8 +117,15 @@ class NoPast:
         return repeat_heads(v, q.shape[1])
 
 
-def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None,
-                    scale: float = 1.0) -> Tensor:
+def exact_attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Compute softmax attention with torch's fused kernels, in quadratic time.
 
     The logits are scale x.y. Other arguments and the result are those of `attention`.
@@ -117,19 +136,27 @@ def exact_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, ke
     return fused_attention(x, y, v, causal, key_mask, scale)
 
 
-def fused_attention(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+def fused_attention(
+    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+) -> Tensor:
     """Compute `exact_attention` of checked arguments with finite padding."""
     H, L = x.shape[1:3]
-    if L == 1 and y.shape[1] < H:  # the last query sees every key: the heads of a group become queries of one head
+    if (
+        L == 1 and y.shape[1] < H
+    ):  # the last query sees every key: the heads of a group become queries of one head
         out = _fused(x.squeeze(2).unflatten(1, (y.shape[1], -1)), y, v, False, key_mask, scale)
         return out.flatten(1, 2).unsqueeze(2)
     return _fused(x, repeat_heads(y, H), repeat_heads(v, H), causal and L > 1, key_mask, scale)
 
 
-def _fused(x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float) -> Tensor:
+def _fused(
+    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+) -> Tensor:
     L, S = x.shape[2], y.shape[2]
     allowed = None if key_mask is None else key_mask[:, None, None].expand(-1, 1, L, -1)
-    if causal and (key_mask is not None or L != S):  # torch's causal flag aligns the first query with the first key
+    if causal and (
+        key_mask is not None or L != S
+    ):  # torch's causal flag aligns the first query with the first key
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
     if allowed is None:
@@ -148,8 +175,9 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: flo
     return torch.where(seen, out, 0.0)
 
 
-def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
-                       key_mask: Tensor | None = None) -> Tensor:
+def identity_attention(
+    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+) -> Tensor:
     """Return the values: an upper bound on the speed of attention.
 
     A causal call returns the last L values. Raises ValueError if L and S differ in other calls.
@@ -158,28 +186,41 @@ def identity_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     L, S = x.shape[2], y.shape[2]
     if L != S and not causal:
         raise ValueError(f"L={L}, S={S}: identity attention needs L == S")
-    return repeat_heads(v[:, :, S - L:], x.shape[1])
+    return repeat_heads(v[:, :, S - L :], x.shape[1])
 
 
-def uniform_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
-                      key_mask: Tensor | None = None) -> Tensor:
+def uniform_attention(
+    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+) -> Tensor:
     """Return the mean of the values that each query may see.
 
     This is the control: a useful approximation must be closer to exact attention.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
-    keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device) if key_mask is None else key_mask[:, None, :, None]
+    keep = (
+        torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device)
+        if key_mask is None
+        else key_mask[:, None, :, None]
+    )
     values = torch.where(keep, at_least_float32(v), 0.0)
     if causal:
-        sums, counts = (t.cumsum(2)[:, :, S - L:] for t in (values, keep))
+        sums, counts = (t.cumsum(2)[:, :, S - L :] for t in (values, keep))
     else:
         sums, counts = (t.sum(2, keepdim=True) for t in (values, keep))
     return (sums / counts.clamp(min=1)).to(v.dtype).expand(-1, -1, L, -1)
 
 
-def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first: int = 4, causal: bool = False,
-                     key_mask: Tensor | None = None) -> Tensor:
+def window_attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    block: int = 64,
+    first: int = 4,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Compute exact softmax attention to the first tokens and neighbouring blocks.
 
     Each query sees the `first` tokens of the sequence, its own block, the block before and, unless `causal`, the block
@@ -191,28 +232,43 @@ def window_attention(x: Tensor, y: Tensor, v: Tensor, *, block: int = 64, first:
     shift = Shift.of(key_mask, block)
     if shift is None:
         return _window(x, y, v, key_mask, block, first, causal)
-    return shift.back(_window(*map(shift.there, (x, y, v)), shift.mask(key_mask), block, first, causal))
+    return shift.back(
+        _window(*map(shift.there, (x, y, v)), shift.mask(key_mask), block, first, causal)
+    )
 
 
-def _window(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool) -> Tensor:
+def _window(
+    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool
+) -> Tensor:
     """Compute `window_attention` of rows whose first real token begins a block."""
     H, L, S = *x.shape[1:3], y.shape[2]
     y, v, first = repeat_heads(y, H), repeat_heads(v, H), min(first, S)
     keep = torch.ones(1, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
-    y, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v)) if key_mask is not None else (y, v)
-    start = (S - L) // block                                 # the block of the first query
-    count = (S - 1) // block - start + 1                     # blocks with queries
-    lead = (S - L) - start * block                           # positions of the first block before the first query
-    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(2, (count, block))        # (B, H, n, block, d)
+    y, v = (
+        (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v))
+        if key_mask is not None
+        else (y, v)
+    )
+    start = (S - L) // block  # the block of the first query
+    count = (S - 1) // block - start + 1  # blocks with queries
+    lead = (S - L) - start * block  # positions of the first block before the first query
+    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(
+        2, (count, block)
+    )  # (B, H, n, block, d)
     around = range(-1, 1 if causal else 2)
-    near = [_blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])]       # (B, H, n, w, .)
-    head = [t[:, :, :first] if key_mask is None else from_first(t, keep, first) for t in (y, v, keep[:, None, :, None])]
+    near = [
+        _blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])
+    ]  # (B, H, n, w, .)
+    head = [
+        t[:, :, :first] if key_mask is None else from_first(t, keep, first)
+        for t in (y, v, keep[:, None, :, None])
+    ]
     head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
     keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
     places = _allowed_places(first_unmasked(keep), S, block, first, start, count, around, causal)
     allowed = kept[..., 0][..., None, :] & places
     out = _masked_softmax(queries, keys, values, allowed)
-    return out.flatten(2, 3)[:, :, lead:lead + L]
+    return out.flatten(2, 3)[:, :, lead : lead + L]
 
 
 def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Tensor:
@@ -221,26 +277,38 @@ def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Ten
     Returns (B, H, count, len(around) block, k).
     """
     size = (start + count + 1) * block
-    t = F.pad(t, (0, 0, block, size - t.shape[2]))           # one block before the first, one after the last
+    t = F.pad(t, (0, 0, block, size - t.shape[2]))  # one block before the first, one after the last
     parts = t.unflatten(2, (-1, block))
-    return torch.cat([parts[:, :, start + 1 + i:start + 1 + i + count] for i in around], 3)
+    return torch.cat([parts[:, :, start + 1 + i : start + 1 + i + count] for i in around], 3)
 
 
-def _allowed_places(begin: Tensor, S: int, block: int, first: int, start: int, count: int, around: range,
-                    causal: bool) -> Tensor:
+def _allowed_places(
+    begin: Tensor,
+    S: int,
+    block: int,
+    first: int,
+    start: int,
+    count: int,
+    around: range,
+    causal: bool,
+) -> Tensor:
     """Return which pairs of tokens are allowed by their positions.
 
     begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(around) block).
     """
     begin, device = begin[:, None, None], begin.device
     at = torch.arange(count, device=device)[:, None] + start
-    queries = at * block + torch.arange(block, device=device)                                       # (n, block)
+    queries = at * block + torch.arange(block, device=device)  # (n, block)
     offsets = torch.arange(around.start * block, around.stop * block, device=device)
-    near = (at * block + offsets).expand(len(begin), -1, -1)                                        # (B, n, w)
-    near = torch.where(near < begin + first, -1, near)       # the first tokens are already in front
+    near = (at * block + offsets).expand(len(begin), -1, -1)  # (B, n, w)
+    near = torch.where(near < begin + first, -1, near)  # the first tokens are already in front
     keys = torch.cat([(begin + torch.arange(first, device=device)).expand(-1, count, -1), near], 2)
     allowed = ((keys >= 0) & (keys < S)).unsqueeze(2)
-    pairs = allowed & (keys.unsqueeze(2) <= queries[..., None]) if causal else allowed.expand(-1, -1, block, -1)
+    pairs = (
+        allowed & (keys.unsqueeze(2) <= queries[..., None])
+        if causal
+        else allowed.expand(-1, -1, block, -1)
+    )
     return pairs.unsqueeze(1)
 
 
@@ -277,7 +345,7 @@ class Window(Baseline):
         first: tokens at the start of the sequence that all queries see.
     """
 
-    can_cross = False    # positions of two sequences are not comparable
+    can_cross = False  # positions of two sequences are not comparable
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)
@@ -293,4 +361,6 @@ class Window(Baseline):
     def attend(self, x, y, v, *, causal, key_mask):
         if not causal and x.shape[2] != y.shape[2]:
             raise ValueError(f"L={x.shape[2]}, S={y.shape[2]}: window attention needs L == S")
-        return window_attention(x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask)
+        return window_attention(
+            x, y, v, block=self.block, first=self.first, causal=causal, key_mask=key_mask
+        )

@@ -10,8 +10,14 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import (check_gradient, check_inputs, check_result, repeat_heads, requires_gradient,
-                                      transformed)
+from crt_exp.attention.checks import (
+    check_gradient,
+    check_inputs,
+    check_result,
+    repeat_heads,
+    requires_gradient,
+    transformed,
+)
 from crt_exp.attention.engines import Form, Gradients, Kept, closed_form, native
 from crt_exp.attention.engines.chunks import Chunked, chunked_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
@@ -20,13 +26,29 @@ from crt_exp.features.exponential import PositiveExponential, sq_norm
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
 # by (in C, causal): chosen once for a call, so that its backward pass uses the same engine
-ENGINES = {(True, False): native.bidirectional, (True, True): native.causal,
-           (False, False): closed_form.bidirectional, (False, True): closed_form.causal}
+ENGINES = {
+    (True, False): native.bidirectional,
+    (True, True): native.causal,
+    (False, False): closed_form.bidirectional,
+    (False, True): closed_form.causal,
+}
 
 
-def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
-              key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
-              counter: DenominatorCount | None = None, scale: float = 1.0) -> Tensor:
+def attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    noise,
+    params=(),
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    denominator: str = "none",
+    normalize: bool = True,
+    counter: DenominatorCount | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """Estimate softmax attention with random features, in linear time and memory.
 
     The logits are scale^2 x.y. For scaled dot products pass x = d^(-1/4) q and y = d^(-1/4) k, or q and k with scale =
@@ -73,10 +95,14 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
         if torch.compiler.is_exporting() or transformed(x, y, v):
             out = finish(plain(form, causal).rows(x, y, v)).to(v.dtype)
         else:
-            out = torch.ops.crt_exp.attention(x, y, v, *form, native.applies(x, y, v, form.rows), causal)[0]
+            out = torch.ops.crt_exp.attention(
+                x, y, v, *form, native.applies(x, y, v, form.rows), causal
+            )[0]
     else:
         x, y = (x, y) if scale == 1 else (at_least_float32(x) * scale, at_least_float32(y) * scale)
-        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, denominator == "clamp")
+        rows = chunked_partial(
+            x, y, v, phi, noise, params, causal, key_mask, denominator == "clamp"
+        )
         count.add(rows)
         out = finish(rows, denominator, normalize).to(v.dtype)
     if counter is None and normalize and not torch.compiler.is_compiling():
@@ -84,8 +110,19 @@ def attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=()
     return _apart(out, heads)
 
 
-def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
-                      key_mask: Tensor | None = None, modulus: bool = False, scale: float = 1.0) -> Partial:
+def partial_attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    noise,
+    params=(),
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    modulus: bool = False,
+    scale: float = 1.0,
+) -> Partial:
     """Return the partial sums of attention to a set of keys.
 
     The Partial has one row for each query, (B,H,L,.). `merge` adds the partials of disjoint sets of keys. `finish` and
@@ -110,7 +147,11 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
             out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)
             logsum = ENGINES[in_c, causal].unit * logsum + form.shared_logs(x)
             if key_mask is not None:
-                seen = work.seen(y.shape[2] - x.shape[2]) if causal else key_mask.any(-1)[:, None, None]
+                seen = (
+                    work.seen(y.shape[2] - x.shape[2])
+                    if causal
+                    else key_mask.any(-1)[:, None, None]
+                )
                 logsum = torch.where(seen, logsum, -torch.inf)
             rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
     else:
@@ -119,12 +160,17 @@ def partial_attention(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, p
     return Partial(*(None if t is None else _apart(t, heads) for t in rows))
 
 
-def _together(x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _together(
+    x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Give keys and queries the same number of heads.
 
     Query heads that share keys and features become one longer set of queries; otherwise keys are repeated.
     """
-    key_heads, batches = y.shape[1], [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)]
+    key_heads, batches = (
+        y.shape[1],
+        [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)],
+    )
     shared = all(not batch or batch[-1] == 1 for batch in batches)
     if shared and not causal:
         x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)
@@ -137,17 +183,29 @@ def _apart(t: Tensor, heads: int) -> Tensor:
     return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
-def positive_form(x: Tensor, y: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None, factor: float,
-                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Form]:
+def positive_form(
+    x: Tensor,
+    y: Tensor,
+    phi: PositiveExponential,
+    noise,
+    params,
+    keep: Tensor | None,
+    factor: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Form]:
     """Return queries and keys, with equal numbers of heads, and a map's exponent.
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
     learned = requires_gradient(noise, params)
-    if keep is not None and learned:  # padding may hold NaN, which would reach the gradients of parameters
+    if (
+        keep is not None and learned
+    ):  # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    (x, left), (y, _) = phi.transform_inputs(x, params, factor=factor), phi.transform_inputs(y, params, key=True,
-                                                                                             factor=factor)
+    (x, left), (y, _) = (
+        phi.transform_inputs(x, params, factor=factor),
+        phi.transform_inputs(y, params, key=True, factor=factor),
+    )
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), left) if scale is None else scale * left
     to = {"device": x.device, "dtype": dtype}
@@ -170,33 +228,69 @@ def plain(form: Form, causal: bool) -> Chunked:
 
 
 @torch.no_grad()
-def positive_state(y: Tensor, v: Tensor, phi: PositiveExponential, noise, params, keep: Tensor | None,
-                   dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def positive_state(
+    y: Tensor,
+    v: Tensor,
+    phi: PositiveExponential,
+    noise,
+    params,
+    keep: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """Summarize keys y (B,H,S,d) and values v (B,H,S,dv) for decoding.
 
     Returns exp(-top) sum_j [v_j, 1] phi(y_j), (B,H,dv+1,M), and top (B,H,M).
     The bidirectional engine computes the sums; its single query is zero and its output is ignored.
     """
-    x, y, form = positive_form(torch.zeros_like(y[:, :, :1]), y, phi, noise, params, keep, 1.0, dtype)
+    x, y, form = positive_form(
+        torch.zeros_like(y[:, :, :1]), y, phi, noise, params, keep, 1.0, dtype
+    )
     kept = ENGINES[native.applies(y, v, form.rows), False].forward(x, y, v, form)
     top = kept.logs + form.bias
-    return kept.states, top if keep is None else top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
+    return kept.states, top if keep is None else top.masked_fill(
+        ~keep.any(-1)[:, None, None], -torch.inf
+    )
 
 
 @torch.library.custom_op("crt_exp::attention", mutates_args=())
-def _forward(x: Tensor, y: Tensor, v: Tensor, rows: Tensor, scale: Tensor, bias: Tensor, norm_weight: float,
-             keep: Tensor | None, learned: bool, in_c: bool,
-             causal: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: float,
+    keep: Tensor | None,
+    learned: bool,
+    in_c: bool,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with no_autocast(rows):
-        kept = ENGINES[in_c, causal].forward(x, y, v, Form(rows, scale, bias, norm_weight, keep, learned))
+        kept = ENGINES[in_c, causal].forward(
+            x, y, v, Form(rows, scale, bias, norm_weight, keep, learned)
+        )
     check_result(kept.logsum)
     return tuple(kept)
 
 
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
-def _backward(grad: Tensor, grad_logsum: Tensor | None, x: Tensor, y: Tensor, v: Tensor, rows: Tensor,
-              scale: Tensor, bias: Tensor, norm_weight: float, keep: Tensor | None, learned: bool, in_c: bool,
-              causal: bool, kept: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor,
+    grad_logsum: Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    norm_weight: float,
+    keep: Tensor | None,
+    learned: bool,
+    in_c: bool,
+    causal: bool,
+    kept: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
     with no_autocast(rows):
         return tuple(ENGINES[in_c, causal].backward(x, y, v, form, Kept(*kept), grad, grad_logsum))

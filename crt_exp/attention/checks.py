@@ -18,8 +18,15 @@ from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 NOT_FINITE = "queries, keys: NaN, infinity or overflowing norms; scale the vectors down, or use bfloat16 or float32"
 
 
-def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested, causal: bool,
-                 key_mask: Tensor | None) -> torch.dtype:
+def check_inputs(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    noise: Nested,
+    params: Nested,
+    causal: bool,
+    key_mask: Tensor | None,
+) -> torch.dtype:
     """Check the arguments of attention and return the dtype to compute in.
 
     x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), key_mask (B,S). Raises ValueError if shapes, dtypes, devices, random
@@ -27,24 +34,44 @@ def check_inputs(x: Tensor, y: Tensor, v: Tensor, noise: Nested, params: Nested,
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
         if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
-            raise ValueError(f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty")
+            raise ValueError(
+                f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty"
+            )
         if t.device != x.device:
             raise ValueError(f"x is on {x.device}, {name} is on {t.device}: expected one device")
-    if not x.shape[0] == y.shape[0] == v.shape[0] or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
-                         "S, d), (B, Hkv, S, dv)")
+    if (
+        not x.shape[0] == y.shape[0] == v.shape[0]
+        or x.shape[3] != y.shape[3]
+        or y.shape[1:3] != v.shape[1:3]
+    ):
+        raise ValueError(
+            f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
+            "S, d), (B, Hkv, S, dv)"
+        )
     check_kv_heads(x.shape[1], y.shape[1])
     if causal and x.shape[2] > y.shape[2]:
-        raise ValueError(f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)")
+        raise ValueError(
+            f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)"
+        )
     check_key_mask(key_mask, y)
     for part in leaves(noise):
-        if not isinstance(part, Noise) or part.d != x.shape[3] or not _broadcasts(part.batch, x.shape[:2]):
-            raise ValueError(f"noise={part!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
-                             f"to (B, H)={tuple(x.shape[:2])}")
+        if (
+            not isinstance(part, Noise)
+            or part.d != x.shape[3]
+            or not _broadcasts(part.batch, x.shape[:2])
+        ):
+            raise ValueError(
+                f"noise={part!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
+                f"to (B, H)={tuple(x.shape[:2])}"
+            )
     for part in leaves(params):
-        if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x.shape[:2])):
-            raise ValueError(f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, "
-                             f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}")
+        if not isinstance(part, Tensor) or (
+            part.ndim > 2 and not _broadcasts(part.shape[:-2], x.shape[:2])
+        ):
+            raise ValueError(
+                f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, "
+                f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}"
+            )
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
 
 
@@ -54,15 +81,22 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
-    if key_mask is not None and (key_mask.shape != (y.shape[0], y.shape[2]) or key_mask.dtype != torch.bool
-                                 or key_mask.device != y.device):
-        raise ValueError(f"key_mask={tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected a boolean "
-                         f"(B, S)={(y.shape[0], y.shape[2])}, True = keep, on {y.device}; pairwise masks are not "
-                         "supported")
+    if key_mask is not None and (
+        key_mask.shape != (y.shape[0], y.shape[2])
+        or key_mask.dtype != torch.bool
+        or key_mask.device != y.device
+    ):
+        raise ValueError(
+            f"key_mask={tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected a boolean "
+            f"(B, S)={(y.shape[0], y.shape[2])}, True = keep, on {y.device}; pairwise masks are not "
+            "supported"
+        )
 
 
 def _broadcasts(shape, batch) -> bool:
-    return len(shape) <= 2 and all(a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(batch)))
+    return len(shape) <= 2 and all(
+        a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(batch))
+    )
 
 
 def repeat_heads(t: Tensor, heads: int) -> Tensor:
@@ -98,8 +132,10 @@ def transformed(*tensors: Tensor) -> bool:
 
     Custom operators would lose such transforms and tangents, so that plain torch operations must do the work.
     """
-    return transforming() or (forward_ad._current_level >= 0
-                              and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors))
+    return transforming() or (
+        forward_ad._current_level >= 0
+        and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    )
 
 
 def requires_gradient(noise: Nested, params: Nested) -> bool:
@@ -110,8 +146,12 @@ def requires_gradient(noise: Nested, params: Nested) -> bool:
 
 def check_gradient(grad: Tensor) -> None:
     """Raise ValueError for a batched gradient and for one with a tangent."""
-    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(grad):
-        raise ValueError("batched gradients are not supported: use torch.func.jacrev, jacfwd, hessian or vmap")
+    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(
+        grad
+    ):
+        raise ValueError(
+            "batched gradients are not supported: use torch.func.jacrev, jacfwd, hessian or vmap"
+        )
 
 
 def check_result(logs: Tensor) -> None:
@@ -136,8 +176,10 @@ def check_entries(t: Tensor) -> None:
     if not all_finite(t):
         raise NotFinite(NOT_FINITE)
 
+
 # Left padding: positions and blocks are counted from the first real token of each row. The outputs of a row therefore
 # do not depend on the padding that other rows of its batch need.
+
 
 def first_unmasked(keep: Tensor) -> Tensor:
     """Return the position (B,) of the first real token in keep (B, S); 0 if none."""
@@ -151,7 +193,7 @@ class Shift(NamedTuple):
     """
 
     by: Tensor
-    most: int     # added positions
+    most: int  # added positions
 
     @classmethod
     def of(cls, keep: Tensor | None, b: int) -> "Shift | None":
@@ -172,7 +214,9 @@ class Shift(NamedTuple):
 
         The result has `most` more positions. The contents of added positions are arbitrary.
         """
-        return _taken(t, torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1), dim)
+        return _taken(
+            t, torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1), dim
+        )
 
     def mask(self, keep: Tensor) -> Tensor:
         """Shift a key mask; added positions are False."""
@@ -181,7 +225,9 @@ class Shift(NamedTuple):
 
     def back(self, t: Tensor) -> Tensor:
         """Undo `there`."""
-        return _taken(t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2)
+        return _taken(
+            t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2
+        )
 
 
 def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
@@ -200,7 +246,9 @@ def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:
         return t.gather(1, places)
     return t.gather(2, places[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
 
+
 # torch.compile
+
 
 def has_dynamic_size(*tensors: torch.Tensor) -> bool:
     """Return whether torch.compile traces these tensors with a dynamic size."""
@@ -223,9 +271,11 @@ def outside_graphs(function: Callable) -> Callable:
 
     The compiler is imported only where it runs, because its import takes longer than that of torch.
     """
+
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
+
     return call

@@ -15,7 +15,14 @@ from torch import Tensor
 from crt_exp.attention.call import positive_state
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
 from crt_exp.attention.engines.chunks import Chunked
-from crt_exp.attention.partials import DenominatorCount, Packed, Partial, check_policy, finish, merge
+from crt_exp.attention.partials import (
+    DenominatorCount,
+    Packed,
+    Partial,
+    check_policy,
+    finish,
+    merge,
+)
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import leaves, match_float64, no_autocast
@@ -32,14 +39,27 @@ class DecodingState:
         version: tag of the projections and parameters, for callers that count redraws and refits.
     """
 
-    def __init__(self, phi: FeatureMap, noise, params=(), *, denominator: str = "none", normalize: bool = True,
-                 counter: DenominatorCount | None = None, version: Hashable = None):
+    def __init__(
+        self,
+        phi: FeatureMap,
+        noise,
+        params=(),
+        *,
+        denominator: str = "none",
+        normalize: bool = True,
+        counter: DenominatorCount | None = None,
+        version: Hashable = None,
+    ):
         check_policy(denominator)
         self.version, self.length, self.kept = version, 0, None
         self._phi, self._noise, self._params = phi, noise, params
         self._bound = {torch.float32: phi.bind(noise, params)}
         self._fused = isinstance(phi, PositiveExponential) and normalize  # positive denominators
-        self._policy, self._normalize, self._counter = denominator, normalize, None if self._fused else counter
+        self._policy, self._normalize, self._counter = (
+            denominator,
+            normalize,
+            None if self._fused else counter,
+        )
         held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
         self._seen = [(t, changes(t)) for t in held]
 
@@ -49,7 +69,14 @@ class DecodingState:
         return None if self.kept is None else self.kept.partial()
 
     @torch.no_grad()
-    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None, version: Hashable = None) -> Tensor:
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        version: Hashable = None,
+    ) -> Tensor:
         """Append T >= 1 tokens and return their outputs, without gradient.
 
         Args:
@@ -67,7 +94,9 @@ class DecodingState:
         """
         dtype = check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
-            raise ValueError(f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers")
+            raise ValueError(
+                f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers"
+            )
         self._check(x, version)
         if x.shape[2] == 1:
             out, self.kept = self.token(self.kept, x, y, v, key_mask)
@@ -92,8 +121,15 @@ class DecodingState:
         self._check(y)
         with no_autocast(y):
             if self._fused:
-                sums, top = positive_state(y, v, self._phi, match_float64(self._noise, dtype), self._params, key_mask,
-                                           dtype)
+                sums, top = positive_state(
+                    y,
+                    v,
+                    self._phi,
+                    match_float64(self._noise, dtype),
+                    self._params,
+                    key_mask,
+                    dtype,
+                )
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
@@ -101,8 +137,9 @@ class DecodingState:
         self.length += y.shape[2]
 
     @torch.no_grad()
-    def token(self, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor,
-              key_mask: Tensor | None = None) -> tuple[Tensor, Packed]:
+    def token(
+        self, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, Packed]:
         """Return the output of one token and the new sums, as a pure function.
 
         All tokens have the same shapes, no operation waits for the device, and this object does not change. After
@@ -119,7 +156,9 @@ class DecodingState:
             keys, queries = _features(work.bound, y, x.to(dtype))
             if keep is not None:
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
-            kept = _added(kept, keys, torch.cat([v, torch.ones_like(v[..., :1])], -1).mT, work.modulus)
+            kept = _added(
+                kept, keys, torch.cat([v, torch.ones_like(v[..., :1])], -1).mT, work.modulus
+            )
             return self._outputs(_read(kept, queries)).to(given), kept
 
     def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
@@ -144,7 +183,9 @@ class DecodingState:
         """
         if self.kept is not None:
             batch = len(self.kept.sums)  # parts of other shapes are shared by all entries
-            chosen = (t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept)
+            chosen = (
+                t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept
+            )
             self.kept = Packed(*chosen)
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
@@ -190,7 +231,7 @@ def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features
 
 
 def _row(t: Tensor, i: int) -> Tensor:
-    return t[..., i:i + 1, :] if t.ndim and t.shape[-2] > 1 else t
+    return t[..., i : i + 1, :] if t.ndim and t.shape[-2] > 1 else t
 
 
 def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
@@ -202,7 +243,11 @@ def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -
     if kept is None:
         return Packed(v * phi, top, modulus)
     fade = torch.exp(kept.top - at)
-    return Packed((kept.sums * fade).addcmul_(v, phi), top, None if modulus is None else kept.modulus * fade + modulus)
+    return Packed(
+        (kept.sums * fade).addcmul_(v, phi),
+        top,
+        None if modulus is None else kept.modulus * fade + modulus,
+    )
 
 
 def _read(kept: Packed, queries: Features) -> Partial:

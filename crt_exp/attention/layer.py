@@ -27,7 +27,13 @@ from crt_exp.attention.call import attention
 from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.partials import DenominatorCount
-from crt_exp.attention.state import FittedOnce, FittedToSequences, Running, for_query_heads, grouped_statistics
+from crt_exp.attention.state import (
+    FittedOnce,
+    FittedToSequences,
+    Running,
+    for_query_heads,
+    grouped_statistics,
+)
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.options import Count, Whole, checked
@@ -81,22 +87,46 @@ class RandomFeatureAttention(Redraws, Running):
 
     position_dependent = False
 
-    def __init__(self, phi: FeatureMap, sampler: Callable[..., Noise] | None, m: Nested, heads: int, d: int, *,
-                 kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
-                 redraw_every: Whole = 0, normalize_qk: bool = False, normalize: bool = True, denominator: str = "none",
-                 decay: float = 0.99, fit_steps: Count = 10, seed: int = 0, layer: int = 0,
-                 learn: Literal["none", "parameters", "projections"] = "none"):
+    def __init__(
+        self,
+        phi: FeatureMap,
+        sampler: Callable[..., Noise] | None,
+        m: Nested,
+        heads: int,
+        d: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        cross: bool = False,
+        scaling: float | None = None,
+        redraw_every: Whole = 0,
+        normalize_qk: bool = False,
+        normalize: bool = True,
+        denominator: str = "none",
+        decay: float = 0.99,
+        fit_steps: Count = 10,
+        seed: int = 0,
+        layer: int = 0,
+        learn: Literal["none", "parameters", "projections"] = "none",
+    ):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if phi.kernel != "softmax":
             raise ValueError(f"{phi}: kernel={phi.kernel}; attention needs kernel='softmax'")
         phi = phi.of_size(m) if phi.on_sequences else phi
         self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
         self.normalize, self.denominator, self.decay = normalize, denominator, decay
-        self.recurrent_heads, self.seed, self.layer, self.denominators = heads, seed, layer, DenominatorCount()
+        self.recurrent_heads, self.seed, self.layer, self.denominators = (
+            heads,
+            seed,
+            layer,
+            DenominatorCount(),
+        )
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
-        self.gaussian = {name: noise.gaussian for name, noise in noises.items()}  # by buffer of projections
+        self.gaussian = {
+            name: noise.gaussian for name, noise in noises.items()
+        }  # by buffer of projections
         rows = {name: noise.rows().contiguous().clone() for name, noise in noises.items()}
         trained_rows = phi.learned or learn == "projections"
         for name, t in rows.items() if trained_rows else ():
@@ -107,7 +137,9 @@ class RandomFeatureAttention(Redraws, Running):
         if phi.on_sequences:
             self.clusters = FittedToSequences(self.phi, heads, d, trained, causal)
         else:
-            self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
+            self.clusters = (
+                FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
+            )
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
         _MODULES[id(self)] = self
@@ -129,7 +161,9 @@ class RandomFeatureAttention(Redraws, Running):
         if changing and not self.continues_step:
             self._advance()
         if self.calibrated is not None and self.phi.on_sequences:
-            out = exact_attention(q * self.scale, k * self.scale, v, causal=self.causal, key_mask=key_mask)
+            out = exact_attention(
+                q * self.scale, k * self.scale, v, causal=self.causal, key_mask=key_mask
+            )
         else:
             out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
@@ -140,10 +174,23 @@ class RandomFeatureAttention(Redraws, Running):
         """Return the output of `forward` without changing the state of the layer."""
         return self._attend(self.normalized(q), self.normalized(k), v, key_mask, DenominatorCount())
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount) -> Tensor:
-        return attention(q, k, v, self.phi, self.noise, self.fitted_params(q, k, key_mask), causal=self.causal,
-                         key_mask=key_mask, denominator=self.denominator, normalize=self.normalize, counter=counter,
-                         scale=self.scale)
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount
+    ) -> Tensor:
+        return attention(
+            q,
+            k,
+            v,
+            self.phi,
+            self.noise,
+            self.fitted_params(q, k, key_mask),
+            causal=self.causal,
+            key_mask=key_mask,
+            denominator=self.denominator,
+            normalize=self.normalize,
+            counter=counter,
+            scale=self.scale,
+        )
 
     @property
     def noise(self) -> Nested:
@@ -151,7 +198,9 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        noises = {name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()}
+        noises = {
+            name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()
+        }
         return map_leaves(lambda p: noises[_buffer_of(p)], self.projections)
 
     @property
@@ -182,12 +231,21 @@ class RandomFeatureAttention(Redraws, Running):
         """
         if not self.causal:
             raise ValueError("causal=False: decoding needs causal=True")
-        return DecodingState(self.phi, self.noise, self._running_params(), denominator=self.denominator,
-                             normalize=self.normalize, counter=self.denominators, version=self.version)
+        return DecodingState(
+            self.phi,
+            self.noise,
+            self._running_params(),
+            denominator=self.denominator,
+            normalize=self.normalize,
+            counter=self.denominators,
+            version=self.version,
+        )
 
     def extra_repr(self) -> str:
-        return (f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, "
-                f"d={self.d}, causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}")
+        return (
+            f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, "
+            f"d={self.d}, causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}"
+        )
 
     # ---- noise and parameters
 
@@ -195,7 +253,9 @@ class RandomFeatureAttention(Redraws, Running):
         """Sample the independent sets of projections by buffer name."""
         drawn = {}
         for p in distinct(self.projections):
-            seed = "/".join(map(str, (self.seed, self.layer, draw, *([p.drawn_as] if p.drawn_as else ()))))
+            seed = "/".join(
+                map(str, (self.seed, self.layer, draw, *([p.drawn_as] if p.drawn_as else ())))
+            )
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
             drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
@@ -207,7 +267,11 @@ class RandomFeatureAttention(Redraws, Running):
         if not self.phi.fitted or self.causal or self.clusters is not None:
             return self._running_params()
         own = not self.cross and q.shape[2] == k.shape[2]
-        stats = grouped_statistics(q, k, key_mask, self.scale) if own else self._without_queries(k, key_mask)
+        stats = (
+            grouped_statistics(q, k, key_mask, self.scale)
+            if own
+            else self._without_queries(k, key_mask)
+        )
         return for_query_heads(self.phi.fit(stats), self.heads // self.kv_heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
@@ -227,7 +291,9 @@ class RandomFeatureAttention(Redraws, Running):
         """Fold in the statistics of the last pass, and redraw if that is due."""
         fitting = self.clusters is not None and not self.clusters.done
         if transforming() and (self.running or self.redraw_every or fitting):
-            raise ValueError("training mode updates state, which torch.func cannot trace: call eval() first")
+            raise ValueError(
+                "training mode updates state, which torch.func cannot trace: call eval() first"
+            )
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
         if fitting:
@@ -251,13 +317,21 @@ class RandomFeatureAttention(Redraws, Running):
         return for_query_heads(params, self.heads // heads)
 
     def _warn_uncalibrated(self) -> None:
-        if self.training or self.calibrated is not None or self._said or torch.compiler.is_compiling():
+        if (
+            self.training
+            or self.calibrated is not None
+            or self._said
+            or torch.compiler.is_compiling()
+        ):
             return
         self._said = True
         empty = self.phi.until_fitted if self.clusters else "using A = 0"
         if not float(self.clusters.fits if self.clusters else self.running_weight) > 0:
-            warnings.warn(f"{type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
-                          "calibrate_attention(model, batches)", stacklevel=4)
+            warnings.warn(
+                f"{type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
+                "calibrate_attention(model, batches)",
+                stacklevel=4,
+            )
 
     def _record(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
         """Record the statistics or samples for the fit of the map."""
@@ -283,8 +357,10 @@ class RandomFeatureAttention(Redraws, Running):
         for name in self.gaussian:
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape != own.shape:
-                raise ValueError(f"{prefix}{name}: saved (heads, m, d)={tuple(saved.shape)}, expected "
-                                 f"{tuple(own.shape)}; use m={saved.shape[1]}, or load without these buffers")
+                raise ValueError(
+                    f"{prefix}{name}: saved (heads, m, d)={tuple(saved.shape)}, expected "
+                    f"{tuple(own.shape)}; use m={saved.shape[1]}, or load without these buffers"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -294,8 +370,10 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
     Trained projections cannot be redrawn either.
     """
     if learn != "none" and not phi.trainable:
-        raise ValueError(f"learn={learn}: {type(phi).__name__} has no trainable parameters; expected pos, hyp, oprf, "
-                         "sderf, mixture or hedgehog")
+        raise ValueError(
+            f"learn={learn}: {type(phi).__name__} has no trainable parameters; expected pos, hyp, oprf, "
+            "sderf, mixture or hedgehog"
+        )
     if learn == "parameters" and not (phi.fitted or phi.learned):
         raise ValueError(f"learn=parameters: {phi} has none; use learn=projections")
     if redraw_every and (phi.learned or learn == "projections"):
@@ -307,7 +385,9 @@ def _buffer_of(p: Projections) -> str:
 
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
-def _count_pass(omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int) -> None:
+def _count_pass(
+    omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int
+) -> None:
     """Count a pass and redraw in place, as an operator opaque to torch.compile."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)

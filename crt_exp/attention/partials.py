@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines import TINY
 from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads, transformed
+from crt_exp.attention.engines import TINY
 from crt_exp.features.base import ONE, Features
 from crt_exp.features.blocks import Block, Blocks
 from crt_exp.samplers.noise import transforming
@@ -38,10 +38,10 @@ class Partial(NamedTuple):
     log_scale is -inf in rows without keys.
     """
 
-    numerator: Tensor                # (..., R, dv)
-    denominator: Tensor              # (..., R, 1)
-    log_scale: Tensor                # (..., R, 1), or (..., 1, 1) for all rows
-    modulus: Tensor | None = None    # (..., R, 1): sum of absolute terms, for clamping
+    numerator: Tensor  # (..., R, dv)
+    denominator: Tensor  # (..., R, 1)
+    log_scale: Tensor  # (..., R, 1), or (..., 1, 1) for all rows
+    modulus: Tensor | None = None  # (..., R, 1): sum of absolute terms, for clamping
 
     def rows(self) -> "Partial":
         """Return the same sums with one log scale for each row."""
@@ -72,13 +72,18 @@ class Partial(NamedTuple):
 class Packed(NamedTuple):
     """A partial whose rows are features, in the layout that products use fastest."""
 
-    sums: Tensor                     # (..., dv + 1, M): [numerator, denominator]
-    top: Tensor                      # (..., 1, M or 1): log scales, -inf where no key was seen
-    modulus: Tensor | None = None    # (..., 1, M): sums of absolute values, for clamping
+    sums: Tensor  # (..., dv + 1, M): [numerator, denominator]
+    top: Tensor  # (..., 1, M or 1): log scales, -inf where no key was seen
+    modulus: Tensor | None = None  # (..., 1, M): sums of absolute values, for clamping
 
     def partial(self) -> Partial:
         rows = self.sums.mT
-        return Partial(rows[..., :-1], rows[..., -1:], self.top.mT, None if self.modulus is None else self.modulus.mT)
+        return Partial(
+            rows[..., :-1],
+            rows[..., -1:],
+            self.top.mT,
+            None if self.modulus is None else self.modulus.mT,
+        )
 
     @classmethod
     def of(cls, p: Partial) -> "Packed":
@@ -97,12 +102,15 @@ def normalised(output: Tensor, logsum: Tensor) -> Partial:
     Log-sums are -inf in rows without keys. Both inputs receive gradients.
     """
     top = logsum.detach()
-    weight = torch.exp(logsum - finite(top))  # 1, or 0 in rows without keys; carries the gradient of the log-sum
+    weight = torch.exp(
+        logsum - finite(top)
+    )  # 1, or 0 in rows without keys; carries the gradient of the log-sum
     return Partial(weight * output, weight, top)
 
 
-def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
-                    key_mask: Tensor | None = None) -> Partial:
+def softmax_partial(
+    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+) -> Partial:
     """Return the partial of exact softmax attention with logits x.y.
 
     x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
@@ -115,7 +123,9 @@ def softmax_partial(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
     if causal:
         hidden = ~(~hidden).tril(y.shape[2] - x.shape[2])
     if key_mask is not None:
-        y, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, v))  # padding may hold NaN
+        y, v = (
+            t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, v)
+        )  # padding may hold NaN
         hidden = hidden | ~key_mask[:, None, None]
     logits = (x @ y.mT).masked_fill(hidden, -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
@@ -215,7 +225,9 @@ class DenominatorCount:
         """
         if torch.compiler.is_exporting() or transforming():
             return
-        zero = (p.denominator == 0) & (p.numerator != 0).any(-1, keepdim=True)  # excludes rows without keys
+        zero = (p.denominator == 0) & (p.numerator != 0).any(
+            -1, keepdim=True
+        )  # excludes rows without keys
         wrong = (p.denominator < 0) | zero
         bad = wrong.sum()
         self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
@@ -232,8 +244,12 @@ class DenominatorCount:
     def warn(self) -> None:
         """Warn about non-positive denominators, unless that would wait for a device."""
         if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
-            warnings.warn(f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
-                          "more features, a positive map or denominator='clamp'", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
+                "more features, a positive map or denominator='clamp'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def check_policy(policy: str) -> None:
@@ -260,8 +276,10 @@ def _with_ones(v: Tensor) -> Tensor:
 def _partial(sums: Tensor, top: Tensor, modulus: Tensor | None) -> Partial:
     return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
 
+
 # Hybrid features: R weights, D features of a base, M = sum R D columns. Logs and maxima are computed on the D base
 # columns; only the factor of the product with the values has M columns.
+
 
 def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return key features (..., S, M) over their maxima, and the maxima (..., M, 1).
@@ -272,8 +290,10 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     if keep is not None:
         logs = [torch.where(keep[..., None], log, -torch.inf) for log in logs]
     tops = [part.column_maxima(log.detach()) for part, log in zip(f.parts, logs)]
-    scaled = [_times(part.base.value, torch.exp(log - finite(part.to_base(top))))
-              for part, log, top in zip(f.parts, logs, tops)]
+    scaled = [
+        _times(part.base.value, torch.exp(log - finite(part.to_base(top))))
+        for part, log, top in zip(f.parts, logs, tops)
+    ]
     return together(f.parts, scaled), tops[0] if len(tops) == 1 else torch.cat(tops, -2)
 
 
@@ -284,9 +304,16 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
     """
     tops = key_top.split([part.width for part in f.parts], -2)
     logs = [part.base.log_scale + part.to_base(top) for part, top in zip(f.parts, tops)]
-    rows = [torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,) for part in f.parts]
-    top = torch.stack([log.detach().amax(-1, keepdim=True).expand(size) for log, size in zip(logs, rows)]).amax(0)
-    scaled = [_times(part.base.value, torch.exp(log - finite(top))) for part, log in zip(f.parts, logs)]
+    rows = [
+        torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,)
+        for part in f.parts
+    ]
+    top = torch.stack(
+        [log.detach().amax(-1, keepdim=True).expand(size) for log, size in zip(logs, rows)]
+    ).amax(0)
+    scaled = [
+        _times(part.base.value, torch.exp(log - finite(top))) for part, log in zip(f.parts, logs)
+    ]
     return together(f.parts, scaled), top
 
 
@@ -297,8 +324,12 @@ def together(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
     """
     weights = [part.weight for part in parts]
     if torch.compiler.is_compiling() or transformed(*weights, *scaled):
-        return torch.cat([_outer(part.weight, t, part.groups).flatten(-3) for part, t in zip(parts, scaled)], -1)
-    return _Together.apply([part.groups for part in parts], [part.cluster for part in parts], *weights, *scaled)
+        return torch.cat(
+            [_outer(part.weight, t, part.groups).flatten(-3) for part, t in zip(parts, scaled)], -1
+        )
+    return _Together.apply(
+        [part.groups for part in parts], [part.cluster for part in parts], *weights, *scaled
+    )
 
 
 class _Together(torch.autograd.Function):
@@ -306,7 +337,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, groups, clusters, *tensors):
-        weights, scaled = tensors[:len(groups)], tensors[len(groups):]
+        weights, scaled = tensors[: len(groups)], tensors[len(groups) :]
         ctx.groups, ctx.clusters = groups, clusters
         ctx.save_for_backward(*tensors)
         widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
@@ -319,7 +350,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
-        weights, scaled = tensors[:len(ctx.groups)], tensors[len(ctx.groups):]
+        weights, scaled = tensors[: len(ctx.groups)], tensors[len(ctx.groups) :]
         widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
         dws, dts = [], []
         for i, (g, w, t, a) in enumerate(zip(grad.split(widths, -1), weights, scaled, ctx.groups)):
@@ -327,7 +358,11 @@ class _Together(torch.autograd.Function):
             dt = (g * w[..., None, :, None]).sum(-2) if cluster is None else _of_cluster(g, cluster)
             dts.append(dt.flatten(-2).sum_to_size(t.shape))
             wanted = ctx.needs_input_grad[2 + i]
-            dws.append((g * t.unflatten(-1, (a, 1, -1))).sum((-3, -1)).sum_to_size(w.shape) if wanted else None)
+            dws.append(
+                (g * t.unflatten(-1, (a, 1, -1))).sum((-3, -1)).sum_to_size(w.shape)
+                if wanted
+                else None
+            )
         return None, None, *dws, *dts
 
 

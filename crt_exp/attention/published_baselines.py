@@ -20,9 +20,19 @@ from crt_exp.options import Count, NotNegative, Whole, checked
 from crt_exp.samplers import at_least_float32
 
 Function = Literal["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
-FUNCTIONS = {"relu": torch.relu, "elu+1": lambda t: F.elu(t) + 1, "sigmoid": torch.sigmoid, "abs": torch.abs,
-             "gelu": F.gelu, "cos": torch.cos, "tanh": torch.tanh, "identity": lambda t: t}
-SELF = -1e5  # logit of a token with itself, which counts only if there is no other; the authors' value
+FUNCTIONS = {
+    "relu": torch.relu,
+    "elu+1": lambda t: F.elu(t) + 1,
+    "sigmoid": torch.sigmoid,
+    "abs": torch.abs,
+    "gelu": F.gelu,
+    "cos": torch.cos,
+    "tanh": torch.tanh,
+    "identity": lambda t: t,
+}
+SELF = (
+    -1e5
+)  # logit of a token with itself, which counts only if there is no other; the authors' value
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,9 @@ class Redrawn(Redraws, Baseline):
 
     name: str
 
-    def __init__(self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes):
+    def __init__(
+        self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes
+    ):
         super().__init__(heads, d, seed=seed, layer=layer, **sizes)
         self.redraw_every, self.seeds = redraw_every, (seed, layer)
 
@@ -109,8 +121,18 @@ class Linformer(Redrawn):
 
     can_be_causal, name = False, "mixtures"
 
-    def __init__(self, heads: int, d: int, *, length: Count = 512, rank: Count = 128, redraw_every: Whole = 0,
-                 seed: int = 0, layer: int = 0, **sizes):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        length: Count = 512,
+        rank: Count = 128,
+        redraw_every: Whole = 0,
+        seed: int = 0,
+        layer: int = 0,
+        **sizes,
+    ):
         super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if not 1 <= rank <= length:
             raise ValueError(f"rank={rank}: expected 1 <= rank <= length={length}")
@@ -122,25 +144,34 @@ class Linformer(Redrawn):
             self.value_projection = nn.Parameter(torch.randn(rank, length) / length**0.5)
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        return torch.randn(self.shape, generator=generator) / self.shape[1]**0.5
+        return torch.randn(self.shape, generator=generator) / self.shape[1] ** 0.5
 
     def attend(self, x, y, v, *, causal, key_mask):
         check_inputs(x, y, v, None, (), causal, key_mask)
         most, S = self.shape[1], y.shape[2]
         if causal:
-            raise ValueError("causal=True: not supported by attention=linformer; use another attention")
+            raise ValueError(
+                "causal=True: not supported by attention=linformer; use another attention"
+            )
         if most < S:
             raise ValueError(f"S={S}: linformer expected at most length={most} keys")
         y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
         if key_mask is not None:
-            y, v = (from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S) for t in (y, v))
+            y, v = (
+                from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S)
+                for t in (y, v)
+            )
         of_keys, of_values = self.projections()
         keys, values = of_keys[:, :S].to(y.dtype) @ y, of_values[:, :S].to(v.dtype) @ v
         return F.scaled_dot_product_attention(x, keys, values, scale=1.0)
 
     def projections(self) -> tuple[Tensor, Tensor]:
         """Return the projections of keys and of values, (rank, length) each."""
-        return (self.rows("mixtures"),) * 2 if self.redraw_every else (self.key_projection, self.value_projection)
+        return (
+            (self.rows("mixtures"),) * 2
+            if self.redraw_every
+            else (self.key_projection, self.value_projection)
+        )
 
 
 @checked("attention")
@@ -167,8 +198,19 @@ class Reformer(Redrawn):
 
     name = "rotations"
 
-    def __init__(self, heads: int, d: int, *, hashes: Count = 4, buckets: Count = 32, chunk: Count = 64,
-                 redraw_every: Whole = 1, seed: int = 0, layer: int = 0, **sizes):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        hashes: Count = 4,
+        buckets: Count = 32,
+        chunk: Count = 64,
+        redraw_every: Whole = 1,
+        seed: int = 0,
+        layer: int = 0,
+        **sizes,
+    ):
         super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets={buckets}: expected 1 or an even integer")
@@ -180,18 +222,22 @@ class Reformer(Redrawn):
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"reformer: L={q.shape[2]}, S={k.shape[2]}: expected L == S (self-attention); set "
-                             "use_cache=False")
+            raise ValueError(
+                f"reformer: L={q.shape[2]}, S={k.shape[2]}: expected L == S (self-attention); set "
+                "use_cache=False"
+            )
         return q
 
     def attend(self, x, y, v, *, causal, key_mask):
         if x.shape[1] != self.heads:
-            raise ValueError(f"q: {x.shape[1]} heads, expected heads={self.heads} of this Reformer layer")
+            raise ValueError(
+                f"q: {x.shape[1]} heads, expected heads={self.heads} of this Reformer layer"
+            )
         v = repeat_heads(v, x.shape[1])
         check_inputs(x, y, v, None, (), causal, key_mask)
         factor = (self.scaling * x.shape[3]) ** 0.5  # y is scaling^(1/2) q
         out = lsh_attention(y, v, self.hash(y, key_mask), self.chunk, causal, key_mask, factor)
-        return out[:, :, -x.shape[2]:]
+        return out[:, :, -x.shape[2] :]
 
     def hash(self, y: Tensor, key_mask: Tensor | None) -> Tensor:
         """Return the bucket of each token in each round, (B, H, R, S).
@@ -204,11 +250,22 @@ class Reformer(Redrawn):
             rotations = self.rows("rotations")
             sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
-        return buckets if key_mask is None else buckets.masked_fill(~key_mask[:, None, None], self.buckets)
+        return (
+            buckets
+            if key_mask is None
+            else buckets.masked_fill(~key_mask[:, None, None], self.buckets)
+        )
 
 
-def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: bool, key_mask: Tensor | None = None,
-                  factor: float = 1.0) -> Tensor:
+def lsh_attention(
+    q: Tensor,
+    v: Tensor,
+    buckets: Tensor,
+    chunk: int,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """Softmax of factor q_i.q_j / |q_j| over the pairs that meet in any round.
 
     q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Returns (B,H,S,dv), 0 at padding.
@@ -218,21 +275,27 @@ def lsh_attention(q: Tensor, v: Tensor, buckets: Tensor, chunk: int, causal: boo
     if key_mask is not None:  # padding may hold NaN
         q, values = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (q, values))
     S, chunk = q.shape[2], min(chunk, q.shape[2])
-    order = (buckets * S + torch.arange(S, device=q.device)).argsort(-1)  # (B, H, R, S): token at each sorted position
-    places = order.argsort(-1)                                            # (B, H, R, S): sorted position of each token
-    band = (places + buckets * (chunk + 1)).int()  # differ by at most `chunk` exactly where tokens meet
+    order = (buckets * S + torch.arange(S, device=q.device)).argsort(
+        -1
+    )  # (B, H, R, S): token at each sorted position
+    places = order.argsort(-1)  # (B, H, R, S): sorted position of each token
+    band = (
+        places + buckets * (chunk + 1)
+    ).int()  # differ by at most `chunk` exactly where tokens meet
     unit = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
     around = range(1) if chunk == S else range(-1, 1 if causal else 2)
     queries, keys, kept = (_sorted(t, order, chunk) for t in (factor * q, unit, values))
-    logits = queries @ _around(keys, around).mT                                   # (B, H, R, n, c, w)
+    logits = queries @ _around(keys, around).mT  # (B, H, R, n, c, w)
     met, own = _meetings(band, order, chunk, around, causal, key_mask)
     logits = torch.where(own, SELF, logits)
     if order.shape[2] > 1:
         logits = logits - met.clamp(min=1).to(logits.dtype).log()
     logits = logits.masked_fill(met == 0, -torch.inf)
-    sums = logits.logsumexp(-1, keepdim=True)                                     # (B, H, R, n, c, 1)
+    sums = logits.logsumexp(-1, keepdim=True)  # (B, H, R, n, c, 1)
     weights = torch.exp(logits - torch.where(sums.isinf(), 0.0, sums))
-    out, sums = (_unsorted(t, places) for t in (weights @ _around(kept, around), sums))   # (B, H, R, S, dv or 1)
+    out, sums = (
+        _unsorted(t, places) for t in (weights @ _around(kept, around), sums)
+    )  # (B, H, R, S, dv or 1)
     shares = torch.where(sums.isinf().all(2, keepdim=True), 0.0, sums).softmax(2)
     return (shares * out).sum(2).to(v.dtype)
 
@@ -254,7 +317,7 @@ def _around(t: Tensor, around: range, value: float = 0) -> Tensor:
     """
     n = t.shape[3]
     padded = F.pad(t, (0, 0, 0, 0, 1, 1), value=value)
-    return torch.cat([padded[:, :, :, 1 + i:1 + i + n] for i in around], 4)
+    return torch.cat([padded[:, :, :, 1 + i : 1 + i + n] for i in around], 4)
 
 
 def _unsorted(t: Tensor, places: Tensor) -> Tensor:
@@ -262,8 +325,9 @@ def _unsorted(t: Tensor, places: Tensor) -> Tensor:
     return t.flatten(3, 4).gather(3, places.unsqueeze(-1).expand(*places.shape, t.shape[-1]))
 
 
-def _meetings(band: Tensor, order: Tensor, chunk: int, around: range, causal: bool,
-              key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _meetings(
+    band: Tensor, order: Tensor, chunk: int, around: range, causal: bool, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Count the rounds in which each pair meets, and mark each token with itself.
 
     Both results are (B, H, R, n, c, w). The count is 0 if the pair does not meet in this round.
@@ -274,7 +338,11 @@ def _meetings(band: Tensor, order: Tensor, chunk: int, around: range, causal: bo
         rows = key_mask[:, None, None].expand_as(order).gather(3, order)
         here = here & _around(_chunks(rows.int(), chunk, 0), around).mT.bool()
     for turn in range(order.shape[2] if order.shape[2] > 1 else 0):
-        seen = _near(_gaps(band[:, :, turn, None].expand_as(order).gather(3, order), chunk, around), chunk, causal)
+        seen = _near(
+            _gaps(band[:, :, turn, None].expand_as(order).gather(3, order), chunk, around),
+            chunk,
+            causal,
+        )
         met = seen.to(torch.uint8) if met is None else met.add_(seen)
     return here.to(torch.uint8) if met is None else met.mul_(here), gap == 0
 

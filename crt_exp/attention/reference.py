@@ -18,8 +18,8 @@ from crt_exp.attention.checks import check_inputs
 from crt_exp.features.base import FeatureMap, Features
 from crt_exp.samplers.noise import match_float64
 
-CLAMP = 1e-6       # floor of a clamped denominator, relative to the sum of absolute terms
-ELEMENTS = 2**22   # elements of a block of the (L, S, M) terms
+CLAMP = 1e-6  # floor of a clamped denominator, relative to the sum of absolute terms
+ELEMENTS = 2**22  # elements of a block of the (L, S, M) terms
 
 
 class Kernel(NamedTuple):
@@ -38,9 +38,20 @@ class Kernel(NamedTuple):
         return self.value * scale, self.modulus * scale
 
 
-def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params=(), *, causal: bool = False,
-                        key_mask: Tensor | None = None, denominator: str = "none", normalize: bool = True,
-                        scale: float = 1.0) -> Tensor:
+def attention_reference(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    noise,
+    params=(),
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    denominator: str = "none",
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Tensor:
     """Compute `attention` by its definition, from the full kernel matrix.
 
     Arguments, result and errors are those of `attention`. Differentiable by autograd.
@@ -52,12 +63,16 @@ def attention_reference(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise,
     groups = x.shape[1] // y.shape[1]
     keys, values = (_unpadded(t, key_mask).double().repeat_interleave(groups, 1) for t in (y, v))
     noise = match_float64(noise, torch.float64)
-    kernel = _kernel(phi.phi_q(scale * x.double(), noise, params), phi.phi_k(scale * keys, noise, params), seen)
+    kernel = _kernel(
+        phi.phi_q(scale * x.double(), noise, params), phi.phi_k(scale * keys, noise, params), seen
+    )
     if not normalize:
         return (kernel.at(0)[0] @ values).to(v.dtype)
     weights, modulus = kernel.at(kernel.log.detach().amax(-1, keepdim=True).clamp(min=-1e300))
     total = _guarded(weights.sum(-1, keepdim=True), modulus.sum(-1, keepdim=True), denominator)
-    return torch.where(total == 0, 0.0, weights @ values / torch.where(total == 0, 1.0, total)).to(v.dtype)
+    return torch.where(total == 0, 0.0, weights @ values / torch.where(total == 0, 1.0, total)).to(
+        v.dtype
+    )
 
 
 def _seen(x: Tensor, y: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -66,7 +81,7 @@ def _seen(x: Tensor, y: Tensor, causal: bool, key_mask: Tensor | None) -> Tensor
     position = torch.arange(S, device=x.device)
     seen = torch.ones(1, 1, L, S, dtype=torch.bool, device=x.device)
     if causal:
-        seen = seen & (position <= position[S - L:, None])
+        seen = seen & (position <= position[S - L :, None])
     return seen if key_mask is None else seen & key_mask[:, None, None, :]
 
 
@@ -77,15 +92,19 @@ def _unpadded(t: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def _kernel(fq: Features, fk: Features, seen: Tensor) -> Kernel:
     """Compute the kernel matrix in blocks of queries, to save memory."""
-    fq, fk = (Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk))
+    fq, fk = (
+        Features(*torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)) for f in (fq, fk)
+    )
     size = max(1, ELEMENTS // max(1, fk.log_scale.numel()))
-    blocks = zip(*(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1))))
+    blocks = zip(
+        *(t.split(size, -2) for t in (*fq, seen.expand(-1, -1, fq.log_scale.shape[-2], -1)))
+    )
     kernels = [_block(value, log, fk, see) for value, log, see in blocks]
     return Kernel(*(torch.cat(parts, -2) for parts in zip(*kernels)))
 
 
 def _block(value: Tensor, log: Tensor, fk: Features, seen: Tensor) -> Kernel:
-    log = log.unsqueeze(-2) + fk.log_scale.unsqueeze(-3)                           # (B, H, l, S, M)
+    log = log.unsqueeze(-2) + fk.log_scale.unsqueeze(-3)  # (B, H, l, S, M)
     top = log.detach().amax(-1)
     terms = torch.exp(log - top.unsqueeze(-1)) * value.unsqueeze(-2) * fk.value.unsqueeze(-3)
     total, modulus = (torch.where(seen, t, 0.0) for t in (terms.sum(-1), terms.abs().sum(-1)))
@@ -100,8 +119,16 @@ def _guarded(total: Tensor, modulus: Tensor, denominator: str) -> Tensor:
     return torch.where(total.abs() >= floor, total, torch.where(total < 0, -floor, floor))
 
 
-def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=None, params=(), *,
-                     causal: bool = False, rows: Tensor | None = None) -> Tensor:
+def attention_matrix(
+    x: Tensor,
+    y: Tensor,
+    phi: FeatureMap | None = None,
+    noise=None,
+    params=(),
+    *,
+    causal: bool = False,
+    rows: Tensor | None = None,
+) -> Tensor:
     """Return the attention matrix (B,H,L,S) in float64, with rows of sum 1.
 
     It belongs to a feature map, or to exact softmax without one. One product of full features takes O(L S M), without
@@ -123,14 +150,18 @@ def attention_matrix(x: Tensor, y: Tensor, phi: FeatureMap | None = None, noise=
     fq, fk = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
     top = fk.log_scale.amax(-2, keepdim=True)
     log = fq.log_scale + top
-    queries, keys = fq.value * torch.exp(log - log.amax(-1, keepdim=True)), fk.value * torch.exp(fk.log_scale - top)
+    queries, keys = (
+        fq.value * torch.exp(log - log.amax(-1, keepdim=True)),
+        fk.value * torch.exp(fk.log_scale - top),
+    )
     kernel = (queries @ keys.mT).masked_fill(future, 0)  # each row relative to its largest term
     total = kernel.sum(-1, keepdim=True)
     return (kernel / torch.where(total == 0, 1, total)).double()
 
 
-def softmax_attention(x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False,
-                      key_mask: Tensor | None = None) -> Tensor:
+def softmax_attention(
+    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+) -> Tensor:
     """Compute exact softmax attention with logits x.y; 0 in rows without keys.
 
     It is the limit of every softmax estimator as m grows.

@@ -60,10 +60,16 @@ class Running(LinearAttention):
             for side in "xy":
                 for name in self.moments:
                     square = (self.d,) if name == "second" else ()
-                    self.register_buffer(f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square))
+                    self.register_buffer(
+                        f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square)
+                    )
                 self.register_buffer(f"{stage}_{side}_minimum", torch.zeros(self.kv_heads, self.d))
-            self.register_buffer(f"{stage}_weight", torch.zeros(()))  # running: 1 - decay^n; pending: 0 or 1
-        for side in "xy":  # tokens in the pending means; not saved, as checkpoints lie between steps
+            self.register_buffer(
+                f"{stage}_weight", torch.zeros(())
+            )  # running: 1 - decay^n; pending: 0 or 1
+        for (
+            side
+        ) in "xy":  # tokens in the pending means; not saved, as checkpoints lie between steps
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
 
@@ -78,7 +84,9 @@ class Running(LinearAttention):
         seen = self.running_weight > 0
         weight = torch.where(seen, self.running_weight, 1.0)
         moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in self.moments}
-        return Moments.known(**moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0))
+        return Moments.known(
+            **moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0)
+        )
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -90,10 +98,12 @@ class Running(LinearAttention):
             totals = [(getattr(moments, name).flatten(2) * count).sum(0) for name in self.moments]
             sums = torch.cat([*totals, count.sum(0)], -1)
             minimum = getattr(self, f"pending_{side}_minimum")
-            sums, low = _over_ranks(sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf))
+            sums, low = _over_ranks(
+                sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf)
+            )
             kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
             total = kept + count
-            share = (count / total.clamp(min=1)).to(sums)          # 0 for an empty batch
+            share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
             for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
                 t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
             minimum.copy_(_lower(minimum, kept > 0, low, count > 0))
@@ -111,8 +121,12 @@ class Running(LinearAttention):
         """
         for side in "xy":
             for name in self.moments:
-                getattr(self, f"running_{side}_{name}").lerp_(getattr(self, f"pending_{side}_{name}"), rate)
-            low, new = (getattr(self, f"{stage}_{side}_minimum") for stage in ("running", "pending"))
+                getattr(self, f"running_{side}_{name}").lerp_(
+                    getattr(self, f"pending_{side}_{name}"), rate
+                )
+            low, new = (
+                getattr(self, f"{stage}_{side}_minimum") for stage in ("running", "pending")
+            )
             low.copy_(_lower(low, self.running_weight * (1 - rate) > 0, new, rate > 0))
         self.running_weight.lerp_(torch.ones_like(rate), rate)
         self.folds.add_(self.pending_weight.long())
@@ -143,8 +157,9 @@ def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return sums, low
 
 
-def grouped_statistics(x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0,
-                       same: bool = True) -> Statistics:
+def grouped_statistics(
+    x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0, same: bool = True
+) -> Statistics:
     """Return the statistics of scale x and scale y for each (batch, key head).
 
     Query heads of a group are pooled. Padded queries are left out if queries and keys are of one sequence (`same`).
@@ -178,9 +193,20 @@ class FittedOnce(nn.Module):
         vectors: vectors of each head for a fit.
     """
 
-    def __init__(self, phi: FeatureMap, heads: int, d: int, steps: int, trained: bool = False, vectors: int = SAMPLE):
+    def __init__(
+        self,
+        phi: FeatureMap,
+        heads: int,
+        d: int,
+        steps: int,
+        trained: bool = False,
+        vectors: int = SAMPLE,
+    ):
         super().__init__()
-        self.vectors, self.sampled = vectors, -(-vectors // steps)    # of each head: for a fit, and from a pass
+        self.vectors, self.sampled = (
+            vectors,
+            -(-vectors // steps),
+        )  # of each head: for a fit, and from a pass
         self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
         self.kept: list[str] = []
         self.names = map_leaves(self._keep, phi.unfitted(d))
@@ -188,8 +214,8 @@ class FittedOnce(nn.Module):
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
             self.register_buffer(side, torch.zeros(heads, self.sampled * steps, d))
-        self.done = False                                    # whether fits > 0, without waiting for a device
-        self.seen: dict[str, list[Tensor]] | None = None     # samples of the current calibration
+        self.done = False  # whether fits > 0, without waiting for a device
+        self.seen: dict[str, list[Tensor]] | None = None  # samples of the current calibration
 
     def _keep(self, t: Tensor) -> str:
         name, value = f"fitted_{len(self.kept)}", t.float().expand(self.heads, *t.shape).clone()
@@ -209,7 +235,7 @@ class FittedOnce(nn.Module):
         return self.phi.admitted(params) if isinstance(self.phi, FeatureMap) else params
 
     @outside_graphs
-    @torch.inference_mode(False)   # buffers of inference mode could not be trained or loaded later
+    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def advance(self) -> None:
         """Fit to the samples once `steps` passes have left them, then reset the samples."""
         if int(self.passes) >= self.steps:
@@ -228,15 +254,22 @@ class FittedOnce(nn.Module):
         if self.seen is None and (self.settled or at >= self.steps):
             return
         many = self.vectors if self.seen is not None else self.sampled
-        samples = {side: _subsample(_of_all_ranks(sample(t, mask, self.heads, many)), many)
-                 for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))}
+        samples = {
+            side: _subsample(_of_all_ranks(sample(t, mask, self.heads, many)), many)
+            for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))
+        }
         if self.seen is not None:
             for side, rows in samples.items():
                 self.seen[side].append(rows)
-            self._fit({side: _subsample(torch.cat(rows, 1), self.vectors) for side, rows in self.seen.items()})
+            self._fit(
+                {
+                    side: _subsample(torch.cat(rows, 1), self.vectors)
+                    for side, rows in self.seen.items()
+                }
+            )
             return
         for side, rows in samples.items():
-            getattr(self, side)[:, at * many:(at + 1) * many] = rows
+            getattr(self, side)[:, at * many : (at + 1) * many] = rows
         self.passes.add_(1)
 
     def calibrate(self, begin: bool) -> None:
@@ -283,9 +316,11 @@ class FittedOnce(nn.Module):
         for name in leaves(self.names):
             saved, own = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape != own.shape:
-                raise ValueError(f"{prefix}{name}: saved (heads, clusters, d)={tuple(saved.shape)}, expected "
-                                 f"{tuple(own.shape)}; set features.queries and features.keys, or load without these "
-                                 "buffers")
+                raise ValueError(
+                    f"{prefix}{name}: saved (heads, clusters, d)={tuple(saved.shape)}, expected "
+                    f"{tuple(own.shape)}; set features.queries and features.keys, or load without these "
+                    "buffers"
+                )
         self.make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.done = int(self.fits) > 0
@@ -299,7 +334,9 @@ class FittedOnce(nn.Module):
             saved, rows = state.get(prefix + side), self.sampled * self.steps
             if saved is not None and saved.ndim == 3:
                 state[prefix + side] = F.pad(saved, (0, 0, 0, rows - saved.shape[1]))
-                state[prefix + "passes"] = (saved != 0).any(-1).any(0).sum().clamp(max=rows) // self.sampled
+                state[prefix + "passes"] = (saved != 0).any(-1).any(0).sum().clamp(
+                    max=rows
+                ) // self.sampled
 
 
 class FittedToSequences(FittedOnce):
@@ -322,19 +359,27 @@ class FittedToSequences(FittedOnce):
         if self.seen is None and (self.settled or int(self.passes)):
             return
         known = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
-        tokens = known[0] if known else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
-        if several_ranks():   # batch sizes may differ: each rank gives one long sequence
+        tokens = (
+            known[0]
+            if known
+            else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        )
+        if several_ranks():  # batch sizes may differ: each rank gives one long sequence
             x, y, tokens = x[:1], y[:1], self.vectors
         most = self.vectors // tokens * (1 if self.seen is None else MORE)
-        found = [_of_all_ranks(sequences(t[:most], mask, tokens))
-                 for t, mask in ((x, x_mask), (repeat_heads(y, self.heads), y_mask))]
+        found = [
+            _of_all_ranks(sequences(t[:most], mask, tokens))
+            for t, mask in ((x, x_mask), (repeat_heads(y, self.heads), y_mask))
+        ]
         there = _full_tensor(*found)
         for side, rows in zip(SIDES, found):
             rows = rows[:, there][:, :most]
             if self.seen is not None:
                 self.seen[side] = [*self.seen[side], *rows.unbind(1)][:most]
             else:
-                getattr(self, side).fill_(torch.nan)[:, :rows.shape[1] * tokens] = rows.flatten(1, 2)
+                getattr(self, side).fill_(torch.nan)[:, : rows.shape[1] * tokens] = rows.flatten(
+                    1, 2
+                )
         if self.seen is None and bool(there.any()):
             self.passes.fill_(tokens)
 
@@ -389,18 +434,24 @@ def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
     """
     if mask is None:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
-    mask = mask[:len(x)]
+    mask = mask[: len(x)]
     count = mask.sum(-1, keepdim=True)
-    kept = mask.long().argsort(dim=-1, descending=True, stable=True)   # positions of unmasked tokens first
+    kept = mask.long().argsort(
+        dim=-1, descending=True, stable=True
+    )  # positions of unmasked tokens first
     at = kept.gather(1, torch.arange(many, device=x.device) * count // many)
-    rows = x.detach().float().gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+    rows = (
+        x.detach().float().gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+    )
     return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
 def _subsample(rows: Tensor, most: int) -> Tensor:
     """Return at most `most` rows, evenly spread."""
     count = rows.shape[1]
-    return rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
+    return (
+        rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
+    )
 
 
 def several_ranks() -> bool:

@@ -33,7 +33,9 @@ def check_classes(labels: Iterable[Hashable], where: str) -> None:
     """
     different = set(labels)
     if len(different) < 2:
-        raise DataError(f"{where}: one class only ({', '.join(map(str, different)) or 'none'}); expected at least 2")
+        raise DataError(
+            f"{where}: one class only ({', '.join(map(str, different)) or 'none'}); expected at least 2"
+        )
 
 
 # ---- process number, from the environment variables of torchrun ------------------------------------------------------

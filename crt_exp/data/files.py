@@ -13,10 +13,45 @@ from filelock import FileLock
 
 from crt_exp.data import DataError, warn
 
-SYSTEM = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found")
-AUDIO = (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".w64", ".caf",
-         ".rf64")
-IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+SYSTEM = (
+    "__MACOSX",
+    "@eaDir",
+    "@Recycle",
+    "#recycle",
+    "$RECYCLE.BIN",
+    "System Volume Information",
+    "lost+found",
+)
+AUDIO = (
+    ".wav",
+    ".flac",
+    ".ogg",
+    ".oga",
+    ".opus",
+    ".mp3",
+    ".aiff",
+    ".aif",
+    ".aifc",
+    ".au",
+    ".snd",
+    ".w64",
+    ".caf",
+    ".rf64",
+)
+IMAGES = (
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".gif",
+    ".bmp",
+    ".ppm",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
 Arrays = dict[str, np.ndarray]
 
 
@@ -28,18 +63,26 @@ def hidden(path: str | Path) -> bool:
     return any(part.startswith(".") or part in SYSTEM for part in str(path).split(os.sep))
 
 
-def files_ending(folder: Path, endings: tuple[str, ...], paths: Iterable[str | Path] | None = None) -> list[str]:
+def files_ending(
+    folder: Path, endings: tuple[str, ...], paths: Iterable[str | Path] | None = None
+) -> list[str]:
     """Sorted files with these lower-case suffixes, without hidden files.
 
     paths: the candidates; None: all files in the folder. Warns about files with other suffixes.
     """
     if paths is None:
-        paths = (os.path.join(root, name) for root, _, names in os.walk(folder, followlinks=True) for name in names)
+        paths = (
+            os.path.join(root, name)
+            for root, _, names in os.walk(folder, followlinks=True)
+            for name in names
+        )
     start = len(str(folder)) + 1
     files = sorted(path for path in map(str, paths) if not hidden(path[start:]))
     taken = [path for path in files if path.lower().endswith(endings)]
     if len(taken) < len(files):
-        others = sorted(os.path.splitext(path)[1].lower() or "without one" for path in set(files) - set(taken))
+        others = sorted(
+            os.path.splitext(path)[1].lower() or "without one" for path in set(files) - set(taken)
+        )
         counts = ", ".join(f"{count} {ending}" for ending, count in Counter(others).most_common(6))
         warn("%s: ignored files: %s (expected %s)", folder, counts, " ".join(endings))
     return taken
@@ -59,16 +102,18 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
     folder = Path(directory).expanduser() / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder.parent}.lock"):              # only one rank makes the arrays
+        with FileLock(f"{folder.parent}.lock"):  # only one rank makes the arrays
             if not folder.exists():
                 with TemporaryDirectory(dir=folder.parent) as place:
                     part = Path(place, key)
                     part.mkdir()
                     for name, array in make().items():
                         np.save(part / name, array)
-                    part.rename(folder)                      # atomic
+                    part.rename(folder)  # atomic
     except OSError as error:
-        raise DataError(f"task.cache_dir={directory}: {error}; expected a writable folder, or null") from None
+        raise DataError(
+            f"task.cache_dir={directory}: {error}; expected a writable folder, or null"
+        ) from None
     try:
         return {path.stem: np.load(path, "r") for path in folder.iterdir()}
     except ValueError as error:

@@ -23,7 +23,7 @@ from crt_exp.data.sources import from_hub, how_to_fetch, is_on_hub, missing, tas
 from crt_exp.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"
-GROUP = 10_000                                               # examples per call of the tokenizer
+GROUP = 10_000  # examples per call of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class GlueTask:
     names: tuple[str, ...] = ()
     spelled: tuple[str, ...] = ("0", "1")
     columns: tuple[str, ...] = ("sentence1", "sentence2")
-    hub_columns: tuple[str, ...] = ()                        # if they differ from `columns`
-    headless: tuple[str, ...] = ()                           # columns of files without a header line
+    hub_columns: tuple[str, ...] = ()  # if they differ from `columns`
+    headless: tuple[str, ...] = ()  # columns of files without a header line
     metrics: tuple[str, ...] = ("accuracy",)
-    two_devs: bool = False                                   # matched and mismatched
-    broken: float = 0.0                                      # share of broken rows in the published files
+    two_devs: bool = False  # matched and mismatched
+    broken: float = 0.0  # share of broken rows in the published files
 
     @property
     def source(self) -> str:
@@ -58,23 +58,45 @@ class GlueTask:
     @property
     def splits(self) -> dict[str, str]:
         """File name without suffix of each split; test labels are not published."""
-        devs = {"dev": "dev_matched", "dev_mm": "dev_mismatched"} if self.two_devs else {"dev": "dev"}
+        devs = (
+            {"dev": "dev_matched", "dev_mm": "dev_mismatched"} if self.two_devs else {"dev": "dev"}
+        )
         return {"train": "train", **devs}
 
 
 ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
 TASKS = {
-    "cola": GlueTask("CoLA", "label", ("unacceptable", "acceptable"), columns=("sentence",), metrics=("mcc",),
-                     headless=("source", "label", "mark", "sentence")),
+    "cola": GlueTask(
+        "CoLA",
+        "label",
+        ("unacceptable", "acceptable"),
+        columns=("sentence",),
+        metrics=("mcc",),
+        headless=("source", "label", "mark", "sentence"),
+    ),
     "sst2": GlueTask("SST-2", "label", ("negative", "positive"), columns=("sentence",)),
-    "mrpc": GlueTask("MRPC", "Quality", ("not_equivalent", "equivalent"), columns=("#1 String", "#2 String"),
-                     hub_columns=("sentence1", "sentence2"), metrics=("f1", "accuracy")),
+    "mrpc": GlueTask(
+        "MRPC",
+        "Quality",
+        ("not_equivalent", "equivalent"),
+        columns=("#1 String", "#2 String"),
+        hub_columns=("sentence1", "sentence2"),
+        metrics=("f1", "accuracy"),
+    ),
     # Some published question pairs are broken over two lines; other readers leave them out too.
-    "qqp": GlueTask("QQP", "is_duplicate", ("not_duplicate", "duplicate"), columns=("question1", "question2"),
-                    metrics=("accuracy", "f1"), broken=1e-3),
+    "qqp": GlueTask(
+        "QQP",
+        "is_duplicate",
+        ("not_duplicate", "duplicate"),
+        columns=("question1", "question2"),
+        metrics=("accuracy", "f1"),
+        broken=1e-3,
+    ),
     "stsb": GlueTask("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
-    "mnli": GlueTask("MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True),
+    "mnli": GlueTask(
+        "MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True
+    ),
     "qnli": GlueTask("QNLI", "label", ENTAILMENT, ENTAILMENT, columns=("question", "sentence")),
     "rte": GlueTask("RTE", "label", ENTAILMENT, ENTAILMENT),
     "wnli": GlueTask("WNLI", "label", ("not_entailment", "entailment")),
@@ -107,7 +129,9 @@ class Examples:
         The held-out examples are those of `subsample`. Raises DataError if no other example is left.
         """
         if n >= len(self):
-            raise DataError(f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples")
+            raise DataError(
+                f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples"
+            )
         order = self.order(seed)
         return self.rows(order[n:]), self.rows(order[:n])
 
@@ -117,11 +141,15 @@ class Examples:
         return sorted(range(len(order)), key=order.__getitem__)
 
     def rows(self, chosen: Sequence[int]) -> "Examples":
-        *texts, labels = [[values[i] for i in sorted(chosen)] for values in (*self.texts, self.labels)]
+        *texts, labels = [
+            [values[i] for i in sorted(chosen)] for values in (*self.texts, self.labels)
+        ]
         return Examples(texts, labels)
 
 
-def load(name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto") -> Examples:
+def load(
+    name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto"
+) -> Examples:
     """Read one split (train, dev; MNLI also dev_mm) of the GLUE task `name`.
 
     source: "files" reads the official TSVs in `data_dir` (default $CRT_DATA/glue/<TASK>). "hub" reads the copy on the
@@ -132,17 +160,31 @@ def load(name: str, split: str = "train", data_dir: str | Path | None = None, so
     if is_on_hub(source, task.source, task_folder(task.source), data_dir):
         return from_copy(name, split)
     path = split_file(task, split, data_dir)
-    lines = [(f"{path}, line {number}", line.split("\t")) for number, line in numbered_lines(path) if line]
+    lines = [
+        (f"{path}, line {number}", line.split("\t"))
+        for number, line in numbered_lines(path)
+        if line
+    ]
     header = [*task.headless] or (lines.pop(0)[1] if lines else [])
-    rows = [(place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)]
+    rows = [
+        (place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)
+    ]
     broken = [place for place, fields in lines if len(fields) != len(header)]
-    if not rows or not {*task.columns, task.label} <= {*header} or len(broken) > task.broken * len(rows):
-        raise DataError(f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
-                        f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp.data fetch {task.source}`")
+    if (
+        not rows
+        or not {*task.columns, task.label} <= {*header}
+        or len(broken) > task.broken * len(rows)
+    ):
+        raise DataError(
+            f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
+            f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp.data fetch {task.source}`"
+        )
     if broken:
         warn("%s: skipped %s broken rows", path, len(broken))
-    return Examples([[row[column] for _, row in rows] for column in task.columns],
-                    [label_of(task, row[task.label], place) for place, row in rows])
+    return Examples(
+        [[row[column] for _, row in rows] for column in task.columns],
+        [label_of(task, row[task.label], place) for place, row in rows],
+    )
 
 
 def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -> Path:
@@ -160,7 +202,9 @@ def label_of(task: GlueTask, text: str, place: str) -> int | float:
         return task.spelled.index(text)
     if not task.spelled and re.fullmatch(r"[0-4](\.\d+)?|5(\.0+)?", text):
         return float(text)
-    raise DataError(f"{place}: label {text!r}: expected {', '.join(task.spelled) or 'a number from 0 to 5'}")
+    raise DataError(
+        f"{place}: label {text!r}: expected {', '.join(task.spelled) or 'a number from 0 to 5'}"
+    )
 
 
 def from_copy(name: str, split: str) -> Examples:
@@ -168,10 +212,18 @@ def from_copy(name: str, split: str) -> Examples:
 
     task = TASKS[name]
     part = task.splits[split].replace("dev", "validation")
-    rows = from_hub(lambda: load_dataset(HUB, name, split=part), f"{HUB} ({name}, {part})", how_to_fetch(task.source))
+    rows = from_hub(
+        lambda: load_dataset(HUB, name, split=part),
+        f"{HUB} ({name}, {part})",
+        how_to_fetch(task.source),
+    )
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
-        raise DataError(f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files")
-    return Examples([list(rows[column]) for column in task.hub_columns or task.columns], list(rows["label"]))
+        raise DataError(
+            f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files"
+        )
+    return Examples(
+        [list(rows[column]) for column in task.hub_columns or task.columns], list(rows["label"])
+    )
 
 
 def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> list[dict[str, Any]]:
@@ -182,13 +234,20 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
     """
     special = tokenizer.num_special_tokens_to_add(pair=len(examples.texts) > 1)
     if max_length <= special or tokenizer.pad_token_id is None:
-        raise DataError(f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
-                        "tokenizer with a padding token")
+        raise DataError(
+            f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
+            "tokenizer with a padding token"
+        )
     rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), GROUP):
-        group = [part[start:start + GROUP] for part in examples.texts]
-        coded = tokenizer(*group, truncation=True, max_length=max_length, return_attention_mask=False)
-        rows += [{name: np.array(ids, np.int32) for name, ids in zip(coded, row)} for row in zip(*coded.values())]
+        group = [part[start : start + GROUP] for part in examples.texts]
+        coded = tokenizer(
+            *group, truncation=True, max_length=max_length, return_attention_mask=False
+        )
+        rows += [
+            {name: np.array(ids, np.int32) for name, ids in zip(coded, row)}
+            for row in zip(*coded.values())
+        ]
     labels = np.array(examples.labels, np.int64 if classes else np.float32)
     return [row | {"labels": label} for row, label in zip(rows, labels)]
 
@@ -200,7 +259,12 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     token_type_ids.
     """
     lengths = torch.tensor([len(item["input_ids"]) for item in batch])
-    out = {"labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
-           "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long()}
-    return out | {name: pad_rows([item[name] for item in batch], pad_id if name == "input_ids" else 0)
-                  for name in batch[0] if name != "labels"}
+    out = {
+        "labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
+        "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long(),
+    }
+    return out | {
+        name: pad_rows([item[name] for item in batch], pad_id if name == "input_ids" else 0)
+        for name in batch[0]
+        if name != "labels"
+    }

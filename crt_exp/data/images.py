@@ -15,17 +15,21 @@ from typing import Any
 import numpy as np
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.data.files import IMAGES, files_ending, hidden
 from crt_exp.data import DataError, warn
+from crt_exp.data.files import IMAGES, files_ending, hidden
 from crt_exp.data.sources import SOURCES, stand_in, task_folder
 
 SPLITS = ("train", "val")
-SPLIT = re.compile(r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*")
+SPLIT = re.compile(
+    r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*"
+)
 DIGITS = "digits"
-STAND_IN = stand_in("ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320")
-SHARE = 0.2                                                  # held-out share of a folder without splits
-DIGITS_VAL = 360                                             # of 1797 images
-VALUES = 256                                                 # pixel values of a channel
+STAND_IN = stand_in(
+    "ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320"
+)
+SHARE = 0.2  # held-out share of a folder without splits
+DIGITS_VAL = 360  # of 1797 images
+VALUES = 256  # pixel values of a channel
 
 
 class Unreadable(DataError):
@@ -40,8 +44,8 @@ class Images:
     """
 
     classes: tuple[str, ...]
-    labels: np.ndarray                                       # (n,) int64: indices into `classes`
-    sources: Sequence[Any]                                   # (n,): paths or pixels
+    labels: np.ndarray  # (n,) int64: indices into `classes`
+    sources: Sequence[Any]  # (n,): paths or pixels
     read: Callable[[Any], Any]
 
     def __len__(self) -> int:
@@ -58,10 +62,12 @@ class Images:
         rng, chosen = np.random.default_rng(0), np.zeros(len(self), bool)
         for label in range(len(self.classes)):
             rows = rng.permutation(np.flatnonzero(self.labels == label))
-            chosen[rows[:round(share * len(rows))]] = True
+            chosen[rows[: round(share * len(rows))]] = True
         if chosen.all() or not chosen.any():
-            raise DataError(f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
-                            f"{len(self)}")
+            raise DataError(
+                f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
+                f"{len(self)}"
+            )
         return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
 
 
@@ -88,7 +94,9 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
         return split_folder(root)
     splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
-        raise DataError(f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes")
+        raise DataError(
+            f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
+        )
     return splits
 
 
@@ -98,8 +106,10 @@ def split_folder(root: Path) -> dict[str, Images]:
     inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
     splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
     if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
-        raise DataError(f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
-                        "val/<class>/, or <class>/ only; rename it")
+        raise DataError(
+            f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
+            "val/<class>/, or <class>/ only; rename it"
+        )
     every = images_in(root)
     warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
     return dict(zip(SPLITS, every.held_out(SHARE)))
@@ -112,19 +122,32 @@ def images_in(folder: Path) -> Images:
     if 0 in counts or not counts:
         place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
         raise DataError(f"{place}: no images; expected files that end with {' '.join(IMAGES)}")
-    paths = np.array([os.fsencode(path) for each in files.values() for path in each])   # 100 MB for a million paths
+    paths = np.array(
+        [os.fsencode(path) for each in files.values() for path in each]
+    )  # 100 MB for a million paths
     return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read_image)
 
 
 def folders_in(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(folder) if not hidden(entry.name) and entry.is_dir())
+    return sorted(
+        entry.name for entry in os.scandir(folder) if not hidden(entry.name) and entry.is_dir()
+    )
 
 
 def missing(dataset: str, root: Path | None) -> DataError:
-    what, source = f"{root} is not there" if root else "CRT_DATA is not set", SOURCES.get(f"images/{dataset}")
-    get = f"get {source.page} (`python -m crt_exp.data fetch {source.name} --dir DIR`)" if source else "take your own"
-    return DataError(f"task.dataset={dataset}: {what}: {get} as DIR/images/{dataset}/train/<class>/ and val/<class>/, "
-                     "and set CRT_DATA=DIR; or set task.data_dir to a folder of images")
+    what, source = (
+        f"{root} is not there" if root else "CRT_DATA is not set",
+        SOURCES.get(f"images/{dataset}"),
+    )
+    get = (
+        f"get {source.page} (`python -m crt_exp.data fetch {source.name} --dir DIR`)"
+        if source
+        else "take your own"
+    )
+    return DataError(
+        f"task.dataset={dataset}: {what}: {get} as DIR/images/{dataset}/train/<class>/ and val/<class>/, "
+        "and set CRT_DATA=DIR; or set task.data_dir to a folder of images"
+    )
 
 
 def digits() -> dict[str, Images]:
@@ -134,7 +157,9 @@ def digits() -> dict[str, Images]:
     loaded = load_digits()
     order = np.random.default_rng(0).permutation(len(loaded.target))
     pixels = (loaded.images * (255 / 16)).round().astype(np.uint8)
-    every = Images(tuple(map(str, loaded.target_names)), loaded.target.astype(np.int64), pixels, read_pixels)
+    every = Images(
+        tuple(map(str, loaded.target_names)), loaded.target.astype(np.int64), pixels, read_pixels
+    )
     return {"train": every.take(order[DIGITS_VAL:]), "val": every.take(order[:DIGITS_VAL])}
 
 
@@ -148,15 +173,21 @@ def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    file, name = (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
+    file, name = (
+        (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
+    )
     try:
         with Image.open(file) as image:
             image.load()
-            with suppress(Exception):                        # damaged EXIF data has no orientation
+            with suppress(Exception):  # damaged EXIF data has no orientation
                 ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image)
     except Exception as error:  # decoders differ in their errors
-        reason = "no image" if isinstance(error, UnidentifiedImageError) else str(error) or type(error).__name__
+        reason = (
+            "no image"
+            if isinstance(error, UnidentifiedImageError)
+            else str(error) or type(error).__name__
+        )
         raise Unreadable(f"{name}: not a readable image ({reason}).") from None
 
 
@@ -171,7 +202,7 @@ def to_rgb(image: Any) -> Any:
 
     Raises ValueError for 32-bit integers and floats.
     """
-    if image.mode.startswith("I;16"):                        # convert() would clip values above 255
+    if image.mode.startswith("I;16"):  # convert() would clip values above 255
         return read_pixels((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel mode {image.mode}; expected 8 or 16 bits per channel")
@@ -197,9 +228,13 @@ def crop_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
     width, height = image.size
     least = min(width, height)
     if least < side:
-        raise DataError(f"task.size={side}: {name} has {width} x {height} pixels; use a smaller size")
+        raise DataError(
+            f"task.size={side}: {name} has {width} x {height} pixels; use a smaller size"
+        )
     left, top = (width - least) // 2, (height - least) // 2
-    image = image.crop((left, top, left + least, top + least)).convert("RGB" if channels == 3 else "L")
+    image = image.crop((left, top, left + least, top + least)).convert(
+        "RGB" if channels == 3 else "L"
+    )
     image = image if least == side else image.resize((side, side), Image.Resampling.BOX)
     return np.asarray(image, np.uint8).reshape(side, side, channels)
 

@@ -27,12 +27,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images, world_size
-from crt_exp.data.sources import Hub, from_hub, reason_of
 from crt_exp.data.plan import Plan
+from crt_exp.data.sources import Hub, from_hub, reason_of
 from crt_exp.options import Count, Whole
 
 Generator = np.random.Generator
-Row = tuple[int, Any, int]     # row number (seeds the augmentation), source for `read`, label
+Row = tuple[int, Any, int]  # row number (seeds the augmentation), source for `read`, label
 RowBatches = Iterator[list[Row]]  # micro-batches of rows to read
 Workers = Annotated[int, Field(ge=0, le=128)] | None
 
@@ -81,7 +81,9 @@ class Streamed:
         self.hub, self.marks = hub, deque([Mark()])
         self.stream = self.split(hub["split"])
         if (files := self.stream.num_shards) < world_size():
-            raise DataError(f"task.hub.split={hub['split']}: {files} files, expected at least {world_size()}")
+            raise DataError(
+                f"task.hub.split={hub['split']}: {files} files, expected at least {world_size()}"
+            )
         names = getattr((self.stream.features or {}).get(hub["label"]), "names", [])
         self.classes = tuple(names or map(str, range(hub["classes"] or 0)))
 
@@ -90,7 +92,9 @@ class Streamed:
         from datasets import Image, load_dataset
 
         hub, files = self.hub, self.hub["data_files"]
-        load = partial(load_dataset, hub["name"], hub["config"], split=name, streaming=True, data_files=files)
+        load = partial(
+            load_dataset, hub["name"], hub["config"], split=name, streaming=True, data_files=files
+        )
         stream = from_hub(load, hub["name"], "Or give a folder, task.data_dir.", files)
         return stream.cast_column(hub["image"], Image(decode=False))
 
@@ -105,7 +109,10 @@ class Streamed:
         every = chain.from_iterable(repeat(each, repeats) for each in self.shuffled(plan))
         mine = islice(enumerate(every, first), plan.start * plan.micro * size - first, None)
         while True:
-            yield [self.row(number * plan.world + plan.rank, each) for number, each in islice(mine, size)]
+            yield [
+                self.row(number * plan.world + plan.rank, each)
+                for number, each in islice(mine, size)
+            ]
 
     def shuffled(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """This process's images from the first mark on, shuffled in windows."""
@@ -114,7 +121,7 @@ class Streamed:
         def window() -> Iterator[dict[str, Any]]:
             return islice(iter(partial(next, examples), None), self.hub["buffer"] or 1)
 
-        now = list(window()) or list(window())               # empty where a pass is just over
+        now = list(window()) or list(window())  # empty where a pass is just over
         while now:
             np.random.default_rng([plan.seed, plan.rank, number, 2]).shuffle(now)
             number += len(now)
@@ -130,8 +137,12 @@ class Streamed:
         """This process's images from a mark on, in stored order; None ends a pass."""
         files, state, first = np.arange(self.stream.num_shards), mark.state, mark.place
         for epoch in count(mark.epoch):
-            order = np.random.default_rng([plan.seed, epoch, 2]).permutation(files) if self.hub["buffer"] else files
-            for place, file in [*enumerate(order[plan.rank::plan.world].tolist())][first:]:
+            order = (
+                np.random.default_rng([plan.seed, epoch, 2]).permutation(files)
+                if self.hub["buffer"]
+                else files
+            )
+            for place, file in [*enumerate(order[plan.rank :: plan.world].tolist())][first:]:
                 self.place, self.part = (epoch, place), self.stream.shard(len(files), file)
                 if state:
                     self.part.load_state_dict(state)
@@ -158,11 +169,15 @@ class Streamed:
         """Raises DataError if the number of processes changed, or if there is no mark."""
         processes = state.get("processes")
         if processes is None:
-            raise DataError("checkpoint: no position in the training stream, expected that of a run on streamed data; "
-                            "use another hydra.run.dir")
+            raise DataError(
+                "checkpoint: no position in the training stream, expected that of a run on streamed data; "
+                "use another hydra.run.dir"
+            )
         if processes != world_size():
-            raise DataError(f"checkpoint: stream positions of {processes} process{'es' * (processes > 1)}, expected "
-                            f"{world_size()}; use the same number of processes, or another hydra.run.dir")
+            raise DataError(
+                f"checkpoint: stream positions of {processes} process{'es' * (processes > 1)}, expected "
+                f"{world_size()}; use the same number of processes, or another hydra.run.dir"
+            )
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
     def validation(self, plan: Plan) -> RowBatches:
@@ -177,16 +192,20 @@ class Streamed:
             at += len(batch)
             yield batch
         if at < last:
-            raise DataError(f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer; set less")
+            raise DataError(
+                f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer; set less"
+            )
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""
         image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
         name = f"{self.hub['name']}, {example.get('__key__') or f'image {number}'}"
         if not image or label not in range(len(self.classes)):
-            raise DataError(f"{name}: {self.hub['image']} is {'present' if image else 'missing'}, {self.hub['label']} "
-                            f"is {label}, expected 0 to {len(self.classes) - 1}; set task.hub.image, task.hub.label "
-                            f"(columns: {', '.join(example)}) and task.hub.classes")
+            raise DataError(
+                f"{name}: {self.hub['image']} is {'present' if image else 'missing'}, {self.hub['label']} "
+                f"is {label}, expected 0 to {len(self.classes) - 1}; set task.hub.image, task.hub.label "
+                f"(columns: {', '.join(example)}) and task.hub.classes"
+            )
         return number, (image["bytes"], name), label
 
 
@@ -208,11 +227,17 @@ def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | 
 
     workers: number of processes; 0: in this process; None: one per core, at most 8.
     """
-    if workers is None:                                      # the processes of a run share the machine's cores
+    if workers is None:  # the processes of a run share the machine's cores
         workers = max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    own = torch.Generator()                                  # else each epoch would draw from the global one
-    return DataLoader(MappedDataset(make), sampler=asked, batch_size=None, num_workers=workers,
-                      worker_init_fn=leave_signals, generator=own)
+    own = torch.Generator()  # else each epoch would draw from the global one
+    return DataLoader(
+        MappedDataset(make),
+        sampler=asked,
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=leave_signals,
+        generator=own,
+    )
 
 
 @dataclass(eq=False)
@@ -237,7 +262,7 @@ class Micro:
         for number, source, label in rows:
             try:
                 image = self.read(source)
-            except images.Unreadable as error:               # raising in a worker would lose class and message
+            except images.Unreadable as error:  # raising in a worker would lose class and message
                 problems.append(str(error))
                 continue
             draw = self.rng(number)
@@ -245,7 +270,9 @@ class Micro:
                 pixels.append(self.transform(image))
             labels.append(label)
             draws.append(draw)
-        return self.finish(torch.stack(pixels), torch.tensor(labels), draws) if pixels else None, problems
+        return self.finish(
+            torch.stack(pixels), torch.tensor(labels), draws
+        ) if pixels else None, problems
 
 
 @contextmanager
@@ -255,12 +282,14 @@ def seeded_globals(draw: Generator) -> Iterator[None]:
     Raises ConfigError outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0")
+        raise ConfigError(
+            "task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0"
+        )
     kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])
     np.random.seed(seeds[1])
-    torch.default_generator.manual_seed(seeds[2])            # torch.manual_seed would also seed GPUs
+    torch.default_generator.manual_seed(seeds[2])  # torch.manual_seed would also seed GPUs
     try:
         yield
     finally:

@@ -52,7 +52,7 @@ class Plan:
             order = (order[:, None] + n * np.arange(repeats)).reshape(-1)
         share = self.batch // self.world
         for step in range(self.start, n // self.batch):
-            mine = order[step * self.batch + self.rank * share:][:share]
+            mine = order[step * self.batch + self.rank * share :][:share]
             yield from mine.reshape(self.micro, -1)
 
     def ordered(self, n: int) -> Iterator[np.ndarray]:
@@ -79,7 +79,9 @@ class Plan:
         """
         costs = np.asarray(costs, np.float64)
         if costs.max(initial=0) > budget:
-            raise ValueError(f"a row costs {costs.max():g}; expected at most the budget of {budget:g}")
+            raise ValueError(
+                f"a row costs {costs.max():g}; expected at most the budget of {budget:g}"
+            )
         return self._packed(costs, budget) if split == "train" else self._cut(costs, budget)
 
     def steps(self, costs: Sequence[float], budget: float) -> int:
@@ -96,19 +98,21 @@ class Plan:
         order = np.lexsort((rng.permutation(len(costs)), costs))
         batches = np.split(order, np.cumsum(self._sizes(costs[order], budget))[:-1])
         group = self.micro * self.world
-        for step in rng.permutation(len(batches) // group)[self.start:]:
-            yield from batches[step * group + self.rank * self.micro:][:self.micro]
+        for step in rng.permutation(len(batches) // group)[self.start :]:
+            yield from batches[step * group + self.rank * self.micro :][: self.micro]
 
     def _sizes(self, ascending: np.ndarray, budget: float) -> list[int]:
         """Rows of each micro-batch; the largest are halved until all steps are full."""
         group = self.micro * self.world
         if len(ascending) < group:
-            raise ValueError(f"{len(ascending)} rows for {group} micro-batches per step; set trainer.accumulate lower")
+            raise ValueError(
+                f"{len(ascending)} rows for {group} micro-batches per step; set trainer.accumulate lower"
+            )
         sizes = packed(ascending, budget)
         while len(sizes) % group:
             largest = max(range(len(sizes)), key=sizes.__getitem__)
             size = sizes[largest]
-            sizes[largest:largest + 1] = [size - size // 2, size // 2]
+            sizes[largest : largest + 1] = [size - size // 2, size // 2]
         return sizes
 
     def _cut(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
@@ -142,7 +146,9 @@ def packed(costs: np.ndarray, budget: float) -> list[int]:
 # ---- rows of unequal length ------------------------------------------------------------------------------------------
 
 
-def by_length(lengths: np.ndarray, split: str, plan: Plan, like_together: bool) -> Iterator[np.ndarray]:
+def by_length(
+    lengths: np.ndarray, split: str, plan: Plan, like_together: bool
+) -> Iterator[np.ndarray]:
     """Yield the rows of each batch, with rows of similar length together.
 
     Evaluation always sorts by length, to reduce padding. Training groups by length only with `like_together`.
@@ -165,10 +171,12 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
     every = replace(plan, micro=1, start=0, rank=0, world=1)
     places = np.array([*every.rows(n, "train")]).reshape(steps, plan.batch)
     for start in range(0, steps, pool):
-        group = places[start:start + pool]
-        group[:] = group.reshape(-1)[np.argsort(lengths[group.reshape(-1)], kind="stable")].reshape(group.shape)
+        group = places[start : start + pool]
+        group[:] = group.reshape(-1)[np.argsort(lengths[group.reshape(-1)], kind="stable")].reshape(
+            group.shape
+        )
     places = places[np.random.default_rng([plan.seed, plan.epoch, 0]).permutation(steps)]
-    mine = places[plan.start:, plan.rank * share:(plan.rank + 1) * share]
+    mine = places[plan.start :, plan.rank * share : (plan.rank + 1) * share]
     yield from mine.reshape(-1, share // plan.micro)
 
 
@@ -176,7 +184,7 @@ def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     """Stack rows into (B, L) int64, L the longest; `pad` fills the shorter rows."""
     result = torch.full((len(rows), max(map(len, rows))), pad)
     for i, row in enumerate(rows):
-        result[i, :len(row)] = torch.from_numpy(np.asarray(row, np.int64))
+        result[i, : len(row)] = torch.from_numpy(np.asarray(row, np.int64))
     return result
 
 
@@ -184,7 +192,10 @@ def with_key_mask(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
     """tokens (B, L), and key_mask (B, L), True = token, if there is padding."""
     if min(lengths) == tokens.shape[1]:
         return {"tokens": tokens}
-    return {"tokens": tokens, "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None]}
+    return {
+        "tokens": tokens,
+        "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None],
+    }
 
 
 def row_sample(rows: int, count: int | None) -> np.ndarray:

@@ -33,23 +33,55 @@ from crt_exp.data.sources import missing, task_folder
 from crt_exp.data.text import IGNORED, Masking, table
 from crt_exp.options import Count, Whole
 
-STANDARD, ANOMALOUS = "ACDEFGHIKLMNPQRSTVWY", "BOUXZ"       # ambiguous, rare and unknown amino acids in UniProt
+STANDARD, ANOMALOUS = (
+    "ACDEFGHIKLMNPQRSTVWY",
+    "BOUXZ",
+)  # ambiguous, rare and unknown amino acids in UniProt
 LETTERS = STANDARD + ANOMALOUS
 PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
-UNKNOWN = 255                                                # code of a byte that is not a letter
+UNKNOWN = 255  # code of a byte that is not a letter
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
-ENDINGS = tuple(name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz"))
-HEADER = re.compile(r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)")  # drops UniProt's version
-BLOCK = 1 << 14                                              # sequences per write
-LINES = 1 << 20                                              # lines per read of a table of families
-COUNTED = 100_000                                            # training rows that give the unigram baseline
-ARRAYS = {"tokens": np.uint8, "ends": np.int64, "accessions": "S16", "digests": np.uint64,
-          "repeated": np.bool_, "files": np.uint16}
+ENDINGS = tuple(
+    name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz")
+)
+HEADER = re.compile(
+    r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)"
+)  # drops UniProt's version
+BLOCK = 1 << 14  # sequences per write
+LINES = 1 << 20  # lines per read of a table of families
+COUNTED = 100_000  # training rows that give the unigram baseline
+ARRAYS = {
+    "tokens": np.uint8,
+    "ends": np.int64,
+    "accessions": "S16",
+    "digests": np.uint64,
+    "repeated": np.bool_,
+    "files": np.uint16,
+}
 SPLITS = ("train", "validation", "test", "ood")
-HELD_OUT = ("PF18369", "PF04680", "PF17988", "PF12325", "PF03272", "PF03938", "PF17724", "PF10696", "PF11968",
-            "PF04153", "PF06173", "PF12378", "PF04420", "PF10841", "PF06917", "PF03492", "PF06905", "PF15340",
-            "PF17055", "PF05318")                            # Performers, appendix C.1
+HELD_OUT = (
+    "PF18369",
+    "PF04680",
+    "PF17988",
+    "PF12325",
+    "PF03272",
+    "PF03938",
+    "PF17724",
+    "PF10696",
+    "PF11968",
+    "PF04153",
+    "PF06173",
+    "PF12378",
+    "PF04420",
+    "PF10841",
+    "PF06917",
+    "PF03492",
+    "PF06905",
+    "PF15340",
+    "PF17055",
+    "PF05318",
+)  # Performers, appendix C.1
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -63,20 +95,20 @@ class Sequences:
         files: index in `names` of the file or generated family.
     """
 
-    tokens: np.ndarray                                       # (letters,) uint8
-    ends: np.ndarray                                         # (n,) int64
-    accessions: np.ndarray                                   # (n,) S16
-    digests: np.ndarray                                      # (n,) uint64
-    repeated: np.ndarray                                     # (n,) bool
-    files: np.ndarray                                        # (n,) uint16
+    tokens: np.ndarray  # (letters,) uint8
+    ends: np.ndarray  # (n,) int64
+    accessions: np.ndarray  # (n,) S16
+    digests: np.ndarray  # (n,) uint64
+    repeated: np.ndarray  # (n,) bool
+    files: np.ndarray  # (n,) uint16
     names: tuple[str, ...]
-    held: Any = field(default=None, repr=False)              # keeps a temporary folder alive
+    held: Any = field(default=None, repr=False)  # keeps a temporary folder alive
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.tokens[int(self.ends[row - 1]) if row else 0:int(self.ends[row])]
+        return self.tokens[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -94,7 +126,9 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
     files = [Path(file) for file in files_ending(folder, ENDINGS, folder.iterdir())]
     if not files:
-        raise DataError(f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz")
+        raise DataError(
+            f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz"
+        )
     return read_files(files, cache_dir)
 
 
@@ -103,15 +137,23 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
     try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="latin-1") as stream:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(
+            path, "rt", encoding="latin-1"
+        ) as stream:
             if stream.read(1) != ">":
                 raise DataError(f"{path}: expected a FASTA file, which starts with >")
             stream.seek(0)
             for header, letters in SimpleFastaParser(stream):
                 match, tokens = HEADER.match(header), letters.encode("latin-1").translate(CODES)
                 if match is None or not tokens or UNKNOWN in tokens:
-                    wrong = repr(letters[tokens.find(UNKNOWN)]) if UNKNOWN in tokens else "an empty name or sequence"
-                    raise DataError(f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}")
+                    wrong = (
+                        repr(letters[tokens.find(UNKNOWN)])
+                        if UNKNOWN in tokens
+                        else "an empty name or sequence"
+                    )
+                    raise DataError(
+                        f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}"
+                    )
                 yield (match[1] or match[2]).encode("latin-1"), tokens
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
@@ -130,10 +172,15 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
     """
     from filelock import FileLock
 
-    states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    states = [
+        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files
+    ]
     held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
     cache = Path(cache_dir or held.name).expanduser()
-    folder = cache / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"
+    folder = (
+        cache
+        / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"
+    )
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -142,7 +189,9 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
                     write_arrays(files, Path(part, "arrays"))
                     Path(part, "arrays").rename(folder)
     except OSError as error:
-        raise DataError(f"task.cache_dir={cache_dir}: {error}; expected a writable folder, or null") from None
+        raise DataError(
+            f"task.cache_dir={cache_dir}: {error}; expected a writable folder, or null"
+        ) from None
     names = tuple(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE) for file in files)
     arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
     return Sequences(**arrays, names=names, held=held)
@@ -165,11 +214,18 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
                 names, letters = zip(*block)
                 ends = end + np.cumsum([len(each) for each in letters])
                 end = int(ends[-1])
-                values = {"tokens": np.frombuffer(b"".join(letters), np.uint8), "ends": ends, "accessions": names,
-                          "digests": [*map(digest_of, letters)], "files": [number] * len(names)}
+                values = {
+                    "tokens": np.frombuffer(b"".join(letters), np.uint8),
+                    "ends": ends,
+                    "accessions": names,
+                    "digests": [*map(digest_of, letters)],
+                    "files": [number] * len(names),
+                }
                 for name, array in values.items():
                     streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
-    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(folder / "repeated")
+    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(
+        folder / "repeated"
+    )
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------
@@ -181,11 +237,15 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
     known = sequences.names
     names = (known[-1:] if len(known) > 1 else ()) if names is None else names
     if not set(names) <= set(known) or set(names) == set(known):
-        raise ConfigError(f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known)}")
+        raise ConfigError(
+            f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known)}"
+        )
     return np.isin(sequences.files, [known.index(name) for name in names])
 
 
-def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequence[str]) -> np.ndarray:
+def held_out_by_family(
+    sequences: Sequences, path: str | Path, families: Sequence[str]
+) -> np.ndarray:
     """Mask of sequences in held-out Pfam families, (n,) bool. Raises DataError.
 
     path: Pfam-A.regions.uniprot.tsv.gz as published by Pfam, or its header with some lines.
@@ -193,18 +253,33 @@ def held_out_by_family(sequences: Sequences, path: str | Path, families: Sequenc
     import pandas as pd
 
     try:
-        blocks = pd.read_csv(Path(path).expanduser(), sep="\t", usecols=["uniprot_acc", "pfamA_acc"], dtype=str,
-                             chunksize=LINES)
-        held = pd.concat(block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks).unique()
+        blocks = pd.read_csv(
+            Path(path).expanduser(),
+            sep="\t",
+            usecols=["uniprot_acc", "pfamA_acc"],
+            dtype=str,
+            chunksize=LINES,
+        )
+        held = pd.concat(
+            block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks
+        ).unique()
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc") from None
-    out = np.isin(np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S"))   # isoforms: P12345-2
+        raise DataError(
+            f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc"
+        ) from None
+    out = np.isin(
+        np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S")
+    )  # isoforms: P12345-2
     if not out.any():
-        raise DataError(f"task.families={path}: expected some sequences of {', '.join(families[:3])} ...")
+        raise DataError(
+            f"task.families={path}: expected some sequences of {', '.join(families[:3])} ..."
+        )
     return out
 
 
-def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: float) -> dict[str, np.ndarray]:
+def split_rows(
+    sequences: Sequences, out: np.ndarray, validation: float, test: float
+) -> dict[str, np.ndarray]:
     """Rows of each split in order, without repeated sequences.
 
     out: (n,) bool, out-of-distribution sequences; their copies join them. Raises DataError if a split is empty.
@@ -219,8 +294,10 @@ def split_rows(sequences: Sequences, out: np.ndarray, validation: float, test: f
         warn("skipped %d of %d sequences, which repeat earlier ones", count, len(sequences))
     rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
     if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
-        raise DataError(f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
-                        f"task.test_share={test}; use more sequences, or other shares")
+        raise DataError(
+            f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
+            f"task.test_share={test}; use more sequences, or other shares"
+        )
     return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
 
 
@@ -241,7 +318,7 @@ class Singles:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> np.ndarray:
-        return self.sequences[self.rows[i]][:self.longest]
+        return self.sequences[self.rows[i]][: self.longest]
 
 
 @dataclass(frozen=True)
@@ -266,9 +343,9 @@ class Chains(Singles):
     def __getitem__(self, i: int) -> np.ndarray:
         first, last = i * self.longest, (i + 1) * self.longest
         a, b = np.searchsorted(self.ends, [first, last - 1], "right")
-        parts = [np.append(self.sequences[row], np.uint8(END)) for row in self.rows[a:b + 1]]
+        parts = [np.append(self.sequences[row], np.uint8(END)) for row in self.rows[a : b + 1]]
         begin = self.ends[a] - len(parts[0])
-        return np.concatenate(parts)[first - begin:last - begin]
+        return np.concatenate(parts)[first - begin : last - begin]
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -281,10 +358,14 @@ def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
     return batch_of([np.append(BEGIN, target[:-1]) for target in targets], targets)
 
 
-def masked_tokens(rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator],
-                  masking: Masking) -> dict[str, Tensor]:
+def masked_tokens(
+    rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
+) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
-    made = [masking(row[None].astype(np.int64), rng.random((3, 1, len(row)))) for row, rng in zip(rows, generators)]
+    made = [
+        masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
+        for row, rng in zip(rows, generators)
+    ]
     return batch_of(*([each[key][0].numpy() for each in made] for key in ("input_ids", "labels")))
 
 
@@ -299,15 +380,22 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
     Labels are -100 at padding.
     """
-    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {"labels": pad_rows(labels, IGNORED)}
+    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {
+        "labels": pad_rows(labels, IGNORED)
+    }
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 def statistics(lengths: np.ndarray) -> dict[str, float]:
     """Length statistics of whole sequences (Performers Table 1)."""
-    return {"sequences": len(lengths), "length_min": int(lengths.min()), "length_max": int(lengths.max()),
-            "length_mean": float(lengths.mean()), "length_std": float(lengths.std()),
-            "length_median": float(np.median(lengths))}
+    return {
+        "sequences": len(lengths),
+        "length_min": int(lengths.min()),
+        "length_max": int(lengths.max()),
+        "length_mean": float(lengths.mean()),
+        "length_std": float(lengths.std()),
+        "length_median": float(np.median(lengths)),
+    }
 
 
 def frequencies(rows: Singles) -> np.ndarray:
@@ -316,7 +404,7 @@ def frequencies(rows: Singles) -> np.ndarray:
     At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.
     """
     chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
-    counts = sum(np.bincount(rows[i], minlength=TOKENS)[:len(LETTERS)] for i in chosen) + 1.0
+    counts = sum(np.bincount(rows[i], minlength=TOKENS)[: len(LETTERS)] for i in chosen) + 1.0
     return counts / counts.sum()
 
 
@@ -356,13 +444,22 @@ class Families:
         """Raises ConfigError for a lower bound above its upper bound."""
         for low, high in (("shortest", "longest"), ("nearest", "farthest")):
             if options[low] > options[high]:
-                raise ConfigError(f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}")
-        rng, count = np.random.default_rng([options["seed"], 0]), options["families"] + options["held_out"]
+                raise ConfigError(
+                    f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}"
+                )
+        rng, count = (
+            np.random.default_rng([options["seed"], 0]),
+            options["families"] + options["held_out"],
+        )
         self.chains = rng.dirichlet(np.full(len(STANDARD), 0.3), (count, len(STANDARD)))
         self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
         self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
-        self.shortest, self.longest, self.copied = options["shortest"], options["longest"], options["copied"]
-        self.inside = options["families"]                    # the first families; the others are held out
+        self.shortest, self.longest, self.copied = (
+            options["shortest"],
+            options["longest"],
+            options["copied"],
+        )
+        self.inside = options["families"]  # the first families; the others are held out
 
     def sample(self, n: int, seed: int) -> Sequences:
         """n sequences, and n / 10 of held-out families; `files` holds the family.
@@ -376,17 +473,32 @@ class Families:
         lengths = rng.integers(self.shortest, self.longest + 1, len(family))
         inside = np.arange(self.longest) < lengths[:, None]
         accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
-        digests = np.array([(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())], np.uint64)
-        return Sequences(self.letters(family, rng)[inside], np.cumsum(lengths), accessions, digests,
-                         np.zeros(len(family), bool), family.astype(np.uint16),
-                         tuple(f"family {i}" for i in range(len(self.lags))))
+        digests = np.array(
+            [(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())],
+            np.uint64,
+        )
+        return Sequences(
+            self.letters(family, rng)[inside],
+            np.cumsum(lengths),
+            accessions,
+            digests,
+            np.zeros(len(family), bool),
+            family.astype(np.uint16),
+            tuple(f"family {i}" for i in range(len(self.lags))),
+        )
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Letters of each sequence, (n, T) uint8, before truncation to its length."""
-        result, rows, lag = np.zeros((len(family), self.longest), np.uint8), np.arange(len(family)), self.lags[family]
+        result, rows, lag = (
+            np.zeros((len(family), self.longest), np.uint8),
+            np.arange(len(family)),
+            self.lags[family],
+        )
         for t in range(self.longest):
             chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
-            drawn = (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=len(STANDARD) - 1)
+            drawn = (
+                (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=len(STANDARD) - 1)
+            )
             copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
             result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
         return result

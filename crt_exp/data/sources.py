@@ -16,8 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
 
-from crt_exp.data import DataError, warn
 from crt_exp.atomic_write import atomic_path
+from crt_exp.data import DataError, warn
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class File:
     """
 
     path: str
-    url: str = ""                # of the file or its archive; empty: manual download
-    member: str = ""             # name inside the archive
+    url: str = ""  # of the file or its archive; empty: manual download
+    member: str = ""  # name inside the archive
     rows: int = 0
     digest: str = ""
     archive_sha256: str = ""
-    ending: str = ""             # suffix of files in a folder, added to names without it; empty: audio, images
+    ending: str = ""  # suffix of files in a folder, added to names without it; empty: audio, images
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Source:
     name: str
     tasks: str
     page: str
-    embedded: str = ""           # not empty: needs no file
-    size: str = ""               # of the download
-    note: str = ""               # how to get the set, and its licence
-    hub: str = ""                # name and configuration on the Hugging Face hub
+    embedded: str = ""  # not empty: needs no file
+    size: str = ""  # of the download
+    note: str = ""  # how to get the set, and its licence
+    hub: str = ""  # name and configuration on the Hugging Face hub
     files: list[File] = field(default_factory=list)
 
 
@@ -63,8 +63,10 @@ def rows_of(table: str) -> Iterator[dict[str, str]]:
 def read_sources() -> dict[str, Source]:
     result: dict[str, Source] = {}
     for row in rows_of("sources.csv"):
-        of_set, of_file = ({each.name: row[each.name] for each in fields(kind) if each.name in row}
-                           for kind in (Source, File))
+        of_set, of_file = (
+            {each.name: row[each.name] for each in fields(kind) if each.name in row}
+            for kind in (Source, File)
+        )
         source = result.setdefault(row["name"], Source(**of_set))
         if row["path"]:
             source.files.append(File(**of_file | {"rows": int(row["rows"] or 0)}))
@@ -80,10 +82,16 @@ def select(name: str) -> list[Source]:
     Raises DataError if there is none.
     """
     name = name.strip("/")
-    found = [SOURCES[name]] if name in SOURCES else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
+    found = (
+        [SOURCES[name]]
+        if name in SOURCES
+        else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
+    )
     if not found:
         known = ", ".join(dict.fromkeys(each.split("/")[0] for each in SOURCES))
-        raise DataError(f"unknown data set {name!r}; expected one of {known}, or a part such as uci/abalone")
+        raise DataError(
+            f"unknown data set {name!r}; expected one of {known}, or a part such as uci/abalone"
+        )
     return found
 
 
@@ -120,9 +128,11 @@ def missing(name: str, path: Path | None, file: int = 0) -> DataError:
     wanted = Path(source.files[file].path)
     what = f"{path} is not there" if path else "CRT_DATA is not set"
     on_hub = ", or take the copy on the Hugging Face hub, task.source=hub" if source.hub else ""
-    return DataError(f"{name} needs {wanted.name}: {what}. Get it with `python -m crt_exp.data fetch {name} --dir "
-                     f"{root}` or from {source.page}, then set CRT_DATA={root} or task.data_dir={root / wanted.parent}"
-                     + on_hub)
+    return DataError(
+        f"{name} needs {wanted.name}: {what}. Get it with `python -m crt_exp.data fetch {name} --dir "
+        f"{root}` or from {source.page}, then set CRT_DATA={root} or task.data_dir={root / wanted.parent}"
+        + on_hub
+    )
 
 
 PATIENCE = 5  # seconds to wait for the hub
@@ -141,7 +151,9 @@ class Hub(TypedDict):
 
 
 # ---- files or the hub ------------------------------------------------------------------------------------------------
-def is_on_hub(source: str, name: str, path: Path | None, data_dir: str | Path | None = None) -> bool:
+def is_on_hub(
+    source: str, name: str, path: Path | None, data_dir: str | Path | None = None
+) -> bool:
     """Whether to read set `name` from the hub, given task.source.
 
     Args:
@@ -174,7 +186,7 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
     folder = Path(config.HF_DATASETS_CACHE, "crt_exp", name)
     folder.mkdir(parents=True, exist_ok=True)
     hub, *configs = SOURCES[name].hub.split()
-    revision = None if configs else "refs/convert/parquet"   # the main branch holds a script
+    revision = None if configs else "refs/convert/parquet"  # the main branch holds a script
     for file, split in zip(files, ("train", "validation", "test")):
         path = folder / Path(file.path).name
         if not path.is_file():
@@ -192,7 +204,9 @@ def stand_in(name: str, read: str, choice: str, source: str) -> str:
 
 
 def how_to_fetch(name: str) -> str:
-    return f"Or get the files: `python -m crt_exp.data fetch {name} --dir DIR`, then set CRT_DATA=DIR"
+    return (
+        f"Or get the files: `python -m crt_exp.data fetch {name} --dir DIR`, then set CRT_DATA=DIR"
+    )
 
 
 @cache
@@ -211,8 +225,12 @@ def check_network() -> None:
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
 
 
-def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text files of your own.",
-             files: Any = None) -> Any:
+def from_hub(
+    load: Callable[[], Any],
+    name: str,
+    otherwise: str = "Or give text files of your own.",
+    files: Any = None,
+) -> Any:
     """Return `load()`; turn its errors into one DataError.
 
     Errors include no connection, no such set, and no such configuration or split.
@@ -226,8 +244,12 @@ def from_hub(load: Callable[[], Any], name: str, otherwise: str = "Or give text 
     try:
         return load()
     except Exception as error:  # each library has its own errors
-        place, check = (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
-        raise DataError(f"{name}: not readable from {place}: {reason_of(error)}.{check} {otherwise}") from None
+        place, check = (
+            (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
+        )
+        raise DataError(
+            f"{name}: not readable from {place}: {reason_of(error)}.{check} {otherwise}"
+        ) from None
 
 
 def reason_of(error: Exception) -> str:

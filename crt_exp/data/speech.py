@@ -26,12 +26,16 @@ from crt_exp.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"
-SPLITS = {"test": range(5), "validation": range(5, 8), "train": range(8, 50)}  # indices; test is the official test set
-LENGTHS = range(3, 9)              # digits per string
-GAPS = (0.02, 0.2)                 # smallest and largest silence between digits, in seconds
-SHORTEST = 0.1                     # seconds; leaves one encoder frame after a change of speed
-LOUDEST = 2                        # largest sample; lossy formats slightly exceed [-1, 1]
-ENDLESS = 2**31 - 4096             # bytes; WAV files from a pipe state larger sizes
+SPLITS = {
+    "test": range(5),
+    "validation": range(5, 8),
+    "train": range(8, 50),
+}  # indices; test is the official test set
+LENGTHS = range(3, 9)  # digits per string
+GAPS = (0.02, 0.2)  # smallest and largest silence between digits, in seconds
+SHORTEST = 0.1  # seconds; leaves one encoder frame after a change of speed
+LOUDEST = 2  # largest sample; lossy formats slightly exceed [-1, 1]
+ENDLESS = 2**31 - 4096  # bytes; WAV files from a pipe state larger sizes
 
 
 class AudioPart(NamedTuple):
@@ -77,8 +81,12 @@ class Faults:
         Raises DataError if nothing usable is left, or for any fault with bad="error".
         """
         if left == 0 and not self.noted:
-            raise DataError(f"{self.what}: no utterances; expected at least one in train, validation and test")
-        found = f"{self.what}: {len(self.noted)} unusable, {left} usable: {'; '.join(self.noted[:3])}"
+            raise DataError(
+                f"{self.what}: no utterances; expected at least one in train, validation and test"
+            )
+        found = (
+            f"{self.what}: {len(self.noted)} unusable, {left} usable: {'; '.join(self.noted[:3])}"
+        )
         if left == 0 or self.noted and self.bad == "error":
             raise DataError(f"{found}; fix the files{', or set task.bad=skip' if left else ''}")
         if self.noted:
@@ -96,7 +104,9 @@ def audio_files(name: str | Path, option: str) -> list[Path]:
     path = Path(name).expanduser()
     files = [path] if path.is_file() else [Path(file) for file in files_ending(path, AUDIO)]
     if not files:
-        raise DataError(f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})")
+        raise DataError(
+            f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})"
+        )
     return files
 
 
@@ -109,12 +119,18 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
     for subset in subsets:
         if root is None or not (root / subset).is_dir():
             where = root or "CRT_DATA, which is not set"
-            raise DataError(f"task.subsets: {subset} is missing in {where}; run `python -m crt_exp.data fetch "
-                            f"speech/LibriSpeech/{subset}`")
+            raise DataError(
+                f"task.subsets: {subset} is missing in {where}; run `python -m crt_exp.data fetch "
+                f"speech/LibriSpeech/{subset}`"
+            )
         audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
-        lines = [(path.parent, *line.strip().partition(" ")) for path in (root / subset).rglob("*.trans.txt")
-                 if not hidden(path.relative_to(root))
-                 for _, line in numbered_lines(path) if line.strip()]
+        lines = [
+            (path.parent, *line.strip().partition(" "))
+            for path in (root / subset).rglob("*.trans.txt")
+            if not hidden(path.relative_to(root))
+            for _, line in numbered_lines(path)
+            if line.strip()
+        ]
         texts = {folder / name: text for folder, name, _, text in lines}
         for name in texts.keys() - audio.keys():
             faults.add(f"{name}: a transcript without audio beside it")
@@ -122,11 +138,19 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
             yield from utterance_of(audio[name], str(audio[name]), texts.get(name), faults)
 
 
-def utterance_of(source: Path | io.BytesIO, name: str, text: str | None, faults: Faults,
-                 content: Callable[[], bytes] | None = None) -> Iterator[Utterance]:
+def utterance_of(
+    source: Path | io.BytesIO,
+    name: str,
+    text: str | None,
+    faults: Faults,
+    content: Callable[[], bytes] | None = None,
+) -> Iterator[Utterance]:
     """Yield the utterance; note a fault and yield nothing if it is unusable."""
     try:
-        part, text = AudioPart(name, seconds_of(source, name), content), " ".join((text or "").split())
+        part, text = (
+            AudioPart(name, seconds_of(source, name), content),
+            " ".join((text or "").split()),
+        )
         if not text:
             raise BadAudio(f"{name}: no transcript")
         yield Utterance(Path(name).stem, text, (part,))
@@ -156,15 +180,25 @@ def read_table(path: Path):
             tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
             table = pd.read_csv(path, dtype=str, keep_default_na=False, **tabs)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table") from None
+        raise DataError(
+            f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table"
+        ) from None
     cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
-    good = cells.map(lambda cell: isinstance(cell, str) and not re.search("[\n\t]", cell)).all(axis=1)
+    good = cells.map(lambda cell: isinstance(cell, str) and not re.search("[\n\t]", cell)).all(
+        axis=1
+    )
     if not good.all() or not isinstance(table.index, pd.RangeIndex):
-        raise DataError(f"{path}, row {int(good.argmin()) + 1}: expected one line of text in columns audio and text")
+        raise DataError(
+            f"{path}, row {int(good.argmin()) + 1}: expected one line of text in columns audio and text"
+        )
     if "split" not in cells:
-        cells["split"] = [by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio]
+        cells["split"] = [
+            by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio
+        ]
     if wrong := sorted(set(cells.split) - SPLITS.keys()):
-        raise DataError(f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no split column")
+        raise DataError(
+            f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no split column"
+        )
     cells["audio"] = [str(path.parent / name) for name in cells.audio]
     return cells
 
@@ -185,7 +219,9 @@ def recordings(data_dir: str | None) -> list[AudioPart]:
         raise missing(DIGITS, folder)
     files = audio_files(folder, "task.data_dir")
     if wrong := [path for path in files if not re.fullmatch(r"\d_[a-z]+_\d+", path.stem)]:
-        raise DataError(f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove the file")
+        raise DataError(
+            f"{wrong[0]}: expected a name like <digit>_<speaker>_<index>.wav; remove the file"
+        )
     return [AudioPart(str(path), seconds_of(path, str(path))) for path in files]
 
 
@@ -201,7 +237,9 @@ def digit_strings(every: list[AudioPart], split: str, count: int) -> list[Uttera
         if int(index) in SPLITS[split]:
             speakers.setdefault(speaker, []).append((WORDS[int(digit)], part))
     if not speakers:
-        raise DataError(f"{split}: expected recordings of digits with indices {list(SPLITS[split])}")
+        raise DataError(
+            f"{split}: expected recordings of digits with indices {list(SPLITS[split])}"
+        )
     result = []
     for i in range(count):
         rng = np.random.default_rng([list(SPLITS).index(split), i])
@@ -230,10 +268,16 @@ def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utter
     """Utterances of a hub split, downloaded once by `datasets`. Raises DataError."""
     from datasets import Audio, load_dataset
 
-    load = partial(load_dataset, hub["name"], hub["config"], split=hub[split], data_files=hub["data_files"])
-    rows = from_hub(load, hub["name"], "Or give files: task.source=files task.data_dir=DIR.", hub["data_files"])
+    load = partial(
+        load_dataset, hub["name"], hub["config"], split=hub[split], data_files=hub["data_files"]
+    )
+    rows = from_hub(
+        load, hub["name"], "Or give files: task.source=files task.data_dir=DIR.", hub["data_files"]
+    )
     if absent := {hub["audio"], hub["text"]} - set(rows.column_names):
-        raise DataError(f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}")
+        raise DataError(
+            f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}"
+        )
     rows = rows.cast_column(hub["audio"], Audio(decode=False))
     for i, row in enumerate(rows):
         audio, content = row[hub["audio"]], partial(content_of, rows, i, hub["audio"])
@@ -277,7 +321,9 @@ def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
     if len(audio) < round(part.seconds * own):
         raise BadAudio(f"{part.name}: truncated: {len(audio) / own:.3f} of {part.seconds:.3f} s")
     if not (peak := np.abs(audio).max()) <= LOUDEST:
-        raise BadAudio(f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768")
+        raise BadAudio(
+            f"{part.name}: samples up to {peak:g}; expected -1 to 1; divide 16-bit numbers by 32768"
+        )
     return resample(audio.mean(1), own, rate)
 
 
@@ -315,7 +361,9 @@ def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> l
         if SHORTEST <= each.seconds <= longest:
             kept.append(each)
         else:
-            faults.add(f"{each.parts[0].name}: {each.seconds:.3f} s, expected {SHORTEST} to {longest:g} s")
+            faults.add(
+                f"{each.parts[0].name}: {each.seconds:.3f} s, expected {SHORTEST} to {longest:g} s"
+            )
     return kept
 
 

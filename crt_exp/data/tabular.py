@@ -33,9 +33,9 @@ class Column:
     """One feature of n rows: float64 numbers, or int64 codes into `levels`."""
 
     name: str
-    values: np.ndarray                    # (n,)
+    values: np.ndarray  # (n,)
     levels: tuple[str, ...] | None = None
-    ordered: bool = False                 # levels run from low to high
+    ordered: bool = False  # levels run from low to high
 
     def encode(self, coding: str) -> np.ndarray:
         """(n, width) float64 encoding; see `Table.encode` for `coding`."""
@@ -50,9 +50,9 @@ class Table:
 
     name: str
     columns: tuple[Column, ...]
-    target: np.ndarray                    # (n,) int64 codes into `classes`; float64 for regression
-    classes: tuple[str, ...] | None       # None: regression
-    source: str                           # origin of the rows
+    target: np.ndarray  # (n,) int64 codes into `classes`; float64 for regression
+    classes: tuple[str, ...] | None  # None: regression
+    source: str  # origin of the rows
 
     def __len__(self) -> int:
         return len(self.target)
@@ -68,8 +68,12 @@ class Table:
 
 # Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), kind, levels (from
 # low to high if ordered; two levels count as ordered, because 0/1 loses nothing) and an alias of a level.
-LAYOUTS = {name: [*rows.itertuples()] for name, rows in pd.read_csv(
-    Path(__file__).with_name("columns.csv"), dtype=str, keep_default_na=False).groupby("table", sort=False)}
+LAYOUTS = {
+    name: [*rows.itertuples()]
+    for name, rows in pd.read_csv(
+        Path(__file__).with_name("columns.csv"), dtype=str, keep_default_na=False
+    ).groupby("table", sort=False)
+}
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Table:
@@ -101,14 +105,29 @@ def read_official(name: str, path: Path | None) -> Table:
     if path is None or not path.is_file():
         raise missing(f"uci/{name}", path)
     try:
-        frame = pd.read_csv(path, sep=r"\s+" if name in BLANKS else ",", header=None, dtype=str, quoting=csv.QUOTE_NONE,
-                            keep_default_na=False, encoding="utf-8-sig")
+        frame = pd.read_csv(
+            path,
+            sep=r"\s+" if name in BLANKS else ",",
+            header=None,
+            dtype=str,
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+        )
         if frame.shape != (source.files[0].rows, len(layout)):
-            raise ValueError(f"(rows, columns) = {frame.shape}, expected {source.files[0].rows, len(layout)}")
-        arrays = [values_of(field, frame[i].str.strip()) for i, field in enumerate(layout) if field.role != "dropped"]
+            raise ValueError(
+                f"(rows, columns) = {frame.shape}, expected {source.files[0].rows, len(layout)}"
+            )
+        arrays = [
+            values_of(field, frame[i].str.strip())
+            for i, field in enumerate(layout)
+            if field.role != "dropped"
+        ]
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: {str(error).strip()}; run `python -m crt_exp.data fetch uci/{name}`, or get the file "
-                        f"from {source.page}") from None
+        raise DataError(
+            f"{path}: {str(error).strip()}; run `python -m crt_exp.data fetch uci/{name}`, or get the file "
+            f"from {source.page}"
+        ) from None
     return table_of(name, arrays, f"{path} ({source.page})")
 
 
@@ -133,9 +152,14 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
 
 def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
     """Table from the values of each column, in the order of its layout."""
-    columns = {field.role or field.column: Column(field.column, values, tuple(field.levels.split()) or None,
-                                                  field.kind == "ordered")
-               for field, values in zip((field for field in LAYOUTS[name] if field.role != "dropped"), arrays)}
+    columns = {
+        field.role or field.column: Column(
+            field.column, values, tuple(field.levels.split()) or None, field.kind == "ordered"
+        )
+        for field, values in zip(
+            (field for field in LAYOUTS[name] if field.role != "dropped"), arrays
+        )
+    }
     target = columns.pop("target")
     return Table(name, tuple(columns.values()), target.values, target.levels, source)
 
@@ -148,16 +172,42 @@ def embedded(name: str) -> Table:
     arrays, target = np.ascontiguousarray(bunch.data.T, np.float64), bunch.target.astype(np.int64)
     if name in LAYOUTS:
         return table_of(name, [target, *arrays], source)
-    columns = tuple(Column(str(label).replace(" ", "_"), values) for label, values in zip(bunch.feature_names, arrays))
+    columns = tuple(
+        Column(str(label).replace(" ", "_"), values)
+        for label, values in zip(bunch.feature_names, arrays)
+    )
     return Table(name, columns, target, tuple(map(str, bunch.target_names)), source)
 
 
 # ---- your own csv file -----------------------------------------------------------------------------------------------
-MOST_CLASSES = 20      # distinct whole numbers of a target that counts as classes if task.kind is null
-MOST_LEVELS = 100      # levels of a category
-LARGEST = 1e150        # squares stay finite
-MISSING = {"na", "n/a", "n.a.", "n.d.", "nan", "none", "null", "nil", "-", "--", ".", "...", "missing", "unknown",
-           "<na>", "#na", "#n/a", "#null!", "#value!", "#div/0!", "#ref!", "#num!", "#name?"}
+MOST_CLASSES = 20  # distinct whole numbers of a target that counts as classes if task.kind is null
+MOST_LEVELS = 100  # levels of a category
+LARGEST = 1e150  # squares stay finite
+MISSING = {
+    "na",
+    "n/a",
+    "n.a.",
+    "n.d.",
+    "nan",
+    "none",
+    "null",
+    "nil",
+    "-",
+    "--",
+    ".",
+    "...",
+    "missing",
+    "unknown",
+    "<na>",
+    "#na",
+    "#n/a",
+    "#null!",
+    "#value!",
+    "#div/0!",
+    "#ref!",
+    "#num!",
+    "#name?",
+}
 LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
 Kind = Literal["classification", "regression"]
 
@@ -181,8 +231,12 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
         except ValueError as error:
             raise DataError(f"task.csv={path}: column {name}, {error}") from None
     if not features:
-        raise DataError(f"task.csv={path}: no usable column in addition to {target}: {'; '.join(notes)}")
-    return Table(path.stem.removesuffix(".csv"), tuple(features), goal, classes, str(path)), "; ".join(notes)
+        raise DataError(
+            f"task.csv={path}: no usable column in addition to {target}: {'; '.join(notes)}"
+        )
+    return Table(
+        path.stem.removesuffix(".csv"), tuple(features), goal, classes, str(path)
+    ), "; ".join(notes)
 
 
 def cells(path: Path) -> pd.DataFrame:
@@ -191,21 +245,39 @@ def cells(path: Path) -> pd.DataFrame:
     Row 1 is the row below the header.
     """
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as opened:
+        with (gzip.open if path.suffix == ".gz" else open)(
+            path, "rt", encoding="utf-8-sig"
+        ) as opened:
             separator = max(",;\t", key=opened.readline().count)
-        parse = partial(pd.read_csv, path, sep=separator, header=None, dtype=str, keep_default_na=False,
-                        skipinitialspace=True, encoding="utf-8-sig")
+        parse = partial(
+            pd.read_csv,
+            path,
+            sep=separator,
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            skipinitialspace=True,
+            encoding="utf-8-sig",
+        )
         frame = parse()
-        if (frame.iloc[:, -1] == "").any():                      # the fast parser fills short rows so
+        if (frame.iloc[:, -1] == "").any():  # the fast parser fills short rows so
             short = parse(engine="python").isna().any(axis=1)
             if short.any():
                 raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"task.csv={path}: not readable as a UTF-8 table: {str(error).strip()}") from None
+        raise DataError(
+            f"task.csv={path}: not readable as a UTF-8 table: {str(error).strip()}"
+        ) from None
     frame = frame.apply(lambda texts: texts.str.strip())
     names = frame.iloc[0].tolist()
-    if "" in names or len({*names}) < len(names) or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all():
-        raise DataError(f"task.csv={path}: expected a first line that names each column, got {','.join(names[:50])}")
+    if (
+        "" in names
+        or len({*names}) < len(names)
+        or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all()
+    ):
+        raise DataError(
+            f"task.csv={path}: expected a first line that names each column, got {','.join(names[:50])}"
+        )
     return frame.iloc[1:].set_axis(names, axis=1).replace(["", "?"], np.nan).dropna(how="all")
 
 
@@ -215,15 +287,23 @@ def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
     mixed: whether the column may hold both numbers and words. Raises ValueError for numbers in another style.
     """
     known = texts[~texts.str.lower().isin(MISSING)].dropna()
-    values = pd.to_numeric(known, errors="coerce").astype(np.float64).where(lambda value: value.abs() <= LARGEST)
+    values = (
+        pd.to_numeric(known, errors="coerce")
+        .astype(np.float64)
+        .where(lambda value: value.abs() <= LARGEST)
+    )
     odd = known[values.isna()]
     if odd.empty:
         return values.reindex(texts.index)
     lines = known.str.contains("\n")
     if lines.any():
-        raise ValueError(f"row {lines.idxmax()}: line end inside a cell; check for an unclosed quotation mark")
+        raise ValueError(
+            f"row {lines.idxmax()}: line end inside a cell; check for an unclosed quotation mark"
+        )
     if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
-        raise ValueError(f"row {odd.index[0]}: {odd.iloc[0]!r}; expected a number such as 1234.5, or no value")
+        raise ValueError(
+            f"row {odd.index[0]}: {odd.iloc[0]!r}; expected a number such as 1234.5, or no value"
+        )
     return texts
 
 
@@ -231,7 +311,9 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
     """Numbers and None, or codes and the names of their classes. Raises ValueError."""
     number = labels.dtype == np.float64
     if labels.isna().any():
-        raise ValueError(f"row {labels.isna().idxmax()} has no value; fill it in, or remove the row")
+        raise ValueError(
+            f"row {labels.isna().idxmax()} has no value; fill it in, or remove the row"
+        )
     if kind == "regression" and not number:
         raise ValueError("task.kind=regression: the target holds words; expected numbers")
     if kind is None:
@@ -241,8 +323,10 @@ def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[s
         return labels.to_numpy(), None
     classes, codes = np.unique(labels.to_numpy(), return_inverse=True)
     if not 2 <= len(classes) <= len(codes) / 2:
-        raise ValueError(f"{len(classes)} distinct values in {len(codes)} rows; expected at least 2 classes with "
-                         "several rows each, or task.kind=regression")
+        raise ValueError(
+            f"{len(classes)} distinct values in {len(codes)} rows; expected at least 2 classes with "
+            "several rows each, or task.kind=regression"
+        )
     return codes, tuple(f"{each:.15g}" if number else each for each in classes)
 
 
@@ -261,4 +345,10 @@ def feature(column: pd.Series, notes: list[str]) -> list[Column]:
     if number:
         return [Column(name, column.to_numpy())]
     levels += ["(missing)"] if missing else []
-    return [Column(name, pd.Index(levels).get_indexer(column.fillna("(missing)")).astype(np.int64), tuple(levels))]
+    return [
+        Column(
+            name,
+            pd.Index(levels).get_indexer(column.fillna("(missing)")).astype(np.int64),
+            tuple(levels),
+        )
+    ]

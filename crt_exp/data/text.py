@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.data.files import cached, key_of
 from crt_exp.data import DataError
+from crt_exp.data.files import cached, key_of
 from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
 
 Paths = str | Path | Sequence[str | Path]
-IGNORED = -100                                               # label of tokens that the loss ignores
+IGNORED = -100  # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
-GROUP = 256                                                  # strings per call of the tokenizer, which are parallel
+GROUP = 256  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDNET, DEFINITIONS = "wordnet", 2200
 WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6efd"
@@ -59,10 +59,19 @@ def text_files(paths: Paths) -> list[Path]:
     files = []
     for name in [paths] if isinstance(paths, (str, Path)) else paths:
         path = text_path(name)
-        inside = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and
-                                                      not f"/{file.relative_to(path)}".count("/."))
+        inside = (
+            [path]
+            if path.is_file()
+            else sorted(
+                file
+                for file in path.rglob("*")
+                if file.suffix in SUFFIXES and not f"/{file.relative_to(path)}".count("/.")
+            )
+        )
         if not inside:
-            raise DataError(f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}")
+            raise DataError(
+                f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}"
+            )
         files += inside
     return files
 
@@ -80,20 +89,30 @@ def wordnet_file() -> Path:
     classes are WordNet nouns. WordNet is (c) 2006 by Princeton University, which permits use, copies, changes and
     distribution without fee. Raises DataError if the file has other content.
     """
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crt_exp" / f"{WORDNET}.txt"
+    path = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "crt_exp"
+        / f"{WORDNET}.txt"
+    )
     if not path.is_file():
         from timm.data import ImageNetInfo
 
-        lines = random.Random(0).sample(ImageNetInfo("imagenet-22k").label_descriptions(detailed=True), DEFINITIONS)
+        lines = random.Random(0).sample(
+            ImageNetInfo("imagenet-22k").label_descriptions(detailed=True), DEFINITIONS
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as part:
             part.write_text("\n".join([*lines, ""]))
     if content(path) != WORDNET_DIGEST:
-        raise DataError(f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file")
+        raise DataError(
+            f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file"
+        )
     return path
 
 
-def official_file(name: str, split: str, data_dir: str | Path | None = None, source: str = "auto") -> Path:
+def official_file(
+    name: str, split: str, data_dir: str | Path | None = None, source: str = "auto"
+) -> Path:
     """File of "ptb" or "wikitext2" for the split train, valid or test.
 
     data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
@@ -112,7 +131,9 @@ def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
     In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
     """
     if isinstance(text, HubText):
-        yield from (line for document in text.data for line in document.splitlines() if line.strip())
+        yield from (
+            line for document in text.data for line in document.splitlines() if line.strip()
+        )
         return
     for file in text_files(text):
         for _, line in numbered_lines(file):
@@ -141,13 +162,19 @@ class HubText(NamedTuple):
     key: str
 
     @classmethod
-    def load(cls, name: str, config: str | None, split: str, column: str, data_files: Any = None) -> "HubText":
+    def load(
+        cls, name: str, config: str | None, split: str, column: str, data_files: Any = None
+    ) -> "HubText":
         """Load the column; raises DataError if the set or the column is unavailable."""
         from datasets import load_dataset
 
-        data = from_hub(lambda: load_dataset(name, config, split=split, data_files=data_files), name)
+        data = from_hub(
+            lambda: load_dataset(name, config, split=split, data_files=data_files), name
+        )
         if column not in data.column_names:
-            raise DataError(f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}")
+            raise DataError(
+                f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}"
+            )
         return cls(data[column], f"{data._fingerprint} {column}")
 
 
@@ -173,8 +200,12 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     path = path / "vocab.txt" if path.is_dir() else path
     words = [line for _, line in numbered_lines(path)]
     if not {*SPECIAL} <= {*words} or len({*words}) < len(words):
-        raise DataError(f"{path}: expected a BERT vocabulary, one unique token per line, with {' '.join(SPECIAL)}")
-    return BertTokenizerFast(vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase)
+        raise DataError(
+            f"{path}: expected a BERT vocabulary, one unique token per line, with {' '.join(SPECIAL)}"
+        )
+    return BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase
+    )
 
 
 def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
@@ -188,9 +219,13 @@ def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None
     if largest >= vocab_size:
         problem = f"the tokenizer's ids go up to {largest} ({token!r}), the model's vocabulary ends at {vocab_size - 1}"
     elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
-        problem = f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
+        problem = (
+            f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
+        )
     if problem:
-        raise DataError(f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training")
+        raise DataError(
+            f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training"
+        )
 
 
 def fingerprint(tokenizer) -> str:
@@ -201,10 +236,19 @@ def fingerprint(tokenizer) -> str:
     import tokenizers
 
     if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+            "truncation": None,
+            "padding": None,
+        }
     else:
-        state = [type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.init_kwargs.items(), key=str))]
-    return hashlib.sha256(json.dumps([state, tokenizers.__version__], sort_keys=True).encode()).hexdigest()
+        state = [
+            type(tokenizer).__name__,
+            tokenizer.get_vocab(),
+            repr(sorted(tokenizer.init_kwargs.items(), key=str)),
+        ]
+    return hashlib.sha256(
+        json.dumps([state, tokenizers.__version__], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterator[Any]:
@@ -214,42 +258,61 @@ def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterato
     """
     texts = iter(texts)
     while group := list(islice(texts, GROUP)):
-        coded = tokenizer(group, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
-                          return_offsets_mapping=spans, verbose=False)
+        coded = tokenizer(
+            group,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=spans,
+            verbose=False,
+        )
         yield from zip(coded["input_ids"], coded["offset_mapping"]) if spans else coded["input_ids"]
 
 
 # ------------------------------------------------------------------------------------------------------ blocks
-def running_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | None = None,
-                   end: str = "\n") -> np.ndarray:
+def running_blocks(
+    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
+) -> np.ndarray:
     """Lines of a document, each with `end`, joined and cut into (n, length) int32.
 
     `cache_dir` stores the tokens. Tokens that do not fill the last block are left out. Raises DataError if the text
     does not fill one block.
     """
+
     def make() -> dict[str, np.ndarray]:
         tokens = array("i")
-        for ids in token_lists((line + end for line in lines_of(text, tokenizer.unk_token or "<unk>")), tokenizer):
+        for ids in token_lists(
+            (line + end for line in lines_of(text, tokenizer.unk_token or "<unk>")), tokenizer
+        ):
             tokens.extend(ids)
         return {"tokens": np.array(tokens, np.int32)}
 
     key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
     tokens = cached(cache_dir, key, make)["tokens"]
     if len(tokens) < length:
-        raise DataError(f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
-                        "block")
-    return tokens[:len(tokens) // length * length].reshape(-1, length)
+        raise DataError(
+            f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
+            "block"
+        )
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def local_blocks(text: Text, tokenizer, length: int, cache_dir: str | Path | None = None) -> np.ndarray:
+def local_blocks(
+    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None
+) -> np.ndarray:
     """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
-    return framed(running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""), tokenizer)
+    return framed(
+        running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""),
+        tokenizer,
+    )
 
 
 def body_length(tokenizer, length: int) -> int:
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id) or length < 3:
-        raise DataError(f"length={length}, {type(tokenizer).__name__}: expected length >= 3 and a BERT-type tokenizer "
-                        "with [CLS] and [SEP]")
+        raise DataError(
+            f"length={length}, {type(tokenizer).__name__}: expected length >= 3 and a BERT-type tokenizer "
+            "with [CLS] and [SEP]"
+        )
     return length - 2
 
 
@@ -269,15 +332,17 @@ class Masking:
     """
 
     mask_id: int
-    special: np.ndarray                                      # (V,) bool
+    special: np.ndarray  # (V,) bool
     share: float = 0.15
-    drawn: int = 0                                           # random tokens are among the first `drawn` ids; 0: all ids
+    drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
 
     @classmethod
     def of(cls, tokenizer, share: float = 0.15) -> "Masking":
         """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
-            raise DataError(f"{type(tokenizer).__name__}: expected a mask token, as in masked language models")
+            raise DataError(
+                f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
+            )
         size = max(tokenizer.get_vocab().values()) + 1
         return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
 
@@ -294,8 +359,10 @@ class Masking:
         random_ids = (token * float(self.drawn or len(self.special))).astype(np.int64)
         inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
         inputs = np.where(chosen & (action >= 0.9), random_ids, inputs)
-        return {"input_ids": torch.from_numpy(inputs.astype(np.int64)),
-                "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64))}
+        return {
+            "input_ids": torch.from_numpy(inputs.astype(np.int64)),
+            "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64)),
+        }
 
 
 def table(size: int, members: Sequence[int]) -> np.ndarray:
@@ -304,10 +371,19 @@ def table(size: int, members: Sequence[int]) -> np.ndarray:
     return flags
 
 
-def uniforms(generators: Iterable[np.random.Generator | torch.Generator], length: int) -> np.ndarray:
+def uniforms(
+    generators: Iterable[np.random.Generator | torch.Generator], length: int
+) -> np.ndarray:
     """Random numbers of `Masking`, (3, B, length) float64, a generator for each row."""
-    return np.stack([torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
-                     if isinstance(draw, torch.Generator) else draw.random((3, length)) for draw in generators], axis=1)
+    return np.stack(
+        [
+            torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
+            if isinstance(draw, torch.Generator)
+            else draw.random((3, length))
+            for draw in generators
+        ],
+        axis=1,
+    )
 
 
 def generator_of(*numbers: int) -> torch.Generator:

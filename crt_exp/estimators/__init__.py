@@ -48,28 +48,55 @@ def load_sampler(name: str) -> Callable[..., torch.Tensor]:
 class RandomFeatureEstimator(BaseEstimator):
     """Base class: feature map and sampler, input scale, and random projections."""
 
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=100, kernel="gaussian", gamma=None,
-                 random_state=None, *, length_scale=None):
+    def __init__(
+        self,
+        mechanism="oprf",
+        sampler="orthogonal",
+        n_components=100,
+        kernel="gaussian",
+        gamma=None,
+        random_state=None,
+        *,
+        length_scale=None,
+    ):
         self.mechanism, self.sampler, self.n_components = mechanism, sampler, n_components
-        self.kernel, self.gamma, self.length_scale, self.random_state = kernel, gamma, length_scale, random_state
+        self.kernel, self.gamma, self.length_scale, self.random_state = (
+            kernel,
+            gamma,
+            length_scale,
+            random_state,
+        )
 
     def _check_options(self) -> None:
         check_kernel(self.kernel)
         name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
         if self._own_kernel and self.kernel != "gaussian":
-            raise ValueError(f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it")
-        if self.gamma is None or isinstance(self.gamma, str) and self.gamma == "scale" and not self._uses_length_scale:
+            raise ValueError(
+                f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
+            )
+        if (
+            self.gamma is None
+            or isinstance(self.gamma, str)
+            and self.gamma == "scale"
+            and not self._uses_length_scale
+        ):
             return
         if self._own_kernel:
             raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
         if self._uses_length_scale:
             raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
         if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
-            raise ValueError(f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
+            raise ValueError(
+                f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'"
+            )
 
     def _map(self) -> FeatureMap | None:
         """Return the feature map; None for the exact kernel."""
-        return self.mechanism if isinstance(self.mechanism, FeatureMap) else load_map(self.mechanism, self.kernel)
+        return (
+            self.mechanism
+            if isinstance(self.mechanism, FeatureMap)
+            else load_map(self.mechanism, self.kernel)
+        )
 
     @property
     def _own_kernel(self) -> bool:
@@ -122,7 +149,10 @@ class RandomFeatureEstimator(BaseEstimator):
             self.scale_ = np.full(d, (2 * self.gamma_) ** 0.5)
         self.center_ = np.zeros(d)
         if self._centred:
-            self.center_ = sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X)) / weight.sum()
+            self.center_ = (
+                sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X))
+                / weight.sum()
+            )
 
     def _scaled(self, X) -> torch.Tensor:
         """Return scale_ (X - center_), dense."""
@@ -157,14 +187,18 @@ class RandomFeatureEstimator(BaseEstimator):
         for rows in _rows_of(X):
             x, w = self._scaled(X[rows].astype(np.float64)).numpy(), weight[rows] / weight.sum()
             sums = sums + np.stack([w @ x, w @ x**2, w @ abs(x)])
-            products += (x[:, :len(products)] * w[:, None]).T @ x
+            products += (x[:, : len(products)] * w[:, None]).T @ x
         return dict(zip(names, sums)) | ({"second": products} if self.map_.second_moments else {})
 
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool((x < self.params_.shift.to(x)).any()):
+        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool(
+            (x < self.params_.shift.to(x)).any()
+        ):
             name = type(self.map_).__name__
-            raise ValueError(f"X has entries below the fitted minimum of {name}: use margin=1.0 (now "
-                             f"{self.map_.margin}), or mechanism='oprf'")
+            raise ValueError(
+                f"X has entries below the fitted minimum of {name}: use margin=1.0 (now "
+                f"{self.map_.margin}), or mechanism='oprf'"
+            )
         return x
 
 
@@ -238,9 +272,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     def _writer(self) -> Callable:
         """Return a function that writes the features of validated rows into `out`."""
         if not self.map_.one_map:
-            raise ValueError(f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
-                             "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor")
-        write = self._write_odd if self._has_odd_column else self.map_.writer(self.noise_, self.params_)
+            raise ValueError(
+                f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
+                "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor"
+            )
+        write = (
+            self._write_odd if self._has_odd_column else self.map_.writer(self.noise_, self.params_)
+        )
         return lambda X, out: write(self._check_range(self._scaled(X)), out)
 
     @property
@@ -251,15 +289,20 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         """Return m; the last pair of features may give one column."""
         m, phi = super()._projections(), self.map_
         if phi.width(m) != self.n_components and not (
-                phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))):
+            phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))
+        ):
             fewer = f"{phi.width(m - 1)} or " if m > 1 else ""
-            raise ValueError(f"n_components={self.n_components}: {type(phi).__name__} supports {fewer}{phi.width(m)}")
+            raise ValueError(
+                f"n_components={self.n_components}: {type(phi).__name__} supports {fewer}{phi.width(m)}"
+            )
         return m
 
     @property
     def _has_odd_column(self) -> bool:
         """Whether the last pair of features gives one column."""
-        return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(self.noise_.m)
+        return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(
+            self.noise_.m
+        )
 
     def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write m first features, the last one rotated, then m - 1 second features."""
@@ -282,7 +325,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         """Return weights and offsets of the columns, in the dtype of the data."""
         phi = getattr(self, "map_", None)
         if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
-            raise AttributeError("random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf")
+            raise AttributeError(
+                "random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf"
+            )
         n, m = self._n_features_out, self.noise_.m
         if isinstance(self.map_, Trigonometric):
             rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
@@ -321,7 +366,9 @@ def label_set(*labels) -> np.ndarray:
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The number of unique classes")  # a list of classes has unique entries
+            warnings.filterwarnings(
+                "ignore", "The number of unique classes"
+            )  # a list of classes has unique entries
             for some in labels:
                 check_classification_targets(some)
         return unique_labels(*labels)
@@ -335,9 +382,13 @@ def check_lengths(length_scale, d: int) -> np.ndarray:
     Raises:
         ValueError: they are not positive, or not one or d numbers.
     """
-    lengths = np.asarray(np.nan if isinstance(length_scale, str) else length_scale, dtype=np.float64)
+    lengths = np.asarray(
+        np.nan if isinstance(length_scale, str) else length_scale, dtype=np.float64
+    )
     if lengths.shape not in ((), (d,)) or not (np.isfinite(lengths) & (lengths > 0)).all():
-        raise ValueError(f"length_scale={length_scale}: expected a positive number, or one for each of the {d} columns")
+        raise ValueError(
+            f"length_scale={length_scale}: expected a positive number, or one for each of the {d} columns"
+        )
     return np.broadcast_to(lengths, d)
 
 
@@ -362,7 +413,9 @@ def _variance(X, weight: np.ndarray) -> float:
 
 def _rows_of(X) -> list[slice]:
     """Return blocks of rows; sparse rows become dense and need smaller blocks."""
-    return blocks(X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS)
+    return blocks(
+        X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS
+    )
 
 
 def blocks(n: int, size: int = ROWS) -> list[slice]:

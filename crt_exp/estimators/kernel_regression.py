@@ -10,16 +10,34 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.estimators import FLOATS, ROWS, RandomFeatureEstimator, blocks, label_set, validate_rows
+from crt_exp.estimators import (
+    FLOATS,
+    ROWS,
+    RandomFeatureEstimator,
+    blocks,
+    label_set,
+    validate_rows,
+)
 from crt_exp.features import FeatureMap, Features
 
 
 class _KernelRegression(RandomFeatureEstimator):
     """Base class: kernel averages of targets R (n, C), exact or estimated (CRT 5.2)."""
 
-    def __init__(self, mechanism="oprf", sampler="orthogonal", n_components=128, kernel="gaussian", gamma=None,
-                 random_state=None, *, length_scale=None):
-        super().__init__(mechanism, sampler, n_components, kernel, gamma, random_state, length_scale=length_scale)
+    def __init__(
+        self,
+        mechanism="oprf",
+        sampler="orthogonal",
+        n_components=128,
+        kernel="gaussian",
+        gamma=None,
+        random_state=None,
+        *,
+        length_scale=None,
+    ):
+        super().__init__(
+            mechanism, sampler, n_components, kernel, gamma, random_state, length_scale=length_scale
+        )
 
     @property
     def _exact(self) -> bool:
@@ -55,7 +73,9 @@ class _KernelRegression(RandomFeatureEstimator):
             self.state_, self.log_scale_ = state, log_scale
             return
         top = torch.maximum(self.log_scale_, log_scale)
-        self.state_ = self.state_ * (self.log_scale_ - top).exp().mT + state * (log_scale - top).exp().mT
+        self.state_ = (
+            self.state_ * (self.log_scale_ - top).exp().mT + state * (log_scale - top).exp().mT
+        )
         self.log_scale_ = top
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
@@ -147,7 +167,9 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         if not np.array_equal(self.classes_[places], y):
             unseen = sorted(set(y.tolist()) - set(self.classes_.tolist()))
-            raise ValueError(f"label {unseen[0]!r}: expected one of classes={self.classes_.tolist()}")
+            raise ValueError(
+                f"label {unseen[0]!r}: expected one of classes={self.classes_.tolist()}"
+            )
         return np.eye(len(self.classes_))[places]
 
 
@@ -162,7 +184,9 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
-        tags.regressor_tags.poor_score = True  # a local average needs a tuned gamma, above all in many dimensions
+        tags.regressor_tags.poor_score = (
+            True  # a local average needs a tuned gamma, above all in many dimensions
+        )
         return tags
 
     def fit(self, X, y):
@@ -199,9 +223,14 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         mass = sums[:, -1:]
         bad = ~(mass[:, 0] > 0)
         if bad.any():
-            warnings.warn(f"{bad.sum()} of {len(X)} rows have no positive kernel mass: predicting the mean training "
-                          "target. Use more features, a smaller gamma or mechanism='oprf'", stacklevel=2)
-        mean = np.where(bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass))
+            warnings.warn(
+                f"{bad.sum()} of {len(X)} rows have no positive kernel mass: predicting the mean training "
+                "target. Use more features, a smaller gamma or mechanism='oprf'",
+                stacklevel=2,
+            )
+        mean = np.where(
+            bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass)
+        )
         return mean.clip(*self.range_).reshape(len(X), *self._shape)
 
 

@@ -21,11 +21,14 @@ from crt_exp.options import whole_number
 from crt_exp.times import threads
 
 Choice = Literal["gcv", "evidence"]
-ROUNDING = {"float64": 1e-13, "float32": 1e-7}  # rounding error of eigenvalues, relative to their sum
-STEPS, ABOVE = 8, 3   # grid points per decade; decades above the largest eigenvalue
+ROUNDING = {
+    "float64": 1e-13,
+    "float32": 1e-7,
+}  # rounding error of eigenvalues, relative to their sum
+STEPS, ABOVE = 8, 3  # grid points per decade; decades above the largest eigenvalue
 CALIBRATION_ROWS = 4000  # rows stored for the calibration of a classifier
-SOFTNESS = 100.0      # inverse L2 penalty of the calibration
-LEAST_RIDGE = 1e-6    # of classifiers, relative to the sum of eigenvalues; leave-one-out scores are inaccurate below it
+SOFTNESS = 100.0  # inverse L2 penalty of the calibration
+LEAST_RIDGE = 1e-6  # of classifiers, relative to the sum of eigenvalues; leave-one-out scores are inaccurate below it
 
 
 class Sums:
@@ -37,16 +40,29 @@ class Sums:
     def __init__(self, columns: int, origin: Tensor):
         def zeros(*shape):
             return torch.zeros(shape, dtype=torch.float64)
+
         T = len(origin)
-        self.gram, self.right, self.features = zeros(columns, columns), zeros(columns, T), zeros(columns)
-        self.targets, self.squares, self.weight, self.rows, self.origin = zeros(T), zeros(T), 0.0, 0, origin
+        self.gram, self.right, self.features = (
+            zeros(columns, columns),
+            zeros(columns, T),
+            zeros(columns),
+        )
+        self.targets, self.squares, self.weight, self.rows, self.origin = (
+            zeros(T),
+            zeros(T),
+            0.0,
+            0,
+            origin,
+        )
 
     def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
         """Add rows z (n, M), y (n, T), w (n,), float64."""
         y, root = y - self.origin, w.sqrt()
         z = z * root[:, None]
         with np.errstate(invalid="ignore", over="ignore"):  # `Solution` rejects infinite features
-            self.gram += torch.from_numpy(z.numpy().T @ z.numpy())  # NumPy computes one triangle: half the time
+            self.gram += torch.from_numpy(
+                z.numpy().T @ z.numpy()
+            )  # NumPy computes one triangle: half the time
         self.right += z.mT @ (root[:, None] * y)
         self.features += root @ z
         self.targets += w @ y
@@ -78,32 +94,49 @@ class Solution:
 
     def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
         if not bool(sums.gram.diagonal().isfinite().all()):
-            raise ValueError("features overflow: scale X down, use a larger length_scale, or mechanism='trig'")
+            raise ValueError(
+                "features overflow: scale X down, use a larger length_scale, or mechanism='trig'"
+            )
         self.weight, self.mean = sums.weight, sums.features / sums.weight
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
         squares = (sums.squares - sums.targets * shift).clamp(min=0)
         with threads(1):  # more threads wait for each other on busy cores
-            values, self.basis = torch.linalg.eigh(sums.gram - torch.outer(sums.features, self.mean))
+            values, self.basis = torch.linalg.eigh(
+                sums.gram - torch.outer(sums.features, self.mean)
+            )
         least = max(floor * float(sums.gram.trace()), torch.finfo(values.dtype).tiny)
-        self.values = torch.where(values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0)
-        part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)           # (M, T)
+        self.values = torch.where(
+            values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0
+        )
+        part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)  # (M, T)
         explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
-        rest = (squares - explained.sum(0)).clamp(min=0)                               # unexplained by every ridge
+        rest = (squares - explained.sum(0)).clamp(min=0)  # unexplained by every ridge
         self.count = torch.full_like(squares, sums.weight)
-        exact = rest <= floor**0.5 * squares  # interpolated repeated rows are no evidence of zero noise
+        exact = (
+            rest <= floor**0.5 * squares
+        )  # interpolated repeated rows are no evidence of zero noise
         self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         if isinstance(alpha, str):
             if sums.weight <= 1 + 1e-9 and sums.rows > 1:
-                raise ValueError(f"sample_weight sums to {sums.weight:g}: too small for alpha={alpha}; use mean 1")
+                raise ValueError(
+                    f"sample_weight sums to {sums.weight:g}: too small for alpha={alpha}; use mean 1"
+                )
             grid = ridges(least, max(float(values[-1]), least))
             score = (self._gcv if alpha == "gcv" else self._evidence)(
-                grid / (self.values[:, None] + grid), explained, rest)                 # (A, T)
-            best = score.sum(1, keepdim=True).argmin(0).expand(len(squares)) if together else score.argmin(0)
+                grid / (self.values[:, None] + grid), explained, rest
+            )  # (A, T)
+            best = (
+                score.sum(1, keepdim=True).argmin(0).expand(len(squares))
+                if together
+                else score.argmin(0)
+            )
             self.alpha = grid[best]
         else:
             self.alpha = torch.full_like(squares, alpha)
-        inverse = torch.where(self.values[:, None] > 0, 1 / (self.values[:, None] + self.alpha), 0.0)
+        inverse = torch.where(
+            self.values[:, None] > 0, 1 / (self.values[:, None] + self.alpha), 0.0
+        )
         shrunk = 1 - self.values[:, None] * inverse
         self.coefficients = self.basis @ (part * inverse)
         self.intercept = self.targets - self.mean @ self.coefficients
@@ -116,7 +149,9 @@ class Solution:
         """Return n RSS / (n - degrees of freedom)^2; infinite without residual degrees."""
         left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
         residual = rest + shrunk.square().mT @ explained
-        return torch.where(left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf)
+        return torch.where(
+            left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf
+        )
 
     def _evidence(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
         """Return -2 log evidence, maximised over the noise variance."""
@@ -160,10 +195,30 @@ class BaseRandomFeatureRidge(BaseEstimator):
 
     together, least_ridge = False, 0.0
 
-    def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma=None,
-                 *, length_scale=None, alpha="evidence", random_state=None):
-        self.mechanism, self.sampler, self.n_components, self.alpha = mechanism, sampler, n_components, alpha
-        self.kernel, self.gamma, self.length_scale, self.random_state = kernel, gamma, length_scale, random_state
+    def __init__(
+        self,
+        mechanism="trig",
+        sampler="orthogonal",
+        n_components=512,
+        kernel="gaussian",
+        gamma=None,
+        *,
+        length_scale=None,
+        alpha="evidence",
+        random_state=None,
+    ):
+        self.mechanism, self.sampler, self.n_components, self.alpha = (
+            mechanism,
+            sampler,
+            n_components,
+            alpha,
+        )
+        self.kernel, self.gamma, self.length_scale, self.random_state = (
+            kernel,
+            gamma,
+            length_scale,
+            random_state,
+        )
 
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
@@ -183,14 +238,18 @@ class BaseRandomFeatureRidge(BaseEstimator):
         if (weight < 0).any():
             raise ValueError(f"sample_weight: {weight.min():g}; expected numbers >= 0")
         if first and not weight.any():
-            raise ValueError("Sample weights must contain at least one non-zero number: there is nothing to fit to")
+            raise ValueError(
+                "Sample weights must contain at least one non-zero number: there is nothing to fit to"
+            )
         if not weight.all():
             X, y, weight = (part[weight > 0] for part in (X, y, weight))
         y = self._validate_targets(y, first)
         if first:
             self._begin(X, weight)
-        targets, weights = (torch.from_numpy(np.require(part, requirements="W"))  # torch warns of read-only arrays
-                            for part in (self._columns_of(y), weight))
+        targets, weights = (
+            torch.from_numpy(np.require(part, requirements="W"))  # torch warns of read-only arrays
+            for part in (self._columns_of(y), weight)
+        )
         if first:
             self.sums_ = Sums(int(self.n_components), self._origin(targets))
         for rows in blocks(X.shape[0], 4096):
@@ -202,15 +261,26 @@ class BaseRandomFeatureRidge(BaseEstimator):
         whole_number(self.n_components, "n_components")
         if isinstance(self.alpha, str) and self.alpha in get_args(Choice):
             return
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, Real) or not 0 <= self.alpha < np.inf:
+        if (
+            isinstance(self.alpha, bool)
+            or not isinstance(self.alpha, Real)
+            or not 0 <= self.alpha < np.inf
+        ):
             raise ValueError(f"alpha={self.alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
 
     def _begin(self, X, weight: np.ndarray) -> None:
         seed = self.random_state
         if not isinstance(seed, Integral):
             seed = check_random_state(seed).randint(2**31 - 1)
-        self.features_ = RandomFeatures(self.mechanism, self.sampler, int(self.n_components), self.kernel, self.gamma,
-                                        seed, length_scale=self.length_scale)._begin(X, weight, "scale")
+        self.features_ = RandomFeatures(
+            self.mechanism,
+            self.sampler,
+            int(self.n_components),
+            self.kernel,
+            self.gamma,
+            seed,
+            length_scale=self.length_scale,
+        )._begin(X, weight, "scale")
 
     def _features(self, X) -> Tensor:
         return torch.from_numpy(self.features_.transform(X)).double()
@@ -231,7 +301,10 @@ class BaseRandomFeatureRidge(BaseEstimator):
         if self._solved is None or self._solved[0] != self.alpha:
             self._check_options()
             floor = max(ROUNDING[self.features_._dtype.name], self.least_ridge)
-            self._solved = self.alpha, self._finish(Solution(self.sums_, self.alpha, floor, self.together))
+            self._solved = (
+                self.alpha,
+                self._finish(Solution(self.sums_, self.alpha, floor, self.together)),
+            )
         return self._solved[1]
 
     def _finish(self, solution: Solution) -> Solution:
@@ -241,7 +314,9 @@ class BaseRandomFeatureRidge(BaseEstimator):
         """Apply `what` to the features (n, M) of X, block by block."""
         check_is_fitted(self, "sums_")
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
-        return np.concatenate([what(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)])
+        return np.concatenate(
+            [what(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)]
+        )
 
     @property
     def rows_(self) -> int:
@@ -298,7 +373,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         solution = self._solve()
         if not return_std:
             return self._per_block(X, solution.predict).reshape(-1, *self._shape)
-        both = self._per_block(X, lambda z: torch.stack([solution.predict(z), solution.variance(z).sqrt()], -1))
+        both = self._per_block(
+            X, lambda z: torch.stack([solution.predict(z), solution.variance(z).sqrt()], -1)
+        )
         return tuple(both[..., k].reshape(-1, *self._shape) for k in (0, 1))
 
     @property
@@ -307,7 +384,8 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
 
     intercept_, alpha_, noise_variance_, degrees_ = (
         property(lambda self, name=name: self._of_targets(getattr(self._solve(), name)))
-        for name in ("intercept", "alpha", "noise_variance", "degrees"))
+        for name in ("intercept", "alpha", "noise_variance", "degrees")
+    )
 
     def _of_targets(self, values: Tensor):
         return values.numpy() if self._shape else float(values)
@@ -316,7 +394,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         if first:
             self._shape = y.shape[1:]
         if y.shape[1:] != self._shape:
-            raise ValueError(f"y: shape {('n', *y.shape[1:])}, expected {('n', *self._shape)} as in the first batch")
+            raise ValueError(
+                f"y: shape {('n', *y.shape[1:])}, expected {('n', *self._shape)} as in the first batch"
+            )
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
@@ -338,10 +418,28 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
 
     together, least_ridge, _target_checks = True, LEAST_RIDGE, {}
 
-    def __init__(self, mechanism="trig", sampler="orthogonal", n_components=512, kernel="gaussian", gamma=None,
-                 *, length_scale=None, alpha="gcv", random_state=None):
-        super().__init__(mechanism, sampler, n_components, kernel, gamma, length_scale=length_scale, alpha=alpha,
-                         random_state=random_state)
+    def __init__(
+        self,
+        mechanism="trig",
+        sampler="orthogonal",
+        n_components=512,
+        kernel="gaussian",
+        gamma=None,
+        *,
+        length_scale=None,
+        alpha="gcv",
+        random_state=None,
+    ):
+        super().__init__(
+            mechanism,
+            sampler,
+            n_components,
+            kernel,
+            gamma,
+            length_scale=length_scale,
+            alpha=alpha,
+            random_state=random_state,
+        )
 
     def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Add rows.
@@ -360,7 +458,9 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         The constant is one number per row.
         """
         self._solve()
-        return self._per_block(X, self._scores).reshape((-1,) if len(self.classes_) == 2 else (-1, len(self.classes_)))
+        return self._per_block(X, self._scores).reshape(
+            (-1,) if len(self.classes_) == 2 else (-1, len(self.classes_))
+        )
 
     def _scores(self, z: Tensor) -> Tensor:
         return z @ torch.from_numpy(self.coef_).T + torch.from_numpy(self.intercept_)
@@ -395,7 +495,9 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         old = getattr(self, "classes_", y[:0])
         self.classes_ = label_set(old, y) if len(old) else label_set(y)
         if not first and len(self.classes_) > len(old):
-            self.sums_.move_targets(np.searchsorted(self.classes_, old).tolist(), len(self.classes_))
+            self.sums_.move_targets(
+                np.searchsorted(self.classes_, old).tolist(), len(self.classes_)
+            )
         return y
 
     def _columns_of(self, y: np.ndarray) -> np.ndarray:
@@ -413,10 +515,14 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         while self.rows_ > CALIBRATION_ROWS * self._stride:
             self._stride *= 2
         new = slice(-before % self._stride, None, self._stride)
-        thinned = [part[::self._stride // old] for part in self._kept]
+        thinned = [part[:: self._stride // old] for part in self._kept]
         rows = [thinned[0], X[new]]
         X = vstack(rows, "csr") if any(map(issparse, rows)) else np.concatenate(rows)
-        self._kept = X, np.concatenate([thinned[1], y[new]]), np.concatenate([thinned[2], weight[new]])
+        self._kept = (
+            X,
+            np.concatenate([thinned[1], y[new]]),
+            np.concatenate([thinned[2], weight[new]]),
+        )
 
     def _finish(self, solution: Solution) -> Solution:
         """Fit the calibration.
@@ -430,15 +536,28 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         if len(np.unique(y)) < 2:
             raise ValueError(f"y: one class only ({y[0]}) so far; expected at least two")
         scores = solution.leave_one_out(self._features(X), torch.from_numpy(self._columns_of(y)))
-        fitted = LogisticRegression(C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False)
-        slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C); scores sum to 1, which serves as the intercept
+        fitted = LogisticRegression(
+            C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False
+        )
+        slopes = fitted.fit(
+            scores.numpy(), y, weight
+        ).coef_  # (K, C); scores sum to 1, which serves as the intercept
         offsets = np.zeros(len(slopes))
         if len(self.classes_) > 2:  # classes without rows get probability 0
             seen = np.isin(self.classes_, fitted.classes_)
             if len(slopes) == 1:
-                slopes, offsets = np.concatenate([0 * slopes, slopes]), np.concatenate([0 * offsets, offsets])
-            full = np.zeros((len(self.classes_), slopes.shape[1])), np.full(len(self.classes_), -np.inf)
+                slopes, offsets = (
+                    np.concatenate([0 * slopes, slopes]),
+                    np.concatenate([0 * offsets, offsets]),
+                )
+            full = (
+                np.zeros((len(self.classes_), slopes.shape[1])),
+                np.full(len(self.classes_), -np.inf),
+            )
             full[0][seen], full[1][seen] = slopes, offsets
             slopes, offsets = full
-        self._linear = (slopes @ solution.coefficients.T.numpy(), slopes @ solution.intercept.numpy() + offsets)
+        self._linear = (
+            slopes @ solution.coefficients.T.numpy(),
+            slopes @ solution.intercept.numpy() + offsets,
+        )
         return solution

@@ -25,17 +25,21 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from crt_exp.evolution.environments import Environment, Observation
+from crt_exp.measure.kernel import generator
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.measure.kernel import generator
 from crt_exp.runner import checkpoint
 from crt_exp.runner.exit_handling import Stopped
 from crt_exp.samplers import orthogonal
 from crt_exp.times import threads, without_interrupts
 
-CHECKPOINTS = "checkpoints"                              # subfolder of the run directory
-SPLITS = {"train": 0, "validation": 1, "test": 2}        # part of the seed, so that splits have different rollouts
-BETAS, EPS = (0.9, 0.999), 1e-8                          # Adam's constants
+CHECKPOINTS = "checkpoints"  # subfolder of the run directory
+SPLITS = {
+    "train": 0,
+    "validation": 1,
+    "test": 2,
+}  # part of the seed, so that splits have different rollouts
+BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's constants
 
 
 # ---- rollouts, in lockstep groups, in this process or in others
@@ -93,7 +97,9 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
     return [value if np.isfinite(value) else DROPPED for value in returns.tolist()]
 
 
-def decided(player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence) -> np.ndarray:
+def decided(
+    player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence
+) -> np.ndarray:
     if player.policy is None:
         return np.stack([draw.uniform(-1, 1, player.world.actions) for draw in draws])
     images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*seen))
@@ -104,19 +110,23 @@ def finite(seen: Observation) -> bool:
     return bool(np.isfinite(seen.image).all() and np.isfinite(seen.state).all())
 
 
-def play_all(player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int) -> list[list[float]]:
+def play_all(
+    player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int
+) -> list[list[float]]:
     """Return the returns of each row of thetas (P, N) in each seed, by row.
 
     `together` rows are played at once. Raises Stopped if a worker process died.
     """
     groups = thetas.split(together)
-    calls = [(player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups]
+    calls = [
+        (player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups
+    ]
     if min(workers, len(calls)) == 1:
         returns = [play(*call) for call in calls]
     else:
         returns = in_processes(calls, workers)
     flat = [value for group in returns for value in group]
-    return [flat[i:i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+    return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
 
 
 def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
@@ -124,9 +134,13 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
 
     try:
         with without_interrupts():
-            return joblib.Parallel(n_jobs=workers, batch_size=1)(joblib.delayed(play)(*call) for call in calls)
+            return joblib.Parallel(n_jobs=workers, batch_size=1)(
+                joblib.delayed(play)(*call) for call in calls
+            )
     except BrokenProcessPool:
-        raise Stopped(f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1) from None
+        raise Stopped(
+            f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1
+        ) from None
 
 
 # ---- evolution strategies
@@ -228,11 +242,13 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
     first.lerp_(g, 1 - BETAS[0])
     second.lerp_(g.square(), 1 - BETAS[1])
     step = state.generation + 1
-    size = lr * math.sqrt(1 - BETAS[1]**step) / (1 - BETAS[0]**step)
+    size = lr * math.sqrt(1 - BETAS[1] ** step) / (1 - BETAS[0] ** step)
     state.theta = state.theta + size * first / (second.sqrt() + EPS)
 
 
-def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path | None) -> Iterator[dict[str, Any]]:
+def evolve(
+    plan: Search, player: Player, seed: int, done: int, directory: Path | None
+) -> Iterator[dict[str, Any]]:
     """Yield the records of a run: generations, evaluations and the final test.
 
     The first `done` records are in the run directory, which also stores the state. Raises ValueError if no rollout of a
@@ -243,8 +259,10 @@ def evolve(plan: Search, player: Player, seed: int, done: int, directory: Path |
         if state.generation == 0:
             keep(directory, state)
         for number in range(state.generation, plan.generations):
-            for record in (train_generation(plan, player, state, seed, number),
-                           *due_evaluation(plan, player, state, seed, number)):
+            for record in (
+                train_generation(plan, player, state, seed, number),
+                *due_evaluation(plan, player, state, seed, number),
+            ):
                 state.records += 1
                 if state.records > done:
                     yield record
@@ -260,41 +278,77 @@ def initial_state(player: Player, seed: int) -> State:
     return State(theta, torch.zeros(2, len(theta)))
 
 
-def train_generation(plan: Search, player: Player, state: State, seed: int, number: int) -> dict[str, Any]:
+def train_generation(
+    plan: Search, player: Player, state: State, seed: int, number: int
+) -> dict[str, Any]:
     """Take the step of a generation and return its record."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
-    returns = play_all(player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers)
+    returns = play_all(
+        player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers
+    )
     dropped = int(np.isnan(returns).sum())
     if dropped == plan.population * plan.rollouts:
-        raise ValueError(f"generation {number}: no finite return; check the environment, or use a smaller task.sigma")
+        raise ValueError(
+            f"generation {number}: no finite return; check the environment, or use a smaller task.sigma"
+        )
     ascend(state, gradient(centered_ranks(of_members(returns)), eps, plan.sigma), plan.lr)
-    state.rollouts, state.dropped = state.rollouts + plan.population * plan.rollouts, state.dropped + dropped
-    return {"step": number + 1, "epoch": 0, "split": "train", "return": float(np.nanmean(returns)),
-            "best": float(np.nanmax(returns)), "rollouts": state.rollouts, "dropped": state.dropped, "seeds": seeds,
-            "returns": [[value if math.isfinite(value) else None for value in row] for row in returns],
-            "norm": float(state.theta.norm())}
+    state.rollouts, state.dropped = (
+        state.rollouts + plan.population * plan.rollouts,
+        state.dropped + dropped,
+    )
+    return {
+        "step": number + 1,
+        "epoch": 0,
+        "split": "train",
+        "return": float(np.nanmean(returns)),
+        "best": float(np.nanmax(returns)),
+        "rollouts": state.rollouts,
+        "dropped": state.dropped,
+        "seeds": seeds,
+        "returns": [[value if math.isfinite(value) else None for value in row] for row in returns],
+        "norm": float(state.theta.norm()),
+    }
 
 
-def due_evaluation(plan: Search, player: Player, state: State, seed: int, number: int) -> Iterator[dict[str, Any]]:
+def due_evaluation(
+    plan: Search, player: Player, state: State, seed: int, number: int
+) -> Iterator[dict[str, Any]]:
     """Yield the evaluation on validation, if it is due after a generation."""
     if (number + 1) % plan.evaluate_every == 0:
         yield evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
 
 
-def evaluate(plan: Search, player: Player, state: State, seed: int, split: str, count: int,
-             step: int | None = None) -> dict[str, Any]:
+def evaluate(
+    plan: Search,
+    player: Player,
+    state: State,
+    seed: int,
+    split: str,
+    count: int,
+    step: int | None = None,
+) -> dict[str, Any]:
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
-    groups = [play_all(player, state.theta[None], seeds[i:i + plan.together], 1, 1)[0]
-              for i in range(0, count, plan.together)]
+    groups = [
+        play_all(player, state.theta[None], seeds[i : i + plan.together], 1, 1)[0]
+        for i in range(0, count, plan.together)
+    ]
     returns = np.concatenate(groups)
     finite = returns[np.isfinite(returns)]
     if not len(finite):
         raise ValueError(f"{split}: no finite return in {count} rollouts")
-    return {"step": state.generation if step is None else step, "epoch": 0, "split": split,
-            "return": float(finite.mean()), "std": float(finite.std()), "rollouts": state.rollouts,
-            "dropped": count - len(finite), "seeds": seeds, "returns": finite.tolist()}
+    return {
+        "step": state.generation if step is None else step,
+        "epoch": 0,
+        "split": split,
+        "return": float(finite.mean()),
+        "std": float(finite.std()),
+        "rollouts": state.rollouts,
+        "dropped": count - len(finite),
+        "seeds": seeds,
+        "returns": finite.tolist(),
+    }
 
 
 # ---- the state on disk
@@ -302,8 +356,12 @@ def evaluate(plan: Search, player: Player, state: State, seed: int, split: str, 
 
 def keep(directory: Path | None, state: State) -> None:
     if directory is not None:
-        checkpoint.save(directory / CHECKPOINTS, state.generation,
-                        {"evolution": {"theta": state.theta, "moments": state.moments}}, state.counts)
+        checkpoint.save(
+            directory / CHECKPOINTS,
+            state.generation,
+            {"evolution": {"theta": state.theta, "moments": state.moments}},
+            state.counts,
+        )
         checkpoint.prune(directory / CHECKPOINTS, 2)
 
 
@@ -317,6 +375,8 @@ def restored(directory: Path | None, done: int) -> State | None:
         return None
     counts = checkpoint.load_state(path)
     if done < counts["records"]:
-        raise checkpoint.CheckpointError(f"{path}: expected {counts['records']} records in metrics.jsonl, found "
-                                         f"{done}; restore the file, or move {path.parent} away to start over")
+        raise checkpoint.CheckpointError(
+            f"{path}: expected {counts['records']} records in metrics.jsonl, found "
+            f"{done}; restore the file, or move {path.parent} away to start over"
+        )
     return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

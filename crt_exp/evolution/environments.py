@@ -12,7 +12,7 @@ import numpy as np
 
 from crt_exp.config import ConfigError, unknown
 
-SERVO, STEP = 0.05, 0.0125          # time steps of the servo commands and of the physics
+SERVO, STEP = 0.05, 0.0125  # time steps of the servo commands and of the physics
 
 
 class Observation(NamedTuple):
@@ -29,7 +29,7 @@ class Environment(Protocol):
     """
 
     channels: int
-    size: int       # H = W of the image
+    size: int  # H = W of the image
     states: int
     actions: int
     lead: np.ndarray  # (heads, 3, A), initial controller: see ImplicitPolicy.initial
@@ -49,7 +49,9 @@ def need(task: str, *packages: str) -> None:
     """Raise ConfigError, naming the extra, if a package is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"task={task}: {' and '.join(missing)} missing; pip install 'crt_exp[robotics]'")
+        raise ConfigError(
+            f"task={task}: {' and '.join(missing)} missing; pip install 'crt_exp[robotics]'"
+        )
 
 
 # ---- an Ant on stepping stones ---------------------------------------------------------------------------------------
@@ -60,20 +62,29 @@ def need(task: str, *packages: str) -> None:
 # the low level is a trot of position servos. x is forward, y to the left.
 BODIES = ("Ant-v5", "Ant-v4")
 STONES = 8
-DEPTH = 0.6                         # depth of gaps
-FIRST = 0.75                        # half the length of the first stone, where the Ant starts
-WIDTH = 1.25                        # half the width of stones
+DEPTH = 0.6  # depth of gaps
+FIRST = 0.75  # half the length of the first stone, where the Ant starts
+WIDTH = 1.25  # half the width of stones
 LENGTHS, GAPS, SHIFTS, UNEVEN = (0.9, 1.2), (0.05, 0.15), (0.5, 0.7), 0.02
-TURNS = 0.2                         # probability that the direction of the shift changes
-PERIOD = 0.7                        # period of the gait
+TURNS = 0.2  # probability that the direction of the shift changes
+PERIOD = 0.7  # period of the gait
 STAND, LIFT, STRIDE, SHORT = 1.0, 0.35, 0.45, 0.0
-TURN, HEADING = 0.15, 1.0           # maximum correction of the heading by the hips, and its gain
-LEGS = np.array([1, -1, -1, 1])     # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
+TURN, HEADING = 0.15, 1.0  # maximum correction of the heading by the hips, and its gain
+LEGS = np.array(
+    [1, -1, -1, 1]
+)  # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
 FORWARD = np.array([1, 1, -1, -1])  # sign of the hip angle that moves the foot back
-AIM, AHEAD = -4.0, 1.5              # weights of the initial controller, which turns away from the attended patches
-FALLEN = 0.27                       # torso height below which the Ant has fallen; standing: 0.55
-UNIT = 0.15                         # unit of heights in the image
-NEAR, FAR, SIDE = 0.2, 1.8, 1.0     # area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
+AIM, AHEAD = (
+    -4.0,
+    1.5,
+)  # weights of the initial controller, which turns away from the attended patches
+FALLEN = 0.27  # torso height below which the Ant has fallen; standing: 0.55
+UNIT = 0.15  # unit of heights in the image
+NEAR, FAR, SIDE = (
+    0.2,
+    1.8,
+    1.0,
+)  # area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
 
 
 class SteppingStones:
@@ -100,7 +111,9 @@ class SteppingStones:
         self.model, self.data = body()
         self.boxes = [self.model.geom(f"stone_{i}").id for i in range(STONES)]
         joints = [f"{part}_{leg}" for leg in (1, 2, 3, 4) for part in ("hip", "ankle")]
-        order = [self.model.joint(self.model.actuator_trnid[i, 0]).name for i in range(self.model.nu)]
+        order = [
+            self.model.joint(self.model.actuator_trnid[i, 0]).name for i in range(self.model.nu)
+        ]
         self.servos = np.array([order.index(name) for name in joints]).reshape(4, 2)
         self.places = np.array([self.model.joint(name).qposadr[0] for name in joints]).reshape(4, 2)
 
@@ -122,7 +135,10 @@ class SteppingStones:
         """Take half a gait period: one pair of legs pushes, the other swings."""
         import mujoco
 
-        before, strides = self.data.qpos[0], SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2
+        before, strides = (
+            self.data.qpos[0],
+            SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2,
+        )
         for k in range(ticks := round(PERIOD / 2 / SERVO)):
             self.order(strides, (k + 1) / ticks)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
@@ -138,7 +154,9 @@ class SteppingStones:
         turn = np.clip(HEADING * self.yaw, -TURN, TURN)
         swing = (FORWARD * strides[[0, 1, 0, 1]] + turn) * (2 * phase - 1)
         self.data.ctrl[self.servos[:, 0]] = np.where(pushes, swing, -swing)
-        self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(pushes, STAND, STAND - LIFT * np.sin(np.pi * phase))
+        self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(
+            pushes, STAND, STAND - LIFT * np.sin(np.pi * phase)
+        )
 
     def view(self):
         x, y = self.data.qpos[:2]
@@ -151,7 +169,9 @@ class SteppingStones:
 
     def seen(self) -> Observation:
         x, y, z = self.data.qpos[:3]
-        state = np.array([np.sin(self.yaw), self.data.qvel[1], 2.0 * (self.time % 2) - 1, 4 * (z - 0.55)])
+        state = np.array(
+            [np.sin(self.yaw), self.data.qvel[1], 2.0 * (self.time % 2) - 1, 4 * (z - 0.55)]
+        )
         return Observation(heights(self.stones, x, y, self.yaw, self.size)[None], state)
 
 
@@ -162,7 +182,9 @@ def course(rng: np.random.Generator) -> np.ndarray:
     ends = np.cumsum(2 * halves + gaps) - FIRST
     sense = rng.choice([-1, 1]) * np.cumprod(np.where(rng.random(STONES - 1) < TURNS, -1, 1))
     sides = np.r_[0.0, np.cumsum(sense * rng.uniform(*SHIFTS, STONES - 1))]
-    return np.stack([ends - halves, sides, np.r_[0.0, rng.uniform(-UNEVEN, UNEVEN, STONES - 1)], halves], 1)
+    return np.stack(
+        [ends - halves, sides, np.r_[0.0, rng.uniform(-UNEVEN, UNEVEN, STONES - 1)], halves], 1
+    )
 
 
 def heights(stones: np.ndarray, x: float, y: float, yaw: float, size: int) -> np.ndarray:
@@ -185,7 +207,9 @@ def body():
     import gymnasium
     import mujoco
 
-    spec = mujoco.MjSpec.from_file(str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml"))
+    spec = mujoco.MjSpec.from_file(
+        str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml")
+    )
     spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
     spec.option.timestep = STEP
     for joint in spec.joints:
@@ -196,9 +220,16 @@ def body():
         motor.gear, motor.ctrlrange = [1, 0, 0, 0, 0, 0], [-1.6, 1.6]
     spec.delete(spec.geom("floor"))
     for i in range(STONES):
-        stone = spec.worldbody.add_body(name=f"stone_{i}", mocap=True)  # static bodies that reset() moves
-        stone.add_geom(name=f"stone_{i}", type=mujoco.mjtGeom.mjGEOM_BOX, size=[FIRST, WIDTH, DEPTH / 2], conaffinity=1,
-                       friction=[1, 0.5, 0.5])
+        stone = spec.worldbody.add_body(
+            name=f"stone_{i}", mocap=True
+        )  # static bodies that reset() moves
+        stone.add_geom(
+            name=f"stone_{i}",
+            type=mujoco.mjtGeom.mjGEOM_BOX,
+            size=[FIRST, WIDTH, DEPTH / 2],
+            conaffinity=1,
+            friction=[1, 0.5, 0.5],
+        )
     model = spec.compile()
     return model, mujoco.MjData(model)
 
@@ -209,17 +240,22 @@ def body():
 # from positions, as seen from above. An action is one stroke of both arms: the brushes are lifted, move over the places
 # that the policy chose, come down, and drag particles to the bowl. The low level is fixed: inverse kinematics and
 # servos. x is to the right, y away from the arms.
-TABLE = 0.8                         # half the side of the table and of the image
+TABLE = 0.8  # half the side of the table and of the image
 BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
-LINKS = 0.8                         # length of each link of an arm
+LINKS = 0.8  # length of each link of an arm
 BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
-ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])    # where strokes end
-BRUSH, DISC = 0.09, 0.02            # half the width of a brush; radius of a particle
-HEAP = 0.08                         # standard deviation of positions in the heap
-HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])        # ranges of x and y of its centre
-CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])     # starts of strokes
-LIFTED, OVER, DOWN, DRAG = 0.15, 0.3, 0.1, 0.45    # height of a lifted brush; durations of the parts of a stroke
-MOST = 4                            # maximum value of a pixel
+ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])  # where strokes end
+BRUSH, DISC = 0.09, 0.02  # half the width of a brush; radius of a particle
+HEAP = 0.08  # standard deviation of positions in the heap
+HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])  # ranges of x and y of its centre
+CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])  # starts of strokes
+LIFTED, OVER, DOWN, DRAG = (
+    0.15,
+    0.3,
+    0.1,
+    0.45,
+)  # height of a lifted brush; durations of the parts of a stroke
+MOST = 4  # maximum value of a pixel
 
 
 def initial_controller() -> np.ndarray:
@@ -298,7 +334,7 @@ class Sweeping:
         """Set the servos: shoulder, elbow and brush of each arm."""
         for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
             shoulder, elbow = inverse_kinematics(tip - base, outward)
-            self.data.ctrl[3 * arm:3 * arm + 3] = shoulder, elbow, height
+            self.data.ctrl[3 * arm : 3 * arm + 3] = shoulder, elbow, height
 
     def view(self):
         return (-1.0, 1.0), (-1.0, 1.0)
@@ -339,21 +375,38 @@ def table(particles: int):
     import mujoco
 
     slide, hinge = mujoco.mjtJoint.mjJNT_SLIDE, mujoco.mjtJoint.mjJNT_HINGE
-    capsule, box, disc = (getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("CAPSULE", "BOX", "CYLINDER"))
+    capsule, box, disc = (
+        getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("CAPSULE", "BOX", "CYLINDER")
+    )
     spec = mujoco.MjSpec()
     spec.option.integrator, spec.option.timestep = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, STEP
-    spec.option.gravity = [0, 0, 0]   # the table carries all bodies
+    spec.option.gravity = [0, 0, 0]  # the table carries all bodies
     for arm, base in enumerate(BASES):
         parent = spec.worldbody.add_body(pos=[*base, 0.3])
         for joint in ("shoulder", "elbow"):
             parent.add_joint(name=f"{joint}_{arm}", type=hinge, axis=[0, 0, 1], damping=[0.5, 0, 0])
-            parent.add_geom(type=capsule, fromto=[0, 0, 0, LINKS, 0, 0], size=[0.03, 0, 0], mass=0.5, contype=0,
-                            conaffinity=0)
+            parent.add_geom(
+                type=capsule,
+                fromto=[0, 0, 0, LINKS, 0, 0],
+                size=[0.03, 0, 0],
+                mass=0.5,
+                contype=0,
+                conaffinity=0,
+            )
             parent = parent.add_body(pos=[LINKS, 0, 0])
         parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=[1.0, 0, 0])
-        parent.add_geom(type=box, size=[0.02, BRUSH, 0.04], pos=[0, 0, -0.27], mass=0.1, contype=2, conaffinity=1)
+        parent.add_geom(
+            type=box,
+            size=[0.02, BRUSH, 0.04],
+            pos=[0, 0, -0.27],
+            mass=0.1,
+            contype=2,
+            conaffinity=1,
+        )
         for joint in ("shoulder", "elbow", "brush"):
-            servo = spec.add_actuator(name=f"{joint}_{arm}", target=f"{joint}_{arm}", trntype=mujoco.mjtTrn.mjTRN_JOINT)
+            servo = spec.add_actuator(
+                name=f"{joint}_{arm}", target=f"{joint}_{arm}", trntype=mujoco.mjtTrn.mjTRN_JOINT
+            )
             servo.set_to_position(kp=60, kv=4)
     for i in range(particles):
         body = spec.worldbody.add_body(pos=[0, 0, 0.02])

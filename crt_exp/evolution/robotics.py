@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from crt_exp.atomic_write import atomic_path
 from crt_exp.drawing import new_figure
 from crt_exp.evolution import Player, Search, evolve, prepared, restored
 from crt_exp.evolution.environments import SteppingStones, Sweeping
-from crt_exp.options import Count, Positive, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy
-from crt_exp.atomic_write import atomic_path
+from crt_exp.options import Count, Positive, Whole, checked
 
 PARTICLES = 256  # maximum: the time grows with the cube, and a stroke takes 2 s with 200 particles, minutes with 800
 Looks = Literal["attention", "average", "random"]
@@ -67,21 +67,35 @@ class Robotics:
     directory: Path | None = None
     name: str
 
-    def __init__(self, world: type, options: Mapping[str, Any], looks: str, policy: Policy, strategy: Strategy,
-                 workers: int, film: bool):
+    def __init__(
+        self,
+        world: type,
+        options: Mapping[str, Any],
+        looks: str,
+        policy: Policy,
+        strategy: Strategy,
+        workers: int,
+        film: bool,
+    ):
         self.filmed = film
         self.world, self.options, self.looks = world, tuple(options.items()), looks
         self.plan = Search(**strategy, workers=workers)
         made = world(**options)  # raises errors before anything is written
         sizes = (made.channels, made.size, made.states, made.actions)
-        self.policy = ImplicitPolicy(*sizes, **policy, looks="average" if looks == "average" else "attention")
+        self.policy = ImplicitPolicy(
+            *sizes, **policy, looks="average" if looks == "average" else "attention"
+        )
 
     @property
     def uses(self) -> frozenset[str]:
-        return frozenset({"attention", "features", "sampler", "m"} if self.looks == "attention" else ())
+        return frozenset(
+            {"attention", "features", "sampler", "m"} if self.looks == "attention" else ()
+        )
 
     def player(self, mechanism: Mechanism) -> Player:
-        return Player(self.world, self.options, None if self.looks == "random" else self.policy, mechanism)
+        return Player(
+            self.world, self.options, None if self.looks == "random" else self.policy, mechanism
+        )
 
     def keep(self, records: list[dict], directory: Path) -> None:
         """With `film`, write film.gif of the first test rollout to the run directory."""
@@ -89,7 +103,9 @@ class Robotics:
             theta = restored(directory, len(records)).theta
             film(self.played, theta, records[-1]["seeds"][0], directory / "film.gif")
 
-    def records(self, mechanism: Mechanism, seed: int, done: list[dict] = ()) -> Iterator[dict[str, Any]]:
+    def records(
+        self, mechanism: Mechanism, seed: int, done: list[dict] = ()
+    ) -> Iterator[dict[str, Any]]:
         self.played = self.player(mechanism)
         return evolve(self.plan, self.played, seed, len(done), self.directory)
 
@@ -97,8 +113,10 @@ class Robotics:
         last, dropped = records[-1], sum(r["dropped"] for r in records if r["split"] != "train")
         dropped += max((r["dropped"] for r in records if r["split"] == "train"), default=0)
         lost = f", {dropped} rollouts dropped" if dropped else ""
-        return (f"{self.name}: return {last['return']:.3f} ± {last['std']:.3f} over {len(last['returns'])} rollouts "
-                f"(test, {last['rollouts']} rollouts of training{lost})")
+        return (
+            f"{self.name}: return {last['return']:.3f} ± {last['std']:.3f} over {len(last['returns'])} rollouts "
+            f"(test, {last['rollouts']} rollouts of training{lost})"
+        )
 
 
 @checked("task")
@@ -107,8 +125,17 @@ class Locomotion(Robotics):
 
     name = "locomotion"
 
-    def __init__(self, environment: str, size: Count, seconds: Positive, looks: Looks, policy: Policy,
-                 strategy: Strategy, workers: Count, film: bool = False):
+    def __init__(
+        self,
+        environment: str,
+        size: Count,
+        seconds: Positive,
+        looks: Looks,
+        policy: Policy,
+        strategy: Strategy,
+        workers: Count,
+        film: bool = False,
+    ):
         options = {"environment": environment, "size": size, "seconds": seconds}
         super().__init__(SteppingStones, options, looks, policy, strategy, workers, film)
 
@@ -119,8 +146,17 @@ class Sweep(Robotics):
 
     name = "sweep"
 
-    def __init__(self, particles: Annotated[int, Field(ge=2, le=PARTICLES)], strokes: Count, size: Count,
-                 looks: Looks, policy: Policy, strategy: Strategy, workers: Count, film: bool = False):
+    def __init__(
+        self,
+        particles: Annotated[int, Field(ge=2, le=PARTICLES)],
+        strokes: Count,
+        size: Count,
+        looks: Looks,
+        policy: Policy,
+        strategy: Strategy,
+        workers: Count,
+        film: bool = False,
+    ):
         options = {"particles": particles, "strokes": strokes, "size": size}
         super().__init__(Sweeping, options, looks, policy, strategy, workers, film)
 
@@ -155,9 +191,16 @@ def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
         world.watch = watch
         while not ended:
             images, states = (torch.from_numpy(np.asarray(each))[None].float() for each in seen)
-            draw_image(axes[1], seen.image[0], player.policy.selected_patches(layer, theta[None], images)[0].amax(0),
-                       player, total)
-            seen, reward, ended = world.step(player.policy.act(layer, theta[None], images, states)[0].numpy())
+            draw_image(
+                axes[1],
+                seen.image[0],
+                player.policy.selected_patches(layer, theta[None], images)[0].amax(0),
+                player,
+                total,
+            )
+            seen, reward, ended = world.step(
+                player.policy.act(layer, theta[None], images, states)[0].numpy()
+            )
             total += reward
     world.watch = None
     plt.close(figure)
@@ -191,10 +234,17 @@ def draw_world(axes: Any, world: Any) -> None:
         elif model.geom_type[i] == kinds.mjGEOM_BOX:
             corners = size[:2] * [[1, 1], [1, -1], [-1, -1], [-1, 1]]
             stone = model.body_mocapid[model.geom_bodyid[i]] >= 0
-            axes.add_patch(Polygon((at + np.c_[corners, np.zeros(4)] @ turn.T)[:, :2], color="0.8" if stone else INK,
-                                   zorder=0 if stone else 3))
+            axes.add_patch(
+                Polygon(
+                    (at + np.c_[corners, np.zeros(4)] @ turn.T)[:, :2],
+                    color="0.8" if stone else INK,
+                    zorder=0 if stone else 3,
+                )
+            )
         else:
-            axes.add_patch(Circle(at[:2], size[0], color=KEPT if i > 0 and size[0] < 0.1 else INK, zorder=4))
+            axes.add_patch(
+                Circle(at[:2], size[0], color=KEPT if i > 0 and size[0] < 0.1 else INK, zorder=4)
+            )
     x, y = world.view()
     axes.set(xlim=x, ylim=y, xticks=[], yticks=[], aspect="equal", title="from above")
     for circle in getattr(world, "circles", list)():

@@ -20,7 +20,9 @@ from crt_exp.features.statistics import Kernel, Statistics, log_kernel
 from crt_exp.options import check_values
 from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
 
-ONE = torch.ones(())  # value of positive features; zero-dimensional tensors combine with every device and dtype
+ONE = torch.ones(
+    ()
+)  # value of positive features; zero-dimensional tensors combine with every device and dtype
 LOG2 = math.log(2)
 
 # nested tensors (samplers/noise.py), mostly (..., 1, 1), (..., 1, d) or (..., d, d); () for maps without parameters
@@ -30,7 +32,7 @@ Params = Any
 class Features(NamedTuple):
     """Real features phi = value * exp(log_scale); both broadcast to (..., L, M)."""
 
-    value: Tensor      # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
+    value: Tensor  # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
     log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
 
     def dense(self) -> "Features":
@@ -86,8 +88,10 @@ class Projections:
 
     def of_part(self, part: int) -> "Projections":
         """Return the request renamed for part number `part` of a composite map."""
-        name, begin = (None if name is None else f"{part}_{name}" if name else str(part)
-                       for name in (self.name, self.begin))
+        name, begin = (
+            None if name is None else f"{part}_{name}" if name else str(part)
+            for name in (self.name, self.begin)
+        )
         return replace(self, name=name, begin=begin)
 
 
@@ -107,11 +111,13 @@ class FeatureMap:
 
     kernel: Kernel = "softmax"
 
-    estimates = True    # the features estimate a kernel without bias; False for learned features
-    own_kernel = False  # the kernel is neither softmax nor Gaussian; such maps do not serve attention
-    learned = False     # the projections are always parameters of the layer
-    trainable = False   # a layer can train the parameters and projections (attention.learn)
-    fitted = False      # `fit` uses statistics; if False, call `fit(None)`
+    estimates = True  # the features estimate a kernel without bias; False for learned features
+    own_kernel = (
+        False  # the kernel is neither softmax nor Gaussian; such maps do not serve attention
+    )
+    learned = False  # the projections are always parameters of the layer
+    trainable = False  # a layer can train the parameters and projections (attention.learn)
+    fitted = False  # `fit` uses statistics; if False, call `fit(None)`
     # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines
     # `unfitted(d)`, the parameters before the fit, and `until_fitted`, which describes them.
     on_vectors = False
@@ -177,7 +183,9 @@ class FeatureMap:
     def bind(self, noise: Noise, params: Params = ()) -> BoundMap:
         """Return both maps as functions of the vectors alone, for use on chunks."""
         phi_q = partial(self.phi_q, noise=noise, params=params)
-        return BoundMap(phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params))
+        return BoundMap(
+            phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params)
+        )
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """Return a function that writes phi_q(x) into `out` (..., L, M).
@@ -195,7 +203,9 @@ class FeatureMap:
         Raises:
             ValueError: the map has no closed form.
         """
-        raise ValueError(f"features={type(self).__name__}: no closed-form variance; define log_relative_second_moment")
+        raise ValueError(
+            f"features={type(self).__name__}: no closed-form variance; define log_relative_second_moment"
+        )
 
     def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
         """Return the log variance with m i.i.d. projections; shapes as `log_variance`."""
@@ -224,7 +234,9 @@ def distinct(needed: Nested) -> list[Projections]:
     named = {}
     for p in leaves(needed):
         if named.setdefault(p.name, p).m != p.m:
-            raise ValueError(f"shared projections: parts need {named[p.name].m} and {p.m} rows; use equal m")
+            raise ValueError(
+                f"shared projections: parts need {named[p.name].m} and {p.m} rows; use equal m"
+            )
     return list(named.values())
 
 
@@ -250,7 +262,11 @@ def log_cosh(t: Tensor) -> Tensor:
     """Return log cosh t, to full relative accuracy near 0."""
     t = t.abs()
     near = t.clamp(max=1.0)
-    return torch.where(t > 1, t - LOG2 + torch.log1p(torch.exp(-2 * t)), torch.log1p(2 * torch.sinh(near / 2).square()))
+    return torch.where(
+        t > 1,
+        t - LOG2 + torch.log1p(torch.exp(-2 * t)),
+        torch.log1p(2 * torch.sinh(near / 2).square()),
+    )
 
 
 def all_true(condition: Tensor) -> bool:
@@ -277,7 +293,9 @@ def check_finite(value: Tensor, name: str) -> Tensor:
     if not values_readable(value):
         return torch.where(value.isfinite(), value, torch.nan)
     if not all_true(value.isfinite()):
-        raise NotFinite(f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow")
+        raise NotFinite(
+            f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow"
+        )
     return value
 
 
@@ -285,7 +303,9 @@ class NotFinite(ValueError):
     """Raised when a computation that needs finite numbers receives others."""
 
 
-def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]) -> str | None:
+def first_nonfinite(
+    model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]
+) -> str | None:
     """Name the first non-finite parameter, layer output, loss or gradient.
 
     The function recomputes the forward and backward passes of `batches`. It checks layers in execution order, inner
@@ -302,13 +322,19 @@ def first_nonfinite(model: nn.Module, batches: Iterable[Any], loss: Callable[[nn
     for batch in batches:
         replay(model, batch, loss, names)
     if not names:  # only the sum over micro-batches or processes overflowed; backward reaches the last layer first
-        late = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
+        late = [
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None and not finite(p.grad)
+        ]
         names = [f"gradient of {name}" for name in reversed(late)]
     return names[0] if names else None
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
-    return [f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)]
+    return [
+        f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)
+    ]
 
 
 def layer_of(error: BaseException, model: nn.Module) -> str:
@@ -319,10 +345,19 @@ def layer_of(error: BaseException, model: nn.Module) -> str:
     return f"{names[layers[-1]]} ({type(layers[-1]).__name__}): {error}" if layers else str(error)
 
 
-def replay(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]) -> None:
+def replay(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]
+) -> None:
     """Run one micro-batch forward and backward; append the first problem to `names`."""
-    hooks = [module.register_forward_hook(output_hook(name, names)) for name, module in model.named_modules()]
-    hooks += [p.register_hook(gradient_hook(name, names)) for name, p in model.named_parameters() if p.requires_grad]
+    hooks = [
+        module.register_forward_hook(output_hook(name, names))
+        for name, module in model.named_modules()
+    ]
+    hooks += [
+        p.register_hook(gradient_hook(name, names))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
     try:
         value = loss(model, batch)
         if not names and not finite(value):
@@ -340,6 +375,7 @@ def output_hook(name: str, names: list[str]):
     def hook(module, args, output):
         if not names and not all(finite(t) for t in tensors_in(output)):
             names.append(f"output of {name or 'the model'} ({type(module).__name__})")
+
     return hook
 
 
@@ -347,6 +383,7 @@ def gradient_hook(name: str, names: list[str]):
     def hook(gradient):
         if not names and not finite(gradient):
             names.append(f"gradient of {name}")
+
     return hook
 
 

@@ -16,12 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, FeatureMap, Features, align, all_true, check_finite, values_readable
+from crt_exp.features.base import (
+    ONE,
+    FeatureMap,
+    Features,
+    align,
+    all_true,
+    check_finite,
+    values_readable,
+)
 from crt_exp.features.statistics import Statistics, angle
 from crt_exp.options import Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
+
 
 @dataclass(frozen=True)
 class InBlocks(FeatureMap):
@@ -37,15 +46,17 @@ class InBlocks(FeatureMap):
         return torch.nn.functional.softplus(self.log_relative_variance(x, y, params))
 
     def log_variance(self, x, y, params) -> Tensor:
-        return 2 * self.log_kernel(x.double(), y.double()) + self.log_relative_variance(x, y, params)
+        return 2 * self.log_kernel(x.double(), y.double()) + self.log_relative_variance(
+            x, y, params
+        )
 
 
 @dataclass(frozen=True)
 class Block:
     """The product of weights and base features; column r D + d is weight_r feature_d."""
 
-    weight: Tensor     # (..., L, R), bounded
-    base: Features     # (..., L, D)
+    weight: Tensor  # (..., L, R), bounded
+    base: Features  # (..., L, D)
     groups = 1
     cluster = None
 
@@ -63,14 +74,18 @@ class Block:
         `log` has shape (..., L, D or 1).
         """
         top = log.amax(-2).unsqueeze(-1)
-        return top.expand(*top.shape[:-2], self.columns, 1).repeat(*[1] * (top.ndim - 2), self.weight.shape[-1], 1)
+        return top.expand(*top.shape[:-2], self.columns, 1).repeat(
+            *[1] * (top.ndim - 2), self.weight.shape[-1], 1
+        )
 
     def to_base(self, top: Tensor) -> Tensor:
         """Map maxima per column (..., width, 1) to the base features, (..., 1, D or 1)."""
-        return top[..., :self.base.log_scale.shape[-1], :].mT
+        return top[..., : self.base.log_scale.shape[-1], :].mT
 
     def dense(self) -> Features:
-        value, log = torch.broadcast_tensors(self.base.value.to(self.base.log_scale), self.base.log_scale)
+        value, log = torch.broadcast_tensors(
+            self.base.value.to(self.base.log_scale), self.base.log_scale
+        )
         value = self.weight.unsqueeze(-1) * value.unsqueeze(-2)
         return Features(value.flatten(-2), log.unsqueeze(-2).expand(value.shape).flatten(-2))
 
@@ -82,7 +97,7 @@ class Selected(Block):
     With A groups and C clusters, block (a, c) has index a C + c and D / A columns, those of group a of the base.
     """
 
-    cluster: Tensor    # (..., L, 1), index of the token's cluster
+    cluster: Tensor  # (..., L, 1), index of the token's cluster
     groups: int = 1
 
     @classmethod
@@ -91,11 +106,22 @@ class Selected(Block):
         return cls(own.to(base.log_scale), base, cluster, groups)
 
     def column_maxima(self, log: Tensor) -> Tensor:
-        tops = [log.masked_fill(weight.unsqueeze(-1) == 0, -torch.inf).amax(-2) for weight in self.weight.unbind(-1)]
-        return torch.stack([t.unflatten(-1, (self.groups, -1)) for t in tops], -2).flatten(-3).unsqueeze(-1)
+        tops = [
+            log.masked_fill(weight.unsqueeze(-1) == 0, -torch.inf).amax(-2)
+            for weight in self.weight.unbind(-1)
+        ]
+        return (
+            torch.stack([t.unflatten(-1, (self.groups, -1)) for t in tops], -2)
+            .flatten(-3)
+            .unsqueeze(-1)
+        )
 
     def to_base(self, top: Tensor) -> Tensor:
-        of_cluster = top.squeeze(-1).unflatten(-1, (self.groups, self.weight.shape[-1], -1)).transpose(-3, -2)
+        of_cluster = (
+            top.squeeze(-1)
+            .unflatten(-1, (self.groups, self.weight.shape[-1], -1))
+            .transpose(-3, -2)
+        )
         return rows_of(of_cluster.flatten(-2), self.cluster)
 
     def dense(self) -> Features:
@@ -113,9 +139,11 @@ def rows_of(table: Tensor, index: Tensor) -> Tensor:
 
     C passes of `where` over k columns are faster than a gather.
     """
-    rows = table[..., :1, :].expand(*[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1)
+    rows = table[..., :1, :].expand(
+        *[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1
+    )
     for c in range(1, table.shape[-2]):
-        rows = torch.where(index == c, table[..., c:c + 1, :], rows)
+        rows = torch.where(index == c, table[..., c : c + 1, :], rows)
     return rows
 
 
@@ -142,7 +170,7 @@ class Coefficient(FeatureMap):
 
     kernel: None = None
     has_constant = True  # `a` may be non-zero
-    columns = 2          # of rho, per projection
+    columns = 2  # of rho, per projection
 
     def width(self, m: int) -> int:
         return int(self.has_constant) + self.columns * m
@@ -164,7 +192,11 @@ class Coefficient(FeatureMap):
 
     def lambda_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of lambda: [sqrt|a|, rho], with sgn(a) on the query side."""
-        return torch.cat([column(self.constant(params), rho, key), rho], -1) if self.has_constant else rho
+        return (
+            torch.cat([column(self.constant(params), rho, key), rho], -1)
+            if self.has_constant
+            else rho
+        )
 
     def complement_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of 1 - lambda, from those of `rho`."""
@@ -241,7 +273,7 @@ class AngularCoefficient(BipolarCoefficient):
 
 class GaussianParams(NamedTuple):
     sigma: Tensor  # (..., 1, 1)
-    norm: Tensor   # (..., 1, 1): varrho = 1 - exp(-2 sigma^2 r^2)
+    norm: Tensor  # (..., 1, 1): varrho = 1 - exp(-2 sigma^2 r^2)
 
 
 @dataclass(frozen=True)
@@ -280,7 +312,11 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
         else:
             r = check_finite((stats.mean_norms / 2).sqrt(), "r")[..., None, None]
         known = r > 0
-        sigma = torch.full_like(r, self.sigma) if self.sigma is not None else torch.where(known, 1 / r, 1.0)
+        sigma = (
+            torch.full_like(r, self.sigma)
+            if self.sigma is not None
+            else torch.where(known, 1 / r, 1.0)
+        )
         product = torch.where(known, sigma * r, torch.inf)
         if values_readable(product) and not all_true(product >= LEAST):
             _check_product(float(product.min()))
@@ -322,7 +358,9 @@ class GaussianCoefficient(Coefficient):
         super().__post_init__()
         M = torch.as_tensor(self.M, dtype=torch.float64)
         if M.ndim > 1 or not bool(M.isfinite().all()):
-            raise ValueError(f"M={self.M!r}: expected a real number, or d real numbers for a diagonal")
+            raise ValueError(
+                f"M={self.M!r}: expected a real number, or d real numbers for a diagonal"
+            )
         object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
@@ -339,7 +377,9 @@ class GaussianCoefficient(Coefficient):
     def _m(self, x: Tensor) -> Tensor:
         M = x.new_tensor(self.M)
         if M.ndim and len(M) != x.shape[-1]:
-            raise ValueError(f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers")
+            raise ValueError(
+                f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers"
+            )
         return M
 
 

@@ -14,17 +14,31 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, Features, align, broadcast_matrix, check_finite, log_expm1
+from crt_exp.features.base import (
+    ONE,
+    BoundMap,
+    Features,
+    align,
+    broadcast_matrix,
+    check_finite,
+    log_expm1,
+)
 from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, Selected, rows_of
-from crt_exp.features.complex_exponential import (CERF, Diagonal, Field, diagonal_by_centres, diagonal_by_moments,
-                                                  exponential)
+from crt_exp.features.complex_exponential import (
+    CERF,
+    Diagonal,
+    Field,
+    diagonal_by_centres,
+    diagonal_by_moments,
+    exponential,
+)
 from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.options import Count, Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
 
-SEED = 0    # random state of k-means
+SEED = 0  # random state of k-means
 STARTS = 4  # initialisations of k-means
 
 
@@ -34,9 +48,9 @@ class Clusters(NamedTuple):
     The entries of M are `size`, times i where `imaginary` is 1.
     """
 
-    queries: Tensor    # (..., I, d)
-    keys: Tensor       # (..., J, d)
-    size: Tensor       # (..., I J, d)
+    queries: Tensor  # (..., I, d)
+    keys: Tensor  # (..., J, d)
+    size: Tensor  # (..., I J, d)
     imaginary: Tensor  # (..., I J, d), 0 or 1
 
 
@@ -76,7 +90,9 @@ class ClusteredMap(InBlocks):
         """
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
         clusters = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        return Clusters(*(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*clusters)))
+        return Clusters(
+            *(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*clusters))
+        )
 
     def _clusters_of(self, x: Tensor, y: Tensor) -> Clusters:
         r, t = k_means(x, self.queries, "queries"), k_means(y, self.keys, "keys")
@@ -90,8 +106,10 @@ class ClusteredMap(InBlocks):
 
     def initial_clusters(self, d: int) -> Clusters:
         """Return initial clusters with M = 1 for all pairs, so that every base is PosRF."""
-        r, t, size, imaginary = (torch.zeros(count, d, dtype=torch.float64)
-                                 for count in (self.queries, self.keys, self.pairs, self.pairs))
+        r, t, size, imaginary = (
+            torch.zeros(count, d, dtype=torch.float64)
+            for count in (self.queries, self.keys, self.pairs, self.pairs)
+        )
         return Clusters(r, t, size + 1, imaginary)
 
 
@@ -119,7 +137,14 @@ class ClusteredHybrid(ClusteredMap):
         size, imaginary = (t.unflatten(-2, (self.queries, self.keys)) for t in params[2:])
         inverse = 1 / size
         of_queries = _Side(self, noise, params.queries, size, imaginary, key=False)
-        of_keys = _Side(self, noise, params.keys, inverse.transpose(-3, -2), -imaginary.transpose(-3, -2), key=True)
+        of_keys = _Side(
+            self,
+            noise,
+            params.keys,
+            inverse.transpose(-3, -2),
+            -imaginary.transpose(-3, -2),
+            key=True,
+        )
         return BoundMap(of_queries.features, of_keys.features)
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
@@ -137,25 +162,42 @@ class _Side:
     Features are those of the bases that the token's cluster forms with all clusters of the other side.
     """
 
-    def __init__(self, phi: ClusteredHybrid, noise: Noise, centres: Tensor, size: Tensor, imaginary: Tensor, key: bool):
+    def __init__(
+        self,
+        phi: ClusteredHybrid,
+        noise: Noise,
+        centres: Tensor,
+        size: Tensor,
+        imaginary: Tensor,
+        key: bool,
+    ):
         self.phi, self.noise, self.centres, self.key = phi, noise, centres, key
         self.others = size.shape[-2]
-        self.re = (size * (1 - imaginary.abs())).flatten(-2)           # (..., C, others d)
+        self.re = (size * (1 - imaginary.abs())).flatten(-2)  # (..., C, others d)
         self.im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
         # coefficients of x_l^2 in Re (Mx)^2/2, plus |x|^2/2 for the Gaussian kernel
-        self.half = (size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")).flatten(-3, -2) / 2
+        self.half = (
+            size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")
+        ).flatten(-3, -2) / 2
 
     def features(self, x: Tensor) -> Blocks:
         self.noise.check(x)
         check_dimension(self.centres, x)
         x = at_least_float32(x)
-        cluster = nearest_centre(x, self.centres)                      # (..., L, 1)
-        re = self._scaled(x, cluster, self.re)                         # (..., others L, d)
+        cluster = nearest_centre(x, self.centres)  # (..., L, 1)
+        re = self._scaled(x, cluster, self.re)  # (..., others L, d)
         im = None if self.im is None else self._scaled(x, cluster, self.im)
-        half = rows_of(product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others)), cluster.unsqueeze(-1))
-        f = exponential(self.noise, re, im, 0.0, False, self.key, half.squeeze(-2).mT.flatten(-2).unsqueeze(-1))
+        half = rows_of(
+            product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others)),
+            cluster.unsqueeze(-1),
+        )
+        f = exponential(
+            self.noise, re, im, 0.0, False, self.key, half.squeeze(-2).mT.flatten(-2).unsqueeze(-1)
+        )
         f = Features(*(self._together(t) for t in f))
-        return Blocks((Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),))
+        return Blocks(
+            (Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),)
+        )
 
     def _scaled(self, x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
         factors = rows_of(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
@@ -169,7 +211,7 @@ class _Side:
 class PairParams(NamedTuple):
     """Diagonal M of the base of one pair of clusters, with real or imaginary entries."""
 
-    size: Tensor       # (..., 1, d)
+    size: Tensor  # (..., 1, d)
     imaginary: Tensor  # (..., 1, d), 0 or 1
 
     @property
@@ -226,7 +268,9 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def __post_init__(self):
         super().__post_init__()
         if self.default is None and self.pairs == 1:
-            raise ValueError("default=None with one pair of clusters: expected a base; set default=trig, or use CERF")
+            raise ValueError(
+                "default=None with one pair of clusters: expected a base; set default=trig, or use CERF"
+            )
 
     def _build_components(self):
         default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
@@ -241,10 +285,14 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         return self._params(self.initial_clusters(d))
 
     def admitted(self, params):
-        return tuple(tuple(p and p._replace(imaginary=p.imaginary.round()) for p in part) for part in params)
+        return tuple(
+            tuple(p and p._replace(imaginary=p.imaginary.round()) for p in part) for part in params
+        )
 
     def _params(self, clusters: Clusters) -> tuple[tuple, tuple]:
-        pairs = [PairParams(*(t[..., k:k + 1, :] for t in clusters[2:])) for k in range(self.pairs)]
+        pairs = [
+            PairParams(*(t[..., k : k + 1, :] for t in clusters[2:])) for k in range(self.pairs)
+        ]
         if self.default is None:
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
@@ -254,8 +302,11 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         coefficients = self.components()[0]
         seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
-        products = [[a * b + (_both_signs(u, v) - a * b) / n for b, v in zip(means, seen)] for a, u in zip(means, seen)]
-        rest = [a - sum(row) for a, row in zip(means, products)]           # E lambda_k (1 - sum)
+        products = [
+            [a * b + (_both_signs(u, v) - a * b) / n for b, v in zip(means, seen)]
+            for a, u in zip(means, seen)
+        ]
+        rest = [a - sum(row) for a, row in zip(means, products)]  # E lambda_k (1 - sum)
         last = 1 - sum(means) - sum(rest)
         return [*([*row, r] for row, r in zip(products, rest)), [*rest, last]]
 
@@ -266,6 +317,7 @@ def _both_signs(u: Tensor, v: Tensor) -> Tensor:
 
 
 # ---- clusters of vectors
+
 
 def k_means(points: Tensor, count: int, what: str) -> Tensor:
     """Return cluster centres (count, d) of points (n, d), float64 (scikit-learn).
@@ -288,13 +340,17 @@ def k_means(points: Tensor, count: int, what: str) -> Tensor:
         try:
             centres = KMeans(count, n_init=STARTS, random_state=SEED).fit(values).cluster_centers_
         except ConvergenceWarning:
-            raise ValueError(f"{what}: fewer than {count} distinct vectors; use fewer clusters") from None
+            raise ValueError(
+                f"{what}: fewer than {count} distinct vectors; use fewer clusters"
+            ) from None
     return torch.from_numpy(centres).to(points)
 
 
 def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Return means and mean squares (C, d) of the points of each cluster."""
-    own = (nearest_centre(points, centres) == torch.arange(len(centres), device=points.device)).to(points)
+    own = (nearest_centre(points, centres) == torch.arange(len(centres), device=points.device)).to(
+        points
+    )
     count = own.sum(0).unsqueeze(-1).clamp(min=1)
     return own.mT @ points / count, own.mT @ points.square() / count
 
@@ -306,7 +362,9 @@ def nearest_centre(x: Tensor, centres: Tensor) -> Tensor:
     A tie goes to the first centre.
     """
     centres = centres.to(x)
-    return (product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1, keepdim=True)
+    return (product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(
+        -1, keepdim=True
+    )
 
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
@@ -322,7 +380,9 @@ def nearest(x: Tensor, centres: Tensor) -> Tensor:
 
 def check_dimension(centres: Tensor, x: Tensor) -> None:
     if centres.shape[-1] != x.shape[-1]:
-        raise ValueError(f"cluster centres: {centres.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
+        raise ValueError(
+            f"cluster centres: {centres.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors"
+        )
 
 
 def _paired(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:

@@ -14,15 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import (ONE, BoundMap, FeatureMap, Features, Projections, broadcast_matrix, check_finite,
-                                   log_cosh)
+from crt_exp.features.base import (
+    ONE,
+    BoundMap,
+    FeatureMap,
+    Features,
+    Projections,
+    broadcast_matrix,
+    check_finite,
+    log_cosh,
+)
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import Nested, Noise, at_least_float32, no_autocast
 
 Field = Literal["real", "complex"]
 SIZES = (1e-2, 1e2)  # limits of |M_ll|; larger ratios give huge variance away from the centre
-RIDGE = 1e-6         # relative to the mean square; avoids 0 / 0
+RIDGE = 1e-6  # relative to the mean square; avoids 0 / 0
 
 
 class Diagonal(NamedTuple):
@@ -51,8 +59,9 @@ def diagonal_by_centres(r: Tensor, t: Tensor, field: Field = "complex") -> Diago
     return Diagonal(size, (r * t > 0) & (field == "complex"))
 
 
-def diagonal_by_moments(x_mean: Tensor, x_mean_sq: Tensor, y_mean: Tensor, y_mean_sq: Tensor,
-                        field: Field = "complex") -> Diagonal:
+def diagonal_by_moments(
+    x_mean: Tensor, x_mean_sq: Tensor, y_mean: Tensor, y_mean_sq: Tensor, field: Field = "complex"
+) -> Diagonal:
     """Return the diagonal M of least mean |M x + M^-T y|^2 over all pairs of two sets.
 
     The arguments are moments (..., d) of the sets. Unlike a fit to centres, this fit uses the spread of the sets and
@@ -61,7 +70,9 @@ def diagonal_by_moments(x_mean: Tensor, x_mean_sq: Tensor, y_mean: Tensor, y_mea
     x, y = x_mean_sq.double(), y_mean_sq.double()
     ridge = RIDGE * (x + y).mean(-1, keepdim=True) + 1e-300
     size = ((y + ridge) / (x + ridge)) ** 0.25
-    return Diagonal(size.clamp(*SIZES), (x_mean.double() * y_mean.double() > 0) & (field == "complex"))
+    return Diagonal(
+        size.clamp(*SIZES), (x_mean.double() * y_mean.double() > 0) & (field == "complex")
+    )
 
 
 class CERFParams(NamedTuple):
@@ -114,14 +125,18 @@ class CERF(FeatureMap):
         if self.M is not None:
             M = torch.as_tensor(_matrix(self.M))
             return CERFParams(M.reshape(1, -1) if M.ndim < 2 else M)
-        best = diagonal_by_moments(stats.x.mean, stats.x.mean_sq, stats.y.mean, stats.y.mean_sq, self.field)
+        best = diagonal_by_moments(
+            stats.x.mean, stats.x.mean_sq, stats.y.mean, stats.y.mean_sq, self.field
+        )
         check_finite(best.size, "M")
         return CERFParams((best.size if self.field == "real" else best.matrix).unsqueeze(-2))
 
     def bind(self, noise: Noise, params: CERFParams) -> BoundMap:
         for_keys = inverse_transposed(params.M)
-        return BoundMap(lambda x: self._phi(x, noise, params.M, key=False),
-                        lambda y: self._phi(y, noise, for_keys, key=True))
+        return BoundMap(
+            lambda x: self._phi(x, noise, params.M, key=False),
+            lambda y: self._phi(y, noise, for_keys, key=True),
+        )
 
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
@@ -191,8 +206,15 @@ def _softmaxes(x: Tensor, noise: Noise) -> Features:
     return Features(ONE, torch.cat([u.log_softmax(-1), (-u).log_softmax(-1)], -1))
 
 
-def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | float, antithetic: bool, key: bool,
-                half: Tensor | None = None) -> Features:
+def exponential(
+    noise: Noise,
+    re: Tensor,
+    im: Tensor | None,
+    base: Tensor | float,
+    antithetic: bool,
+    key: bool,
+    half: Tensor | None = None,
+) -> Features:
     """Return features exp(omega.v - v^2/2 + base) of v = re + i im (..., L, d).
 
     Complex features are [Re, Im] for queries and [Re, -Im] for keys, so that their product is the real part.
@@ -212,7 +234,10 @@ def exponential(noise: Noise, re: Tensor, im: Tensor | None, base: Tensor | floa
     log = torch.cat([offset + s * projected for s in signs], -1)
     turned, turn = noise.project(im), (re * im).sum(-1, keepdim=True)
     phase = torch.cat([s * turned - turn for s in signs], -1)
-    return Features(torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1), torch.cat([log, log], -1))
+    return Features(
+        torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1),
+        torch.cat([log, log], -1),
+    )
 
 
 def inverse_transposed(M: Tensor) -> Tensor:
@@ -236,10 +261,14 @@ def _matrix(M: Any) -> Tensor:
     try:
         M = M.detach().cpu() if isinstance(M, Tensor) else torch.from_numpy(np.array(M, complex))
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers") from None
+        raise ValueError(
+            f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers"
+        ) from None
     M = M.to(torch.complex128)
     if M.ndim > 2 or (M.ndim == 2 and M.shape[0] != M.shape[1]) or M.numel() == 0:
-        raise ValueError(f"M: shape {tuple(M.shape)}; expected a number, d numbers, or d rows of d numbers")
+        raise ValueError(
+            f"M: shape {tuple(M.shape)}; expected a number, d numbers, or d rows of d numbers"
+        )
     if not bool(M.abs().isfinite().all()):
         raise ValueError("M: expected finite entries")
     singular = bool((M == 0).any()) if M.ndim < 2 else float(torch.linalg.cond(M)) > 1e12

@@ -25,11 +25,20 @@ from torch import Tensor
 
 from crt_exp.features.base import BoundMap, FeatureMap, broadcast_matrix, check_finite, log_cosh
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
-from crt_exp.features.exponential import OPRF, OPRFParams, PositiveExponential, log_mean_exp2, optimal_a, sq_norm
+from crt_exp.features.exponential import (
+    OPRF,
+    OPRFParams,
+    PositiveExponential,
+    log_mean_exp2,
+    optimal_a,
+    sq_norm,
+)
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
-LARGEST_D = 256  # limit for full matrices; the decomposition of larger ones takes longer than the features
+LARGEST_D = (
+    256  # limit for full matrices; the decomposition of larger ones takes longer than the features
+)
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
 # 4.1 nats on held-out vectors, 7.7 with 1e-6) and limits rounding errors in half precision.
 RIDGE = 1e-3
@@ -43,7 +52,7 @@ class SDERFParams(NamedTuple):
     """
 
     root: Tensor
-    shift: Tensor | None    # (..., 1, d)
+    shift: Tensor | None  # (..., 1, d)
     balance: Tensor | None
 
     @property
@@ -62,7 +71,9 @@ class Dense(PositiveExponential):
         weight, G = self._weight(noise, params), params.balance
         side = lambda x, G: self._phi(self._moved(x, G, params.shift), noise, weight)
         of_queries = partial(side, G=G)
-        return BoundMap(of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G)))
+        return BoundMap(
+            of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G))
+        )
 
     def writer(self, noise, params):
         return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
@@ -71,7 +82,9 @@ class Dense(PositiveExponential):
         G = params.balance
         if G is None and params.shift is None:
             return x, factor
-        return self._moved(x, inverse_transposed(G) if key and G is not None else G, params.shift, factor), 1.0
+        return self._moved(
+            x, inverse_transposed(G) if key and G is not None else G, params.shift, factor
+        ), 1.0
 
     def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
         """Return factor G x - h, or factor x - h/2 for the Gaussian kernel."""
@@ -86,7 +99,9 @@ class Dense(PositiveExponential):
     def exponent(self, noise, params):
         """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
         rows = _precise_times(noise.rows(), params.root)
-        bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(noise, params)  # omega.A omega
+        bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(
+            noise, params
+        )  # omega.A omega
         if self.antithetic:
             rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
         if params.shift is None or self.kernel != "softmax":
@@ -96,7 +111,11 @@ class Dense(PositiveExponential):
 
     def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
-        log_det = R.log().sum(-1, keepdim=True) if R.shape[-2] == 1 else torch.linalg.slogdet(R)[1][..., None, None]
+        log_det = (
+            R.log().sum(-1, keepdim=True)
+            if R.shape[-2] == 1
+            else torch.linalg.slogdet(R)[1][..., None, None]
+        )
         return (log_det / 2 - math.log(self.width(noise.m)) / 2).to(noise.sq_norm)
 
     # ---- exact errors
@@ -112,15 +131,19 @@ class Dense(PositiveExponential):
         """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
         G, R = (None if t is None else t.double() for t in (params.balance, params.root))
         if G is not None:
-            x, y = apply_to_pairs(x, G, max(x.ndim, y.ndim)), apply_to_pairs(y, inverse_transposed(G),
-                                                                             max(x.ndim, y.ndim))
+            x, y = (
+                apply_to_pairs(x, G, max(x.ndim, y.ndim)),
+                apply_to_pairs(y, inverse_transposed(G), max(x.ndim, y.ndim)),
+            )
         s = x + y
         if params.shift is not None:
             s = s - broadcast_matrix(params.shift.double(), s.ndim)[..., 0, :]
         if R.shape[-2] == 1:
             return s, broadcast_matrix(R, s.ndim)[..., 0, :]
         size, Q = torch.linalg.eigh(R)
-        return apply_to_pairs(s, Q.mT, s.ndim), broadcast_matrix(size.unsqueeze(-2), s.ndim)[..., 0, :]
+        return apply_to_pairs(s, Q.mT, s.ndim), broadcast_matrix(size.unsqueeze(-2), s.ndim)[
+            ..., 0, :
+        ]
 
 
 @dataclass(frozen=True)
@@ -151,7 +174,9 @@ class SDERF(Dense):
     def __post_init__(self):
         super().__post_init__()
         if self.balance and self.kernel != "softmax":
-            raise ValueError(f"balance=True: expected kernel='softmax', got {self.kernel!r}; use balance=False")
+            raise ValueError(
+                f"balance=True: expected kernel='softmax', got {self.kernel!r}; use balance=False"
+            )
 
     @property
     def balanced(self) -> bool:
@@ -167,24 +192,39 @@ class SDERF(Dense):
 
     def fit(self, stats: Statistics) -> SDERFParams:
         if not self.diagonal and stats.d > LARGEST_D:
-            raise ValueError(f"d={stats.d}: expected at most {LARGEST_D} for full matrices; set features.diagonal=true")
+            raise ValueError(
+                f"d={stats.d}: expected at most {LARGEST_D} for full matrices; set features.diagonal=true"
+            )
         x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
         x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
         G = None
         if self.balanced:
-            G = balance(x, y) if self.centred else balance(x + self._square(x_mean), y + self._square(y_mean))
+            G = (
+                balance(x, y)
+                if self.centred
+                else balance(x + self._square(x_mean), y + self._square(y_mean))
+            )
             inverse = inverse_transposed(G)
-            x, y, x_mean, y_mean = rotate_moment(x, G), rotate_moment(y, inverse), apply_matrix(x_mean,
-                                                                                                G), apply_matrix(y_mean,
-                                                                                                                 inverse)
+            x, y, x_mean, y_mean = (
+                rotate_moment(x, G),
+                rotate_moment(y, inverse),
+                apply_matrix(x_mean, G),
+                apply_matrix(y_mean, inverse),
+            )
         h = x_mean + y_mean
         spread = x + y if self.centred else x + y + self._square(h)
         # R of the optimal A: of least mean log second moment (CRT eq. (7) in each principal direction)
-        root = matrix_function(spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0))))
+        root = matrix_function(
+            spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0)))
+        )
         return SDERFParams(root, h if self.centred else None, G)
 
     def unfitted(self, d: int) -> SDERFParams:
-        unit = torch.ones(1, d, dtype=torch.float64) if self.diagonal else torch.eye(d, dtype=torch.float64)
+        unit = (
+            torch.ones(1, d, dtype=torch.float64)
+            if self.diagonal
+            else torch.eye(d, dtype=torch.float64)
+        )
         shift = torch.zeros(1, d, dtype=torch.float64) if self.centred else None
         return SDERFParams(unit, shift, unit.clone() if self.balanced else None)
 
@@ -207,6 +247,7 @@ class SDERF(Dense):
 
 
 # ---- matrices, diagonal (..., 1, d) or full (..., d, d)
+
 
 def _precise_times(x: Tensor, M: Tensor) -> Tensor:
     """Return M x for the rows of x (..., L, d), without autocast."""
@@ -242,8 +283,12 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)  # scaled by the ridge to avoid underflow
-    middle = matrix_function(factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt())
+    factor = torch.linalg.cholesky(
+        (x + ridge * unit) / ridge
+    )  # scaled by the ridge to avoid underflow
+    middle = matrix_function(
+        factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt()
+    )
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
     return matrix_function((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
@@ -308,8 +353,10 @@ class AutoRF(Dense):
         candidates = list(self.candidates(x.shape[-1]).values())
         (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)
         half = Statistics.of(x_half, y_half)
-        moments = [phi.log_relative_second_moment(x_judges[:, None], y_judges[None], phi.fit(half)).mean()
-                   for phi in candidates]
+        moments = [
+            phi.log_relative_second_moment(x_judges[:, None], y_judges[None], phi.fit(half)).mean()
+            for phi in candidates
+        ]
         choice = torch.stack(moments).argmin()
         params = candidates[int(choice)].fit(Statistics.of(x, y))
         return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
@@ -344,5 +391,9 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     middle = -(-len(x) // 2)
     first, second = x[:middle], x[middle:] if len(x) > 1 else x
-    places = torch.arange(min(len(second), VECTORS), device=x.device) * len(second) // min(len(second), VECTORS)
+    places = (
+        torch.arange(min(len(second), VECTORS), device=x.device)
+        * len(second)
+        // min(len(second), VECTORS)
+    )
     return first, second[places]

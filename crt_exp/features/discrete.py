@@ -80,23 +80,30 @@ class DiscreteRF(FeatureMap):
                 buffer = buffer if buffer.shape == out.shape else torch.empty_like(out)
                 negative = torch.lt(shifted, 0, out=torch.empty_like(shifted))
                 out.mul_(_parity_sign(negative, half_odd.to(out.dtype), buffer))
+
         return write
 
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
         """Return [counts, bias, 1] (..., m, d + 2), and 1/2 at odd counts (..., m, d)."""
-        counts = self.counts(noise, params)                          # (..., m, d)
+        counts = self.counts(noise, params)  # (..., m, d)
         of_counts, constant = self._log_weights(counts, params)
-        bias = (of_counts + constant - math.log(noise.m) / 2).mT     # (..., m, 1)
+        bias = (of_counts + constant - math.log(noise.m) / 2).mT  # (..., m, 1)
         counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
         weight = torch.cat([counts, bias, torch.ones_like(bias)], -1).to(noise.sq_norm.dtype)
         return weight, (counts % 2 / 2).to(weight.dtype)
 
-    def _phi(self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None) -> Features:
+    def _phi(
+        self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None
+    ) -> Features:
         """Compute log|phi| as [log|x|, 1, norm term] [counts, bias, 1]^T, and the sign."""
         with no_autocast(x):
             inputs, shifted, positive = self._inputs(x, noise, shift)
             log_scale = inputs @ weight.to(inputs.dtype).mT
-            sign = ONE if positive else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))
+            sign = (
+                ONE
+                if positive
+                else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))
+            )
             return Features(sign, log_scale)
 
     def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
@@ -107,7 +114,11 @@ class DiscreteRF(FeatureMap):
         positive = _all_positive(shifted)
         least = 1e-300 if x.dtype == torch.float64 else 1e-30
         logs = (shifted if positive else shifted.abs()).clamp(min=least).log_()  # (..., L, d)
-        return torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1), shifted, positive
+        return (
+            torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1),
+            shifted,
+            positive,
+        )
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
         """Return the term that makes the shifted features estimate the chosen kernel.
@@ -125,8 +136,10 @@ class DiscreteRF(FeatureMap):
             ValueError: the projections are not exactly Gaussian.
         """
         if not noise.gaussian:
-            raise ValueError(f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal "
-                             "with lengths=chi, simplex, or scrambled halton or sobol")
+            raise ValueError(
+                f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal "
+                "with lengths=chi, simplex, or scrambled halton or sobol"
+            )
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
@@ -179,7 +192,9 @@ class PoisRF(DiscreteRF):
         return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
 
     def _log_weights(self, counts, params):
-        rate = params.rate.double().to(counts.device).expand(*params.rate.shape[:-1], counts.shape[-1])
+        rate = (
+            params.rate.double().to(counts.device).expand(*params.rate.shape[:-1], counts.shape[-1])
+        )
         return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
 
     def log_relative_second_moment(self, x, y, params):
@@ -255,7 +270,13 @@ class _Shifted(DiscreteRF):
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()
-        variance = sum((s.mean_sq.double() - s.mean.double().square()).clamp(min=0) for s in (stats.x, stats.y)) / 2
+        variance = (
+            sum(
+                (s.mean_sq.double() - s.mean.double().square()).clamp(min=0)
+                for s in (stats.x, stats.y)
+            )
+            / 2
+        )
         spread = torch.where(variance > 0, variance.sqrt(), 1.0)
         return check_finite(low - self.margin * spread, "shift").unsqueeze(-2)
 
@@ -275,7 +296,10 @@ def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:
     if shift is None:
         return stats.x.mean_sq.double() * stats.y.mean_sq.double()
     c = shift.squeeze(-2)
-    x, y = ((s.mean_sq.double() - 2 * c * s.mean.double() + c * c).clamp(min=0) for s in (stats.x, stats.y))
+    x, y = (
+        (s.mean_sq.double() - 2 * c * s.mean.double() + c * c).clamp(min=0)
+        for s in (stats.x, stats.y)
+    )
     return x * y
 
 
@@ -292,7 +316,9 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
         mid = (lo + hi) / 2
         e = mid.exp()
         q = double * (1 + e).unsqueeze(-1)
-        rising = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) > pole / ((1 + e) * e * (2 + e))
+        rising = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) > pole / (
+            (1 + e) * e * (2 + e)
+        )
         lo, hi = torch.where(rising, lo, mid), torch.where(rising, mid, hi)
     v = 1 + ((lo + hi) / 2).exp()
     return ((v - 1) * (v + 1) / (v * v)).clamp(*P_RANGE)
@@ -311,15 +337,21 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
     top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
-        raise ValueError(f"Poisson rate {top:.3g}: expected <= {MAX_COUNT:.3g}; scale the vectors down, or use another "
-                         "map")
+        raise ValueError(
+            f"Poisson rate {top:.3g}: expected <= {MAX_COUNT:.3g}; scale the vectors down, or use another "
+            "map"
+        )
     k = torch.arange(size, dtype=torch.float64, device=g.device)
-    log_pmf = k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)  # (..., d, size)
+    log_pmf = (
+        k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)
+    )  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail
-    batch = np.broadcast_shapes(rate.shape[:-1], g.shape[:-2])  # torch.broadcast_shapes would import sympy
-    g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()                                # (..., d, m)
+    batch = np.broadcast_shapes(
+        rate.shape[:-1], g.shape[:-2]
+    )  # torch.broadcast_shapes would import sympy
+    g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()  # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
-    tail = torch.special.ndtr(-g)                                                      # 1 - u
+    tail = torch.special.ndtr(-g)  # 1 - u
     if transforming():  # searchsorted under vmap needs both arguments mapped
         tail = tail + 0 * survival[..., :1]
     # omega is the number of k >= 1 with P(omega >= k) > 1 - u

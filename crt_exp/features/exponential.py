@@ -21,8 +21,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.features.base import (LOG2, ONE, BoundMap, FeatureMap, Features, align, check_finite, log_cosh,
-                                   values_readable)
+from crt_exp.features.base import (
+    LOG2,
+    ONE,
+    BoundMap,
+    FeatureMap,
+    Features,
+    align,
+    check_finite,
+    log_cosh,
+    values_readable,
+)
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
@@ -71,8 +80,9 @@ class Trigonometric(FeatureMap):
         def write(x: Tensor, out: Tensor) -> None:
             phase = match_float64(noise, x.dtype).project(x)
             scale = self._log_scale(x, phase).exp_()
-            torch.mul(phase.cos(), scale, out=out[..., :noise.m])
-            torch.mul(phase.sin_(), scale, out=out[..., noise.m:])
+            torch.mul(phase.cos(), scale, out=out[..., : noise.m])
+            torch.mul(phase.sin_(), scale, out=out[..., noise.m :])
+
         return write
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
@@ -89,7 +99,9 @@ class TrigRF(Trigonometric):
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
         log_scale = super()._log_scale(x, phase)
-        return log_scale + sq_norm(at_least_float32(x)) / 2 if self.kernel == "softmax" else log_scale
+        return (
+            log_scale + sq_norm(at_least_float32(x)) / 2 if self.kernel == "softmax" else log_scale
+        )
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
@@ -127,7 +139,9 @@ class PositiveExponential(FeatureMap):
     def directions(self, noise: Noise) -> Noise:
         return noise
 
-    def transform_inputs(self, x: Tensor, params, key: bool = False, factor: float = 1.0) -> tuple[Tensor, float]:
+    def transform_inputs(
+        self, x: Tensor, params, key: bool = False, factor: float = 1.0
+    ) -> tuple[Tensor, float]:
         """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         return x, factor
 
@@ -143,7 +157,9 @@ class PositiveExponential(FeatureMap):
         if noise.matrix_free:
             return super().writer(noise, params)
         weight = self._weight(match_float64(noise, torch.float64), params)
-        return lambda x, out: torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
+        return lambda x, out: torch.matmul(
+            self._inputs(x, noise), weight.to(out.dtype).mT, out=out
+        ).exp_()
 
     def _weight(self, noise: Noise, params) -> Tensor:
         """Return W (..., M, d + 2) with log phi = [x, 1, |x|^2] W^T."""
@@ -167,7 +183,9 @@ class PositiveExponential(FeatureMap):
         bias = bias.to(x.dtype) if isinstance(bias, Tensor) else bias
         offset = bias - self.norm_weight * sq_norm(x)
         projected = noise.project(x if scale is None else x * scale.to(x.dtype))
-        signed = [offset + projected, offset - projected] if self.antithetic else [offset + projected]
+        signed = (
+            [offset + projected, offset - projected] if self.antithetic else [offset + projected]
+        )
         return Features(ONE, torch.cat(signed, -1))
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -263,7 +281,9 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
-        return OPRFParams(check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")[..., None, None])
+        return OPRFParams(
+            check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")[..., None, None]
+        )
 
     def unfitted(self, d: int) -> OPRFParams:
         return OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
@@ -336,7 +356,9 @@ class GERF(FeatureMap):
         if self.search == "complex":
             A = search_complex_a(A, mean_s, s, stats.d)
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
-        log_kernel_sq = mean_s - 2 * mean_n if s == 1 else -mean_s  # Gaussian kernel at the mean statistics
+        log_kernel_sq = (
+            mean_s - 2 * mean_n if s == 1 else -mean_s
+        )  # Gaussian kernel at the mean statistics
         return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
 
     def phi_q(self, x, noise, params) -> Features:
@@ -353,9 +375,15 @@ class GERF(FeatureMap):
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
         C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
         projected = noise.project(x)
-        scale, of_norms, turn, turn_of_norms = (t.to(x.dtype) for t in (
-            log_d.real - math.log(noise.m) / 2, A.real * noise.sq_norm, torch.remainder(log_d.imag, 2 * math.pi),
-            A.imag * noise.sq_norm))
+        scale, of_norms, turn, turn_of_norms = (
+            t.to(x.dtype)
+            for t in (
+                log_d.real - math.log(noise.m) / 2,
+                A.real * noise.sq_norm,
+                torch.remainder(log_d.imag, 2 * math.pi),
+                A.imag * noise.sq_norm,
+            )
+        )
         log_scale = scale + of_norms + B.real.to(x.dtype) * projected + C.to(x.dtype) * sq_norm(x)
         phase = turn + turn_of_norms + B.imag.to(x.dtype) * projected
         value = torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1)
@@ -385,7 +413,9 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
     re, im = a.real, a.imag
     low = d * torch.log(torch.cosh(a / 2)) + s * torch.exp(-a) * s_s
     double = 2 * (torch.cosh(re) + im.cos())  # |1 + w|^2 e^-a
-    slope = (s * (1 + re.exp() * im.cos()) + torch.sqrt(re.exp() * double)) / (2 * re.exp() * im.cos()) - s
+    slope = (s * (1 + re.exp() * im.cos()) + torch.sqrt(re.exp() * double)) / (
+        2 * re.exp() * im.cos()
+    ) - s
     high = d / 2 * torch.log(double / (4 * im.cos())) + slope * s_s
     return log_mean_exp2(high, low.real, low.imag)
 
@@ -399,7 +429,9 @@ def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Ten
     mid, half = (high + low) / 2, (high - low) / 2
     phase = torch.as_tensor(phase, dtype=high.dtype)
     near = half.clamp(max=1.0)
-    small = mid + torch.log1p(2 * torch.sinh(near / 2).square() - torch.exp(-near) * torch.sin(phase / 2).square())
+    small = mid + torch.log1p(
+        2 * torch.sinh(near / 2).square() - torch.exp(-near) * torch.sin(phase / 2).square()
+    )
     large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
     return torch.where(half > 1, large, small)
 
@@ -422,15 +454,21 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
     s_minus = s_minus.double()
 
     def moment(a: Tensor) -> Tensor:
-        return d * log_cosh(a / 2) + torch.log1p(torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)))
+        return d * log_cosh(a / 2) + torch.log1p(
+            torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1))
+        )
 
     a = grid_search(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
-    candidates = torch.stack([a, torch.zeros_like(a)], -1)  # 0 is TrigRF itself, exact where it is the optimum
+    candidates = torch.stack(
+        [a, torch.zeros_like(a)], -1
+    )  # 0 is TrigRF itself, exact where it is the optimum
     a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
     return -torch.expm1(a) / 8
 
 
-def grid_search(like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49) -> Tensor:
+def grid_search(
+    like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49
+) -> Tensor:
     """Return a point of [low, high] per entry of `like`, by repeated grid search.
 
     Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
@@ -441,7 +479,10 @@ def grid_search(like: Tensor, low: float, high: float, pick, rounds: int = 6, po
     for _ in range(rounds):
         grid = lo + (hi - lo) * steps
         best = pick(grid)
-        lo, hi = grid.gather(-1, (best - 1).clamp(min=0)), grid.gather(-1, (best + 1).clamp(max=points - 1))
+        lo, hi = (
+            grid.gather(-1, (best - 1).clamp(min=0)),
+            grid.gather(-1, (best + 1).clamp(max=points - 1)),
+        )
     return ((lo + hi) / 2).squeeze(-1)
 
 
@@ -451,7 +492,9 @@ def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
     The search starts from the real optimum. The variables are (a, beta) with 1 - 8A = e^(a + ib), b = pi/2 tanh(beta).
     The real A stays unless the log second moment drops by more than 1e-9.
     """
-    values = [_search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())]
+    values = [
+        _search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())
+    ]
     return torch.tensor(values, dtype=torch.complex128, device=start.device).view(start.shape)
 
 
@@ -461,13 +504,19 @@ def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
     target = torch.tensor(s_s, dtype=torch.float64)
 
     def moment(A: complex) -> float:
-        return float(gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d))
+        return float(
+            gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d)
+        )
 
     begin = cmath.log(1 - 8 * start).real
     best, best_moment = start, moment(start)
     for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
-        result = minimize(lambda point: moment(_complex_a(point)), v0, method="Nelder-Mead",
-                          options={"xatol": 1e-10, "fatol": 1e-13})
+        result = minimize(
+            lambda point: moment(_complex_a(point)),
+            v0,
+            method="Nelder-Mead",
+            options={"xatol": 1e-10, "fatol": 1e-13},
+        )
         if result.fun < best_moment - 1e-9:
             best, best_moment = _complex_a(result.x), result.fun
     return best
@@ -488,7 +537,9 @@ def check_a(A: Tensor | complex) -> None:
     """
     w = 1 - 8 * torch.as_tensor(A)
     if values_readable(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
-        raise ValueError(f"A={A}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance")
+        raise ValueError(
+            f"A={A}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance"
+        )
 
 
 def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, Params, Projections, log_expm1
-from crt_exp.features.blocks import (AngularCoefficient, BipolarCoefficient, BipolarGaussianCoefficient, Block, Blocks,
-                                     Coefficient, GaussianCoefficient, InBlocks, column)
+from crt_exp.features.base import (
+    ONE,
+    BoundMap,
+    FeatureMap,
+    Features,
+    Params,
+    Projections,
+    log_expm1,
+)
+from crt_exp.features.blocks import (
+    AngularCoefficient,
+    BipolarCoefficient,
+    BipolarGaussianCoefficient,
+    Block,
+    Blocks,
+    Coefficient,
+    GaussianCoefficient,
+    InBlocks,
+    column,
+)
 from crt_exp.features.complex_exponential import CERF
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
@@ -46,7 +63,9 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "_parts", self._build_components())  # cached: building parts checks their options
+        object.__setattr__(
+            self, "_parts", self._build_components()
+        )  # cached: building parts checks their options
 
     @abstractmethod
     def _build_components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
@@ -68,25 +87,35 @@ class HybridMap(InBlocks):
         coefficients, bases = self.components()
         n, m = self._counts(m)
         several = len(coefficients) > 1 and not self.one_coefficient_noise
-        first = tuple(_rename_parts("coefficient", i if several else None, c.projections(k))
-                      for i, (c, k) in enumerate(zip(coefficients, n)))
-        return first, tuple(_rename_parts("base", None if self.shared else i, b.projections(k))
-                            for i, (b, k) in enumerate(zip(bases, m)))
+        first = tuple(
+            _rename_parts("coefficient", i if several else None, c.projections(k))
+            for i, (c, k) in enumerate(zip(coefficients, n))
+        )
+        return first, tuple(
+            _rename_parts("base", None if self.shared else i, b.projections(k))
+            for i, (b, k) in enumerate(zip(bases, m))
+        )
 
     def width(self, m: Nested) -> int:
         coefficients, bases = self.components()
         n, m = self._counts(m)
         columns = [c.width(k) for c, k in zip(coefficients, n)]
         alone = len(coefficients) == 1
-        rest = (coefficients[0].complement_width(n[0]) if alone
-                else 1 + sum(c.columns * k for c, k in zip(coefficients, n)))
+        rest = (
+            coefficients[0].complement_width(n[0])
+            if alone
+            else 1 + sum(c.columns * k for c, k in zip(coefficients, n))
+        )
         return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
         """Return the numbers of projections of each coefficient and of each base."""
         coefficients, bases = self.components()
         n, m = m if isinstance(m, tuple) else (self.n or m, m)
-        n, m = (k if isinstance(k, tuple) else (k,) * len(parts) for k, parts in ((n, coefficients), (m, bases)))
+        n, m = (
+            k if isinstance(k, tuple) else (k,) * len(parts)
+            for k, parts in ((n, coefficients), (m, bases))
+        )
         return n, m
 
     def fit(self, stats: Statistics) -> Params:
@@ -95,11 +124,15 @@ class HybridMap(InBlocks):
     def _check(self, noise: Nested, params: Nested) -> None:
         coefficients, bases = self.components()
         if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
-            raise ValueError("noise: expected independent projections for the two parts; use phi.noise(m, draw)")
+            raise ValueError(
+                "noise: expected independent projections for the two parts; use phi.noise(m, draw)"
+            )
         for given, what in ((noise, "noise"), (params, "params")):
             if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
-                raise ValueError(f"{what}: expected a pair of tuples ({len(coefficients)} coefficients, {len(bases)} "
-                                 "bases); use phi.noise and phi.fit")
+                raise ValueError(
+                    f"{what}: expected a pair of tuples ({len(coefficients)} coefficients, {len(bases)} "
+                    "bases); use phi.noise and phi.fit"
+                )
 
     def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
@@ -107,9 +140,14 @@ class HybridMap(InBlocks):
         bound = [b.bind(n, p) for b, n, p in zip(bases, noise[1], params[1])]
 
         def features(x: Tensor, key: bool) -> Blocks:
-            rhos = [c.rho(x, n, p, key) for c, n, p in zip(self.components()[0], noise[0], params[0])]
+            rhos = [
+                c.rho(x, n, p, key) for c, n, p in zip(self.components()[0], noise[0], params[0])
+            ]
             weights = self._weights(rhos, params[0], key)
-            return Blocks(tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound)))
+            return Blocks(
+                tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound))
+            )
+
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
@@ -132,7 +170,9 @@ class HybridMap(InBlocks):
         relative = self.log_relative_variance(x, y, params, self.n or m, m)
         return 2 * self.log_kernel(x.double(), y.double()) + relative
 
-    def log_relative_variance(self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1) -> Tensor:
+    def log_relative_variance(
+        self, x: Tensor, y: Tensor, params: Params, n: int = 1, m: int = 1
+    ) -> Tensor:
         """Return log(Var / K^2) with n and m i.i.d. projections, float64, in nats.
 
         The variance is the sum over bases of E lambda_k^2 Var K_k. With shared projections the sum of E lambda_k
@@ -143,15 +183,20 @@ class HybridMap(InBlocks):
         """
         x, y = x.double(), y.double()
         bases, moments = self.components()[1], self._moments(x, y, params[0], n)
-        spread = torch.stack([log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
-                              for k, (b, p) in enumerate(zip(bases, params[1]))])
+        spread = torch.stack(
+            [
+                log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
+                for k, (b, p) in enumerate(zip(bases, params[1]))
+            ]
+        )
         top = spread.amax(0).clamp(min=-1e300)
         total = (spread - top).exp().sum(0)
         if self.shared:
             for k in range(len(bases)):
                 for j in range(k):
                     total = total + 2 * moments[k][j] * covariance(
-                        (bases[k], bases[j]), (params[1][k], params[1][j]), x, y, top)
+                        (bases[k], bases[j]), (params[1][k], params[1][j]), x, y, top
+                    )
         return torch.where(total > 0, total.clamp(min=0).log() + top, -torch.inf) - math.log(m)
 
     def _moments(self, x: Tensor, y: Tensor, params: tuple, n: int) -> list[list[Tensor]]:
@@ -172,7 +217,11 @@ class HybridMap(InBlocks):
 
 
 BASES = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, "oprf": OPRF, "gerf": GERF, "complex": CERF}
-COEFFICIENTS = {"angular": AngularCoefficient, "gaussian": GaussianCoefficient, "bipolar": BipolarGaussianCoefficient}
+COEFFICIENTS = {
+    "angular": AngularCoefficient,
+    "gaussian": GaussianCoefficient,
+    "bipolar": BipolarGaussianCoefficient,
+}
 
 
 @dataclass(frozen=True)
@@ -187,10 +236,14 @@ class Hybrid(HybridMap):
     bases: Several[FeatureMap | str] = ()
 
     def _build_components(self):
-        coefficients = tuple(_part("coefficients", each, COEFFICIENTS) for each in self.coefficients)
+        coefficients = tuple(
+            _part("coefficients", each, COEFFICIENTS) for each in self.coefficients
+        )
         bases = tuple(_part("bases", each, BASES, kernel=self.kernel) for each in self.bases)
         if len(bases) != len(coefficients) + 1:
-            raise ValueError(f"coefficients: {len(coefficients)}; expected one fewer than bases ({len(bases)})")
+            raise ValueError(
+                f"coefficients: {len(coefficients)}; expected one fewer than bases ({len(bases)})"
+            )
         if any(b.kernel != self.kernel or isinstance(b, SMREG) for b in bases):
             raise ValueError(f"kernel={self.kernel}: expected bases that all estimate this kernel")
         return coefficients, bases
@@ -240,6 +293,7 @@ class Bipolar(HybridMap):
             rho = self.components()[0][0].of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
+
         return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
 
     def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
@@ -248,8 +302,10 @@ class Bipolar(HybridMap):
         both = torch.cat([omega_x, -omega_x], -1) if self.base == "hyp" else omega_x
         down = half if self.kernel == "softmax" else 2 * half
         up = half if self.kernel == "softmax" else torch.zeros_like(half)
-        return (Features(ONE, both - (down + math.log(both.shape[-1]) / 2)),
-                Features(torch.cat([omega_x.cos(), omega_x.sin()], -1), up - math.log(m) / 2))
+        return (
+            Features(ONE, both - (down + math.log(both.shape[-1]) / 2)),
+            Features(torch.cat([omega_x.cos(), omega_x.sin()], -1), up - math.log(m) / 2),
+        )
 
 
 @dataclass(frozen=True)
@@ -284,7 +340,9 @@ class GaussianHybrid(Bipolar):
         return BipolarGaussianCoefficient(sigma=self.sigma, r=self.r)
 
 
-def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y: Tensor, log_unit: Tensor) -> Tensor:
+def covariance(
+    bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y: Tensor, log_unit: Tensor
+) -> Tensor:
     """Return Cov(K_1, K_2) / K^2 of two estimates from one projection.
 
     The result is divided by exp(log_unit). For TrigRF with PosRF or HypRF the covariance is cos(|x|^2 - |y|^2) - 1
@@ -293,8 +351,11 @@ def covariance(bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y
     one, other = (_pair_vector(b, x, y, p) for b, p in zip(bases, params))
     antithetic = any(getattr(b, "antithetic", False) for b in bases)
     products = ((one * other).sum(-1), (one * other.conj()).sum(-1))
-    mean = sum(torch.exp(s * t.real - log_unit) * t.imag.cos()
-               for t in products for s in ((1, -1) if antithetic else (1,)))
+    mean = sum(
+        torch.exp(s * t.real - log_unit) * t.imag.cos()
+        for t in products
+        for s in ((1, -1) if antithetic else (1,))
+    )
     return mean / (4 if antithetic else 2) - torch.exp(-log_unit)
 
 
@@ -306,7 +367,9 @@ def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
         return 1j * (x - y)
     if type(base) in (PosRF, HypRF):
         return (x + y).to(torch.complex128)
-    raise NotImplementedError(f"{type(base).__name__}: unknown covariance with shared projections; set shared=False")
+    raise NotImplementedError(
+        f"{type(base).__name__}: unknown covariance with shared projections; set shared=False"
+    )
 
 
 def _rename_parts(what: str, part: int | None, needed: Nested) -> Nested:

@@ -35,20 +35,22 @@ from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.options import Count
 from crt_exp.samplers import orthogonal
 
-KEYS, PAIRS = 2, 8   # least number of sampled keys per query, and of sampled pairs per centre
-UNIFORM = 1 / 16     # share of keys sampled uniformly from all visible keys; the others are sampled by attention
-ROUNDS = 4           # iterations of k-means
+KEYS, PAIRS = 2, 8  # least number of sampled keys per query, and of sampled pairs per centre
+UNIFORM = (
+    1 / 16
+)  # share of keys sampled uniformly from all visible keys; the others are sampled by attention
+ROUNDS = 4  # iterations of k-means
 QUERIES, UPDATES = 128, 30  # queries per sequence and iterations of the weight fit
-DEVIATION = 0.6      # of fitted rows from their centres; causal attention: 0
+DEVIATION = 0.6  # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
 
 
 class MixtureParams(NamedTuple):
-    balance: Tensor | None   # G (..., d, d), symmetric; None: I
-    centres: Tensor          # (..., m, d)
-    log_weights: Tensor      # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
+    balance: Tensor | None  # G (..., d, d), symmetric; None: I
+    centres: Tensor  # (..., m, d)
+    log_weights: Tensor  # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
 
-    shift = None             # read by Dense; the centres include the shift
+    shift = None  # read by Dense; the centres include the shift
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,19 @@ class Mixture(Dense):
 
     @property
     def until_fitted(self) -> str:
-        return "using zero centres: " + ("FAVOR+" if self.weights == "unbiased" else "uniform attention")
+        return "using zero centres: " + (
+            "FAVOR+" if self.weights == "unbiased" else "uniform attention"
+        )
 
     def of_size(self, m: int) -> "Mixture":
         return replace(self, size=m)
 
     def unfitted(self, d: int) -> MixtureParams:
-        return MixtureParams(torch.eye(d), torch.zeros(self.size, d), torch.full((1, self.size), -math.log(self.size)))
+        return MixtureParams(
+            torch.eye(d),
+            torch.zeros(self.size, d),
+            torch.full((1, self.size), -math.log(self.size)),
+        )
 
     def admitted(self, params: MixtureParams) -> MixtureParams:
         return params  # all invertible balances and all centres are valid
@@ -97,7 +105,11 @@ class Mixture(Dense):
         if self.weights == "fitted":
             return centres, None, (params.log_weights.to(centres) - sq_norm(centres).mT / 2) / 2
         rows = centres + noise.rows()
-        return rows, None, -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2
+        return (
+            rows,
+            None,
+            -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2,
+        )
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
@@ -105,8 +117,10 @@ class Mixture(Dense):
             return FeatureMap.log_relative_second_moment(self, x, y, params)
         G, ndim = params.balance, max(x.ndim, y.ndim)
         if G is not None:
-            x, y = apply_to_pairs(x.double(), G.double(), ndim), apply_to_pairs(y.double(),
-                                                                                inverse_transposed(G.double()), ndim)
+            x, y = (
+                apply_to_pairs(x.double(), G.double(), ndim),
+                apply_to_pairs(y.double(), inverse_transposed(G.double()), ndim),
+            )
         return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
 
     # ---- fit
@@ -115,9 +129,13 @@ class Mixture(Dense):
         """Fit to sets of vectors in which each query attends to all keys."""
         (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
         params = self.fit_sequences([x[None] for x in xs], [y[None] for y in ys])
-        return MixtureParams(*(None if t is None else t.reshape(*batch, *t.shape[1:]) for t in params))
+        return MixtureParams(
+            *(None if t is None else t.reshape(*batch, *t.shape[1:]) for t in params)
+        )
 
-    def fit_sequences(self, x: Iterable[Tensor], y: Iterable[Tensor], causal: bool = False) -> MixtureParams:
+    def fit_sequences(
+        self, x: Iterable[Tensor], y: Iterable[Tensor], causal: bool = False
+    ) -> MixtureParams:
         """Fit to sequences, x (B, L, d) and y (B, S, d) for each head.
 
         Args:
@@ -125,9 +143,13 @@ class Mixture(Dense):
         """
         if self.size is None:
             raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
-        of_heads = [self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
-                    for pair in zip(x, y, strict=True)]
-        return MixtureParams(*(None if each[0] is None else torch.stack(each) for each in zip(*of_heads)))
+        of_heads = [
+            self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
+            for pair in zip(x, y, strict=True)
+        ]
+        return MixtureParams(
+            *(None if each[0] is None else torch.stack(each) for each in zip(*of_heads))
+        )
 
     def _of_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
         G, generator = None, torch.Generator().manual_seed(0)
@@ -145,15 +167,26 @@ class Mixture(Dense):
             drawn = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
             centres = centres + DEVIATION * drawn.to(centres)
         some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].to(x.device)
-        return MixtureParams(G, centres, fitted_weights(x[:, some], y, centres, count.clamp(min=1).log(),
-                                                        exact[:, some], seen[some]))
+        return MixtureParams(
+            G,
+            centres,
+            fitted_weights(
+                x[:, some], y, centres, count.clamp(min=1).log(), exact[:, some], seen[some]
+            ),
+        )
 
-    def _attended(self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator) -> Tensor:
+    def _attended(
+        self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator
+    ) -> Tensor:
         """Sample n keys per query, mostly by attention, (B, L, n, d)."""
         n = max(KEYS, -(-PAIRS * self.size // exact[..., 0].numel()))
         shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
-        drawn = torch.multinomial(shares.flatten(0, 1).cpu(), n, replacement=True, generator=generator).to(y.device)
-        return y[torch.arange(len(y), device=y.device).view(-1, 1, 1), drawn.view(*exact.shape[:2], n)]
+        drawn = torch.multinomial(
+            shares.flatten(0, 1).cpu(), n, replacement=True, generator=generator
+        ).to(y.device)
+        return y[
+            torch.arange(len(y), device=y.device).view(-1, 1, 1), drawn.view(*exact.shape[:2], n)
+        ]
 
 
 def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -162,14 +195,21 @@ def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # with few distinct points some centres are equal
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # with few distinct points some centres are equal
         found = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=0).fit(
-            points.float().cpu().numpy())
-    return (torch.from_numpy(found.cluster_centers_).to(points),
-            torch.bincount(torch.from_numpy(found.labels_).long(), minlength=count)[None].to(points))
+            points.float().cpu().numpy()
+        )
+    return (
+        torch.from_numpy(found.cluster_centers_).to(points),
+        torch.bincount(torch.from_numpy(found.labels_).long(), minlength=count)[None].to(points),
+    )
 
 
-def fitted_weights(x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor) -> Tensor:
+def fitted_weights(
+    x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor
+) -> Tensor:
     """Return log a_r + |w_r|^2 / 2 (1, m) of least KL divergence from exact attention.
 
     `exact` (B, L, S) is the attention of x (B, L, d) to y (B, S, d). `start` initialises the result.
@@ -181,11 +221,17 @@ def fitted_weights(x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Ten
     log_q, log_k = x @ rows.mT + start - sq_norm(rows).mT / 2, y @ rows.mT - sq_norm(y) / 2
     top = log_k.amax((0, 1))
     log_q = log_q + top
-    q, k, exact = (log_q - log_q.amax(-1, keepdim=True)).exp().float(), (log_k - top).exp().float(), exact.float()
+    q, k, exact = (
+        (log_q - log_q.amax(-1, keepdim=True)).exp().float(),
+        (log_k - top).exp().float(),
+        exact.float(),
+    )
     sums, weights = seen.float() @ k, torch.ones_like(q[0, 0])
     for _ in range(UPDATES):
         weighted = q * weights
         total = (weighted * sums).sum(-1, keepdim=True)
         ratio = exact / (weighted @ k.mT + TINY * total)
-        weights = weights * (q * (ratio @ k)).sum((0, 1)) / (q * sums / total).sum((0, 1)).clamp(min=TINY)
+        weights = (
+            weights * (q * (ratio @ k)).sum((0, 1)) / (q * sums / total).sum((0, 1)).clamp(min=TINY)
+        )
     return start + weights.clamp(min=1e-30).log()

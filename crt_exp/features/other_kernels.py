@@ -23,7 +23,10 @@ from crt_exp.features.statistics import Kernel, Statistics, angle
 from crt_exp.options import Positive
 from crt_exp.samplers.noise import DenseNoise, Nested, Noise, map_leaves, match_float64, share_leaf
 
-NODES, POINTS = 400, 1500  # sizes of the quadrature over the mixture and of the table of the rational quadratic kernel
+NODES, POINTS = (
+    400,
+    1500,
+)  # sizes of the quadrature over the mixture and of the table of the rational quadratic kernel
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,14 @@ class RadialRF(SpectralRF):
             ValueError: all projections have one length, so their lengths are not chi-distributed.
         """
         sq_norm = noise.sq_norm.double()
-        if not noise.gaussian and noise.m > 1 and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax()):
-            raise ValueError(f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi")
+        if (
+            not noise.gaussian
+            and noise.m > 1
+            and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax())
+        ):
+            raise ValueError(
+                f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi"
+            )
         squares = sq_norm.clamp(min=1e-300).cpu().numpy()
         factor = np.sqrt(self.squared_length(squares, noise.d) / squares)
         return noise.scaled(torch.from_numpy(factor).mT.to(noise.sq_norm))
@@ -113,9 +122,11 @@ class RationalQuadraticRF(RadialRF):
 
 
 @lru_cache(maxsize=32)
-def rational_quadratic_distribution(alpha: float, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def rational_quadratic_distribution(
+    alpha: float, d: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return log |w|^2 on a grid, and the log CDF and log survival function there."""
-    from scipy.special import gammainc, gammaincc, gammaincinv, gammainccinv
+    from scipy.special import gammainc, gammaincc, gammainccinv, gammaincinv
 
     low, high = np.log(gammaincinv(alpha, 1e-14)), np.log(gammainccinv(alpha, 1e-14))
     log_g = np.linspace(max(low, -600), high, NODES)
@@ -143,8 +154,10 @@ class LaplaceRF(SpectralRF):
 
     def directions(self, noise: Noise) -> Noise:
         if not noise.gaussian:
-            raise ValueError("sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal with "
-                             "lengths=chi, simplex, or scrambled halton or sobol")
+            raise ValueError(
+                "sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal with "
+                "lengths=chi, simplex, or scrambled halton or sobol"
+            )
         g = noise.rows().double()
         cauchy = g.sign() / torch.tan(math.pi * torch.special.ndtr(-g.abs()))
         return DenseNoise(cauchy.to(noise.dtype), gaussian=False)
@@ -172,6 +185,7 @@ class ArcCosineRF(FeatureMap):
             half = projected.new_tensor(0.5)  # value of the step function at 0
             value = projected.relu() if self.order else torch.heaviside(projected, half)
             return Features(value, torch.full_like(projected[..., :1], math.log(2 / noise.m) / 2))
+
         return BoundMap(phi, phi)
 
     def log_kernel(self, x, y):
@@ -191,8 +205,15 @@ class ArcCosineRF(FeatureMap):
         ratio = math.log(2) - kernel
         if self.order == 1:
             theta = angle(x, y)
-            shape = (3 * theta.sin() * theta.cos() + (math.pi - theta) * (1 + 2 * theta.cos().square())) / math.pi
-            ratio = ratio - kernel + shape.clamp(min=0).log() + 2 * (x.norm(dim=-1) * y.norm(dim=-1)).log()
+            shape = (
+                3 * theta.sin() * theta.cos() + (math.pi - theta) * (1 + 2 * theta.cos().square())
+            ) / math.pi
+            ratio = (
+                ratio
+                - kernel
+                + shape.clamp(min=0).log()
+                + 2 * (x.norm(dim=-1) * y.norm(dim=-1)).log()
+            )
         return torch.where(kernel == -torch.inf, 0.0, ratio.clamp(min=0))
 
 
@@ -222,14 +243,20 @@ class Composite(FeatureMap):
 
     def projections(self, m) -> Nested:
         needed = zip(self.parts, _spread(m, self.parts))
-        return tuple(map_leaves(lambda p, i=i: p.of_part(i), part.projections(k)) for i, (part, k) in enumerate(needed))
+        return tuple(
+            map_leaves(lambda p, i=i: p.of_part(i), part.projections(k))
+            for i, (part, k) in enumerate(needed)
+        )
 
     def fit(self, stats: Statistics) -> Params:
         return tuple(p.fit(stats) for p in self.parts)
 
     def _bound(self, noise: Nested, params: Params) -> list[BoundMap]:
         """Bind each part."""
-        return [p.bind(n, q) for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))]
+        return [
+            p.bind(n, q)
+            for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))
+        ]
 
 
 @dataclass(frozen=True, init=False)
@@ -244,13 +271,19 @@ class Sum(Composite):
     weights: tuple[float, ...] | None = None
     shared: bool = False
 
-    def __init__(self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False):
+    def __init__(
+        self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False
+    ):
         if not parts:
             raise ValueError("parts: empty; expected at least one")
         if weights is not None and len(weights) != len(parts):
             raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
-        self._set(kernel=_common_kernel(parts), parts=parts, shared=shared,
-                  weights=tuple(weights) if weights is not None else (1.0,) * len(parts))
+        self._set(
+            kernel=_common_kernel(parts),
+            parts=parts,
+            shared=shared,
+            weights=tuple(weights) if weights is not None else (1.0,) * len(parts),
+        )
 
     def projections(self, m) -> Nested:
         if not self.shared:
@@ -262,8 +295,10 @@ class Sum(Composite):
 
     def bind(self, noise, params) -> BoundMap:
         bound = self._bound(noise, params)
-        return BoundMap(lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
-                        lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False))
+        return BoundMap(
+            lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
+            lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False),
+        )
 
     def log_kernel(self, x, y) -> Tensor:
         """Return the log of the weighted sum; NaN if the sum is negative."""
@@ -271,7 +306,9 @@ class Sum(Composite):
         return _log_weighted_sum(logs, self.weights)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return torch.log1p((self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp())
+        return torch.log1p(
+            (self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp()
+        )
 
     def log_variance(self, x, y, params) -> Tensor:
         """Return the log variance for independent parts.
@@ -280,8 +317,12 @@ class Sum(Composite):
             NotImplementedError: the parts share projections.
         """
         if self.shared:
-            raise NotImplementedError("Sum with shared projections: no closed-form variance; use shared=False")
-        logs = torch.stack([p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))])
+            raise NotImplementedError(
+                "Sum with shared projections: no closed-form variance; use shared=False"
+            )
+        logs = torch.stack(
+            [p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))]
+        )
         return _log_weighted_sum(logs, [w * w for w in self.weights])
 
 
@@ -300,16 +341,23 @@ class Product(Composite):
 
     def bind(self, noise, params) -> BoundMap:
         if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
-            raise ValueError("noise: expected a pair of independent projections; use phi.noise(m, draw)")
+            raise ValueError(
+                "noise: expected a pair of independent projections; use phi.noise(m, draw)"
+            )
         first, second = self._bound(noise, params)
-        return BoundMap(lambda x: _outer(first.phi_q(x), second.phi_q(x)),
-                        lambda y: _outer(first.phi_k(y), second.phi_k(y)))
+        return BoundMap(
+            lambda x: _outer(first.phi_q(x), second.phi_q(x)),
+            lambda y: _outer(first.phi_k(y), second.phi_k(y)),
+        )
 
     def log_kernel(self, x, y) -> Tensor:
         return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return sum(p.log_relative_second_moment(x, y, q) for p, q in zip(self.parts, _each(params, self.parts)))
+        return sum(
+            p.log_relative_second_moment(x, y, q)
+            for p, q in zip(self.parts, _each(params, self.parts))
+        )
 
 
 def _common_kernel(parts: Sequence[FeatureMap]) -> Kernel | None:
@@ -325,7 +373,9 @@ def _spread(given: Nested, parts: Sequence[FeatureMap]) -> tuple:
 
 def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
     if len(given) != len(parts):
-        raise ValueError(f"noise, params: {len(given)} entries, expected {len(parts)}, one per part")
+        raise ValueError(
+            f"noise, params: {len(given)} entries, expected {len(parts)}, one per part"
+        )
     return given
 
 

@@ -63,7 +63,9 @@ def log_0f1(b: float, z: Tensor) -> Tensor:
 
 
 def _log_0f1_series(b: float, z: np.ndarray) -> np.ndarray:
-    terms = max(60, int(4 * np.sqrt(z.max(initial=0.0))) + 60)  # the largest term sits near k = sqrt(z)
+    terms = max(
+        60, int(4 * np.sqrt(z.max(initial=0.0))) + 60
+    )  # the largest term sits near k = sqrt(z)
     k = np.arange(1, terms)
     with np.errstate(divide="ignore"):
         steps = np.log(z)[..., None] - np.log(k * (b + k - 1))
@@ -174,10 +176,18 @@ class Moments:
             ValueError: the moments were given by `known`, without vectors.
         """
         if "_x" not in self.__dict__:
-            raise ValueError("statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)")
+            raise ValueError(
+                "statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)"
+            )
         batch, x = self._x.shape[:-2], self._x * self._scale
-        keep = torch.ones_like(x[..., 0], dtype=torch.bool) if self._mask is None else self._mask.expand(x.shape[:-1])
-        return batch, [v[k] for v, k in zip(x.reshape(-1, *x.shape[-2:]), keep.reshape(-1, x.shape[-2]))]
+        keep = (
+            torch.ones_like(x[..., 0], dtype=torch.bool)
+            if self._mask is None
+            else self._mask.expand(x.shape[:-1])
+        )
+        return batch, [
+            v[k] for v, k in zip(x.reshape(-1, *x.shape[-2:]), keep.reshape(-1, x.shape[-2]))
+        ]
 
     def _average(self, values: Tensor) -> Tensor:
         return values.sum(-2) / self.count
@@ -231,14 +241,22 @@ class Statistics:
     y: Moments
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, x_mask: Tensor | None = None, y_mask: Tensor | None = None,
-           scale: float = 1.0) -> "Statistics":
+    def of(
+        cls,
+        x: Tensor,
+        y: Tensor,
+        x_mask: Tensor | None = None,
+        y_mask: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> "Statistics":
         """Return the statistics of scale * x (..., L, d) and scale * y (..., S, d).
 
         Masks have shapes (..., L) and (..., S), True = keep.
         """
         if x.shape[-1] != y.shape[-1]:
-            raise ValueError(f"x has {x.shape[-1]} dimensions, y has {y.shape[-1]}: expected equal numbers")
+            raise ValueError(
+                f"x has {x.shape[-1]} dimensions, y has {y.shape[-1]}: expected equal numbers"
+            )
         if x.device != y.device:
             raise ValueError(f"x is on {x.device}, y is on {y.device}: expected one device")
         return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))

@@ -29,7 +29,9 @@ class Measurement:
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         raise NotImplementedError
 
-    def records(self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()) -> Iterator[dict[str, Any]]:
+    def records(
+        self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()
+    ) -> Iterator[dict[str, Any]]:
         if getattr(self, "start", "") is None:
             raise ValueError("task.start=null: expected the directory of a run")
         last: dict[str, Any] = {}
@@ -71,10 +73,13 @@ class Series(Measurement):
 
     def summary(self, records: list[dict]) -> str:
         shown = ((each[self.over], each[self.metric]) for each in records)
-        return f"{self.metric} " + ", ".join(f"{value:.4g} at {self.over} = {place}" for place, value in shown
-                                             if value is not None)
+        return f"{self.metric} " + ", ".join(
+            f"{value:.4g} at {self.over} = {place}" for place, value in shown if value is not None
+        )
 
 
 def check_estimates(mechanism: Mechanism) -> None:
     if mechanism.is_exact:
-        raise ValueError("attention=exact: expected an approximation, such as features=pos or attention=favorpp")
+        raise ValueError(
+            "attention=exact: expected an approximation, such as features=pos or attention=favorpp"
+        )

@@ -18,25 +18,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.swap.bench import fit_attention, quiet
 from crt_exp.data.text import IGNORED, generator_of, official_file
-from crt_exp.options import Count, Positive, Several, Whole, checked
 from crt_exp.measure import SwapMeasurement, pretrained
-from crt_exp.mechanism import Mechanism
-from crt_exp.runner.trainer_config import Adapters
-from crt_exp.swap.calibration import learns, swapped_states
-from crt_exp.tasks.transfer import (TransferModel, calibrate, layer_parameters, release, swapped_layers,
-                                    transfer_attention)
-from crt_exp.tasks.mlm import following
-from crt_exp.times import PROCESSOR, milliseconds, threads
 from crt_exp.measure.variance import mnist_file
+from crt_exp.mechanism import Mechanism
+from crt_exp.options import Count, Positive, Several, Whole, checked
+from crt_exp.runner.trainer_config import Adapters
+from crt_exp.swap.bench import fit_attention, quiet
+from crt_exp.swap.calibration import learns, swapped_states
+from crt_exp.tasks.mlm import following
+from crt_exp.tasks.transfer import (
+    TransferModel,
+    calibrate,
+    layer_parameters,
+    release,
+    swapped_layers,
+    transfer_attention,
+)
+from crt_exp.times import PROCESSOR, milliseconds, threads
 
-SYMBOLS, LENGTH = 16, 64                            # alphabet of `copying`; tokens of a row
-WIDTH, LAYERS, HEADS = 128, 4, 4                    # sizes of the small models
-PATCH = 4                                           # pixels of a side: 49 patches of 28 x 28, and a class token
-ROWS = 16                                           # batch size
-UNIFORM = "uniform"                                 # control, without adapters
-MINUTE = 60_000                                     # milliseconds
+SYMBOLS, LENGTH = 16, 64  # alphabet of `copying`; tokens of a row
+WIDTH, LAYERS, HEADS = 128, 4, 4  # sizes of the small models
+PATCH = 4  # pixels of a side: 49 patches of 28 x 28, and a class token
+ROWS = 16  # batch size
+UNIFORM = "uniform"  # control, without adapters
+MINUTE = 60_000  # milliseconds
 
 
 # ---- rows and models
@@ -67,7 +73,7 @@ def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     g = generator_of(seed, count + (split == "test"))
     ids = torch.randint(SYMBOLS, (count, LENGTH // 2), generator=g).repeat(1, 2)
     labels = following(ids)
-    labels[:, :LENGTH // 2] = IGNORED
+    labels[:, : LENGTH // 2] = IGNORED
     return ids, labels
 
 
@@ -88,57 +94,102 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
 
 def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     images, labels = digits(split)
-    at = torch.randint(len(images), (count,), generator=generator_of(seed, count + 3 * (split == "test")))
+    at = torch.randint(
+        len(images), (count,), generator=generator_of(seed, count + 3 * (split == "test"))
+    )
     return images[at], labels[at]
 
 
 def decoder() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=2 * WIDTH,
-                                      n_positions=LENGTH, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
-                                      attn_pdrop=0.0, initializer_range=0.1, bos_token_id=0, eos_token_id=0))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            n_inner=2 * WIDTH,
+            n_positions=LENGTH,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            initializer_range=0.1,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
 
 
 def vision() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(
-        image_size=28, patch_size=PATCH, num_channels=1, num_labels=10, hidden_size=WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, intermediate_size=2 * WIDTH, initializer_range=0.1))
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=28,
+            patch_size=PATCH,
+            num_channels=1,
+            num_labels=10,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=2 * WIDTH,
+            initializer_range=0.1,
+        )
+    )
 
 
-SETTINGS = {"copying": Setting(decoder, copying_rows), "causal": Setting(decoder, causal_rows),
-            "vision": Setting(vision, vision_rows, 400)}
+SETTINGS = {
+    "copying": Setting(decoder, copying_rows),
+    "causal": Setting(decoder, causal_rows),
+    "vision": Setting(vision, vision_rows, 400),
+}
 
 
 def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
     given, labels = rows
-    return F.cross_entropy(model(given).logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+    return F.cross_entropy(
+        model(given).logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED
+    )
 
 
 @torch.no_grad()
 def test_loss(model: nn.Module, setting: str, seed: int) -> float:
     """Return nats per predicted token or image, on rows that are never trained on."""
     model.eval()
-    return float(loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested)))
+    return float(
+        loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested))
+    )
 
 
 # ---- training
 
 
-def train(model: nn.Module, setting: str, seed: int, steps: int, lr: float, step: Callable[..., Tensor] = loss_of,
-          first: int = 0) -> None:
+def train(
+    model: nn.Module,
+    setting: str,
+    seed: int,
+    steps: int,
+    lr: float,
+    step: Callable[..., Tensor] = loss_of,
+    first: int = 0,
+) -> None:
     """Train parameters that require gradients, on training rows from `first` on."""
+
     def loss(i: int) -> Tensor:
-        return step(model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS))
+        return step(
+            model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS)
+        )
 
     model.train()
     for _ in descent(model, loss, steps, lr):
         pass
 
 
-def descent(model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float) -> Iterator[int]:
+def descent(
+    model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float
+) -> Iterator[int]:
     """Train by AdamW on loss(0), loss(1), ...; yield the number of steps done.
 
     Only parameters that require gradients are trained. The learning rate has a warm-up of 5% and decays linearly to 0.
@@ -178,8 +229,17 @@ def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
     """Add adapters to the projections of attention and freeze other parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Adapters(model, {"rank": rank, "alpha": 2.0 * rank, "dropout": 0.0, "targets": None, "also": [],
-                                "merge": True})
+        return Adapters(
+            model,
+            {
+                "rank": rank,
+                "alpha": 2.0 * rank,
+                "dropout": 0.0,
+                "targets": None,
+                "also": [],
+                "merge": True,
+            },
+        )
 
 
 # ---- one method
@@ -201,9 +261,24 @@ class Adapt(SwapMeasurement):
 
     metric = "loss"
 
-    def __init__(self, model: Literal[*SETTINGS], steps: Count, transfer: Count, lora: Count, exact_lr: Positive,
-                 transfer_lr: Positive, lora_lr: Positive, rank: Count):
-        self.setting, self.steps, self.transfer, self.lora, self.rank = model, steps, transfer, lora, rank
+    def __init__(
+        self,
+        model: Literal[*SETTINGS],
+        steps: Count,
+        transfer: Count,
+        lora: Count,
+        exact_lr: Positive,
+        transfer_lr: Positive,
+        lora_lr: Positive,
+        rank: Count,
+    ):
+        self.setting, self.steps, self.transfer, self.lora, self.rank = (
+            model,
+            steps,
+            transfer,
+            lora,
+            rank,
+        )
         self.exact_lr, self.transfer_lr, self.lora_lr = exact_lr, transfer_lr, lora_lr
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
@@ -231,8 +306,14 @@ class Adapt(SwapMeasurement):
     def train_transfer(self, model: nn.Module, seed: int) -> None:
         student = TransferModel(model)
         calibrate(student, calibration(self.setting, seed))
-        train(student, self.setting, seed, self.transfer, self.transfer_lr, lambda student, rows: student(
-            rows[0])[0].mean())
+        train(
+            student,
+            self.setting,
+            seed,
+            self.transfer,
+            self.transfer_lr,
+            lambda student, rows: student(rows[0])[0].mean(),
+        )
         release(student)
 
     def train_adapters(self, model: nn.Module, seed: int, steps: int, first: int) -> None:
@@ -255,15 +336,19 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
     Raises ValueError if the text has fewer rows.
     """
     text = pretrained.tokens(model, "train")
-    rows = text[:len(text) // length * length].view(-1, length)
+    rows = text[: len(text) // length * length].view(-1, length)
     if count > len(rows):
-        raise ValueError(f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
-                         "fewer")
+        raise ValueError(
+            f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
+            "fewer"
+        )
     return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
 
 
 @lru_cache(maxsize=4)
-def exact_readings(model: str, kind: str, length: int, count: int) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+def exact_readings(
+    model: str, kind: str, length: int, count: int
+) -> list[tuple[pretrained.Row, pretrained.Reading]]:
     """Rows, and the outputs of the pretrained checkpoint for each."""
     return [pretrained.exact_reading(model, kind, length, i) for i in range(count)]
 
@@ -292,27 +377,58 @@ class AdaptPretrained(SwapMeasurement):
 
     metric = "cost"
 
-    def __init__(self, model: str, texts: Several[Literal[*pretrained.ROWS]], length: Count, tested: Count,
-                 captured: Count, transfer: Count, steps: Several[Whole], transfer_lr: Positive, lora_lr: Positive,
-                 rank: Count, bf16: bool):
-        self.model, self.texts, self.length, self.tested, self.captured = model, texts, length, tested, captured
+    def __init__(
+        self,
+        model: str,
+        texts: Several[Literal[*pretrained.ROWS]],
+        length: Count,
+        tested: Count,
+        captured: Count,
+        transfer: Count,
+        steps: Several[Whole],
+        transfer_lr: Positive,
+        lora_lr: Positive,
+        rank: Count,
+        bf16: bool,
+    ):
+        self.model, self.texts, self.length, self.tested, self.captured = (
+            model,
+            texts,
+            length,
+            tested,
+            captured,
+        )
         self.transfer, self.steps, self.rank, self.bf16 = transfer, steps, rank, bf16
         self.transfer_lr, self.lora_lr, self.lora = transfer_lr, lora_lr, max(steps) - transfer
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
-        given = [batch_arguments(row[None]) for row in rows[:self.captured]]
-        model, minutes = swapped(deepcopy(pretrained.load_model_and_tokenizer(self.model).model), mechanism, seed,
-                                 given), 0.0
+        given = [batch_arguments(row[None]) for row in rows[: self.captured]]
+        model, minutes = (
+            swapped(
+                deepcopy(pretrained.load_model_and_tokenizer(self.model).model),
+                mechanism,
+                seed,
+                given,
+            ),
+            0.0,
+        )
         found = self.readings(model)
         yield from after(0, found, minutes)
         if learns(model) or layer_parameters(swapped_states(model)):
-            minutes = milliseconds(lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
-                                   clock=PROCESSOR) / MINUTE
+            minutes = (
+                milliseconds(
+                    lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
+                    clock=PROCESSOR,
+                )
+                / MINUTE
+            )
             found = self.readings(model)
         yield from after(self.transfer, found, minutes)
         low_rank(model, self.rank, seed)
-        training = descent(model, adapter_loss(model, rows[self.captured:], self.bf16), self.lora, self.lora_lr)
+        training = descent(
+            model, adapter_loss(model, rows[self.captured :], self.bf16), self.lora, self.lora_lr
+        )
         for step in range(self.transfer + 1, self.transfer + self.lora + 1):
             minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
             if step in self.steps:
@@ -320,20 +436,31 @@ class AdaptPretrained(SwapMeasurement):
 
     def readings(self, model: nn.Module) -> dict[str, list[float]]:
         model.eval()
-        return {kind: [float((pretrained.run_row(model, row).nats - exact.nats).mean())
-                       for row, exact in exact_readings(self.model, kind, self.length, self.tested)]
-                for kind in self.texts}
+        return {
+            kind: [
+                float((pretrained.run_row(model, row).nats - exact.nats).mean())
+                for row, exact in exact_readings(self.model, kind, self.length, self.tested)
+            ]
+            for kind in self.texts
+        }
 
 
 def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
     yield from ({"step": step, "text": kind, "above": values} for kind, values in found.items())
-    yield {"step": step, "sample": "", "minutes": minutes, "cost": float(np.mean([*found.values()]))}
+    yield {
+        "step": step,
+        "sample": "",
+        "minutes": minutes,
+        "cost": float(np.mean([*found.values()])),
+    }
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
     """Return loss(i), nats per token of row i."""
+
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
             logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
         return F.cross_entropy(logits.float(), rows[i][1:])
+
     return loss

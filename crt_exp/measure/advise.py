@@ -22,11 +22,31 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer, encoders, vision
 from crt_exp.models.folder import CONFIG, block_of
 from crt_exp.options import Count, Positive, checked
-from crt_exp.swap.advise import LEAST, SAMPLES, Advice, advice_of, measure_mechanism, mechanisms, spread, text_bench
-from crt_exp.swap.bench import HEADS, MASKED, NEXT, BatchBench, Bench, length_of, positions, predicts
+from crt_exp.swap.advise import (
+    LEAST,
+    SAMPLES,
+    Advice,
+    advice_of,
+    measure_mechanism,
+    mechanisms,
+    spread,
+    text_bench,
+)
+from crt_exp.swap.bench import (
+    HEADS,
+    MASKED,
+    NEXT,
+    BatchBench,
+    Bench,
+    length_of,
+    positions,
+    predicts,
+)
 
 PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
-TEXT = {end: PREDICTING[kind] for end, kind in HEADS.items()}  # suffix of an architecture -> class of transformers
+TEXT = {
+    end: PREDICTING[kind] for end, kind in HEADS.items()
+}  # suffix of an architecture -> class of transformers
 VISION = {"ForImageClassification": "AutoModelForImageClassification"}
 CTC, CLASSES = "AutoModelForCTC", "AutoModelForAudioClassification"
 AUDIO = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
@@ -43,17 +63,43 @@ class Advise(Measurement):
     metric = "above"
     uses: frozenset[str] = frozenset()  # attention is named by task.attentions
 
-    def __init__(self, model: str | None, text: str | Sequence[str] | None, images: str | None, audio: str | None,
-                 tokenizer: str | None, length: Count | None, attentions: Sequence[str] | None, samples: Count | None,
-                 calibration: Count, rounds: Count, tolerance: Positive, cache_dir: str | None):
+    def __init__(
+        self,
+        model: str | None,
+        text: str | Sequence[str] | None,
+        images: str | None,
+        audio: str | None,
+        tokenizer: str | None,
+        length: Count | None,
+        attentions: Sequence[str] | None,
+        samples: Count | None,
+        calibration: Count,
+        rounds: Count,
+        tolerance: Positive,
+        cache_dir: str | None,
+    ):
         if model is None or [text, images, audio].count(None) != 2:
-            raise ValueError("task=advise: expected task.model (a folder, a run or a hub name), and held-out data in "
-                             "one of task.text, task.images and task.audio")
-        if text is None and (given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]):
+            raise ValueError(
+                "task=advise: expected task.model (a folder, a run or a hub name), and held-out data in "
+                "one of task.text, task.images and task.audio"
+            )
+        if text is None and (
+            given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]
+        ):
             raise ValueError(f"task.{given[0]}: only for task.text; remove it")
         self.model, self.text, self.images, self.audio = model, text, images, audio
-        self.tokenizer, self.length, self.attentions, self.samples = tokenizer, length, attentions, samples
-        self.calibration, self.rounds, self.tolerance, self.cache_dir = calibration, rounds, tolerance, cache_dir
+        self.tokenizer, self.length, self.attentions, self.samples = (
+            tokenizer,
+            length,
+            attentions,
+            samples,
+        )
+        self.calibration, self.rounds, self.tolerance, self.cache_dir = (
+            calibration,
+            rounds,
+            tolerance,
+            cache_dir,
+        )
         mechanisms(attentions)
         self.advice: Advice | None = None
 
@@ -64,8 +110,14 @@ class Advise(Measurement):
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance)
         chosen = self.advice.chosen or self.advice.rows[0]
-        yield {"above": chosen.above, "above_ci95": chosen.above_ci95, "speedup": chosen.speedup,
-               "attention": chosen.attention, "advice": self.advice.sentence, "table": str(self.advice)}
+        yield {
+            "above": chosen.above,
+            "above_ci95": chosen.above_ci95,
+            "speedup": chosen.speedup,
+            "attention": chosen.attention,
+            "advice": self.advice.sentence,
+            "table": str(self.advice),
+        }
 
     def inputs(self) -> list[Path]:
         """Return the audio files that a table names."""
@@ -79,7 +131,9 @@ class Advise(Measurement):
         if self.audio is not None:
             return audio_bench(self.model, self.audio, self.samples, self.calibration, seed)
         model, tokenizer = load_language_model(self.model, self.tokenizer)
-        rows = rows_of(self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir)
+        rows = rows_of(
+            self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir
+        )
         return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
 
     def summary(self, records: list[dict]) -> str:
@@ -93,8 +147,11 @@ class Advise(Measurement):
 
 # ---- models in folders, runs and on the hub
 
+
 def origin_of(name: str) -> encoders.Origin:
-    return encoders.Origin(encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False)
+    return encoders.Origin(
+        encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False
+    )
 
 
 def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> nn.Module:
@@ -105,11 +162,17 @@ def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> n
     origin = origin_of(name)
     config = encoders.load_config(origin)
     encoders.check_exact(f"task.model={name}", encoders.saved_attention(config))
-    found = [kind for architecture in config.architectures or () for end, kind in kinds.items()
-             if architecture.endswith(end)]
+    found = [
+        kind
+        for architecture in config.architectures or ()
+        for end, kind in kinds.items()
+        if architecture.endswith(end)
+    ]
     if not found and otherwise is None:
-        raise ValueError(f"task.model={name}: expected a transformers model {' or '.join(kinds)}, got "
-                         f"{', '.join(config.architectures or ['no head'])}")
+        raise ValueError(
+            f"task.model={name}: expected a transformers model {' or '.join(kinds)}, got "
+            f"{', '.join(config.architectures or ['no head'])}"
+        )
     return encoders.load_model([*found, otherwise][0], config, origin, Mechanism.of("exact")).eval()
 
 
@@ -118,9 +181,11 @@ def part_of(name: str, kind: str) -> Any:
     import transformers
 
     origin = origin_of(name)
-    return encoders.load_or_explain(partial(getattr(transformers, kind).from_pretrained, origin.name,
-                                            trust_remote_code=False),
-                                    origin, kind[4:])
+    return encoders.load_or_explain(
+        partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False),
+        origin,
+        kind[4:],
+    )
 
 
 def config_of(name: str) -> Mapping[str, Any] | None:
@@ -134,6 +199,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
 
 # ---- text
 
+
 def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
     """Load a language model in eval mode, and its tokenizer or task.tokenizer.
 
@@ -141,12 +207,17 @@ def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, An
     """
     model = load(name, TEXT, "AutoModel")
     if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
-        raise ValueError(f"task.model={name}: expected a text encoder or decoder, got {type(model).__name__}")
+        raise ValueError(
+            f"task.model={name}: expected a text encoder or decoder, got {type(model).__name__}"
+        )
     if tokenizer is not None and tokenizer.endswith(".txt"):
         made = bert_tokenizer(tokenizer)
     else:
-        made = encoders.load_tokenizer(origin_of(name) if tokenizer is None else
-                                       encoders.Origin(tokenizer, "task.tokenizer", True, False))
+        made = encoders.load_tokenizer(
+            origin_of(name)
+            if tokenizer is None
+            else encoders.Origin(tokenizer, "task.tokenizer", True, False)
+        )
     check_vocabulary(made, model.config.vocab_size)
     return model, made
 
@@ -160,8 +231,13 @@ def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
     return length_of(model, length or (block and min(max(block, least), positions(model))), least)
 
 
-def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length: int,
-            cache_dir: str | Path | None) -> Tensor:
+def rows_of(
+    text: str | Sequence[str],
+    model: nn.Module,
+    tokenizer: Any,
+    length: int,
+    cache_dir: str | Path | None,
+) -> Tensor:
     """Return token ids (n, length) of all the text, with [CLS] and [SEP] for encoders."""
     framed = predicts(model) != NEXT and tokenizer.cls_token_id is not None
     rows = (local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
@@ -170,7 +246,10 @@ def rows_of(text: str | Sequence[str], model: nn.Module, tokenizer: Any, length:
 
 # ---- images
 
-def image_bench(model: str, folder: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+
+def image_bench(
+    model: str, folder: str, samples: int | None, calibration: int, seed: int
+) -> BatchBench:
     """Load an image classifier and its test and calibration images.
 
     model: a run of task=imagenet, or a folder or name of timm or transformers. Raises DataError.
@@ -180,11 +259,19 @@ def image_bench(model: str, folder: str, samples: int | None, calibration: int, 
     if not place.is_dir():
         raise DataError(f"task.images={folder}: no such folder")
     files = files_ending(place, IMAGES)
-    judged, training = spread(len(files), samples or SAMPLES["images"], calibration, f"images in {folder}")
+    judged, training = spread(
+        len(files), samples or SAMPLES["images"], calibration, f"images in {folder}"
+    )
     pieces = {i: transform(images.read_image(files[i]))[None] for i in [*judged, *training]}
-    labels = [label_of(files[i][len(str(place)):], classes) for i in judged]
-    return BatchBench(loaded, [pieces[i] for i in judged], [pieces[i] for i in training], noun="images", seed=seed,
-                      labels=None if None in labels else [torch.tensor([label]) for label in labels])
+    labels = [label_of(files[i][len(str(place)) :], classes) for i in judged]
+    return BatchBench(
+        loaded,
+        [pieces[i] for i in judged],
+        [pieces[i] for i in training],
+        noun="images",
+        seed=seed,
+        labels=None if None in labels else [torch.tensor([label]) for label in labels],
+    )
 
 
 def label_of(path: str, classes: tuple[str, ...]) -> int | None:
@@ -198,14 +285,22 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
     config = config_of(name)
     if config is None and is_of_timm(name):
         description = vision.timm_description(name)
-        return vision.build(description, Mechanism.of("exact"), "pretrained").eval(), description.classes, \
-            description.transform()
+        return (
+            vision.build(description, Mechanism.of("exact"), "pretrained").eval(),
+            description.classes,
+            description.transform(),
+        )
     if config is not None and "architecture" in config:
-        encoders.check_exact(f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT))
+        encoders.check_exact(
+            f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT)
+        )
         return vision.load(name)
     loaded, processor = load(name, VISION), part_of(name, "AutoImageProcessor")
-    return (loaded, tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
-            lambda image: processor(image, return_tensors="pt")["pixel_values"][0])
+    return (
+        loaded,
+        tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
+        lambda image: processor(image, return_tensors="pt")["pixel_values"][0],
+    )
 
 
 def is_of_timm(name: str) -> bool:
@@ -216,13 +311,18 @@ def is_of_timm(name: str) -> bool:
 
 # ---- audio
 
-def audio_bench(model: str, source: str, samples: int | None, calibration: int, seed: int) -> BatchBench:
+
+def audio_bench(
+    model: str, source: str, samples: int | None, calibration: int, seed: int
+) -> BatchBench:
     """Load a speech model and its test and calibration utterances.
 
     model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
     """
     utterances, config = read_utterances(source), config_of(model)
-    judged, training = spread(len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}")
+    judged, training = spread(
+        len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}"
+    )
     is_run = config is not None and config.get("kind") == conformer_transducer.KIND
     loaded, batch = (transducer if is_run else load_hub_speech_model)(model)
     try:
@@ -231,17 +331,25 @@ def audio_bench(model: str, source: str, samples: int | None, calibration: int, 
         raise DataError(f"task.audio={source}: {error}") from None
     if len({"labels" in each for each in made}) > 1:
         raise DataError(f"task.audio={source}: only some utterances have labels known to the model")
-    return BatchBench(loaded, made[:len(judged)], made[len(judged):], noun="utterances", seed=seed)
+    return BatchBench(
+        loaded, made[: len(judged)], made[len(judged) :], noun="utterances", seed=seed
+    )
 
 
 def read_utterances(source: str) -> list[speech.Utterance]:
     """Return the utterances of a table with transcripts, or of a folder without."""
     path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
     if path.is_file():
-        heard = [each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)]
+        heard = [
+            each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)
+        ]
     else:
-        heard = [speech.Utterance(file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),))
-                 for file in speech.audio_files(source, "task.audio")]
+        heard = [
+            speech.Utterance(
+                file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),)
+            )
+            for file in speech.audio_files(source, "task.audio")
+        ]
     faults.report(len(heard))
     return speech.usable(heard, float("inf"), faults)
 
@@ -252,21 +360,33 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
 
     def batch(utterance: speech.Utterance) -> dict[str, Tensor]:
         if not utterance.text:
-            raise DataError(f"{utterance.name}: no transcript; for a run of task=librispeech set task.audio to a csv, "
-                            "tsv or jsonl file with columns audio and text")
+            raise DataError(
+                f"{utterance.name}: no transcript; for a run of task=librispeech set task.audio to a csv, "
+                "tsv or jsonl file with columns audio and text"
+            )
         audio = torch.from_numpy(speech.as_int16(speech.audio_of(utterance, known.rate)))[None]
         targets = torch.tensor([known.symbols.encode(utterance.text)], dtype=torch.int32)
-        return {"audio": audio, "samples": torch.tensor([audio.shape[1]]), "targets": targets,
-                "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32)}
+        return {
+            "audio": audio,
+            "samples": torch.tensor([audio.shape[1]]),
+            "targets": targets,
+            "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32),
+        }
 
     return known.build(tensors), batch
 
 
-def load_hub_speech_model(name: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
+def load_hub_speech_model(
+    name: str,
+) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
     loaded, extractor = load(name, AUDIO), part_of(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))
     written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)
-    tokenizer = part_of(name, "AutoTokenizer") if written and type(loaded).__name__.endswith("ForCTC") else None
+    tokenizer = (
+        part_of(name, "AutoTokenizer")
+        if written and type(loaded).__name__.endswith("ForCTC")
+        else None
+    )
 
     def batch(utterance: speech.Utterance) -> dict[str, Any]:
         audio = speech.audio_of(utterance, extractor.sampling_rate)

@@ -58,7 +58,7 @@ class Pass(NamedTuple):
     The loss is None for a bare encoder.
     """
 
-    states: list[Tensor]         # (1, L, D) each
+    states: list[Tensor]  # (1, L, D) each
     loss: float | None
 
     @property
@@ -83,19 +83,36 @@ class Subject(TextBench):
             calibration.
     """
 
-    def __init__(self, model: str, text: str | Sequence[str], calibration: str | Sequence[str] | None,
-                 tokenizer: str | None, length: int | None, texts: int, calibration_texts: int, seed: int,
-                 cache_dir: str | Path | None = None):
+    def __init__(
+        self,
+        model: str,
+        text: str | Sequence[str],
+        calibration: str | Sequence[str] | None,
+        tokenizer: str | None,
+        length: int | None,
+        texts: int,
+        calibration_texts: int,
+        seed: int,
+        cache_dir: str | Path | None = None,
+    ):
         self.name = model
         loaded, self.tokenizer = load_language_model(model, tokenizer)
         L = length_in(loaded, length)
         check_apart(text, calibration)
 
         def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
-            return spread(rows_of(source, loaded, self.tokenizer, L, cache_dir), count, source, option)
+            return spread(
+                rows_of(source, loaded, self.tokenizer, L, cache_dir), count, source, option
+            )
 
-        super().__init__(loaded, pieces(text, texts, "task.texts"), None if calibration is None else
-                         pieces(calibration, calibration_texts, "task.calibration_texts"), seed=seed)
+        super().__init__(
+            loaded,
+            pieces(text, texts, "task.texts"),
+            None
+            if calibration is None
+            else pieces(calibration, calibration_texts, "task.calibration_texts"),
+            seed=seed,
+        )
         self.calls: list[list[LayerCall]] = []
         self.exact = [self.record_exact(i) for i in range(texts)]
 
@@ -104,7 +121,7 @@ class Subject(TextBench):
     @torch.no_grad()
     def read(self, i: int) -> Pass:
         """Run the model with its present attention on document i."""
-        out = self.run(self.rows[i:i + 1])
+        out = self.run(self.rows[i : i + 1])
         states = list(out.hidden_states[1:])
         if self.predicts is None:
             return Pass(states, None)
@@ -120,13 +137,13 @@ class Subject(TextBench):
         if self.causal:
             return super().inputs_and_labels(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i:i + 1].numpy(), draw)
+        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i : i + 1].numpy(), draw)
         return batch["input_ids"], batch["labels"]
 
     def record_exact(self, i: int) -> Pass:
         """Run the exact model on document i; append its attention calls to `calls`."""
         exact = self.read(i)
-        self.calls.append(self.record_calls(self.rows[i:i + 1], LayerCall.of)[0])
+        self.calls.append(self.record_calls(self.rows[i : i + 1], LayerCall.of)[0])
         return exact
 
     # ---- other attention
@@ -147,33 +164,46 @@ class Subject(TextBench):
 
     def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
         exact, now = self.exact[i], self.read(i)
-        errors = [float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
-                  for call in self.calls[i]]
+        errors = [
+            float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
+            for call in self.calls[i]
+        ]
         hidden = [float(relative_error(a, b)) for a, b in zip(now.states, exact.states)]
-        record = {"attention": errors, "hidden": hidden,
-                 "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0))}
+        record = {
+            "attention": errors,
+            "hidden": hidden,
+            "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0)),
+        }
         return record if exact.loss is None else record | {"above": now.loss - exact.loss}
 
     def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
-            raise ValueError(f"attention={attention.name}: fitted to training text; set task.calibration=FILE")
+            raise ValueError(
+                f"attention={attention.name}: fitted to training text; set task.calibration=FILE"
+            )
         super().fit(attention)
 
 
-def relative_error(estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None) -> Tensor:
+def relative_error(
+    estimate: Tensor, expected: Tensor, dims: tuple[int, ...] | None = None
+) -> Tensor:
     """Return |estimate - expected| / |expected|, float64, in the Frobenius norm.
 
     dims: dimensions of the norm. Default: all.
     """
-    error, size = (t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected))
+    error, size = (
+        t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected)
+    )
     return error / size
 
 
 def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
     """Select `count` rows, spread over the text. Raises ValueError if there are fewer."""
     if len(rows) < count:
-        raise ValueError(f"{option}={count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; use a longer "
-                         "text, fewer pieces or a smaller task.length")
+        raise ValueError(
+            f"{option}={count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; use a longer "
+            "text, fewer pieces or a smaller task.length"
+        )
     return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
 
 
@@ -182,17 +212,25 @@ def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | No
     if calibration is None:
         return
     seen = {data.content(file): file for file in data.text_files(text)}
-    both = [seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen]
+    both = [
+        seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen
+    ]
     if both:
-        raise ValueError(f"task.calibration: {Path(both[0]).name} is also in task.text; expected disjoint files")
+        raise ValueError(
+            f"task.calibration: {Path(both[0]).name} is also in task.text; expected disjoint files"
+        )
 
 
 # ---- task=fidelity
 
 
 @lru_cache(maxsize=2)
-def subject(model: str, text: str | tuple[str, ...], calibration: str | tuple[str, ...] | None, **options: Any
-            ) -> Subject:
+def subject(
+    model: str,
+    text: str | tuple[str, ...],
+    calibration: str | tuple[str, ...] | None,
+    **options: Any,
+) -> Subject:
     return Subject(model, text, calibration, seed=0, **options)
 
 
@@ -214,25 +252,53 @@ class Fidelity(SwapMeasurement):
 
     metric = "hidden_error"
 
-    def __init__(self, model: str | None, text: str | Sequence[str] | None, calibration: str | Sequence[str] | None,
-                 tokenizer: str | None, length: Count | None, texts: Count, calibration_texts: Count, draws: Whole,
-                 cache_dir: str | None):
+    def __init__(
+        self,
+        model: str | None,
+        text: str | Sequence[str] | None,
+        calibration: str | Sequence[str] | None,
+        tokenizer: str | None,
+        length: Count | None,
+        texts: Count,
+        calibration_texts: Count,
+        draws: Whole,
+        cache_dir: str | None,
+    ):
         if model is None or text is None:
-            raise ValueError("task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=...")
+            raise ValueError(
+                "task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=..."
+            )
         self.draws = draws
-        self.read = {"model": model, "text": files(text), "calibration": files(calibration), "tokenizer": tokenizer,
-                     "length": length, "texts": texts, "calibration_texts": calibration_texts, "cache_dir": cache_dir}
+        self.read = {
+            "model": model,
+            "text": files(text),
+            "calibration": files(calibration),
+            "tokenizer": tokenizer,
+            "length": length,
+            "texts": texts,
+            "calibration_texts": calibration_texts,
+            "cache_dir": cache_dir,
+        }
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         read = subject(**self.read)
-        made = [errors_of(read, replace(mechanism, seed=each)) for each in range(self.draws) or [seed]]
-        of_texts, of_layers = ({key: np.mean([each[key] for each in found], 0).tolist() for key in found[0]}
-                               for found in zip(*made))
+        made = [
+            errors_of(read, replace(mechanism, seed=each)) for each in range(self.draws) or [seed]
+        ]
+        of_texts, of_layers = (
+            {key: np.mean([each[key] for each in found], 0).tolist() for key in found[0]}
+            for found in zip(*made)
+        )
         yield of_texts
-        yield from ({"layer": i, "sample": "", **{key: values[i] for key, values in of_layers.items()}}
-                    for i in range(len(read.calls[0])))
-        last = {"sample": "", "cost": float(np.mean(of_texts.get("above", np.nan))),
-                "hidden_error": float(np.mean(of_texts["hidden_error"]))}
+        yield from (
+            {"layer": i, "sample": "", **{key: values[i] for key, values in of_layers.items()}}
+            for i in range(len(read.calls[0]))
+        )
+        last = {
+            "sample": "",
+            "cost": float(np.mean(of_texts.get("above", np.nan))),
+            "hidden_error": float(np.mean(of_texts["hidden_error"])),
+        }
         if mechanism.is_exact and read.predicts:
             last["loss"] = float(np.mean([each.loss for each in read.exact]))
         yield last
@@ -242,12 +308,17 @@ class Fidelity(SwapMeasurement):
         return f"hidden_error {last['hidden_error']:.4g}, loss increase {last['cost']:.4g} nats"
 
 
-def errors_of(subject: Subject, mechanism: Mechanism) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+def errors_of(
+    subject: Subject, mechanism: Mechanism
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return errors of each document, and of each layer averaged over documents."""
     measured = subject.measured(mechanism)
     layers = {f"{kind}_error": measured[kind].mean(0).tolist() for kind in ("attention", "hidden")}
-    texts = {"attention_error": measured["attention"].mean(1), "hidden_error": measured["hidden"][:, -1],
-             **{key: measured[key] for key in ("cosine", "above") if key in measured}}
+    texts = {
+        "attention_error": measured["attention"].mean(1),
+        "hidden_error": measured["hidden"][:, -1],
+        **{key: measured[key] for key in ("cosine", "above") if key in measured},
+    }
     return {key: values.tolist() for key, values in texts.items()}, layers
 
 
@@ -274,17 +345,29 @@ class SwapLoss(SwapMeasurement):
         task = task_of(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
-            calibrated_layers(model, [model_inputs(task, batch) for batch in islice(task.batches("train", Plan(1)),
-                                                                                    self.fit)])
-        read = getattr(task, "metrics", task.evaluate)  # without the additional output of a run's end
+            calibrated_layers(
+                model,
+                [
+                    model_inputs(task, batch)
+                    for batch in islice(task.batches("train", Plan(1)), self.fit)
+                ],
+            )
+        read = getattr(
+            task, "metrics", task.evaluate
+        )  # without the additional output of a run's end
         for split in self.splits:
             found = read(model, split, Reader(task))
-            yield {"split": split, "step": 0} | {metric: value for metric, value in found.items()
-                                                 if isinstance(value, (int, float))}
+            yield {"split": split, "step": 0} | {
+                metric: value for metric, value in found.items() if isinstance(value, (int, float))
+            }
 
 
 def model_inputs(task: Task, batch: Batch) -> Any:
     """Return the inputs that the model is called with."""
     if hasattr(task, "arguments"):
         return task.arguments(batch)
-    return batch["images"] if "images" in batch else {key: batch[key] for key in batch if key != "labels"}
+    return (
+        batch["images"]
+        if "images" in batch
+        else {key: batch[key] for key in batch if key != "labels"}
+    )

@@ -24,19 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp.swap.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
 from crt_exp.data import images
+from crt_exp.data.corpora import FOLDER
 from crt_exp.data.text import lines_of, local_blocks, official_file
-from crt_exp.options import Count, checked
 from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.recall import attention_of
-from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
+from crt_exp.options import Count, checked
+from crt_exp.swap.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
 from crt_exp.swap.saved import fetched
 
-APART = 8192                  # tokens between the starts of rows, so that all lengths use the same documents
-CHARACTERS = 1_500_000        # characters to read from a split
-FITTED = 1024                 # maximum tokens of a calibration row
+APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents
+CHARACTERS = 1_500_000  # characters to read from a split
+FITTED = 1024  # maximum tokens of a calibration row
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,8 +48,10 @@ class Opened(NamedTuple):
 
     def encoded(self, text: str) -> Tensor:
         """Return token ids (n,) without special tokens."""
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-                            dtype=torch.long)
+        return torch.tensor(
+            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+            dtype=torch.long,
+        )
 
 
 class Row(NamedTuple):
@@ -74,18 +76,23 @@ def folder_of(model: str) -> Path:
 @lru_cache(maxsize=1)
 def load_model_and_tokenizer(model: str, kind: type = AutoModelForCausalLM) -> Opened:
     folder = folder_of(model)
-    return Opened(kind.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder))
+    return Opened(
+        kind.from_pretrained(folder, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
 
 
 # ---- rows
 
 
-FitText = Literal["train", "code"]     # calibration text: WikiText-2's training split, or source code
+FitText = Literal["train", "code"]  # calibration text: WikiText-2's training split, or source code
 
 
 def code() -> str:
     """Return the source of Python's standard library."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))
+    )
 
 
 def plain_text(split: str) -> str:
@@ -111,9 +118,11 @@ def passage(model: str, split: str, seed: int, length: int) -> Tensor:
     """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
     text, first = tokens(model, split), seed * APART
     if first + length > len(text):
-        raise ValueError(f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
-                         "fewer seeds")
-    return text[first:first + length]
+        raise ValueError(
+            f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
+            "fewer seeds"
+        )
+    return text[first : first + length]
 
 
 def new(model: str, length: int, seed: int) -> Row:
@@ -126,7 +135,10 @@ def repeated(model: str, length: int, seed: int) -> Row:
     The first tokens of the second half are not predicted.
     """
     half = length // 2
-    return Row(passage(model, "valid", seed, half).repeat(2)[None], torch.arange(half + MIN_CONTEXT, 2 * half))
+    return Row(
+        passage(model, "valid", seed, half).repeat(2)[None],
+        torch.arange(half + MIN_CONTEXT, 2 * half),
+    )
 
 
 ROWS = {"new": new, "repeated": repeated}
@@ -144,7 +156,9 @@ def exact_reading(model: str, kind: str, length: int, seed: int) -> tuple[Row, R
 
 @torch.no_grad()
 def run_row(model: nn.Module, row: Row) -> Reading:
-    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[0, row.places - 1]
+    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[
+        0, row.places - 1
+    ]
     head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
     for part, labels in zip(states.split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)):
         logits = head(part).float()
@@ -160,8 +174,9 @@ def text_bench(model: str, row: Row, length: int, fit: int, fit_text: str) -> Te
 
 
 @contextmanager
-def with_attention(method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
-                   ) -> Iterator[nn.Module]:
+def with_attention(
+    method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
+) -> Iterator[nn.Module]:
     """Swap attention in the bench's model and yield the whole model.
 
     With `dtype`, yield a copy of that type with exact attention instead.
@@ -195,8 +210,15 @@ class SwapText(SwapMeasurement):
 
     metric = "above"
 
-    def __init__(self, model: str, kind: Literal[*ROWS], length: Count, dtype: Literal[*DTYPES] | None, fit: Count,
-                 fit_text: FitText):
+    def __init__(
+        self,
+        model: str,
+        kind: Literal[*ROWS],
+        length: Count,
+        dtype: Literal[*DTYPES] | None,
+        fit: Count,
+        fit_text: FitText,
+    ):
         self.model, self.kind, self.length, self.dtype = model, kind, length, dtype
         self.fit, self.fit_text = fit, fit_text
 
@@ -208,8 +230,11 @@ class SwapText(SwapMeasurement):
             bench = text_bench(self.model, row, self.length, self.fit, self.fit_text)
             with with_attention(mechanism, bench, bench.model, seed, self.dtype) as reader:
                 found = run_row(reader, row)
-        yield {"nats": float(found.nats.mean()), "above": float((found.nats - exact.nats).mean()),
-               "agrees": float((found.best == exact.best).float().mean())}
+        yield {
+            "nats": float(found.nats.mean()),
+            "above": float((found.nats - exact.nats).mean()),
+            "agrees": float((found.best == exact.best).float().mean()),
+        }
 
 
 # ---- an encoder of sentences
@@ -225,23 +250,36 @@ class SwapEmbeddings(SwapMeasurement):
     metric, lower_is_better = "mean", False
 
     def __init__(self, model: str, length: Count, texts: Count, fit: Count, fit_text: FitText):
-        self.model, self.length, self.texts, self.fit, self.fit_text = model, length, texts, fit, fit_text
+        self.model, self.length, self.texts, self.fit, self.fit_text = (
+            model,
+            length,
+            texts,
+            fit,
+            fit_text,
+        )
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         model, tokenizer = load_model_and_tokenizer(self.model, AutoModel)
+
         def of_wikitext2(split: str) -> Tensor:
             file = official_file("wikitext2", split)
-            return torch.from_numpy(local_blocks(file, tokenizer, self.length, FOLDER / "tokens").astype(np.int64))
+            return torch.from_numpy(
+                local_blocks(file, tokenizer, self.length, FOLDER / "tokens").astype(np.int64)
+            )
 
         pieces = of_wikitext2("valid")
-        pieces = pieces[::max(len(pieces) // self.texts, 1)][:self.texts]
+        pieces = pieces[:: max(len(pieces) // self.texts, 1)][: self.texts]
         if self.fit_text == "code":
-            training = Opened(model, tokenizer).encoded(plain_text("code"))[:self.fit * self.length]
+            training = Opened(model, tokenizer).encoded(plain_text("code"))[
+                : self.fit * self.length
+            ]
         else:
-            training = of_wikitext2("train")[:self.fit]
+            training = of_wikitext2("train")[: self.fit]
         exact = model(input_ids=pieces).last_hidden_state.mean(1)
-        with Bench(model, training=[training.view(self.fit, self.length)]).swapped(attention_of(mechanism)):
+        with Bench(model, training=[training.view(self.fit, self.length)]).swapped(
+            attention_of(mechanism)
+        ):
             cosine = F.cosine_similarity(model(input_ids=pieces).last_hidden_state.mean(1), exact)
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 
@@ -259,14 +297,24 @@ class SwapImages(SwapMeasurement):
     metric, lower_is_better = "mean", False
 
     def __init__(self, model: str, dataset: str, size: Count, images: Count, fit: Count):
-        self.model, self.dataset, self.size, self.images, self.fit = model, dataset, size, images, fit
+        self.model, self.dataset, self.size, self.images, self.fit = (
+            model,
+            dataset,
+            size,
+            images,
+            fit,
+        )
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         import timm
 
-        model = timm.create_model(f"local-dir:{folder_of(self.model)}", pretrained=True, img_size=self.size).eval()
-        mean, deviation = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
+        model = timm.create_model(
+            f"local-dir:{folder_of(self.model)}", pretrained=True, img_size=self.size
+        ).eval()
+        mean, deviation = (
+            torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std")
+        )
         splits = images.load(self.dataset)
 
         def batch(split: str, count: int) -> Tensor:

@@ -18,29 +18,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
-from crt_exp.swap.bench import MIN_CONTEXT, TextBench, fit_attention, next_token_labels
-from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.config import unknown
+from crt_exp.data.corpora import FOLDER
 from crt_exp.data.text import generator_of, official_file, running_blocks
 from crt_exp.measure import Measurement, SwapMeasurement
-from crt_exp.data.corpora import FOLDER
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
+from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
+from crt_exp.swap.bench import MIN_CONTEXT, TextBench, fit_attention, next_token_labels
+from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.tasks.mlm import repeat_first_half
 from crt_exp.tasks.sequences import recall_row
 
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
-CALIBRATION = 4        # calibration rows of task=swap_recall
-ROWS = 4               # test rows of a seed of task=swap_copying, and calibration rows
-NEAR, PAGE = 64, 16    # last keys that a query always attends to; keys of a page
-LLOYD = 10             # iterations of k-means
-CELLS, AT = 64, 512    # CELLS clusters at length AT; the number grows as the square root of the length
+CALIBRATION = 4  # calibration rows of task=swap_recall
+ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
+NEAR, PAGE = 64, 16  # last keys that a query always attends to; keys of a page
+LLOYD = 10  # iterations of k-means
+CELLS, AT = (
+    64,
+    512,
+)  # CELLS clusters at length AT; the number grows as the square root of the length
 
 
 # ---- heads
@@ -60,8 +63,17 @@ class FarKey(Measurement):
     metric = "error"
     uses: frozenset[str] = frozenset()  # attention is named by task.methods
 
-    def __init__(self, length: Count, heads: Count, d: Count, far: Count, weight: Positive, queries: Count,
-                 clusters: Whole, methods: Several[str]):
+    def __init__(
+        self,
+        length: Count,
+        heads: Count,
+        d: Count,
+        far: Count,
+        weight: Positive,
+        queries: Count,
+        clusters: Whole,
+        methods: Several[str],
+    ):
         self.length, self.heads, self.d, self.far, self.weight = length, heads, d, far, weight
         self.queries, self.clusters, self.methods = queries, clusters, methods
 
@@ -70,7 +82,10 @@ class FarKey(Measurement):
         heads = self.draw(seed)
         exact = exact_attention(*heads, causal=True)
         for text in self.methods:
-            yield {"method": text, "error": float((self.output(text, heads) - exact).norm() / exact.norm())}
+            yield {
+                "method": text,
+                "error": float((self.output(text, heads) - exact).norm() / exact.norm()),
+            }
 
     def output(self, text: str, heads: Sequence[Tensor]) -> Tensor:
         name, options = split_words(text)
@@ -79,9 +94,13 @@ class FarKey(Measurement):
         if name not in OWN:
             raise unknown("method", name, [*OWN, *BASELINES])
         if name == "nearfar":
-            sizes = Sizes(options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options)
+            sizes = Sizes(
+                options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options
+            )
             return near_far_attention(*heads, sizes, causal=True)
-        return {"uniform": uniform_attention, "window": window_attention}[name](*heads, causal=True, **options)
+        return {"uniform": uniform_attention, "window": window_attention}[name](
+            *heads, causal=True, **options
+        )
 
     def draw(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
@@ -135,7 +154,12 @@ class SwapRecall(SwapMeasurement):
         symbols, right, count = kept.symbols["values"], 0, 0
 
         def row(split: str, number: int) -> tuple[Tensor, Tensor]:
-            return tuple(map(torch.from_numpy, recall_row(split, number, self.length, symbols, self.pairs, self.pairs)))
+            return tuple(
+                map(
+                    torch.from_numpy,
+                    recall_row(split, number, self.length, symbols, self.pairs, self.pairs),
+                )
+            )
 
         given = (row("train", i)[0][None] for i in range(CALIBRATION))
         model = fit_attention(kept.build(replace(mechanism, seed=0)), given)
@@ -158,7 +182,9 @@ def model_of(start: str) -> tuple[nn.Module, Any]:
 
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    rows = running_blocks(official_file("wikitext2", split), model_of(start)[1], length, FOLDER / "tokens")
+    rows = running_blocks(
+        official_file("wikitext2", split), model_of(start)[1], length, FOLDER / "tokens"
+    )
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -187,12 +213,15 @@ class SwapCopying(SwapMeasurement):
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        rows, train = (passages(self.start, split, self.length, each) for split, each in (("test", seed), ("train", 0)))
+        rows, train = (
+            passages(self.start, split, self.length, each)
+            for split, each in (("test", seed), ("train", 0))
+        )
         bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
         with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
             nats = [bench.nats(*next_token_labels(row)) for row in rows.split(1)]
-        new = [float(row[:half - 1].mean()) for row in nats]
-        copied = [float(row[half + MIN_CONTEXT:].mean()) for row in nats]
+        new = [float(row[: half - 1].mean()) for row in nats]
+        copied = [float(row[half + MIN_CONTEXT :].mean()) for row in nats]
         new, copied = (sum(each) / len(each) for each in (new, copied))
         yield {"new": new, "copied": copied, "gain": new - copied}
 
@@ -206,12 +235,14 @@ class SwapCopying(SwapMeasurement):
 def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     """Return masks (R, L) of the keys always attended to, and of other past keys."""
     places = torch.arange(k.shape[2])
-    ago = places[len(places) - q.shape[2]:].unsqueeze(1) - places
+    ago = places[len(places) - q.shape[2] :].unsqueeze(1) - places
     close = (ago >= 0) & ((ago < near) | (places < first))
     return close, (ago >= 0) & ~close
 
 
-def top_key_attention(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int) -> Tensor:
+def top_key_attention(
+    q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int
+) -> Tensor:
     """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
 
     near, far: masks (R, L).
@@ -221,7 +252,9 @@ def top_key_attention(q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tenso
     return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
 
 
-def top_weight_keys(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+def top_weight_keys(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
+) -> Tensor:
     """Oracle: near keys and the keys with the largest weights."""
     return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
 
@@ -230,10 +263,14 @@ def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: i
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
     of_page = k.unflatten(2, (-1, PAGE))
     rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
-    return top_key_attention(q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys)
+    return top_key_attention(
+        q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys
+    )
 
 
-def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+def clusters(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
+) -> Tensor:
     """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
 
     A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
@@ -242,21 +279,30 @@ def clusters(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first
     """
     length, K = q.shape[2], clusters_at(q.shape[2])
     centres, cell = kmeans(k, K)
-    member = F.one_hot(cell, K).to(k)                                                        # (1, H, L, K)
+    member = F.one_hot(cell, K).to(k)  # (1, H, L, K)
     close, far = key_masks(q, k, near, first)
     there = member.clone()
     there[:, :, :first] = 0
-    there = torch.cat([torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2)        # excludes near keys
+    there = torch.cat(
+        [torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2
+    )  # excludes near keys
     N = there.cumsum(2)
     late = torch.cat([torch.zeros_like(v[:, :, :near]), v[:, :, :-near]], 2)
-    V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(-1)   # (1, H, L, K, dv)
+    V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(
+        -1
+    )  # (1, H, L, K, dv)
     rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
     order = rank.argsort(-1, descending=True)
     held = N.gather(-1, order).cumsum(-1)
     opened = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, held <= keys)
     read = opened.double() @ member.double().mT > 0
-    logits = torch.cat([(q @ k.mT).masked_fill(~(close | read & far), -torch.inf),
-                        (rank + N.log()).masked_fill(opened | (N == 0), -torch.inf)], -1)
+    logits = torch.cat(
+        [
+            (q @ k.mT).masked_fill(~(close | read & far), -torch.inf),
+            (rank + N.log()).masked_fill(opened | (N == 0), -torch.inf),
+        ],
+        -1,
+    )
     weights = logits.softmax(-1)
     return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
 
@@ -275,7 +321,11 @@ def clusters_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {"largest": top_weight_keys, "pages": pages, "clusters": clusters}
+BASELINES: dict[str, Callable[..., Tensor]] = {
+    "largest": top_weight_keys,
+    "pages": pages,
+    "clusters": clusters,
+}
 
 
 @dataclass(frozen=True)
@@ -309,13 +359,26 @@ def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | 
 class Baseline(AttentionLayer):
     """Attention layer of a dense baseline. Raises ValueError for padding masks."""
 
-    def __init__(self, attend: Callable[..., Tensor], heads: int, d: int, *, kv_heads: int | None = None,
-                 causal: bool = False, scaling: float | None = None, layer: int = 0):
+    def __init__(
+        self,
+        attend: Callable[..., Tensor],
+        heads: int,
+        d: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        scaling: float | None = None,
+        layer: int = 0,
+    ):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.attend = attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
-            raise ValueError("key_mask: not supported by dense baselines; expected rows of one length")
+            raise ValueError(
+                "key_mask: not supported by dense baselines; expected rows of one length"
+            )
         k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
-        return torch.cat([self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))])
+        return torch.cat(
+            [self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))]
+        )

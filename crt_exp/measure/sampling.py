@@ -25,25 +25,34 @@ from crt_exp.data.text import IGNORED
 from crt_exp.features import OPRF, FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.measure import Measurement
-from crt_exp.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
 from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
 from crt_exp.runner.configuration import load_task
 from crt_exp.runner.run import read_records
-from crt_exp.sampled_softmax import (ClassSampler, DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax,
-                                     TreeFeatures, Uniform, Unigram)
+from crt_exp.sampled_softmax import (
+    ClassSampler,
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    Quadratic,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
 from crt_exp.samplers.noise import Nested
 from crt_exp.tasks.base import Reader
+from crt_exp.times import NO_WARMUP_MS, in_turns, time_after_warmup
 
 D, BATCH, NEGATIVES = 64, 700, 40
 FULL_PAIRS = 2**28  # maximum query-class pairs of the full softmax and its gradient at once: 3 GiB
-RATE = 1e-3         # learning rate of timed training steps
-GROUPS = 32         # groups of classes; the likely classes of a query are mostly in one group
-WITHIN = 0.3        # share of the squared norm of a class vector within its group
-REPEATED = 2**23    # maximum values of class vectors gathered at once
+RATE = 1e-3  # learning rate of timed training steps
+GROUPS = 32  # groups of classes; the likely classes of a query are mostly in one group
+WITHIN = 0.3  # share of the squared norm of a class vector within its group
+REPEATED = 2**23  # maximum values of class vectors gathered at once
 SPLIT, FITTED = "test", 16  # parameters are fitted to every FITTED-th query
-BLOCK = 64                  # queries of a block, so that a block fits in the cache of a core
+BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
 
 
 def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
@@ -52,7 +61,9 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
     Class vectors have norms around 1, near the centre of their group.
     """
     torch.manual_seed(seed)
-    head = nn.Linear(1, 1)  # parameters are replaced below; nn.Linear's initialisation is slow for many classes
+    head = nn.Linear(
+        1, 1
+    )  # parameters are replaced below; nn.Linear's initialisation is slow for many classes
     vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
     centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
     for group, centre in enumerate(centres):
@@ -74,12 +85,18 @@ def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor
     """
     targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
     noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
-    return length * F.normalize(F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1), targets
+    return length * F.normalize(
+        F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1
+    ), targets
 
 
 KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
-    "uniform": lambda head: Uniform(head.out_features), "log_uniform": lambda head: LogUniform(head.out_features),
-    "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75), "exact": ExactSoftmax, "quadratic": Quadratic}
+    "uniform": lambda head: Uniform(head.out_features),
+    "log_uniform": lambda head: LogUniform(head.out_features),
+    "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75),
+    "exact": ExactSoftmax,
+    "quadratic": Quadratic,
+}
 FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
 
 
@@ -100,32 +117,57 @@ class SamplingTimes(Measurement):
 
     metric = "ms"
 
-    def __init__(self, what: Literal["draw", "step"], methods: Several[str], classes: Count, m: Count, rounds: Count):
-        self.what, self.methods, self.classes, self.m, self.rounds = what, list(methods), classes, m, rounds
+    def __init__(
+        self,
+        what: Literal["draw", "step"],
+        methods: Several[str],
+        classes: Count,
+        m: Count,
+        rounds: Count,
+    ):
+        self.what, self.methods, self.classes, self.m, self.rounds = (
+            what,
+            list(methods),
+            classes,
+            m,
+            rounds,
+        )
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
         spent = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
-        yield from ({"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
-                    for name in self.methods)
+        yield from (
+            {"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
+            for name in self.methods
+        )
 
-    def call(self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], Any]:
+    def call(
+        self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor
+    ) -> Callable[[], Any]:
         whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
         if name in whole:
             return whole[name](head, hidden, targets)
         if name not in {**FEATURES, **KNOWN}:
             raise unknown("method", name, [*whole, *FEATURES, *KNOWN])
-        sampler = FEATURES[name](OPRF(), self.classes, D, m=self.m) if name in FEATURES else KNOWN[name](head)
+        sampler = (
+            FEATURES[name](OPRF(), self.classes, D, m=self.m)
+            if name in FEATURES
+            else KNOWN[name](head)
+        )
         if self.what == "draw":
             sampler.rebuild(head.weight, head.bias, hidden)
             return partial(sampler.draw, hidden, targets, NEGATIVES)
         softmax = SampledSoftmax(sampler, head, NEGATIVES, sparse=True, rebuild_every=0)
-        return training_step(head, lambda: softmax(hidden.detach().requires_grad_(), targets), softmax.update)
+        return training_step(
+            head, lambda: softmax(hidden.detach().requires_grad_(), targets), softmax.update
+        )
 
 
-def training_step(model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int) -> Callable[[], None]:
+def training_step(
+    model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int
+) -> Callable[[], None]:
     optimiser = torch.optim.SGD(model.parameters(), RATE)
 
     def step() -> None:
@@ -133,18 +175,27 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], update: Callable
         loss().backward()
         optimiser.step()
         update()
+
     return step
 
 
 def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
-    optimiser, size = torch.optim.SGD(head.parameters(), RATE), max(1, FULL_PAIRS // head.out_features)
+    optimiser, size = (
+        torch.optim.SGD(head.parameters(), RATE),
+        max(1, FULL_PAIRS // head.out_features),
+    )
 
     def step() -> None:
         optimiser.zero_grad(set_to_none=True)
         for h, t in zip(hidden.split(size), targets.split(size)):
-            (F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)).backward()
+            (
+                F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)
+            ).backward()
         optimiser.step()
-        optimiser.zero_grad(set_to_none=True)  # the other methods share the head and need no gradients on it
+        optimiser.zero_grad(
+            set_to_none=True
+        )  # the other methods share the head and need no gradients on it
+
     return step
 
 
@@ -175,8 +226,14 @@ class SampledGradients(Measurement):
 
     metric = "variance"
 
-    def __init__(self, methods: Several[str], classes: Count, length: Positive, queries: Count,
-                 repeats: Annotated[int, Field(ge=4)]):
+    def __init__(
+        self,
+        methods: Several[str],
+        classes: Count,
+        length: Positive,
+        queries: Count,
+        repeats: Annotated[int, Field(ge=4)],
+    ):
         self.methods, self.classes, self.length = list(methods), classes, length
         self.queries, self.repeats = queries, repeats
 
@@ -184,11 +241,18 @@ class SampledGradients(Measurement):
         head = head_of(self.classes, seed=seed)
         hidden, targets = batch_of(head, self.length, self.queries)
         exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
-        for name, proposal in {name: self.proposal(name, head, seed) for name in self.methods}.items():
-            drawn = repeated(SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, self.repeats)
+        for name, proposal in {
+            name: self.proposal(name, head, seed) for name in self.methods
+        }.items():
+            drawn = repeated(
+                SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, self.repeats
+            )
             first, second = (half.mean(0) - exact for half in drawn.chunk(2))
-            yield {"method": name, "bias_sq": float((first * second).sum() / exact.square().sum()),
-                   "variance": float(drawn.var(0).sum() / exact.square().sum())}
+            yield {
+                "method": name,
+                "bias_sq": float((first * second).sum() / exact.square().sum()),
+                "variance": float(drawn.var(0).sum() / exact.square().sum()),
+            }
 
     def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
         if text in KNOWN:
@@ -196,15 +260,24 @@ class SampledGradients(Measurement):
         name, options = split_words(text)
         flatter = options.pop("flatter", 1)
         made = Mechanism.parse(join_words(name, options))
-        return TreeFeatures(made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed)
+        return TreeFeatures(
+            made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed
+        )
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
     """Return gradients (repeats, B, d) with respect to the queries, one per sample."""
     part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
     sizes = [min(part, repeats - start) for start in range(0, repeats, part)]
-    return torch.cat([gradient(lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),
-                               hidden.expand(n, *hidden.shape)) for n in sizes])
+    return torch.cat(
+        [
+            gradient(
+                lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),
+                hidden.expand(n, *hidden.shape),
+            )
+            for n in sizes
+        ]
+    )
 
 
 def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -235,7 +308,7 @@ class ClassDistributions(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         task, x, y = vectors_of(self.start)
-        queries, stats = x[::self.every].contiguous(), Statistics.of(x[::FITTED].contiguous(), y)
+        queries, stats = x[:: self.every].contiguous(), Statistics.of(x[::FITTED].contiguous(), y)
         if mechanism.estimates:
             phi = mechanism.map("softmax")
             for m in self.ms:
@@ -245,7 +318,10 @@ class ClassDistributions(Measurement):
             return
         last = read_records(Path(self.start) / "metrics.jsonl")[-1]
         yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
-        for name, shares in [("uniform", torch.ones(len(y))), ("unigram", torch.from_numpy(task.unigram).float())]:
+        for name, shares in [
+            ("uniform", torch.ones(len(y))),
+            ("unigram", torch.from_numpy(task.unigram).float()),
+        ]:
             found = distances(queries, y, lambda part, shares=shares: shares.expand(len(part), -1))
             yield from ({"method": name, "m": m, **found} for m in self.ms)
 
@@ -254,8 +330,11 @@ class ClassDistributions(Measurement):
 def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
     """Return the task of a run, x (n, d) at the words of the test split, and y (V, d)."""
     task, kept = load_task(start), lstm.load(start, "the model")
-    return (task, outputs(kept.body, task) / kept.temperature**0.5,
-            kept.body.embedding.weight.detach() / kept.temperature**0.5)
+    return (
+        task,
+        outputs(kept.body, task) / kept.temperature**0.5,
+        kept.body.embedding.weight.detach() / kept.temperature**0.5,
+    )
 
 
 @torch.no_grad()
@@ -269,7 +348,9 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
     return torch.cat(parts, 1)[torch.cat(kept, 1)]
 
 
-def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Callable[[Tensor], Tensor]:
+def estimator(
+    phi: FeatureMap, noise: Nested, params: Params, keys: Tensor
+) -> Callable[[Tensor], Tensor]:
     """Return a function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c).
 
     To avoid overflow, key features are divided by the maximum of their column, and each row lacks a common factor.
@@ -277,17 +358,22 @@ def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> C
     """
     bound = phi.bind(noise, params)
     values, logs = bound.phi_k(keys).dense()
-    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)  # finite for empty clusters
+    largest = logs.amax(-2, keepdim=True).clamp(
+        min=torch.finfo(logs.dtype).min
+    )  # finite for empty clusters
     table = (values * (logs - largest).exp()).mT
 
     def estimate(queries: Tensor) -> Tensor:
         values, logs = bound.phi_q(queries).dense()
         logs = logs + largest
         return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+
     return estimate
 
 
-def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK) -> dict:
+def distances(
+    queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK
+) -> dict:
     """Return mean W1 and KS distances, and the share of negative estimates.
 
     Compares softmax(x . y_c) with estimate(queries (B, d)) (B, V). Raises ValueError if an estimate is not finite, or
@@ -299,8 +385,15 @@ def distances(queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor
         positive = found.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
         if not bool(found.isfinite().all() and (total > 0).all()):
-            raise ValueError("softmax estimates: expected finite values and at least one positive per query")
+            raise ValueError(
+                "softmax estimates: expected finite values and at least one positive per query"
+            )
         apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
-        sums += torch.stack([apart.sum(dtype=torch.float64), apart.amax(-1).sum(dtype=torch.float64),
-                             (found < 0).sum() / len(keys)])
+        sums += torch.stack(
+            [
+                apart.sum(dtype=torch.float64),
+                apart.amax(-1).sum(dtype=torch.float64),
+                (found < 0).sum() / len(keys),
+            ]
+        )
     return dict(zip(("w1", "ks", "negative"), (sums / len(queries)).tolist()))

@@ -15,34 +15,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.options import Count, Several, checked, split_words
-from crt_exp.attention import (DenominatorCount, attention, exact_attention, identity_attention, uniform_attention)
+from crt_exp.attention import (
+    DenominatorCount,
+    attention,
+    exact_attention,
+    identity_attention,
+    uniform_attention,
+)
 from crt_exp.features import Statistics
+from crt_exp.measure import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
+from crt_exp.options import Count, Several, checked, split_words
 from crt_exp.samplers import orthogonal
-from crt_exp.measure import Measurement
 from crt_exp.times import Call, Update, in_turns, milliseconds, peak_increase
 
-CAUSAL = " causal"          # suffix of a method's name
+CAUSAL = " causal"  # suffix of a method's name
 CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
-HEADS, D = 8, 64            # sizes of attention alone
-MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-M = {"one_head": 300}       # default number of projections
+HEADS, D = 8, 64  # sizes of attention alone
+MODELS = {
+    "large": (8, 6, 2048, 512),
+    "small": (1, 6, 64, 64),
+}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+M = {"one_head": 300}  # default number of projections
 OTHER_M = 256
-ALONE = [f"{name}{end}" for end in ("", CAUSAL) for name in (
-    "exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)] + ["identity", CHUNKED]
+ALONE = [
+    f"{name}{end}"
+    for end in ("", CAUSAL)
+    for name in ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
+] + ["identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
 # Maximum lengths of the default methods; the causal baseline stores L m d numbers.
 LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, BASELINE: 65536, BASELINE + CAUSAL: 1024}
 # Called directly, because their layers copy the scaled queries and keys.
 PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
-SAMPLE = 512                # queries and keys of a head to which clusters are fitted, before timing
-WARMED = 1024               # maximum length of the warm-up on a CPU
-CHUNK = 128                 # tokens of a chunk; the fastest of 64, 128 and 256 at 1024 tokens
-PATCH = 16                  # pixels of a side of a patch
+SAMPLE = 512  # queries and keys of a head to which clusters are fitted, before timing
+WARMED = 1024  # maximum length of the warm-up on a CPU
+CHUNK = 128  # tokens of a chunk; the fastest of 64, 128 and 256 at 1024 tokens
+PATCH = 16  # pixels of a side of a patch
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,9 +65,14 @@ def default_methods(what: str, length: int) -> Sequence[str]:
     """Return the default methods; quadratic ones only up to their maximum length."""
     if what == "attention":
         peer = find_spec("performer_pytorch") is not None
-        return [name for name in ALONE if length <= LONGEST.get(name,
-                                                                length) and (peer or not name.startswith(BASELINE))]
-    return [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
+        return [
+            name
+            for name in ALONE
+            if length <= LONGEST.get(name, length) and (peer or not name.startswith(BASELINE))
+        ]
+    return (
+        [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
+    )
 
 
 def mechanism_of(method: str, what: str) -> Mechanism:
@@ -86,7 +103,10 @@ class Work(NamedTuple):
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
-        return {"inference": inference, "training": milliseconds(lambda: self.backward(self.forward()))}
+        return {
+            "inference": inference,
+            "training": milliseconds(lambda: self.backward(self.forward())),
+        }
 
 
 # ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
@@ -99,6 +119,7 @@ def attention_work(method: str, length: int, device: str = "cpu") -> Work:
         out.backward(gradient)
         for t in given:
             t.grad = None
+
     return Work(partial(attend_by(method, device), *given), backward)
 
 
@@ -106,14 +127,21 @@ def attend_by(method: str, device: str = "cpu") -> Attend:
     """Return the attention function of a method; fits to statistics are timed with it."""
     name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
     if method == CHUNKED:
-        return chunked(orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,)).rows().to(device))
+        return chunked(
+            orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+            .rows()
+            .to(device)
+        )
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
         return performer_pytorch(D, OTHER_M, causal).to(device)
     mechanism = mechanism_of(name, "attention")
-    return of_map(mechanism, causal, device) if mechanism.estimates else mechanism.layer(
-        HEADS, D, scaling=1.0, causal=causal).to(device).eval()
+    return (
+        of_map(mechanism, causal, device)
+        if mechanism.estimates
+        else mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
+    )
 
 
 def of_map(mechanism: Mechanism, causal: bool = False, device: str = "cpu") -> Attend:
@@ -126,6 +154,7 @@ def of_map(mechanism: Mechanism, causal: bool = False, device: str = "cpu") -> A
     def run(q, k, v):
         params = phi.fit(Statistics.of(q, k)) if kept is None else kept
         return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
+
     return run
 
 
@@ -135,9 +164,14 @@ def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Te
 
     The mean |x + y|^2 is about 10, as in pretrained models.
     """
-    g, dtype = torch.Generator().manual_seed(1), torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v, grad = (scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
-                     for scale in (0.28, 0.28, 1.0, 1.0))
+    g, dtype = (
+        torch.Generator().manual_seed(1),
+        torch.float32 if device == "cpu" else torch.bfloat16,
+    )
+    q, k, v, grad = (
+        scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+        for scale in (0.28, 0.28, 1.0, 1.0)
+    )
     return *(t.requires_grad_() for t in (q, k, v)), grad
 
 
@@ -147,8 +181,10 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
     Within a chunk it forms the attention matrix; earlier chunks contribute by their sums. Memory: O(L (m + chunk)).
     There is no stabiliser, which would take time, so vectors must have moderate norms.
     """
+
     def features(x):
         return torch.exp(x @ weight.mT.to(x.dtype) - x.square().sum(-1, keepdim=True) / 2)
+
     def parts(t):
         """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
         return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
@@ -159,6 +195,7 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
         sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # sums over earlier chunks
         out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
         return out[..., :-1] / out[..., -1:]
+
     return run
 
 
@@ -189,8 +226,13 @@ class OneHead:
         if not self.mechanism.estimates:
             return self.mechanism.layer(1, 16, scaling=1.0).eval()
         phi = self.mechanism.map()
-        return partial(attention, phi=phi, noise=self.mechanism.noise(16, self.g),
-                       params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])), counter=DenominatorCount())
+        return partial(
+            attention,
+            phi=phi,
+            noise=self.mechanism.noise(16, self.g),
+            params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])),
+            counter=DenominatorCount(),
+        )
 
 
 # ---- Transformers and vision transformers, batch 1
@@ -206,6 +248,7 @@ def whole(model: nn.Module, x: Tensor) -> Work:
     def backward(loss: Tensor) -> None:
         loss.backward()
         model.zero_grad(set_to_none=True)
+
     return Work(lambda: model(x).square().mean(), backward, model)
 
 
@@ -229,16 +272,21 @@ def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
 
 def vit_step(method: str, tokens: int) -> Update:
     model, image = vit(method, tokens)
-    return Update(model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long)))
+    return Update(
+        model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long))
+    )
 
 
 # ---- values of `what`
 
 
 TIMED: dict[str, Callable[[str, int], Work | Call]] = {
-    "attention": attention_work, **{what: partial(transformer, what) for what in MODELS},
-    "vit": lambda method, length: whole(*vit(method, length)), "vit_ti": vit_step,
-    "one_head": OneHead}
+    "attention": attention_work,
+    **{what: partial(transformer, what) for what in MODELS},
+    "vit": lambda method, length: whole(*vit(method, length)),
+    "vit_ti": vit_step,
+    "one_head": OneHead,
+}
 PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
 
 
@@ -275,8 +323,14 @@ class Speed(Measurement):
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
-    def __init__(self, what: Literal[*TIMED], lengths: Several[Count], rounds: Count,
-                 methods: Several[str] | None = None, device: Literal["cpu", "cuda"] = "cpu"):
+    def __init__(
+        self,
+        what: Literal[*TIMED],
+        lengths: Several[Count],
+        rounds: Count,
+        methods: Several[str] | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ):
         check_methods(methods or (), what)
         if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
@@ -285,11 +339,22 @@ class Speed(Measurement):
         self.metric = "training" if what in PASSES else "ms"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        places = [(length, method) for length in self.lengths
-                  for method in self.methods or default_methods(self.what, length) or [str(mechanism)]]
-        warm = dict.fromkeys((length if self.device else min(length, WARMED), method) for length, method in places)
+        places = [
+            (length, method)
+            for length in self.lengths
+            for method in self.methods or default_methods(self.what, length) or [str(mechanism)]
+        ]
+        warm = dict.fromkeys(
+            (length if self.device else min(length, WARMED), method) for length, method in places
+        )
         in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
-        found = in_turns({place: self.turn(*place) for place in places}, self.rounds, lambda turn: turn(), 0, seed)
+        found = in_turns(
+            {place: self.turn(*place) for place in places},
+            self.rounds,
+            lambda turn: turn(),
+            0,
+            seed,
+        )
         for length, method in places:
             for times in found[length, method]:
                 yield {"length": length, "method": method, **times}
@@ -303,9 +368,14 @@ class Speed(Measurement):
         import pandas as pd
 
         kind = "a training step" if self.what in PASSES else "in turns"
-        table = pd.DataFrame(records).pivot_table(self.metric, "length", "method", "median", sort=False).rename_axis(
-            index=None, columns="tokens")
-        return f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
+        table = (
+            pd.DataFrame(records)
+            .pivot_table(self.metric, "length", "method", "median", sort=False)
+            .rename_axis(index=None, columns="tokens")
+        )
+        return (
+            f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
+        )
 
 
 @checked("task")
@@ -324,4 +394,7 @@ class Memory(Measurement):
         self.what, self.length, self.method = what, length, method
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        yield {"length": self.length, "mib": MEMORY[self.what](self.method or str(mechanism), self.length)}
+        yield {
+            "length": self.length,
+            "mib": MEMORY[self.what](self.method or str(mechanism), self.length),
+        }

@@ -21,10 +21,10 @@ from torch import Tensor
 from crt_exp.data import DataError
 from crt_exp.data.sources import missing, task_folder
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
-from crt_exp.options import Count, Positive, Several, checked
 from crt_exp.features.statistics import Kernel
-from crt_exp.mechanism import Mechanism
 from crt_exp.measure import Measurement, Series
+from crt_exp.mechanism import Mechanism
+from crt_exp.options import Count, Positive, Several, checked
 
 
 def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -66,25 +66,40 @@ def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
         sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
     except (OSError, EOFError, IndexError, ValueError) as error:
-        raise DataError(f"{folder / name}: damaged ({error}); run `python -m crt_exp.data fetch mnist`") from None
+        raise DataError(
+            f"{folder / name}: damaged ({error}); run `python -m crt_exp.data fetch mnist`"
+        ) from None
 
 
-def mnist(n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize) -> tuple[Tensor, Tensor]:
+def mnist(
+    n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize
+) -> tuple[Tensor, Tensor]:
     """Sample pairs of MNIST images, resized to 8 x 8.
 
     resize: options of torch's interpolate. Default: bilinear, antialiased.
     """
-    chosen = torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
+    chosen = (
+        torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
+    )
     options = resize or {"mode": "bilinear", "antialias": True}
-    return pairs_of(torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g)
+    return pairs_of(
+        torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g
+    )
 
 
 REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
-    "normal": normal, "sphere": sphere, "heterogen": heterogen, "mnist": mnist, "digits": digits}
+    "normal": normal,
+    "sphere": sphere,
+    "heterogen": heterogen,
+    "mnist": mnist,
+    "digits": digits,
+}
 
 
 @lru_cache(maxsize=1)
-def sample_pairs(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> tuple[Tensor, Tensor]:
+def sample_pairs(
+    regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]
+) -> tuple[Tensor, Tensor]:
     """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
     return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
 
@@ -118,8 +133,15 @@ class Variance(Series):
 
     metric, over = "log_variance", "sigma"
 
-    def __init__(self, regime: Literal[*REGIMES], pairs: Annotated[int, Field(ge=2)], sigmas: Several[Positive],
-                 kernel: Kernel, fit: Literal[*FITS] = "pair", resize: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        regime: Literal[*REGIMES],
+        pairs: Annotated[int, Field(ge=2)],
+        sigmas: Several[Positive],
+        kernel: Kernel,
+        fit: Literal[*FITS] = "pair",
+        resize: dict[str, Any] | None = None,
+    ):
         if resize and regime != "mnist":
             raise ValueError("task.resize: only for task.regime=mnist; remove it")
         self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
@@ -133,8 +155,10 @@ class Variance(Series):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at "
-                f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)")
+        return (
+            f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at "
+            f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)"
+        )
 
 
 @checked("task")

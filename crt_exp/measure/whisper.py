@@ -19,18 +19,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from crt_exp.swap.bench import Bench, fit_attention, quiet
 from crt_exp.data import speech
 from crt_exp.data.text import generator_of
-from crt_exp.options import Count, Positive, Several, Whole, checked
-from crt_exp.measure.adapt import descent
 from crt_exp.measure import SwapMeasurement
-from crt_exp.measure.pretrained import DTYPES, with_attention, folder_of
+from crt_exp.measure.adapt import descent
+from crt_exp.measure.pretrained import DTYPES, folder_of, with_attention
 from crt_exp.mechanism import Mechanism
+from crt_exp.options import Count, Positive, Several, Whole, checked
+from crt_exp.swap.bench import Bench, fit_attention, quiet
 from crt_exp.tasks.base import error_rates
 
-RATE = 16_000                 # samples a second
-AT_MOST, A_SECOND = 16, 8     # maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
+RATE = 16_000  # samples a second
+AT_MOST, A_SECOND = (
+    16,
+    8,
+)  # maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
 
 
 @lru_cache(maxsize=1)
@@ -58,16 +61,20 @@ def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utteran
     calibration.
     """
     every = utterances(subset)
-    found = every[number * count:(number + 1) * count]
+    found = every[number * count : (number + 1) * count]
     if len(found) < count or (number + 1) * count > len(every) - fit:
-        raise ValueError(f"seed={number}: expected a group of task.count={count} utterances within the "
-                         f"{len(every) - fit} available; use a smaller seed or task.count")
+        raise ValueError(
+            f"seed={number}: expected a group of task.count={count} utterances within the "
+            f"{len(every) - fit} available; use a smaller seed or task.count"
+        )
     return found
 
 
 def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     """Return log-mel features (1, bands, frames) of 30 seconds."""
-    return processor(speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt").input_features
+    return processor(
+        speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt"
+    ).input_features
 
 
 def encoder_bench(model: str, subset: str, fit: int) -> Bench:
@@ -82,14 +89,20 @@ def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) ->
 
     Without a limit, an encoder without information would not end.
     """
-    return model.generate(features(processor, utterance).to(model.dtype),
-                          max_length=AT_MOST + int(A_SECOND * utterance.seconds))[0]
+    return model.generate(
+        features(processor, utterance).to(model.dtype),
+        max_length=AT_MOST + int(A_SECOND * utterance.seconds),
+    )[0]
 
 
-def word_error_rate(processor: Any, spoken: Sequence[speech.Utterance], written: Sequence[Tensor]) -> float:
+def word_error_rate(
+    processor: Any, spoken: Sequence[speech.Utterance], written: Sequence[Tensor]
+) -> float:
     normal = EnglishTextNormalizer({})
-    return error_rates([normal(each.text) for each in spoken],
-                       [normal(processor.decode(each, skip_special_tokens=True)) or "-" for each in written])["wer"]
+    return error_rates(
+        [normal(each.text) for each in spoken],
+        [normal(processor.decode(each, skip_special_tokens=True)) or "-" for each in written],
+    )["wer"]
 
 
 def prompt(model: nn.Module) -> list[int]:
@@ -98,12 +111,15 @@ def prompt(model: nn.Module) -> list[int]:
     return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
 
 
-def token_losses(model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
-                 ) -> tuple[Tensor, Tensor]:
+def token_losses(
+    model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
-    logits = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
+    logits = (
+        model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
+    )
     first = len(prompt(model))
-    logits, asked = logits[first - 1:], tokens[0, first:]
+    logits, asked = logits[first - 1 :], tokens[0, first:]
     return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
 
 
@@ -116,8 +132,14 @@ def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor
     """
     made, processor = load(model)
     utterance = next(each for each in utterances(subset) if each.name == name)
-    tokens = [*prompt(made), *transcript(made, processor, utterance).tolist(), made.config.eos_token_id]
-    return torch.tensor([tokens]), token_losses(made, processor, utterance, torch.tensor([tokens]))[0]
+    tokens = [
+        *prompt(made),
+        *transcript(made, processor, utterance).tolist(),
+        made.config.eos_token_id,
+    ]
+    return torch.tensor([tokens]), token_losses(made, processor, utterance, torch.tensor([tokens]))[
+        0
+    ]
 
 
 @checked("task")
@@ -130,7 +152,9 @@ class SwapSpeech(SwapMeasurement):
 
     metric = "wer"
 
-    def __init__(self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count):
+    def __init__(
+        self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count
+    ):
         self.model, self.subset, self.count, self.dtype, self.fit = model, subset, count, dtype, fit
 
     @torch.no_grad()
@@ -163,9 +187,15 @@ class Dictation(SwapMeasurement):
         exact = [exact_transcript(self.model, self.subset, each.name) for each in spoken]
         bench = encoder_bench(self.model, self.subset, self.fit)
         with bench.swapped(None if mechanism.is_exact else replace(mechanism, seed=seed)), quiet():
-            found = [token_losses(made, processor, each, tokens) for each, (tokens, _) in zip(spoken, exact)]
+            found = [
+                token_losses(made, processor, each, tokens)
+                for each, (tokens, _) in zip(spoken, exact)
+            ]
         nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
-        yield {"above": nats - torch.cat([each for _, each in exact]).mean().item(), "agrees": agrees}
+        yield {
+            "above": nats - torch.cat([each for _, each in exact]).mean().item(),
+            "agrees": agrees,
+        }
 
 
 @checked("task")
@@ -179,8 +209,15 @@ class Whisper(SwapMeasurement):
 
     metric = "mean_above"
 
-    def __init__(self, model: str, subset: str, speakers: Several[str], tested: Count, steps: Several[Whole],
-                 lr: Positive):
+    def __init__(
+        self,
+        model: str,
+        subset: str,
+        speakers: Several[str],
+        tested: Count,
+        steps: Several[Whole],
+        lr: Positive,
+    ):
         self.model, self.subset, self.speakers, self.tested = model, subset, speakers, tested
         self.steps, self.lr = steps, lr
 
@@ -193,15 +230,19 @@ class Whisper(SwapMeasurement):
         ours = [each for each in every if each.name.partition("-")[0] in self.speakers]
         others = [each for each in every if each not in ours]
         if len(ours) < self.tested or not others:
-            raise ValueError(f"task.tested={self.tested}: expected at most {len(ours)} utterances of task.speakers, "
-                             "and at least one other speaker")
-        return ours[:self.tested], others
+            raise ValueError(
+                f"task.tested={self.tested}: expected at most {len(ours)} utterances of task.speakers, "
+                "and at least one other speaker"
+            )
+        return ours[: self.tested], others
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         tested, read = self.utterances()
         order = torch.randperm(len(read), generator=generator_of(seed)).tolist()
         model = self.swapped(mechanism, seed, read[-1])
-        trained = descent(model, lambda i: self.loss(model, read[order[i % len(order)]]), self.steps[-1], self.lr)
+        trained = descent(
+            model, lambda i: self.loss(model, read[order[i % len(order)]]), self.steps[-1], self.lr
+        )
         for step in chain([0], trained):
             if step in self.steps:
                 yield self.evaluated(model, tested, step)
@@ -223,7 +264,9 @@ class Whisper(SwapMeasurement):
         return token_losses(model.train(), load(self.model)[1], utterance, tokens)[0].mean()
 
     @torch.no_grad()
-    def evaluated(self, model: nn.Module, tested: list[speech.Utterance], step: int) -> dict[str, Any]:
+    def evaluated(
+        self, model: nn.Module, tested: list[speech.Utterance], step: int
+    ) -> dict[str, Any]:
         processor = load(self.model)[1]
         model.eval()
         row: dict[str, Any] = {"steps": step, "above": [], "agrees": [], "wer": []}
@@ -232,5 +275,7 @@ class Whisper(SwapMeasurement):
             nats, agrees = token_losses(model, processor, each, tokens)
             row["above"].append(float(nats.mean() - exact.mean()))
             row["agrees"].append(float(agrees.mean()))
-            row["wer"].append(word_error_rate(processor, [each], [transcript(model, processor, each)]))
+            row["wer"].append(
+                word_error_rate(processor, [each], [transcript(model, processor, each)])
+            )
         return row | {"mean_above": sum(row["above"]) / len(tested)}

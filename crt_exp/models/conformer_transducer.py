@@ -32,10 +32,17 @@ from crt_exp.options import Count, NotNegative, check_options
 from crt_exp.samplers.noise import no_autocast
 
 WINDOW, HOP = 0.025, 0.010  # seconds
-STEP = 4 * HOP  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
-FLOOR = 1e-6                # added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
-MOST = 8                    # maximum number of symbols in one encoder frame, so that the search ends
-KIND, PIECES = "conformer_transducer", "pieces.model"  # kind in config.json; file of a sentencepiece model
+STEP = (
+    4 * HOP
+)  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
+FLOOR = (
+    1e-6  # added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
+)
+MOST = 8  # maximum number of symbols in one encoder frame, so that the search ends
+KIND, PIECES = (
+    "conformer_transducer",
+    "pieces.model",
+)  # kind in config.json; file of a sentencepiece model
 
 
 class ConformerSizes(TypedDict):
@@ -45,34 +52,60 @@ class ConformerSizes(TypedDict):
     """
 
     mels: Annotated[int, Field(ge=7, le=512)]
-    channels: Count        # of the subsampling convolutions
+    channels: Count  # of the subsampling convolutions
     layers: Count
     dim: Count
     ffn: Count
     heads: Count
-    kernel: Count          # of the depthwise convolution, in frames
-    predictor: Count       # LSTM cells
+    kernel: Count  # of the depthwise convolution, in frames
+    predictor: Count  # LSTM cells
     joiner: Count
     dropout: Annotated[NotNegative, Field(lt=1)]
     norm: Literal["frame", "batch"]
-    ctc: NotNegative       # weight of an additional CTC loss of the encoder in training; 0: none
+    ctc: NotNegative  # weight of an additional CTC loss of the encoder in training; 0: none
 
 
 PRESETS = {
     # Spoken digit strings on 2 cores. Without batch norm and the CTC loss, the loss stays at chance (14 nats a string)
     # for hundreds of steps.
-    "small": ConformerSizes(mels=40, channels=16, layers=3, dim=96, ffn=384, heads=4, kernel=15, predictor=128,
-                            joiner=128, dropout=0.0, norm="batch", ctc=1.0),
+    "small": ConformerSizes(
+        mels=40,
+        channels=16,
+        layers=3,
+        dim=96,
+        ffn=384,
+        heads=4,
+        kernel=15,
+        predictor=128,
+        joiner=128,
+        dropout=0.0,
+        norm="batch",
+        ctc=1.0,
+    ),
     # the encoder of Performers' and Chefs' Random Tables' speech experiments
-    "paper": ConformerSizes(mels=80, channels=256, layers=17, dim=256, ffn=1024, heads=4, kernel=31, predictor=512,
-                            joiner=1024, dropout=0.1, norm="batch", ctc=0.0),
+    "paper": ConformerSizes(
+        mels=80,
+        channels=256,
+        layers=17,
+        dim=256,
+        ffn=1024,
+        heads=4,
+        kernel=31,
+        predictor=512,
+        joiner=1024,
+        dropout=0.1,
+        norm="batch",
+        ctc=0.0,
+    ),
 }
 
 
 def check_sizes(sizes: ConformerSizes) -> None:
     """Raise ConfigError for inconsistent sizes."""
     if sizes["dim"] % sizes["heads"]:
-        raise ConfigError(f"task.sizes.dim={sizes['dim']}: expected a multiple of heads={sizes['heads']}")
+        raise ConfigError(
+            f"task.sizes.dim={sizes['dim']}: expected a multiple of heads={sizes['heads']}"
+        )
     if sizes["kernel"] % 2 == 0:
         raise ConfigError(f"task.sizes.kernel={sizes['kernel']}: expected an odd number")
 
@@ -104,15 +137,22 @@ class LogMel(nn.Module):
     def __init__(self, rate: int, mels: int):
         super().__init__()
         self.rate, window = rate, round(WINDOW * rate)
-        bins = 2 ** math.ceil(math.log2(rate / 16))  # at most 16 Hz apart, which the narrow low-frequency filters need
+        bins = 2 ** math.ceil(
+            math.log2(rate / 16)
+        )  # at most 16 Hz apart, which the narrow low-frequency filters need
         self.around = ((bins - window) // 2, bins - window - (bins - window) // 2)
         with torch.device("cpu"):  # torchaudio reads filter values, which the meta device lacks
-            self.spectrum = MelSpectrogram(rate, bins, window, round(HOP * rate), n_mels=mels, center=False)
+            self.spectrum = MelSpectrogram(
+                rate, bins, window, round(HOP * rate), n_mels=mels, center=False
+            )
 
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
-            x, frames = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT, frames_of(samples, self.rate)
+            x, frames = (
+                torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT,
+                frames_of(samples, self.rate),
+            )
             keep, count = frame_mask(frames, x.shape[1])[:, :, None], frames[:, None, None]
             centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
             return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
@@ -126,7 +166,9 @@ def apply_spec_augment(x: Tensor, bands: Tensor, spans: Tensor) -> Tensor:
     """
     for places, dim in ((spans, 1), (bands, 2)):
         index = torch.arange(x.shape[dim], device=x.device)
-        inside = ((index >= places[..., :1]) & (index < places[..., 1:])).any(1)  # (B, frames or mels)
+        inside = ((index >= places[..., :1]) & (index < places[..., 1:])).any(
+            1
+        )  # (B, frames or mels)
         x = x.masked_fill(inside.unsqueeze(3 - dim), 0)
     return x
 
@@ -141,10 +183,15 @@ class Subsampling(nn.Module):
     def __init__(self, mels: int, channels: int, dim: int, dropout: float):
         super().__init__()
         self.first, self.second = nn.Conv2d(1, channels, 3, 2), nn.Conv2d(channels, channels, 3, 2)
-        self.out, self.dropout = nn.Linear(channels * subsampled_length(mels), dim), nn.Dropout(dropout)
+        self.out, self.dropout = (
+            nn.Linear(channels * subsampled_length(mels), dim),
+            nn.Dropout(dropout),
+        )
         # torch's default would leave 1% of the variance of the features
         for part in (self.first, self.second, self.out):
-            nn.init.kaiming_normal_(part.weight, nonlinearity="linear" if part is self.out else "relu")
+            nn.init.kaiming_normal_(
+                part.weight, nonlinearity="linear" if part is self.out else "relu"
+            )
             nn.init.zeros_(part.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,7 +208,11 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         """x (B, D, T), keep (B, T) -> (B, D, T)."""
         x = x.transpose(1, 2)
-        return torch.zeros_like(x).masked_scatter(keep[..., None], super().forward(x[keep]).to(x.dtype)).transpose(1, 2)
+        return (
+            torch.zeros_like(x)
+            .masked_scatter(keep[..., None], super().forward(x[keep]).to(x.dtype))
+            .transpose(1, 2)
+        )
 
 
 class FrameNorm(nn.LayerNorm):
@@ -175,7 +226,9 @@ class Layer(ConformerLayer):
     """torchaudio's Conformer layer; its convolution treats padded frames as zeros."""
 
     def __init__(self, sizes: ConformerSizes):
-        super().__init__(sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"])
+        super().__init__(
+            sizes["dim"], sizes["ffn"], sizes["heads"], sizes["kernel"], sizes["dropout"]
+        )
         norm = {"frame": FrameNorm, "batch": MaskedBatchNorm}[sizes["norm"]]
         self.conv_module.sequential[3] = norm(sizes["dim"])
         # linear attention forms no matrix to apply dropout to, so that all methods train alike
@@ -202,18 +255,29 @@ class Encoder(nn.Module):
     def __init__(self, rate: int, sizes: ConformerSizes):
         super().__init__()
         self.features = LogMel(rate, sizes["mels"])
-        self.subsampling = Subsampling(sizes["mels"], sizes["channels"], sizes["dim"], sizes["dropout"])
+        self.subsampling = Subsampling(
+            sizes["mels"], sizes["channels"], sizes["dim"], sizes["dropout"]
+        )
         self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes["layers"]))
 
-    def forward(self, audio: Tensor, samples: Tensor, bands: Tensor | None = None,
-                spans: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        audio: Tensor,
+        samples: Tensor,
+        bands: Tensor | None = None,
+        spans: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         x, frames = self.features(audio, samples)
-        x = self.subsampling(x if bands is None else apply_spec_augment(x, bands, spans)).transpose(0, 1)
+        x = self.subsampling(x if bands is None else apply_spec_augment(x, bands, spans)).transpose(
+            0, 1
+        )
         lengths = subsampled_length(frames)
         keep = frame_mask(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
-        return x.transpose(0, 1).to(self.subsampling.out.weight.dtype), lengths  # sharded layers return float32
+        return x.transpose(0, 1).to(
+            self.subsampling.out.weight.dtype
+        ), lengths  # sharded layers return float32
 
 
 # ---- transducer ------------------------------------------------------------------------------------------------------
@@ -238,7 +302,11 @@ class Joiner(nn.Module):
 
     def __init__(self, dim: int, cells: int, width: int, symbols: int):
         super().__init__()
-        self.heard, self.said, self.out = nn.Linear(dim, width), nn.Linear(cells, width), nn.Linear(width, symbols)
+        self.heard, self.said, self.out = (
+            nn.Linear(dim, width),
+            nn.Linear(cells, width),
+            nn.Linear(width, symbols),
+        )
 
     def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         """encoded (..., J), predicted (..., J) -> (..., V)."""
@@ -263,11 +331,21 @@ class ConformerTransducer(nn.Module):
         self.encoder = Encoder(rate, sizes)
         self.predictor = Predictor(symbols, sizes["predictor"], sizes["dropout"])
         self.joiner = Joiner(sizes["dim"], sizes["predictor"], sizes["joiner"], symbols)
-        self.weight, self.ctc = sizes["ctc"], nn.Linear(sizes["dim"], symbols) if sizes["ctc"] else None
+        self.weight, self.ctc = (
+            sizes["ctc"],
+            nn.Linear(sizes["dim"], symbols) if sizes["ctc"] else None,
+        )
 
-    def forward(self, audio: Tensor, samples: Tensor, targets: Tensor | None = None,
-                target_lengths: Tensor | None = None, bands: Tensor | None = None, spans: Tensor | None = None,
-                search: Callable | None = None):
+    def forward(
+        self,
+        audio: Tensor,
+        samples: Tensor,
+        targets: Tensor | None = None,
+        target_lengths: Tensor | None = None,
+        bands: Tensor | None = None,
+        spans: Tensor | None = None,
+        search: Callable | None = None,
+    ):
         """Return the losses (B,) in nats, None without targets.
 
         With `search` (`greedy`) the result is (losses, hypotheses). In training the losses include the weighted CTC
@@ -283,24 +361,40 @@ class ConformerTransducer(nn.Module):
         encoded, lengths = self.encoder(audio, samples, bands, spans)
         losses = None if targets is None else self.losses(encoded, lengths, targets, target_lengths)
         if self.training and self.ctc is not None and losses is not None:
-            losses = losses + self.weight * self.ctc_losses(encoded, lengths, targets, target_lengths)
+            losses = losses + self.weight * self.ctc_losses(
+                encoded, lengths, targets, target_lengths
+            )
         return losses if search is None else (losses, search(self, encoded, lengths))
 
-    def losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+    def losses(
+        self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
+    ) -> Tensor:
         """RNN-T loss (B,): negative log probability of each transcript in nats."""
         said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
         heard, said = self.joiner.heard(encoded), self.joiner.said(said)
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
         lengths, target_lengths = lengths.int(), target_lengths.int()
-        return rnnt_loss(logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none")
+        return rnnt_loss(
+            logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none"
+        )
 
-    def ctc_losses(self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor) -> Tensor:
+    def ctc_losses(
+        self, encoded: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor
+    ) -> Tensor:
         """CTC loss (B,) of each transcript (Graves et al., 2006).
 
         0 for a transcript that is too long for its frames, which only the transducer loss supports.
         """
         logs = self.ctc(encoded).float().log_softmax(-1).transpose(0, 1)  # (T, B, V)
-        return F.ctc_loss(logs, targets.long(), lengths, target_lengths.long(), self.blank, "none", zero_infinity=True)
+        return F.ctc_loss(
+            logs,
+            targets.long(),
+            lengths,
+            target_lengths.long(),
+            self.blank,
+            "none",
+            zero_infinity=True,
+        )
 
 
 # ---- recognition -----------------------------------------------------------------------------------------------------
@@ -317,7 +411,9 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
     frame, here = torch.zeros_like(lengths), torch.zeros_like(lengths)
     steps = []
     while (active := frame < lengths).any():
-        logits = joiner(heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0])).float()
+        logits = joiner(
+            heard[rows, frame.clamp(max=heard.shape[1] - 1)], joiner.said(said[:, 0])
+        ).float()
         logits[:, :-1].masked_fill_((here >= MOST)[:, None], -torch.inf)
         symbol = logits.argmax(-1)
         says = active & (symbol != model.blank)
@@ -359,20 +455,34 @@ class Recogniser(NamedTuple):
 def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Path) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
-    config = {"kind": KIND, "rate": recogniser.rate, "sizes": dict(recogniser.sizes),
-              "attention": recogniser.mechanism.to_saved(),
-              "symbols": {"kind": symbols.kind, "entries": symbols.entries}}
-    save_folder(directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None)
+    config = {
+        "kind": KIND,
+        "rate": recogniser.rate,
+        "sizes": dict(recogniser.sizes),
+        "attention": recogniser.mechanism.to_saved(),
+        "symbols": {"kind": symbols.kind, "entries": symbols.entries},
+    }
+    save_folder(
+        directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None
+    )
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
     with open_folder(run, option, KIND, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
-        symbols = Symbols.of_pieces((folder / PIECES).read_bytes()) if kind == "pieces" else Symbols(kind, entries)
+        symbols = (
+            Symbols.of_pieces((folder / PIECES).read_bytes())
+            if kind == "pieces"
+            else Symbols(kind, entries)
+        )
         mechanism = Mechanism.from_saved(config["attention"], f"{option}={run}")
         rate, sizes = config["rate"], config["sizes"]
         check_options("sizes", ConformerSizes, sizes)
-        check_shapes(lambda: ConformerTransducer(len(symbols) + 1, rate, sizes), sizes["layers"], tensors,
-                     f"{option}={run}")
+        check_shapes(
+            lambda: ConformerTransducer(len(symbols) + 1, rate, sizes),
+            sizes["layers"],
+            tensors,
+            f"{option}={run}",
+        )
         return Recogniser(symbols, rate, sizes, mechanism), tensors

@@ -34,7 +34,7 @@ class Origin(NamedTuple):
     name: str
     option: str
     weights: bool
-    noise: bool                        # load the random projections of the attention that the weights were trained with
+    noise: bool  # load the random projections of the attention that the weights were trained with
 
 
 def origin_of(model: str, init: str) -> Origin:
@@ -43,7 +43,9 @@ def origin_of(model: str, init: str) -> Origin:
         return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
     if not Path(init).expanduser().is_dir():
         near = did_you_mean(init, ("scratch", "uptrain"))
-        raise DataError(f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm{near}")
+        raise DataError(
+            f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm{near}"
+        )
     return Origin(folder_of(init, "task.init"), "task.init", True, True)
 
 
@@ -62,11 +64,16 @@ def load_tokenizer(origin: Origin):
     """Load the tokenizer. Raises DataError if there is none."""
     from transformers import AutoTokenizer
 
-    tokenizer = load_or_explain(lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False), origin,
-                                "tokenizer")
+    tokenizer = load_or_explain(
+        lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False),
+        origin,
+        "tokenizer",
+    )
     # transformers returns an empty tokenizer for a folder without tokenizer files
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise DataError(f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt")
+        raise DataError(
+            f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt"
+        )
     return tokenizer
 
 
@@ -74,8 +81,11 @@ def load_config(origin: Origin, **changes: Any):
     """Load the model's configuration with changed keys. Raises DataError."""
     from transformers import AutoConfig
 
-    return load_or_explain(lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes), origin,
-                           "configuration")
+    return load_or_explain(
+        lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes),
+        origin,
+        "configuration",
+    )
 
 
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
@@ -90,12 +100,23 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
     if origin.noise:
         changed = differing_keys(saved_attention(config), mechanism.describe())
         if changed:
-            raise ConfigError(f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
-                              f"use that attention, or task.init=uptrain task.model={origin.name}")
+            raise ConfigError(
+                f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
+                f"use that attention, or task.init=uptrain task.model={origin.name}"
+            )
     if origin.weights:
-        model, info = load_or_explain(lambda: auto.from_pretrained(
-            origin.name, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False,
-            ignore_mismatched_sizes=True), origin, "weights")  # a head for other classes has other shapes
+        model, info = load_or_explain(
+            lambda: auto.from_pretrained(
+                origin.name,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+            ),
+            origin,
+            "weights",
+        )  # a head for other classes has other shapes
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
         check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
@@ -115,14 +136,19 @@ def saved_attention(config) -> dict[str, Any]:
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The keys in which two `Mechanism.describe` results differ, with both values."""
     old, new = dict(leaves(old)), dict(leaves(new))
-    return [f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
-            for k in sorted(old | new) if old.get(k) != new.get(k)]
+    return [
+        f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
+        for k in sorted(old | new)
+        if old.get(k) != new.get(k)
+    ]
 
 
 def check_exact(named: str, described: dict[str, Any]) -> None:
     """Raise ConfigError for weights that were saved with other than exact attention."""
     if changed := differing_keys(described, EXACT):
-        raise ConfigError(f"{named}: expected exact attention; different keys: {', '.join(changed)}")
+        raise ConfigError(
+            f"{named}: expected exact attention; different keys: {', '.join(changed)}"
+        )
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -141,11 +167,16 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
     """
     prefix = model.base_model_prefix
     prefix = f"{prefix}." if hasattr(model, prefix) else ""  # a model without a head has no prefix
-    wrong = sorted(name for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-                   if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."))
+    wrong = sorted(
+        name
+        for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        if name.startswith(prefix) and not name.startswith(f"{prefix}pooler.")
+    )
     if wrong:
-        raise DataError(f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "
-                        f"{', '.join(wrong[:3])}")
+        raise DataError(
+            f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "
+            f"{', '.join(wrong[:3])}"
+        )
 
 
 def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
@@ -160,8 +191,14 @@ def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
         source = f"{origin.option}={origin.name}: its {what}"
         if "trust_remote_code" in str(error):
-            raise DataError(f"{source} needs the code of its repository (auto_map), which is not run") from None
-        fix = "" if local else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+            raise DataError(
+                f"{source} needs the code of its repository (auto_map), which is not run"
+            ) from None
+        fix = (
+            ""
+            if local
+            else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+        )
         raise DataError(f"{source} is not readable: {reason_of(error)[:300]}{fix}") from None
 
 
@@ -194,13 +231,22 @@ def check_length(config, length: int, option: str) -> None:
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
         return
-    with buildable(f"{option}={length}"), torch.device("meta"):  # takes neither memory nor random numbers
+    with (
+        buildable(f"{option}={length}"),
+        torch.device("meta"),
+    ):  # takes neither memory nor random numbers
         model = AutoModel.from_config(config)
-    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
-    skipped = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    tables = [
+        module for name, module in model.named_modules() if name.endswith("position_embeddings")
+    ]
+    skipped = [
+        table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None
+    ]
     most -= max(skipped, default=0)
     if length > most:
-        raise ConfigError(f"{option}={length}: expected at most {most} tokens, the positions of the model")
+        raise ConfigError(
+            f"{option}={length}: expected at most {most} tokens, the positions of the model"
+        )
 
 
 @contextmanager
@@ -212,7 +258,9 @@ def buildable(option: str, library: str = "transformers") -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # exception types differ between models and libraries
-        raise ConfigError(f"{option}: {library} cannot build the model: {reason_of(error)[:300]}") from None
+        raise ConfigError(
+            f"{option}: {library} cannot build the model: {reason_of(error)[:300]}"
+        ) from None
 
 
 def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:

@@ -21,25 +21,29 @@ from crt_exp.config import ConfigError, json_object, read_yaml
 from crt_exp.data import DataError
 
 MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
-DIGESTS = "digests.json"                                         # SHA-256 of each file of weights
-ADAPTER, TRAINED = "adapter", "trained.safetensors"              # LoRA adapters, and other trained weights
+DIGESTS = "digests.json"  # SHA-256 of each file of weights
+ADAPTER, TRAINED = "adapter", "trained.safetensors"  # LoRA adapters, and other trained weights
 
 
 def refuse_adapters(path: Path, named: str) -> None:
     """Raise DataError if a run saved adapters without the weights they modify."""
     if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
-        raise DataError(f"{named}: only adapters are saved ({ADAPTER}/); run it with trainer.lora.merge=true")
+        raise DataError(
+            f"{named}: only adapters are saved ({ADAPTER}/); run it with trainer.lora.merge=true"
+        )
 
 
 @contextmanager
-def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with resume=auto") -> Iterator[Path]:
+def whole_folder(
+    directory: Path, name: str = MODEL, then: str = "continue with resume=auto"
+) -> Iterator[Path]:
     """Yield a temporary folder that replaces `<directory>/<name>` at the end.
 
     After an error the temporary folder is removed and an existing folder stays. Raises OSError if the folder cannot be
     written; `then` is the advice in the message.
     """
     temporary, final = directory / f".{name}.{os.getpid()}", directory / name
-    shutil.rmtree(temporary, ignore_errors=True)   # folders of other processes may be in use
+    shutil.rmtree(temporary, ignore_errors=True)  # folders of other processes may be in use
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -56,7 +60,9 @@ def whole_folder(directory: Path, name: str = MODEL, then: str = "continue with 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Save tensors of any device as safetensors, each with its own storage."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path
+    )
 
 
 def digest_of(file: Path) -> str:
@@ -83,14 +89,18 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
             raise DataError(f"{named}: {name} holds NaN; the run diverged")
 
 
-def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str) -> None:
+def check_shapes(
+    make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str
+) -> None:
     """Raise ConfigError unless the tensors fit the model that `make` builds.
 
     The model is built on the meta device, so that a configuration with huge sizes takes no memory. `layers` is the
     number of layers in the configuration.
     """
     if layers > len(tensors):
-        raise ConfigError(f"{named}: {CONFIG} describes {layers} layers, but there are {len(tensors)} tensors")
+        raise ConfigError(
+            f"{named}: {CONFIG} describes {layers} layers, but there are {len(tensors)} tensors"
+        )
     try:
         with torch.device("meta"):
             state = make().state_dict()
@@ -99,7 +109,9 @@ def check_shapes(make: Callable[[], nn.Module], layers: int, tensors: Mapping[st
     for name, tensor in state.items():
         found = tuple(tensors[name].shape) if name in tensors else "not"
         if found != tuple(tensor.shape):
-            raise ConfigError(f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}")
+            raise ConfigError(
+                f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}"
+            )
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -110,7 +122,9 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
     for name, tensor in state.items():
         if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ConfigError(f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run")
+            raise ConfigError(
+                f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run"
+            )
     model.load_state_dict({name: tensors[name] for name in state}, strict=False)
 
 
@@ -146,12 +160,18 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
             return folder
     refuse_adapters(path, named)
     no_model = f"no {CONFIG}; continue an unfinished run with resume=auto"
-    raise DataError(f"{named}: {no_model if path.is_dir() else 'no such directory'}; expected {wanted}")
+    raise DataError(
+        f"{named}: {no_model if path.is_dir() else 'no such directory'}; expected {wanted}"
+    )
 
 
 # ---- config.json and tensors -----------------------------------------------------------------------------------------
-def save_folder(directory: Path, config: dict[str, Any], tensors: Mapping[str, Tensor],
-                files: Mapping[str, bytes] | None = None) -> None:
+def save_folder(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, bytes] | None = None,
+) -> None:
     """Write `<directory>/model` with further files, atomically. Raises OSError."""
     with whole_folder(directory) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -161,8 +181,9 @@ def save_folder(directory: Path, config: dict[str, Any], tensors: Mapping[str, T
 
 
 @contextmanager
-def open_folder(run: str | Path, option: str, kind: str,
-         task: str) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
+def open_folder(
+    run: str | Path, option: str, kind: str, task: str
+) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
     """Context manager: yield the folder, config and tensors of a run's model.
 
     Errors of the folder and of the with block become a DataError naming `option`; ConfigError passes unchanged.
@@ -178,5 +199,15 @@ def open_folder(run: str | Path, option: str, kind: str,
         yield folder, config, tensors
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"{named}: {folder}: not readable: {type(error).__name__}: {error}") from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        raise DataError(
+            f"{named}: {folder}: not readable: {type(error).__name__}: {error}"
+        ) from None

@@ -67,9 +67,13 @@ class ImplicitPolicy:
 
     def __post_init__(self):
         if self.size % self.patch:
-            raise ConfigError(f"task.patch={self.patch}: expected a divisor of the image size, {self.size} pixels")
+            raise ConfigError(
+                f"task.patch={self.patch}: expected a divisor of the image size, {self.size} pixels"
+            )
         if not 0 < self.top <= self.length:
-            raise ConfigError(f"task.top={self.top}: expected 1 to {self.length}, the patches of an image")
+            raise ConfigError(
+                f"task.top={self.top}: expected 1 to {self.length}, the patches of an image"
+            )
 
     @property
     def length(self) -> int:
@@ -84,9 +88,11 @@ class ImplicitPolicy:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of one policy, in order."""
-        width = self.channels + 3                                                      # T
+        width = self.channels + 3  # T
         ranked = {"query": (self.heads, width, self.d), "key": (self.heads, width, self.d)}
-        return (ranked if self.looks == "attention" else {}) | {"controller": (self.read, self.actions)}
+        return (ranked if self.looks == "attention" else {}) | {
+            "controller": (self.read, self.actions)
+        }
 
     @property
     def parameters(self) -> int:
@@ -103,7 +109,7 @@ class ImplicitPolicy:
         controller = torch.zeros(self.read, self.actions)
         for head, weights in enumerate(lead):
             first = head * (self.channels + 2) + self.channels
-            controller[first:first + 2] = weights[:2]
+            controller[first : first + 2] = weights[:2]
             controller[-1] += weights[2]
         query = torch.randn(self.shapes.get("query", (0,)), generator=generator)
         return torch.cat([query.flatten(), -query.flatten(), controller.flatten()])
@@ -116,7 +122,11 @@ class ImplicitPolicy:
 
     def layer(self, mechanism: Mechanism) -> nn.Module | None:
         """The attention that ranks the patches; None if all are kept."""
-        return None if self.looks == "average" else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
+        return (
+            None
+            if self.looks == "average"
+            else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
+        )
 
     def selected_patches(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
         """Patches that the controller reads, (P, H, L), as ones and zeros.
@@ -127,9 +137,11 @@ class ImplicitPolicy:
             return torch.ones(len(images), self.heads, self.length)
         query, key, _ = self.parts(theta)
         read = tokens(images, self.patch)
-        q, k = (F.normalize(torch.einsum("plt,phtd->phld", read, part), dim=-1) for part in (query, key))
-        ranks = column_sums(layer, q, k)                                               # (P, H, L)
-        order = ranks.argsort(dim=-1, descending=True, stable=True)[..., :self.top]
+        q, k = (
+            F.normalize(torch.einsum("plt,phtd->phld", read, part), dim=-1) for part in (query, key)
+        )
+        ranks = column_sums(layer, q, k)  # (P, H, L)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)[..., : self.top]
         return torch.zeros_like(ranks).scatter(-1, order, 1.0)
 
     @torch.no_grad()
@@ -137,8 +149,8 @@ class ImplicitPolicy:
         """theta (P, N), images (P, C, size, size), states (P, S) -> actions (P, A)."""
         *_, controller = self.parts(theta)
         kept = self.selected_patches(layer, theta, images)
-        seen = tokens(images, self.patch)[..., :-1]                                    # (P, L, C + 2)
-        seen[..., :self.channels] /= self.patch**2  # a mean, of the scale of positions
-        mean = kept @ seen / kept.sum(-1, keepdim=True)                                # (P, H, C + 2)
+        seen = tokens(images, self.patch)[..., :-1]  # (P, L, C + 2)
+        seen[..., : self.channels] /= self.patch**2  # a mean, of the scale of positions
+        mean = kept @ seen / kept.sum(-1, keepdim=True)  # (P, H, C + 2)
         read = torch.cat([mean.flatten(1), states, torch.ones(len(states), 1)], 1)
         return torch.tanh(torch.einsum("pr,pra->pa", read, controller))

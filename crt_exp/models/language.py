@@ -39,9 +39,12 @@ class TransformerSizes(TypedDict):
     d: Count
 
 
-PRESETS = {"tiny": (4, 2, 128, 64), "small": (4, 4, 512, 128),
-           "performer6": (8, 6, 2048, 512),     # Performers 4.4, for sequences of 8192
-           "performer36": (8, 36, 1024, 512)}   # Performers Fig. 6, from ProGen (Madani et al., 2020)
+PRESETS = {
+    "tiny": (4, 2, 128, 64),
+    "small": (4, 4, 512, 128),
+    "performer6": (8, 6, 2048, 512),  # Performers 4.4, for sequences of 8192
+    "performer36": (8, 36, 1024, 512),
+}  # Performers Fig. 6, from ProGen (Madani et al., 2020)
 
 
 def sizes_of(preset: str, changes: dict[str, Any], option: str) -> TransformerSizes:
@@ -75,8 +78,10 @@ class LanguageDescription:
 
     def __post_init__(self):
         if self.positions == "rotary" and self.sizes["d"] // self.sizes["heads"] % 2:
-            raise ConfigError(f"task.positions=rotary: d / heads = {self.sizes['d']} / {self.sizes['heads']}; expected "
-                              "even")
+            raise ConfigError(
+                f"task.positions=rotary: d / heads = {self.sizes['d']} / {self.sizes['heads']}; expected "
+                "even"
+            )
 
 
 class SequenceModel(nn.Module):
@@ -86,22 +91,38 @@ class SequenceModel(nn.Module):
     less memory and gives the same gradients.
     """
 
-    def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
+    def __init__(
+        self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False
+    ):
         super().__init__()
         sizes, self.description = description.sizes, description
         self.symbol = nn.Embedding(description.symbols, sizes["d"])
-        self.place = nn.Embedding(description.length, sizes["d"]) if description.positions == "learned" else None
+        self.place = (
+            nn.Embedding(description.length, sizes["d"])
+            if description.positions == "learned"
+            else None
+        )
         self.dropout = nn.Dropout(description.dropout)
-        self.body = Transformer(heads=sizes["heads"], layers=sizes["layers"], ffn=sizes["d_ff"], dim=sizes["d"],
-                                make=make, causal=description.causal, dropout=description.dropout,
-                                rotary=description.positions == "rotary", checkpointing=checkpointing)
+        self.body = Transformer(
+            heads=sizes["heads"],
+            layers=sizes["layers"],
+            ffn=sizes["d_ff"],
+            dim=sizes["d"],
+            make=make,
+            causal=description.causal,
+            dropout=description.dropout,
+            rotary=description.positions == "rotary",
+            checkpointing=checkpointing,
+        )
         self.norm = nn.LayerNorm(sizes["d"])
 
     def initialize_embeddings(self) -> None:
         for embedding in filter(None, (self.symbol, self.place)):
             nn.init.normal_(embedding.weight, std=0.02)  # as in GPT-2: tied logits start near 0
 
-    def states(self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
+    def states(
+        self, tokens: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None
+    ) -> Tensor:
         """Tokens (B, L) -> hidden states (B, L, d) before the last norm.
 
         key_mask is (B, L), True = keep; `pasts` comes from `begin`. Raises ValueError for more tokens than learned
@@ -111,7 +132,9 @@ class SequenceModel(nn.Module):
         x = self.symbol(tokens)
         if self.place is not None:
             if start + tokens.shape[1] > (most := self.description.length):
-                raise ValueError(f"{start + tokens.shape[1]} symbols: expected at most {most}, the learned positions")
+                raise ValueError(
+                    f"{start + tokens.shape[1]} symbols: expected at most {most}, the learned positions"
+                )
             x = x + self.place(torch.arange(start, start + tokens.shape[1], device=tokens.device))
         return self.body(self.dropout(x), key_mask, pasts)
 
@@ -119,7 +142,9 @@ class SequenceModel(nn.Module):
 class LanguageModel(SequenceModel):
     """Predict the next symbol, or masked symbols."""
 
-    def __init__(self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False):
+    def __init__(
+        self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False
+    ):
         super().__init__(description, make, checkpointing)
         self.head = nn.Linear(description.sizes["d"], description.symbols)
         self.initialize_embeddings()
@@ -127,8 +152,13 @@ class LanguageModel(SequenceModel):
             self.head.weight = self.symbol.weight
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None, chosen: Tensor | None = None,
-                pasts: Sequence | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None = None,
+        chosen: Tensor | None = None,
+        pasts: Sequence | None = None,
+    ) -> Tensor:
         """Tokens (B, L) -> logits (B, L, V).
 
         Args:
@@ -157,11 +187,19 @@ class Classifier(SequenceModel):
     The model encodes the sequences of a pair separately. The head reads [a, b, a b, a - b], as in Long Range Arena.
     """
 
-    def __init__(self, description: LanguageDescription, classes: int, make: LayerMaker, checkpointing: bool = False,
-                 together: int = 1):
+    def __init__(
+        self,
+        description: LanguageDescription,
+        classes: int,
+        make: LayerMaker,
+        checkpointing: bool = False,
+        together: int = 1,
+    ):
         super().__init__(description, make, checkpointing)
         d, self.together = description.sizes["d"], together
-        self.head = nn.Sequential(nn.Linear(d if together == 1 else 4 * d, d), nn.GELU(), nn.Linear(d, classes))
+        self.head = nn.Sequential(
+            nn.Linear(d if together == 1 else 4 * d, d), nn.GELU(), nn.Linear(d, classes)
+        )
         self.initialize_embeddings()
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -170,7 +208,9 @@ class Classifier(SequenceModel):
         if key_mask is None:
             key_mask = states.new_ones(states.shape[:2], dtype=torch.bool)
         sums = torch.where(key_mask[..., None], states, 0.0).sum(1)
-        pooled = sums / key_mask.sum(1, keepdim=True).to(sums).clamp(min=1)              # mean over kept positions
+        pooled = sums / key_mask.sum(1, keepdim=True).to(sums).clamp(
+            min=1
+        )  # mean over kept positions
         if self.together == 2:
             a, b = pooled.unflatten(0, (-1, 2)).unbind(1)
             pooled = torch.cat([a, b, a * b, a - b], -1)
@@ -186,7 +226,9 @@ class Rotary(nn.Module):
 
     def __init__(self, d: int, base: float = 10_000.0):
         super().__init__()
-        self.register_buffer("rates", base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d), persistent=False)
+        self.register_buffer(
+            "rates", base ** (-torch.arange(0, d, 2, dtype=torch.float32) / d), persistent=False
+        )
 
     def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions start, start + 1, ...: (length, d) each, float32."""
@@ -211,17 +253,31 @@ class TransformerBlock(nn.Module):
     def __init__(self, dim: int, heads: int, ffn: int, attention: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.heads, self.attention = heads, attention
-        self.norm1, self.qkv, self.proj = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.norm2, self.ffn = nn.LayerNorm(dim), nn.Sequential(nn.Linear(dim, ffn), nn.GELU(), nn.Linear(ffn, dim))
+        self.norm1, self.qkv, self.proj = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 3 * dim),
+            nn.Linear(dim, dim),
+        )
+        self.norm2, self.ffn = (
+            nn.LayerNorm(dim),
+            nn.Sequential(nn.Linear(dim, ffn), nn.GELU(), nn.Linear(ffn, dim)),
+        )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None, turn: tuple[Tensor, Tensor] | None = None,
-                past=None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        turn: tuple[Tensor, Tensor] | None = None,
+        past=None,
+    ) -> Tensor:
         """Apply the block; `turn` is the output of `Rotary`.
 
         `past` is the decoding state of the attention, which the call updates.
         """
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, d)
+        q, k, v = (
+            self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # each (B, H, L, d)
         q, k = (rotate(q, turn), rotate(k, turn)) if turn else (q, k)
         out = self.attention(q, k, v, key_mask) if past is None else past.step(q, k, v)
         x = x + self.dropout(self.proj(out.transpose(1, 2).flatten(2)))
@@ -239,25 +295,46 @@ class Transformer(nn.Module):
         checkpointing: the backward pass recomputes each block. Training then stores O(B L dim) numbers a block.
     """
 
-    def __init__(self, heads: int, layers: int, ffn: int, dim: int, make: LayerMaker, causal: bool = False, *,
-                 dropout: float = 0.0, rotary: bool = False, checkpointing: bool = False):
+    def __init__(
+        self,
+        heads: int,
+        layers: int,
+        ffn: int,
+        dim: int,
+        make: LayerMaker,
+        causal: bool = False,
+        *,
+        dropout: float = 0.0,
+        rotary: bool = False,
+        checkpointing: bool = False,
+    ):
         super().__init__()
         attentions = (make(heads, dim // heads, causal=causal, layer=i) for i in range(layers))
-        self.blocks = nn.ModuleList(TransformerBlock(dim, heads, ffn, attention, dropout) for attention in attentions)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(dim, heads, ffn, attention, dropout) for attention in attentions
+        )
         self.rotary = Rotary(dim // heads) if rotary else None
         self.checkpointing = checkpointing
 
-    def forward(self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_mask: Tensor | None = None, pasts: Sequence | None = None
+    ) -> Tensor:
         """Apply the blocks. key_mask (B, L), True = keep.
 
         `pasts` are decoding states of `begin`, which the call updates, without gradients.
         """
         if pasts and key_mask is not None:
-            raise ValueError("key_mask: not supported when decoding with pasts; expected sequences of one length")
+            raise ValueError(
+                "key_mask: not supported when decoding with pasts; expected sequences of one length"
+            )
         turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
         again = self.checkpointing and not pasts and torch.is_grad_enabled()
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks)):
-            x = checkpoint(block, x, key_mask, turn, use_reentrant=False) if again else block(x, key_mask, turn, past)
+            x = (
+                checkpoint(block, x, key_mask, turn, use_reentrant=False)
+                if again
+                else block(x, key_mask, turn, past)
+            )
         return x
 
     def begin(self) -> list:
@@ -294,10 +371,19 @@ class SavedLanguageModel(NamedTuple):
         return model.eval()
 
 
-def save_model(description: LanguageDescription, mechanism: Mechanism, symbols: dict[str, Any],
-               tensors: dict[str, Tensor], directory: Path) -> None:
+def save_model(
+    description: LanguageDescription,
+    mechanism: Mechanism,
+    symbols: dict[str, Any],
+    tensors: dict[str, Tensor],
+    directory: Path,
+) -> None:
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
-    config = {"kind": KIND} | asdict(description) | {"attention": mechanism.to_saved(), "vocabulary": symbols}
+    config = (
+        {"kind": KIND}
+        | asdict(description)
+        | {"attention": mechanism.to_saved(), "vocabulary": symbols}
+    )
     if description.tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
     save_folder(directory, config, tensors)
@@ -309,8 +395,15 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
     Raises DataError, naming `option`, if the run holds no such model, and ConfigError for an unknown attention.
     """
     named = f"{option}={run}"
-    with open_folder(run, option, KIND, "a sequence model, such as task=trembl") as (_, config, tensors):
-        mechanism, symbols = Mechanism.from_saved(config.pop("attention"), named), config.pop("vocabulary")
+    with open_folder(run, option, KIND, "a sequence model, such as task=trembl") as (
+        _,
+        config,
+        tensors,
+    ):
+        mechanism, symbols = (
+            Mechanism.from_saved(config.pop("attention"), named),
+            config.pop("vocabulary"),
+        )
         check_options("", LanguageDescription, config)
         kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
@@ -325,14 +418,24 @@ def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mech
     missing, unexpected or of another shape.
     """
     same = mechanism.describe() == kept.mechanism.describe()
-    taken = {name: tensor for name, tensor in kept.untied().items() if same or ".attention." not in name}
+    taken = {
+        name: tensor for name, tensor in kept.untied().items() if same or ".attention." not in name
+    }
     make_room(model, taken)
     own = model.state_dict()
-    shapes = [{name: tuple(tensor.shape) for name, tensor in part.items() if same or ".attention." not in name}
-              for part in (taken, own)]
+    shapes = [
+        {
+            name: tuple(tensor.shape)
+            for name, tensor in part.items()
+            if same or ".attention." not in name
+        }
+        for part in (taken, own)
+    ]
     for name in sorted(shapes[0].keys() | shapes[1].keys()):
         if shapes[0].get(name) != shapes[1].get(name):
-            raise ConfigError(f"{kept.named}: {name}: saved {shapes[0].get(name)}, expected {shapes[1].get(name)}; use "
-                              "the sizes, length and positions of that run")
+            raise ConfigError(
+                f"{kept.named}: {name}: saved {shapes[0].get(name)}, expected {shapes[1].get(name)}; use "
+                "the sizes, length and positions of that run"
+            )
     model.load_state_dict(taken, strict=same)
     return same

@@ -20,16 +20,26 @@ from crt_exp.models.folder import check_shapes, open_folder, save_folder
 from crt_exp.options import Count, check_options
 
 KIND = "word_lstm"
-SPREAD = 0.1  # uniform initialisation of the embeddings, as in PyTorch's word language model example
+SPREAD = (
+    0.1  # uniform initialisation of the embeddings, as in PyTorch's word language model example
+)
 
 
 class WordLSTM(nn.Module):
     """LSTM over words; the state is an argument and a result."""
 
-    def __init__(self, words: Count, width: Count, layers: Count, dropout: Annotated[float, Field(ge=0, lt=1)]):
+    def __init__(
+        self,
+        words: Count,
+        width: Count,
+        layers: Count,
+        dropout: Annotated[float, Field(ge=0, lt=1)],
+    ):
         super().__init__()
         self.embedding, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
-        self.lstm = nn.LSTM(width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
+        self.lstm = nn.LSTM(
+            width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True
+        )
         nn.init.uniform_(self.embedding.weight, -SPREAD, SPREAD)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -66,25 +76,47 @@ class LSTMLanguageModel(nn.Module):
     kernel within the range of random features.
     """
 
-    def __init__(self, body: WordLSTM, head: nn.Module | None = None, temperature: float = 1.0, beta: float = 0.0,
-                 gamma: float = 0.0):
+    def __init__(
+        self,
+        body: WordLSTM,
+        head: nn.Module | None = None,
+        temperature: float = 1.0,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+    ):
         super().__init__()
-        self.body, self.head, self.temperature, self.beta, self.gamma = body, head, temperature, beta, gamma
+        self.body, self.head, self.temperature, self.beta, self.gamma = (
+            body,
+            head,
+            temperature,
+            beta,
+            gamma,
+        )
 
     def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> BatchResult:
         """Tokens, labels (B, T); label -100 excludes a position from the loss."""
         outputs, after = self.body(tokens, state)
         chosen = labels != IGNORED
-        outputs, labels, weight = outputs[chosen].float(), labels[chosen], self.body.embedding.weight
+        outputs, labels, weight = (
+            outputs[chosen].float(),
+            labels[chosen],
+            self.body.embedding.weight,
+        )
         if self.training and self.head is not None:
             loss = self.head(outputs / self.temperature, labels)
         else:
-            logits = outputs / self.temperature @ weight.float().T  # sharded weights may be bfloat16
+            logits = (
+                outputs / self.temperature @ weight.float().T
+            )  # sharded weights may be bfloat16
             loss = F.cross_entropy(logits, labels, reduction="mean" if self.training else "none")
         if not self.training:
-            return BatchResult(loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1))
+            return BatchResult(
+                loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1)
+            )
         costs = ((self.beta, outputs), (self.gamma, weight))
-        cost = sum(factor * (x.float().norm(dim=-1) - 1).square().mean() for factor, x in costs if factor)
+        cost = sum(
+            factor * (x.float().norm(dim=-1) - 1).square().mean() for factor, x in costs if factor
+        )
         return BatchResult(loss + cost, after)
 
 
@@ -99,10 +131,19 @@ class SavedLSTM(NamedTuple):
     temperature: float
 
 
-def save_model(body: WordLSTM, words: tuple[str, ...], temperature: float, tensors: dict[str, Tensor],
-               directory: Path) -> None:
+def save_model(
+    body: WordLSTM,
+    words: tuple[str, ...],
+    temperature: float,
+    tensors: dict[str, Tensor],
+    directory: Path,
+) -> None:
     """Write `<directory>/model` atomically from the state of `body`. Raises OSError."""
-    sizes = {"width": body.lstm.hidden_size, "layers": body.lstm.num_layers, "dropout": body.dropout.p}
+    sizes = {
+        "width": body.lstm.hidden_size,
+        "layers": body.lstm.num_layers,
+        "dropout": body.dropout.p,
+    }
     config = {"kind": KIND, "sizes": sizes, "temperature": temperature, "words": words}
     save_folder(directory, config, tensors)
 

@@ -23,21 +23,43 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import VECTOR
-from crt_exp.attention.checks import (Shift, check_entries, check_inputs, compute_dtype, first_unmasked, graph_break,
-                                      has_dynamic_size, outside_graphs, transformed)
-from crt_exp.nearfar.both_directions import Both
-from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
+from crt_exp.attention.checks import (
+    Shift,
+    check_entries,
+    check_inputs,
+    compute_dtype,
+    first_unmasked,
+    graph_break,
+    has_dynamic_size,
+    outside_graphs,
+    transformed,
+)
 from crt_exp.nearfar import native
+from crt_exp.nearfar.both_directions import Both
 from crt_exp.nearfar.causal import Causal, renewals
+from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 from crt_exp.samplers.noise import no_autocast, transforming
 
-PART = 2**15     # keys of heads computed together: larger temporaries need fresh memory, which is slower
-MAX_SAVED_KEYS = 2**17  # keys of all heads up to which a call stores its intermediates; beyond, only the sets
+PART = (
+    2**15
+)  # keys of heads computed together: larger temporaries need fresh memory, which is slower
+MAX_SAVED_KEYS = (
+    2**17
+)  # keys of all heads up to which a call stores its intermediates; beyond, only the sets
 
 
-def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal: bool = False,
-                       cross: bool = False, metric: KeyMetric | None = None, key_mask: Tensor | None = None,
-                       factor: float = 1.0) -> Tensor:
+def near_far_attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    sizes: Sizes,
+    *,
+    causal: bool = False,
+    cross: bool = False,
+    metric: KeyMetric | None = None,
+    key_mask: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """Approximate softmax attention with logits factor^2 x.y by near-far attention.
 
     It is exact if at most `sizes.exact_until` keys count, if block >= S or heavy >= S, or if every key has its own
@@ -70,17 +92,24 @@ def near_far_attention(x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, *, causal:
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     _check(x, y, sizes, causal, cross)
-    if key_mask is not None and not cross and x.shape[2] == y.shape[2]:     # padding may hold NaN
+    if key_mask is not None and not cross and x.shape[2] == y.shape[2]:  # padding may hold NaN
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
-    in_c = native.applies(x, y, v) and torch.get_num_threads() <= native.THREADS * y.shape[0] * y.shape[1]
+    in_c = (
+        native.applies(x, y, v)
+        and torch.get_num_threads() <= native.THREADS * y.shape[0] * y.shape[1]
+    )
     if not in_c and factor != 1:
         x, y, factor = x * factor, y * factor, 1.0
     until = renewals(sizes, 0)[0] if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
-    if causal and has_dynamic_size(x, y):  # unrolled blocks and renewals take minutes to compile for each length
-        graph_break("attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True")
+    if causal and has_dynamic_size(
+        x, y
+    ):  # unrolled blocks and renewals take minutes to compile for each length
+        graph_break(
+            "attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
+        )
         return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
     if key_mask is None:
@@ -96,19 +125,31 @@ _outside = outside_graphs(near_far_attention)
 
 
 def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> None:
-    for name, least in (("block", 1), ("heavy", 0), ("cells", 1), ("open", int(causal)), ("exact_until", 0)):
+    for name, least in (
+        ("block", 1),
+        ("heavy", 0),
+        ("cells", 1),
+        ("open", int(causal)),
+        ("exact_until", 0),
+    ):
         if getattr(sizes, name) < least:
             raise ValueError(f"{name}={getattr(sizes, name)}: expected an integer >= {least}")
     if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
-        raise ValueError("dynamic sequence length: near-far attention must be exported with a fixed length")
+        raise ValueError(
+            "dynamic sequence length: near-far attention must be exported with a fixed length"
+        )
     if not causal and not cross and x.shape[2] != y.shape[2]:
-        raise ValueError(f"L={x.shape[2]}, S={y.shape[2]}: expected L == S, or cross=True for two sequences")
+        raise ValueError(
+            f"L={x.shape[2]}, S={y.shape[2]}: expected L == S, or cross=True for two sequences"
+        )
 
 
 # ---- rows of a batch
 
 
-def apply_by_row(which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def apply_by_row(
+    which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor
+) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
     No row's outputs depend on other rows.
@@ -117,8 +158,14 @@ def apply_by_row(which: Tensor, first: Callable[..., Tensor], second: Callable[.
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
     if which.all() or not which.any():
         return (first if which.any() else second)(*inputs)
-    return _together([(rows, call(*(t[rows] for t in inputs)))
-                      for rows, call in ((r.nonzero().squeeze(1), c) for r, c in ((which, first), (~which, second)))])
+    return _together(
+        [
+            (rows, call(*(t[rows] for t in inputs)))
+            for rows, call in (
+                (r.nonzero().squeeze(1), c) for r, c in ((which, first), (~which, second))
+            )
+        ]
+    )
 
 
 def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -135,47 +182,67 @@ def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: T
     return shift.back(_by_heads(method, *map(shift.there, (x, y, v)), shift.mask(key_mask)))
 
 
-def _from_first_renewal(method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+def _from_first_renewal(
+    method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor
+) -> Tensor:
     """Apply the method to groups of rows with equal first real tokens.
 
     Renewals are counted from there.
     """
     if torch.compiler.is_compiling() or transforming():
-        raise ValueError("key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
-                         "torch.func: omit it, or use attention=favorpp")
+        raise ValueError(
+            "key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
+            "torch.func: omit it, or use attention=favorpp"
+        )
     firsts, before, parts = first_unmasked(key_mask), y.shape[2] - x.shape[2], []
     if not bool(firsts.any()):
         return _by_heads(method, x, y, v, key_mask)
     for first in firsts.unique().tolist():
         rows, lead = (firsts == first).nonzero().squeeze(1), max(0, first - before)
-        out = _by_heads(method, x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:], key_mask[rows, first:])
-        parts.append((rows, torch.cat([v.new_zeros(len(rows), x.shape[1], lead, v.shape[3]), out], 2)))
+        out = _by_heads(
+            method,
+            x[rows, :, lead:],
+            y[rows, :, first:],
+            v[rows, :, first:],
+            key_mask[rows, first:],
+        )
+        parts.append(
+            (rows, torch.cat([v.new_zeros(len(rows), x.shape[1], lead, v.shape[3]), out], 2))
+        )
     return _together(parts)
 
 
 # ---- heads
 
 
-def _heads(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _heads(
+    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
     Hkv = y.shape[1]
     tensors = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, x.shape[1] // Hkv)), y, v))
     return *tensors, None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
 
 
-def _exact_outputs(x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float) -> Tensor:
+def _exact_outputs(
+    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float
+) -> Tensor:
     *tensors, keep = _heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
         tensors = [t.double() for t in tensors]
     out = exact_outputs(*tensors, keep, factor**2, causal)
     if not transformed(x, y, v):
         check_entries(out)
-        if y.shape[2] < VECTOR:      # torch's kernel for few keys hides NaN
-            check_entries(y if key_mask is None else torch.where(key_mask[:, None, :, None], y, 0.0))
+        if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
+            check_entries(
+                y if key_mask is None else torch.where(key_mask[:, None, :, None], y, 0.0)
+            )
     return out.unflatten(0, y.shape[:2]).flatten(1, 2)
 
 
-def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+def _by_heads(
+    method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+) -> Tensor:
     """Apply the method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.
@@ -190,11 +257,25 @@ def _by_heads(method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: 
             rows = slice(start, start + size)
             part, own = [t[rows].to(dtype) for t in tensors], None if keep is None else keep[rows]
             chosen = method.choose(*part[:2], own, rows)
-            parts.append(checkpoint(method.attend, *part, own, chosen, use_reentrant=False, preserve_rng_state=False)
-                         if again else method.attend(*part, own, chosen))
-        out = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(v.dtype).unflatten(0, y.shape[:2]).flatten(1, 2)
+            parts.append(
+                checkpoint(
+                    method.attend, *part, own, chosen, use_reentrant=False, preserve_rng_state=False
+                )
+                if again
+                else method.attend(*part, own, chosen)
+            )
+        out = (
+            (parts[0] if len(parts) == 1 else torch.cat(parts))
+            .to(v.dtype)
+            .unflatten(0, y.shape[:2])
+            .flatten(1, 2)
+        )
     if key_mask is None:
         return out
     causal = isinstance(method, Causal)  # outputs of queries without keys are arbitrary
-    seen = key_mask.cumsum(-1)[:, None, S - x.shape[2]:] if causal else key_mask.any(-1)[:, None, None]
+    seen = (
+        key_mask.cumsum(-1)[:, None, S - x.shape[2] :]
+        if causal
+        else key_mask.any(-1)[:, None, None]
+    )
     return torch.where((seen > 0).unsqueeze(-1), out, 0.0)

@@ -29,15 +29,34 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, transformed
+from crt_exp.nearfar import native
 from crt_exp.nearfar.choice import (
-    CENTRE_SAMPLES, MASKED, MIN_RENEWAL, RENEWAL_DIVISOR, SAMPLE_FACTOR, Clusters, KeyMetric, Sizes, blocks, centres_of,
-    exact_outputs, from_blocks, largest, mean_of, moments, nearest, one_hot, rows_at, scores, sum_clusters, to_blocks,
+    CENTRE_SAMPLES,
+    MASKED,
+    MIN_RENEWAL,
+    RENEWAL_DIVISOR,
+    SAMPLE_FACTOR,
+    Clusters,
+    KeyMetric,
+    Sizes,
+    blocks,
+    centres_of,
+    exact_outputs,
+    from_blocks,
+    largest,
+    mean_of,
+    moments,
+    nearest,
+    one_hot,
+    rows_at,
+    scores,
+    sum_clusters,
+    to_blocks,
     zero_masked,
 )
-from crt_exp.nearfar import native
 from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
 
-NUMBERS = 2**24            # elements of the keys that the queries of a chunk retrieve
+NUMBERS = 2**24  # elements of the keys that the queries of a chunk retrieve
 
 
 def renewals(sizes: Sizes, length: int) -> list[int]:
@@ -47,7 +66,10 @@ def renewals(sizes: Sizes, length: int) -> list[int]:
     """
     positions = [max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)]
     while positions[-1] < length:
-        positions.append(positions[-1] + _round_up(max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR), sizes.block))
+        positions.append(
+            positions[-1]
+            + _round_up(max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR), sizes.block)
+        )
     return positions
 
 
@@ -58,9 +80,16 @@ def _round_up(tokens: int, block: int) -> int:
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
-    most = {"heavy": sizes.heavy, "clusters": sizes.cells, "open": sizes.opens(keys), "open_first": sizes.open}
+    most = {
+        "heavy": sizes.heavy,
+        "clusters": sizes.cells,
+        "open": sizes.opens(keys),
+        "open_first": sizes.open,
+    }
     return {name: min(number, keys) for name, number in most.items()} | {
-        "block": sizes.block, "first_renewal": renewals(sizes, 0)[0]}
+        "block": sizes.block,
+        "first_renewal": renewals(sizes, 0)[0],
+    }
 
 
 def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0) -> KeyMetric:
@@ -100,20 +129,22 @@ class Epoch(NamedTuple):
     Heavy hitters and centres stay, and keys that become far join clusters (`advance`). Choices carry no gradient.
     """
 
-    start: int        # position of the renewal
-    stop: int         # position of the next renewal
+    start: int  # position of the renewal
+    stop: int  # position of the next renewal
     metric: KeyMetric
-    heavy: Tensor     # (Z, n): positions
-    there: Tensor     # (Z, n): False for missing ones
-    centres: Tensor   # (Z, K, d), in the space of z
-    member: Tensor    # (Z, far): which keys are in clusters
-    cluster: Tensor   # (Z, far): cluster of each key
-    sums: Tensor      # (Z, K, dv + d + 2): of `rows_of` over the first `summed` keys; or 0
+    heavy: Tensor  # (Z, n): positions
+    there: Tensor  # (Z, n): False for missing ones
+    centres: Tensor  # (Z, K, d), in the space of z
+    member: Tensor  # (Z, far): which keys are in clusters
+    cluster: Tensor  # (Z, far): cluster of each key
+    sums: Tensor  # (Z, K, dv + d + 2): of `rows_of` over the first `summed` keys; or 0
     summed: int = 0
 
     @classmethod
     @torch.no_grad()
-    def of(cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: KeyMetric) -> "Epoch":
+    def of(
+        cls, y: Tensor, keep: Tensor, sizes: Sizes, start: int, stop: int, metric: KeyMetric
+    ) -> "Epoch":
         """Build the state at position `start` from the keys before its near window.
 
         y (Z, .., d), keep (Z, ..). Centres come from a sample of keys: CENTRE_SAMPLES to 2 CENTRE_SAMPLES per cluster.
@@ -127,10 +158,21 @@ class Epoch(NamedTuple):
         at = sample(far, CENTRE_SAMPLES * sizes.cells, y.device)
         log_u = torch.where(member[:, at], 0.0, -torch.inf).to(z.dtype)
         centres = centres_of(z[:, at], log_u, min(sizes.cells, len(at)))
-        return cls(start, stop, metric, heavy, highest > -torch.inf, centres, member, nearest(z, centres),
-                   z.new_zeros(()))
+        return cls(
+            start,
+            stop,
+            metric,
+            heavy,
+            highest > -torch.inf,
+            centres,
+            member,
+            nearest(z, centres),
+            z.new_zeros(()),
+        )
 
-    def advance(self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int) -> tuple["Epoch", Tensor]:
+    def advance(
+        self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int
+    ) -> tuple["Epoch", Tensor]:
         """Return the state for block `last` and the sums for blocks `first` to `last`.
 
         In the new state the keys before block `last - 1` are far. The sums (Z, N, K, dv + d + 2) are over the keys that
@@ -140,7 +182,9 @@ class Epoch(NamedTuple):
         with torch.no_grad():
             new, there = y[:, known:stop], keep[:, known:stop]
             member = torch.cat([self.member, there], 1)
-            cluster = torch.cat([self.cluster, nearest(self.metric.measured(new, there), self.centres)], 1)
+            cluster = torch.cat(
+                [self.cluster, nearest(self.metric.measured(new, there), self.centres)], 1
+            )
         own, K = slice(self.summed, stop), self.centres.shape[1]
         rows = rows_of(y[:, own], v[:, own], member[:, own], cluster[:, own], self)
         members, at = one_hot(cluster[:, own], K, rows.dtype), start - self.summed
@@ -155,15 +199,26 @@ class Epoch(NamedTuple):
         return tree_map(lambda t: t[heads] if isinstance(t, Tensor) else t, self)
 
 
-def epochs_of(y: Tensor, keep: Tensor | None, sizes: Sizes, first: int, metric: KeyMetric,
-              known: Epoch | None = None) -> list[Epoch]:
+def epochs_of(
+    y: Tensor,
+    keep: Tensor | None,
+    sizes: Sizes,
+    first: int,
+    metric: KeyMetric,
+    known: Epoch | None = None,
+) -> list[Epoch]:
     """Return the epochs of queries from position `first` on.
 
     The queries are the last ones of keys y (Z, S, d). `known` is reused if it is one of the epochs.
     """
     edges, keep = renewals(sizes, y.shape[1]), unmasked_keys(y, keep)
-    return [known if known is not None and known.start == start else Epoch.of(y, keep, sizes, start, stop, metric)
-            for start, stop in zip(edges, edges[1:]) if stop > first]
+    return [
+        known
+        if known is not None and known.start == start
+        else Epoch.of(y, keep, sizes, start, stop, metric)
+        for start, stop in zip(edges, edges[1:])
+        if stop > first
+    ]
 
 
 @dataclass(frozen=True)
@@ -171,28 +226,43 @@ class Causal:
     """Attention of the last tokens of a sequence to their past."""
 
     sizes: Sizes
-    factor: float = 1.0             # of queries and keys, applied by the C engine
-    native: bool = False            # whether the C engine computes all heads in one call
+    factor: float = 1.0  # of queries and keys, applied by the C engine
+    native: bool = False  # whether the C engine computes all heads in one call
 
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
         """Return the epochs for queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
-        check_result(torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2)))
+        check_result(
+            torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2))
+        )
         if renewals(self.sizes, 0)[0] >= y.shape[1]:
             return ChosenEpochs()
         metric = metric_of(y, keep, self.sizes, self.factor)
         first = y.shape[1] - x.shape[2]
-        return ChosenEpochs(metric, [] if self.native else epochs_of(y, keep, self.sizes, first, metric))
+        return ChosenEpochs(
+            metric, [] if self.native else epochs_of(y, keep, self.sizes, first, metric)
+        )
 
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenEpochs) -> Tensor:
+    def attend(
+        self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenEpochs
+    ) -> Tensor:
         """Return the outputs (Z, G, L, dv) of the last queries."""
         if not self.native:
             return attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)[0]
-        shift, root = (None, None) if chosen.metric is None else (chosen.metric.shift, chosen.metric.root)
-        return attend_in_c(x, y, v, native.Given(keep, shift, root, options_of(self.sizes, y.shape[1]), self.factor))
+        shift, root = (
+            (None, None) if chosen.metric is None else (chosen.metric.shift, chosen.metric.root)
+        )
+        return attend_in_c(
+            x,
+            y,
+            v,
+            native.Given(keep, shift, root, options_of(self.sizes, y.shape[1]), self.factor),
+        )
 
 
-def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: native.State | None = None) -> Tensor:
+def attend_in_c(
+    x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: native.State | None = None
+) -> Tensor:
     """Return the outputs (Z, G, L, dv) of the C engine.
 
     Queries are the last ones of keys (Z, S, d). `state` is a decoding state, which is updated.
@@ -201,37 +271,43 @@ def attend_in_c(x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: nat
     alone, parts = min(max(0, until - S + L), L), []
     if alone:
         stop = min(until, S)
-        parts = [exact_outputs(x[:, :, :alone], y[:, :stop], v[:, :stop], given.keep, given.factor**2)]
+        parts = [
+            exact_outputs(x[:, :, :alone], y[:, :stop], v[:, :stop], given.keep, given.factor**2)
+        ]
     if alone < L:
         parts.append(native.causal(x[:, :, alone:], y, v, given, state))
     return concatenate(parts, 2)
 
 
-def attend_epochs(epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
-                  sizes: Sizes) -> tuple[Tensor, Epoch | None]:
+def attend_epochs(
+    epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sizes: Sizes
+) -> tuple[Tensor, Epoch | None]:
     """Return the outputs in PyTorch, and the state after the last query."""
     S, until, state = y.shape[1], min(renewals(sizes, 0)[0], y.shape[1]), None
     first, parts = S - x.shape[2], []
     if first < until:
-        parts = [exact_outputs(x[:, :, :until - first], y[:, :until], v[:, :until], keep)]
+        parts = [exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep)]
     for epoch in epochs:
         start, stop = max(first, epoch.start), min(S, epoch.stop)
-        out, state = attend_epoch(epoch, x[:, :, start - first:stop - first], y[:, :stop], v[:, :stop], keep, sizes)
+        out, state = attend_epoch(
+            epoch, x[:, :, start - first : stop - first], y[:, :stop], v[:, :stop], keep, sizes
+        )
         parts.append(out)
     return concatenate(parts, 2), state
 
 
-def attend_epoch(epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None,
-                 sizes: Sizes) -> tuple[Tensor, Epoch]:
+def attend_epoch(
+    epoch: Epoch, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sizes: Sizes
+) -> tuple[Tensor, Epoch]:
     """Return the outputs of queries of one epoch, and its state after them.
 
     x (Z, G, l, d) are the last ones of keys (Z, S, d).
     """
     (_, G, L, _), S, b, keep = x.shape, y.shape[1], sizes.block, unmasked_keys(y, keep)
-    first, last = (S - L) // b, (S - 1) // b                  # the blocks of queries
+    first, last = (S - L) // b, (S - 1) // b  # the blocks of queries
     epoch, sums = epoch.advance(y, v, keep, b, first, last)
     far, clusters = clusters_of(sums, v.shape[-1], epoch)
-    before = S - L - first * b                                # tokens of the first block
+    before = S - L - first * b  # tokens of the first block
     lead = before if first < last else 0
     q = to_blocks(F.pad(x, (0, 0, lead, 0)), b if first < last else L)
     own = torch.arange(before - lead, before - lead + q.shape[2] // G, device=x.device).repeat(G)
@@ -245,7 +321,11 @@ def concatenate(parts: list[Tensor], dim: int) -> Tensor:
 
 def unmasked_keys(y: Tensor, keep: Tensor | None) -> Tensor:
     """Return which of the keys (Z, S, d) are unmasked, (Z, S)."""
-    return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device) if keep is None else keep[:, :y.shape[1]]
+    return (
+        torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+        if keep is None
+        else keep[:, : y.shape[1]]
+    )
 
 
 def rows_of(y: Tensor, v: Tensor, member: Tensor, cluster: Tensor, epoch: Epoch) -> Tensor:
@@ -254,7 +334,7 @@ def rows_of(y: Tensor, v: Tensor, member: Tensor, cluster: Tensor, epoch: Epoch)
     Rows are 0 for keys that are not in `member` (Z, m).
     """
     y = torch.where(member.unsqueeze(-1), y - epoch.metric.shift, 0.0)
-    u = member.to(y.dtype)                                        # equal weights: the mean query is not known
+    u = member.to(y.dtype)  # equal weights: the mean query is not known
     return torch.cat([v * u.unsqueeze(-1), moments(y, u, epoch.metric, cluster, epoch.centres)], -1)
 
 
@@ -271,14 +351,14 @@ def clusters_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
 class Seen(NamedTuple):
     """Keys that the queries of some blocks see, in addition to heavy hitters."""
 
-    y: Tensor         # (Z, S, d)
-    v: Tensor         # (Z, S, dv)
-    keep: Tensor      # (Z, S)
-    member: Tensor    # (Z, far): which keys are in clusters
-    cluster: Tensor   # (Z, far): cluster of each key
-    far: Tensor       # (Z, N, K, dv + 1)
+    y: Tensor  # (Z, S, d)
+    v: Tensor  # (Z, S, dv)
+    keep: Tensor  # (Z, S)
+    member: Tensor  # (Z, far): which keys are in clusters
+    cluster: Tensor  # (Z, far): cluster of each key
+    far: Tensor  # (Z, N, K, dv + 1)
     clusters: Clusters  # (Z, N, K, .)
-    first: int        # the first block
+    first: int  # the first block
 
 
 def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
@@ -298,11 +378,17 @@ def chunked_outputs(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tens
     """
     open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.clusters)
     read = min(open, seen.v.shape[1])
-    size = max(1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + seen.v.shape[-1])))
-    again = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not transformed(*of_blocks)
+    size = max(
+        1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + seen.v.shape[-1]))
+    )
+    again = (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not transformed(*of_blocks)
+    )
     results = []
     for at in range(0, q.shape[1], size):
-        here = tuple(t[:, at:at + size] for t in of_blocks)
+        here = tuple(t[:, at : at + size] for t in of_blocks)
         positions = chosen_keys(seen, here[0], at, sizes.block, open)
         reading = partial(retrieved_outputs, epoch, seen, own, sizes.block, at, positions)
         results.append(checkpoint(reading, *here, use_reentrant=False) if again else reading(*here))
@@ -315,23 +401,36 @@ def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
 
     q (Z, m, r, d) belongs to the blocks from seen.first + at on.
     """
-    far = (seen.first + at + torch.arange(q.shape[1], device=q.device) - 1) * b                 # keys of each block
+    far = (
+        seen.first + at + torch.arange(q.shape[1], device=q.device) - 1
+    ) * b  # keys of each block
     position = torch.arange(seen.member.shape[1], device=q.device)
     member = seen.member[:, None, None] & (position < far[:, None, None])
-    return retrieved_positions(seen.y[:, :len(position)], member, q, open)
+    return retrieved_positions(seen.y[:, : len(position)], member, q, open)
 
 
-def retrieved_outputs(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, positions: Tensor, q: Tensor, far: Tensor,
-                      *clusters: Tensor) -> Tensor:
+def retrieved_outputs(
+    epoch: Epoch,
+    seen: Seen,
+    own: Tensor,
+    b: int,
+    at: int,
+    positions: Tensor,
+    q: Tensor,
+    far: Tensor,
+    *clusters: Tensor,
+) -> Tensor:
     """Return the outputs of queries (Z, m, r, d) of blocks from seen.first + at on.
 
     It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters (Z, m, K, .).
     """
     clusters, m = Clusters(*clusters), q.shape[1]
     here = seen.first + at + torch.arange(m, device=q.device).unsqueeze(1)
-    near = (here - 1) * b + torch.arange(2 * b, device=q.device)                                # (m, 2 b)
+    near = (here - 1) * b + torch.arange(2 * b, device=q.device)  # (m, 2 b)
     held = near.clamp(max=seen.y.shape[1] - 1)
-    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, held].unsqueeze(2)  # (Z, m, r, 2 b)
+    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, held].unsqueeze(
+        2
+    )  # (Z, m, r, 2 b)
     logits = [(q @ seen.y[:, held].mT).masked_fill(~visible, MASKED)]
     values = [seen.v[:, held]]
     if epoch.heavy.shape[1]:
@@ -339,16 +438,31 @@ def retrieved_outputs(epoch: Epoch, seen: Seen, own: Tensor, b: int, at: int, po
         logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], MASKED))
         values.append(rows_at(seen.v, epoch.heavy).unsqueeze(1))
     there, positions = positions >= 0, positions.clamp(min=0)
-    exact = (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, MASKED)  # (Z, m, r, o)
+    exact = (
+        (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, MASKED)
+    )  # (Z, m, r, o)
     cluster = seen.cluster.gather(1, positions.flatten(1)).view(positions.shape)
-    with torch.no_grad():    # assumes that a cluster is shaped like all keys
-        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True) * clusters.spread.unsqueeze(-2)
-    left, each = cluster_remainder(q @ clusters.mu.mT, variance.sqrt(), far[..., -1].unsqueeze(-2),
-                               exact.masked_fill(~there, torch.inf), cluster)
+    with torch.no_grad():  # assumes that a cluster is shaped like all keys
+        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(
+            -1, keepdim=True
+        ) * clusters.spread.unsqueeze(-2)
+    left, each = cluster_remainder(
+        q @ clusters.mu.mT,
+        variance.sqrt(),
+        far[..., -1].unsqueeze(-2),
+        exact.masked_fill(~there, torch.inf),
+        cluster,
+    )
     top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
-    shares, read, each = [torch.exp(t - top) for t in logits], torch.exp(exact - top), torch.exp(each - top)
+    shares, read, each = (
+        [torch.exp(t - top) for t in logits],
+        torch.exp(exact - top),
+        torch.exp(each - top),
+    )
     total = sum(t.sum(-1, keepdim=True) for t in (*shares, read, each * left))
-    more = read - each.gather(-1, cluster).masked_fill(~there, 0.0)      # excess over the weight of a remaining key
+    more = read - each.gather(-1, cluster).masked_fill(
+        ~there, 0.0
+    )  # excess over the weight of a remaining key
     out = sum(share @ value for share, value in zip(shares, values))
     out = out + each @ far[..., :-1] + (more.unsqueeze(-2) @ rows_at(seen.v, positions)).squeeze(-2)
     return out / total

@@ -20,14 +20,24 @@ from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines import numbers
 
-_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))        # shared with the C sources
+_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))  # shared with the C sources
 CENTRE_BATCH, CENTRE_SAMPLES, SAMPLE_FACTOR, MIN_RENEWAL, RENEWAL_DIVISOR = (
     int(_NUMBERS[name])
-    for name in ("CENTRE_BATCH", "CENTRE_SAMPLES", "SAMPLE_FACTOR", "MIN_RENEWAL", "RENEWAL_DIVISOR"))
+    for name in (
+        "CENTRE_BATCH",
+        "CENTRE_SAMPLES",
+        "SAMPLE_FACTOR",
+        "MIN_RENEWAL",
+        "RENEWAL_DIVISOR",
+    )
+)
 GROWTH_START, QUANTIZED_PAD, SIGN_FACTOR, MAX_GAP = (
-    int(_NUMBERS[name]) for name in ("GROWTH_START", "QUANTIZED_PAD", "SIGN_FACTOR", "MAX_GAP"))
+    int(_NUMBERS[name]) for name in ("GROWTH_START", "QUANTIZED_PAD", "SIGN_FACTOR", "MAX_GAP")
+)
 RIDGE, MIN_WEIGHT, MASKED, EMPTY_CENTRE, EQUAL_TOLERANCE, MIN_SD = (
-    float(_NUMBERS[name]) for name in ("RIDGE", "MIN_WEIGHT", "MASKED", "EMPTY_CENTRE", "EQUAL_TOLERANCE", "MIN_SD"))
+    float(_NUMBERS[name])
+    for name in ("RIDGE", "MIN_WEIGHT", "MASKED", "EMPTY_CENTRE", "EQUAL_TOLERANCE", "MIN_SD")
+)
 
 
 class Sizes(NamedTuple):
@@ -59,13 +69,15 @@ class Sizes(NamedTuple):
 class KeyMetric(NamedTuple):
     """Constants (Z or 1, ...) that define the metric of keys."""
 
-    shift: Tensor   # c (., 1, d)
-    tilt: Tensor    # b (., 1, d)
-    root: Tensor    # (., d, d)
+    shift: Tensor  # c (., 1, d)
+    tilt: Tensor  # b (., 1, d)
+    root: Tensor  # (., d, d)
 
     @classmethod
     @torch.no_grad()
-    def of(cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None) -> "KeyMetric":
+    def of(
+        cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None
+    ) -> "KeyMetric":
         """Compute the metric from queries x (Z, n, d) and keys y (Z, S, d).
 
         Masks x_keep (Z, n) and y_keep (Z, S). Without x, queries are assumed to have the second moments of the keys and
@@ -79,7 +91,7 @@ class KeyMetric(NamedTuple):
             moments = _second_moments(x - tilt, x_keep, queries)
         check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
         size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-        ridge = RIDGE * size + torch.finfo(moments.dtype).tiny**0.5
+        ridge = RIDGE * size + torch.finfo(moments.dtype).tiny ** 0.5
         return cls(shift, tilt, _root(moments, ridge, size))
 
     def measured(self, y: Tensor, keep: Tensor) -> Tensor:
@@ -129,7 +141,9 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     above = (values > least).sum(-1, keepdim=True)
     position = torch.arange(t.shape[-1], device=t.device)
     ties = torch.where(t == least, position, t.shape[-1]).topk(k, largest=False).values
-    return values, torch.where(slot < above, positions, ties.gather(-1, (slot - above).clamp(min=0)))
+    return values, torch.where(
+        slot < above, positions, ties.gather(-1, (slot - above).clamp(min=0))
+    )
 
 
 def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
@@ -151,14 +165,19 @@ def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
     Lloyd's algorithm follows.
     If there are fewer different vectors than clusters, the last centres are EMPTY_CENTRE.
     """
-    u = torch.exp(log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)).unsqueeze(-1)
+    u = torch.exp(
+        log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    ).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=MIN_WEIGHT)
-    D, picked = _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT), []     # a key equal to the mean comes last
+    D, picked = (
+        _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT),
+        [],
+    )  # a key equal to the mean comes last
     log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
     while (left := clusters - CENTRE_BATCH * len(picked)) > 0:
         values, chosen = largest(log_u + D.log(), min(CENTRE_BATCH, left))  # (Z, CENTRE_BATCH)
-        new = values > -torch.inf                   # False if there are fewer different keys than clusters
+        new = values > -torch.inf  # False if there are fewer different keys than clusters
         here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
         picked.append(here.masked_fill(~new.unsqueeze(-1), EMPTY_CENTRE))
         if len(picked) == 1:
@@ -207,15 +226,17 @@ def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
 class Choice(NamedTuple):
     """Heavy hitters and clusters of a sequence."""
 
-    heavy: Tensor     # (Z, n): positions
-    there: Tensor     # (Z, n): False for missing ones
-    pool: Tensor      # (Z, S): which keys are in clusters
-    cluster: Tensor      # (Z, S): cluster of each key
-    centres: Tensor   # (Z, K, d), in the space of z
+    heavy: Tensor  # (Z, n): positions
+    there: Tensor  # (Z, n): False for missing ones
+    pool: Tensor  # (Z, S): which keys are in clusters
+    cluster: Tensor  # (Z, S): cluster of each key
+    centres: Tensor  # (Z, K, d), in the space of z
 
     @classmethod
     @torch.no_grad()
-    def of(cls, y: Tensor, metric: KeyMetric, heavy: int, clusters: int, keep: Tensor | None) -> "Choice":
+    def of(
+        cls, y: Tensor, metric: KeyMetric, heavy: int, clusters: int, keep: Tensor | None
+    ) -> "Choice":
         """Choose heavy hitters and clusters of shifted keys y (Z, S, d); keep (Z, S).
 
         There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
@@ -223,7 +244,9 @@ class Choice(NamedTuple):
         z, w = y @ metric.root, metric.log_weights(y)
         check_result(z.square().sum((1, 2)) + w.square().sum(1))
         score, positions = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
-        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(1, positions, False)
+        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(
+            1, positions, False
+        )
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(clusters, y.shape[1]))
         return cls(positions, score > -torch.inf, pool, nearest(z, centres), centres)
 
@@ -249,7 +272,9 @@ def moments(y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: T
     return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
 
 
-def sum_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True) -> Clusters:
+def sum_clusters(
+    sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True
+) -> Clusters:
     """Return the clusters of summed `moments` (Z, n, K, d + 2).
 
     `mass` adds the factor 1 + tau / 2: e^(x.mu) is below the mean of e^(x.y), and the factor corrects that to second
@@ -272,7 +297,7 @@ def blocks(t: Tensor, b: int) -> Tensor:
     padding = -t.shape[1] % b
     if padding:
         t = torch.cat([t, t.new_zeros(len(t), padding, *t.shape[2:])], 1)
-    return t.unflatten(1, (t.shape[1] // b, b))    # no -1: a batch may be empty
+    return t.unflatten(1, (t.shape[1] // b, b))  # no -1: a batch may be empty
 
 
 def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
@@ -311,18 +336,23 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 # ---- all keys
 
 
-def exact_outputs(x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0,
-                  causal: bool = True) -> Tensor:
+def exact_outputs(
+    x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True
+) -> Tensor:
     """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
 
     The logits are scale x.y. Causal queries are the last of the sequence and see no later key.
     """
-    mask = None if keep is None else keep[:, :y.shape[1]]
-    if not transformed(x, y, v):      # the fused kernel supports only reverse mode
-        if x.shape[2] == 1 and mask is None:    # the last query sees all keys: heads of a group become queries
+    mask = None if keep is None else keep[:, : y.shape[1]]
+    if not transformed(x, y, v):  # the fused kernel supports only reverse mode
+        if (
+            x.shape[2] == 1 and mask is None
+        ):  # the last query sees all keys: heads of a group become queries
             x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
             return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
-        return exact_attention(x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale)
+        return exact_attention(
+            x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale
+        )
     seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
     seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
     seen = seen if mask is None else seen & mask[:, None, None]

@@ -19,18 +19,20 @@ from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import transformed
 from crt_exp.attention.state import FittedOnce
 from crt_exp.features.statistics import Statistics
-from crt_exp.options import Count, Whole, checked
 from crt_exp.nearfar.call import apply_by_row, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.decoding import RecallState
+from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers.noise import transforming
 
-PRESETS = {"cheap": Sizes(16, 16, 16, open=16, exact_until=1536),
-           "default": Sizes(32, 16, 64, open=96, exact_until=1536),
-           "quality": Sizes(32, 64, 128, True, open=256, exact_until=1536)}
-SAMPLE = 2048        # vectors of each head for the moments of queries
-SHORT = 512          # keys up to which attention that is not causal is exact, which is as fast
-LONG = 1000          # keys from which first-order values are the default
+PRESETS = {
+    "cheap": Sizes(16, 16, 16, open=16, exact_until=1536),
+    "default": Sizes(32, 16, 64, open=96, exact_until=1536),
+    "quality": Sizes(32, 64, 128, True, open=256, exact_until=1536),
+}
+SAMPLE = 2048  # vectors of each head for the moments of queries
+SHORT = 512  # keys up to which attention that is not causal is exact, which is as fast
+LONG = 1000  # keys from which first-order values are the default
 
 
 @checked("attention")
@@ -66,23 +68,52 @@ class NearFar(LinearAttention):
         fit_steps: training passes that are sampled for a fit of query moments.
     """
 
-
     serves_causal = True
-    version = None           # no decoding state becomes invalid
+    version = None  # no decoding state becomes invalid
 
-    def __init__(self, heads: int, d: int, *, preset: Literal["cheap", "default", "quality"] = "default",
-                 block: Count | None = None, heavy: Whole | None = None, cells: Count | None = None,
-                 first_order: bool | None = None, open: Count | None = None, exact_until: Whole | None = None,
-                 kv_heads: int | None = None, causal: bool = False, cross: bool = False, scaling: float | None = None,
-                 normalize_qk: bool = False, fit_steps: Count = 10, seed: int = 0, layer: int = 0):
+    def __init__(
+        self,
+        heads: int,
+        d: int,
+        *,
+        preset: Literal["cheap", "default", "quality"] = "default",
+        block: Count | None = None,
+        heavy: Whole | None = None,
+        cells: Count | None = None,
+        first_order: bool | None = None,
+        open: Count | None = None,
+        exact_until: Whole | None = None,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        cross: bool = False,
+        scaling: float | None = None,
+        normalize_qk: bool = False,
+        fit_steps: Count = 10,
+        seed: int = 0,
+        layer: int = 0,
+    ):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.recurrent_heads = self.kv_heads
         self.preset, self.first_order = preset, first_order
-        given = {"block": block, "heavy": heavy, "cells": cells, "first_order": first_order, "open": open,
-                 "exact_until": exact_until}
-        self.sizes = PRESETS[preset]._replace(**{name: value for name, value in given.items() if value is not None})
-        self.exact_until = SHORT if exact_until is None else exact_until        # for calls that are not causal
-        self.clusters = FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE) if cross else None
+        given = {
+            "block": block,
+            "heavy": heavy,
+            "cells": cells,
+            "first_order": first_order,
+            "open": open,
+            "exact_until": exact_until,
+        }
+        self.sizes = PRESETS[preset]._replace(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+        self.exact_until = (
+            SHORT if exact_until is None else exact_until
+        )  # for calls that are not causal
+        self.clusters = (
+            FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE)
+            if cross
+            else None
+        )
 
     @property
     def exact_to(self) -> int:
@@ -96,7 +127,9 @@ class NearFar(LinearAttention):
         """
         if key_mask is None and self._is_one_kernel(q, k, v):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scaling)
-            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):    # else the other path raises
+            if not out.is_cpu or math.isfinite(
+                out.sum(dtype=torch.float32).item()
+            ):  # else the other path raises
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
@@ -115,26 +148,53 @@ class NearFar(LinearAttention):
         The test is short, because each function call costs time in a short call.
         """
         until = self.sizes.exact_until if self.causal else self.exact_until
-        return (q.shape == k.shape and q.ndim == 4 and VECTOR <= q.shape[2] <= until and q.shape[3] == self.d
-                and q.shape[1] == self.heads == self.kv_heads and q.shape[:3] == v.shape[:3] and v.numel() > 0
-                and q.dtype == k.dtype == v.dtype and q.is_floating_point() and q.device == k.device == v.device
-                and self.clusters is None and self.calibrated is None and not self.normalize_qk
-                and not torch.compiler.is_compiling() and not transformed(q, k, v))
+        return (
+            q.shape == k.shape
+            and q.ndim == 4
+            and VECTOR <= q.shape[2] <= until
+            and q.shape[3] == self.d
+            and q.shape[1] == self.heads == self.kv_heads
+            and q.shape[:3] == v.shape[:3]
+            and v.numel() > 0
+            and q.dtype == k.dtype == v.dtype
+            and q.is_floating_point()
+            and q.device == k.device == v.device
+            and self.clusters is None
+            and self.calibrated is None
+            and not self.normalize_qk
+            and not torch.compiler.is_compiling()
+            and not transformed(q, k, v)
+        )
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        metric, sizes = None, self.sizes if self.causal else self.sizes._replace(exact_until=self.exact_until)
+        metric, sizes = (
+            None,
+            self.sizes if self.causal else self.sizes._replace(exact_until=self.exact_until),
+        )
         if self._uses_moments(q, k) and self.clusters.done:
             metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in self.clusters.params()))
-        attend = partial(near_far_attention, causal=self.causal, cross=self.cross or q.shape[2] != k.shape[2],
-                         metric=metric, factor=self.scale)
+        attend = partial(
+            near_far_attention,
+            causal=self.causal,
+            cross=self.cross or q.shape[2] != k.shape[2],
+            metric=metric,
+            factor=self.scale,
+        )
         x, y = self.normalized(q), self.normalized(k)
-        if self.first_order is not None or self.preset == "quality" or self.causal or k.shape[2] < LONG:
+        if (
+            self.first_order is not None
+            or self.preset == "quality"
+            or self.causal
+            or k.shape[2] < LONG
+        ):
             return attend(x, y, v, sizes, key_mask=key_mask)
         long = sizes._replace(first_order=True)
         if key_mask is None:
             return attend(x, y, v, long)
-        plain, to_first_order = (lambda x, y, v, mask, own=own: attend(x, y, v, own, key_mask=mask)
-                                 for own in (sizes, long))
+        plain, to_first_order = (
+            lambda x, y, v, mask, own=own: attend(x, y, v, own, key_mask=mask)
+            for own in (sizes, long)
+        )
         return apply_by_row(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
 
     # ---- learned state and decoding
@@ -150,19 +210,27 @@ class NearFar(LinearAttention):
         return RecallState(self.sizes, self.kv_heads)
 
     def _uses_moments(self, q: Tensor, k: Tensor) -> bool:
-        return self.clusters is not None and not self.causal and (self.cross or q.shape[2] != k.shape[2])
+        return (
+            self.clusters is not None
+            and not self.causal
+            and (self.cross or q.shape[2] != k.shape[2])
+        )
 
     def _advance(self, q: Tensor, k: Tensor) -> None:
         if not self._uses_moments(q, k):
             return
         if transforming():
-            raise ValueError("training mode updates state, which torch.func cannot trace: call eval() first")
+            raise ValueError(
+                "training mode updates state, which torch.func cannot trace: call eval() first"
+            )
         self.clusters.advance()
 
     def extra_repr(self) -> str:
         opens = f"open={self.sizes.open}, " if self.causal else ""
-        return (f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, {opens}"
-                f"heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}")
+        return (
+            f"block={self.sizes.block}, heavy={self.sizes.heavy}, cells={self.sizes.cells}, {opens}"
+            f"heads={self.heads}, d={self.d}, causal={self.causal}, cross={self.cross}"
+        )
 
 
 class MetricMaker:
@@ -174,7 +242,7 @@ class MetricMaker:
     def fit(self, stats: Statistics) -> KeyMetric:
         """Compute the metric from the finite vectors of each head."""
         (_, queries), (_, keys) = stats.x.sets(), stats.y.sets()
-        x, y = torch.stack(queries), torch.stack(keys)      # equal numbers for all heads
+        x, y = torch.stack(queries), torch.stack(keys)  # equal numbers for all heads
         if not x.shape[1] or not y.shape[1]:
             return KeyMetric(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
         return KeyMetric.of(x, y, None, None)

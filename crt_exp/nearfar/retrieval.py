@@ -15,15 +15,15 @@ from torch import Tensor
 
 from crt_exp.nearfar.choice import MASKED, MIN_SD, MIN_WEIGHT, QUANTIZED_PAD, SIGN_FACTOR, largest
 
-WHOLE = 127            # largest integer
-EXACT = 2**24          # float32 represents all integers up to this
+WHOLE = 127  # largest integer
+EXACT = 2**24  # float32 represents all integers up to this
 
 
 class Integers(NamedTuple):
     """Vectors as integers times a step."""
 
-    numbers: Tensor   # (..., d'), integers; d' = d rounded up to a multiple of QUANTIZED_PAD
-    step: Tensor      # (...), of the rotated vectors; 0 for zero vectors
+    numbers: Tensor  # (..., d'), integers; d' = d rounded up to a multiple of QUANTIZED_PAD
+    step: Tensor  # (...), of the rotated vectors; 0 for zero vectors
 
     @classmethod
     def of(cls, t: Tensor) -> "Integers":
@@ -35,7 +35,9 @@ class Integers(NamedTuple):
         t = rotate(t.float())
         most = t.abs().amax(-1, keepdim=True)
         there = most > MIN_WEIGHT
-        end = torch.full_like(most, WHOLE)  # a tensor: division by a Python number rounds twice, through a reciprocal
+        end = torch.full_like(
+            most, WHOLE
+        )  # a tensor: division by a Python number rounds twice, through a reciprocal
         double = torch.where(there, 2 * end / torch.where(there, most, 1.0), 0.0)
         cut = (t * double).trunc()
         step = torch.where(there, most / end, 0.0)
@@ -87,7 +89,9 @@ def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tens
     Each query (Z, ..., d) retrieves the `open` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
     ..., S); of equal scores the first.
     """
-    highest, positions = largest(eight_bit_scores(q, y).masked_fill(~member, MASKED), min(open, y.shape[1]))
+    highest, positions = largest(
+        eight_bit_scores(q, y).masked_fill(~member, MASKED), min(open, y.shape[1])
+    )
     return torch.where(highest > MASKED, positions, -1)
 
 
@@ -104,7 +108,9 @@ def log_mean_below_threshold(mu: Tensor, sd: Tensor, threshold: Tensor) -> Tenso
     """
     sd = sd.clamp(min=MIN_SD)
     t = (threshold - mu) / sd
-    whole = torch.where(t >= sd, mu + sd.square() / 2, torch.where(t > 0, threshold - t.square() / 2, threshold))
+    whole = torch.where(
+        t >= sd, mu + sd.square() / 2, torch.where(t > 0, threshold - t.square() / 2, threshold)
+    )
     return whole + _log_phi(t - sd) - _log_phi(t)
 
 
@@ -114,7 +120,9 @@ def _log_phi(u: Tensor) -> Tensor:
     return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
 
 
-def cluster_remainder(mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor) -> tuple[Tensor, Tensor]:
+def cluster_remainder(
+    mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return how many keys of each cluster remain, and the log weight of each.
 
     Both are (..., K); the log weight is -inf in empty clusters. The logits of the remaining keys lie below the least

@@ -5,5 +5,18 @@ from crt_exp.report.plots import dot_plot, line_plot
 from crt_exp.report.rows import Claim, Rows, geometric_mean_ci, interval_or_range, mean_ci, share
 from crt_exp.report.sweeps import Run, sweep
 
-__all__ = ["Claim", "Page", "Rows", "Run", "dot_plot", "geometric_mean_ci", "interval_or_range", "label",
-           "line_plot", "mean_ci", "mean_table", "share", "sweep"]
+__all__ = [
+    "Claim",
+    "Page",
+    "Rows",
+    "Run",
+    "dot_plot",
+    "geometric_mean_ci",
+    "interval_or_range",
+    "label",
+    "line_plot",
+    "mean_ci",
+    "mean_table",
+    "share",
+    "sweep",
+]

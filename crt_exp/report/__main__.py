@@ -39,13 +39,25 @@ def make(args: argparse.Namespace) -> None:
         render_all(args.out or pages.folder_of(args.size), args.size)
         return
     module = pages.load(args.page)
-    page, folder = module.page, args.out or pages.folder_of(args.size, bool(args.methods or args.seeds))
+    page, folder = (
+        module.page,
+        args.out or pages.folder_of(args.size, bool(args.methods or args.seeds)),
+    )
     pages.check(page)
-    part = " ".join([f'--methods "{args.methods}"'] * bool(args.methods) + [f"--seeds {args.seeds}"] * bool(args.seeds))
+    part = " ".join(
+        [f'--methods "{args.methods}"'] * bool(args.methods)
+        + [f"--seeds {args.seeds}"] * bool(args.seeds)
+    )
     if args.run or part:
         wanted = args.page if args.page in page.targets else ""
-        page.run(args.size, wanted, [each.strip() for each in args.methods.split(",") if each.strip()], args.seeds,
-                 args.launcher, args.out)
+        page.run(
+            args.size,
+            wanted,
+            [each.strip() for each in args.methods.split(",") if each.strip()],
+            args.seeds,
+            args.launcher,
+            args.out,
+        )
     pages.render(module, folder, args.size, part)
     print(f"{pages.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
 
@@ -69,18 +81,41 @@ def render_all(folder: Path, size: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m crt_exp.report", description=__doc__.splitlines()[0],
-                                   epilog=f"pages: {', '.join(pages.names())}")
-    made.add_argument("page", metavar="PAGE", nargs="?", help="a page, one of its sweeps (table1, fig2), or a file")
+    made = argparse.ArgumentParser(
+        prog="python -m crt_exp.report",
+        description=__doc__.splitlines()[0],
+        epilog=f"pages: {', '.join(pages.names())}",
+    )
+    made.add_argument(
+        "page",
+        metavar="PAGE",
+        nargs="?",
+        help="a page, one of its sweeps (table1, fig2), or a file",
+    )
     made.add_argument("--run", action="store_true", help="make the rows that are missing")
-    made.add_argument("--size", choices=pages.SIZES, default=os.environ.get("SIZE", "small"),
-                      help="small, or full: the papers' setting (default: %(default)s)")
-    made.add_argument("--methods", default="", help='only these, "exact, favorpp m=64"; the page goes to '
-                      f"{FOLDER}/part")
+    made.add_argument(
+        "--size",
+        choices=pages.SIZES,
+        default=os.environ.get("SIZE", "small"),
+        help="small, or full: the papers' setting (default: %(default)s)",
+    )
+    made.add_argument(
+        "--methods",
+        default="",
+        help=f'only these, "exact, favorpp m=64"; the page goes to {FOLDER}/part',
+    )
     made.add_argument("--seeds", type=int, default=0, help="only the first seeds")
-    made.add_argument("--launcher", default="basic", help="of Hydra: basic, joblib, submitit_local, submitit_slurm")
-    made.add_argument("--out", type=lambda path: Path(path).expanduser(), help=f"folder (default: {FOLDER})")
-    made.add_argument("--config-dir", help="a folder of your own configuration, as of python -m crt_exp")
+    made.add_argument(
+        "--launcher",
+        default="basic",
+        help="of Hydra: basic, joblib, submitit_local, submitit_slurm",
+    )
+    made.add_argument(
+        "--out", type=lambda path: Path(path).expanduser(), help=f"folder (default: {FOLDER})"
+    )
+    made.add_argument(
+        "--config-dir", help="a folder of your own configuration, as of python -m crt_exp"
+    )
     return made
 
 

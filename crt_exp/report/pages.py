@@ -27,7 +27,8 @@ import pandas as pd
 from crt_exp import papers
 from crt_exp.config import ConfigError, unknown
 from crt_exp.drawing import LABELS, markdown, save_figure
-from crt_exp.report import rows as files, sweeps
+from crt_exp.report import rows as files
+from crt_exp.report import sweeps
 from crt_exp.report.rows import NOT_MEASURED, WORDS, Rows, TestedClaim, judge, mean_ci
 from crt_exp.report.sweeps import HOME, Run
 from crt_exp.runner.run import write_atomic
@@ -36,8 +37,10 @@ from crt_exp.runner.sweep import aligned
 RUNS = Path("outputs/runs")
 SIZES = ("small", "full")
 LONG = 40  # maximum rows of a folded table; longer tables are left out
-INTERVAL = ("Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
-            "threshold exactly where a claim is supported or contradicted.")
+INTERVAL = (
+    "Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
+    "threshold exactly where a claim is supported or contradicted."
+)
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,23 @@ class Page:
         """Return the sweeps of a size, or only the wanted one. Raises ConfigError."""
         made = getattr(self, size)
         if not made:
-            raise ConfigError(f"SIZE={size}: page {self.name} has only {'small' if size == 'full' else 'full'}")
+            raise ConfigError(
+                f"SIZE={size}: page {self.name} has only {'small' if size == 'full' else 'full'}"
+            )
         found = {name: runs for name, runs in made.items() if _is_part(name, wanted)}
         if not found:
             raise unknown(f"sweep of the page {self.name}", wanted, [*made])
         return found
 
-    def run(self, size: str = "small", wanted: str = "", methods: Sequence[str] = (), seeds: int = 0,
-            launcher: str = "basic", out: Path | None = None) -> Path:
+    def run(
+        self,
+        size: str = "small",
+        wanted: str = "",
+        methods: Sequence[str] = (),
+        seeds: int = 0,
+        launcher: str = "basic",
+        out: Path | None = None,
+    ) -> Path:
         """Make missing runs and write the rows of the page.
 
         Args:
@@ -109,20 +121,33 @@ class Page:
         """
         home = RUNS / self.name if size == "small" else RUNS / size / self.name
         folder = out or folder_of(size, bool(methods or seeds))
-        chosen = {name: [run for run in runs if _is_chosen(run, methods, seeds)]
-                  for name, runs in self.sweeps(size, wanted).items()}
+        chosen = {
+            name: [run for run in runs if _is_chosen(run, methods, seeds)]
+            for name, runs in self.sweeps(size, wanted).items()
+        }
         needed, models = [run for runs in chosen.values() for run in runs], {}
         if methods and not needed:
-            raise unknown("method", " ".join(methods), sorted({
-                str(run.columns.get("method")) for runs in self.sweeps(size, wanted).values() for run in runs}))
+            raise unknown(
+                "method",
+                " ".join(methods),
+                sorted(
+                    {
+                        str(run.columns.get("method"))
+                        for runs in self.sweeps(size, wanted).values()
+                        for run in runs
+                    }
+                ),
+            )
         for name, runs in reversed(self.models.items()):  # a model may start from an earlier one
             if any(f"{HOME}/{name}/" in override for run in needed for override in run.overrides):
                 needed += runs
                 models = {name: runs, **models}
         for name, runs in {**models, **chosen}.items():
             sweeps.run_missing(runs, home / name, home, launcher)
-        frames = [sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
-                  for name, runs in chosen.items()]
+        frames = [
+            sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
+            for name, runs in chosen.items()
+        ]
         if wanted and not (methods or seeds) and has_rows(self.name, folder):
             kept = files.read_rows(self.name, folder).frame
             frames.insert(0, kept[[not _is_part(name, wanted) for name in kept["sweep"]]])
@@ -137,7 +162,8 @@ def _is_part(name: str, wanted: str) -> bool:
 def _is_chosen(run: Run, methods: Sequence[str], seeds: int) -> bool:
     name = str(run.columns.get("method", ""))
     return (not methods or not name or name in methods or name.split(" ")[0] in methods) and (
-        not seeds or int(run.columns.get("seed", 0)) < seeds)
+        not seeds or int(run.columns.get("seed", 0)) < seeds
+    )
 
 
 def folder_of(size: str, part: bool = False) -> Path:
@@ -152,7 +178,9 @@ def has_rows(name: str, folder: Path = files.FOLDER) -> bool:
 
 def names() -> list[str]:
     """Names of all pages of crt_exp/papers."""
-    return sorted(module.name for module in pkgutil.iter_modules(papers.__path__) if module.name != "results")
+    return sorted(
+        module.name for module in pkgutil.iter_modules(papers.__path__) if module.name != "results"
+    )
 
 
 @cache
@@ -186,13 +214,17 @@ def check(page: Page) -> None:
         seen: dict[str, tuple[str, ...]] = {}
         for run in runs:
             if seen.setdefault(run.name, run.overrides) != run.overrides:
-                raise ConfigError(f"{page.name}, {name}: two different runs have the name {run.name}; add a column")
+                raise ConfigError(
+                    f"{page.name}, {name}: two different runs have the name {run.name}; add a column"
+                )
 
 
 # ---- Markdown
 
 
-def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = "") -> list[TestedClaim]:
+def render(
+    module: ModuleType, folder: Path = files.FOLDER, size: str = "small", part: str = ""
+) -> list[TestedClaim]:
     """Write <page>.md and <page>.png from the rows in `folder`; return the verdicts.
 
     part: command-line options of a partial page (some methods or seeds), which has no verdicts.
@@ -205,8 +237,10 @@ def render(module: ModuleType, folder: Path = files.FOLDER, size: str = "small",
 
         save_figure(picture, folder / f"{page.name}.png")
         plt.close(picture)
-    write_atomic(folder / f"{page.name}.md", page_text(page, rows, tested, module.tables(rows), picture is not None,
-                                                       folder, size, part))
+    write_atomic(
+        folder / f"{page.name}.md",
+        page_text(page, rows, tested, module.tables(rows), picture is not None, folder, size, part),
+    )
     return tested
 
 
@@ -222,17 +256,31 @@ def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
     return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
 
 
-def page_text(page: Any, rows: Rows, tested: Sequence[TestedClaim], tables: Mapping[str, pd.DataFrame], picture: bool,
-              folder: Path, size: str, part: str) -> str:
+def page_text(
+    page: Any,
+    rows: Rows,
+    tested: Sequence[TestedClaim],
+    tables: Mapping[str, pd.DataFrame],
+    picture: bool,
+    folder: Path,
+    size: str,
+    part: str,
+) -> str:
     (title, first), *others = tables.items()
     whole = size == "small" and not part
-    sections = [f"# {page.title}", page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
-                "\n".join(_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))),
-                f"![{page.title}]({page.name}.png)" if picture else "",
-                f"## {title}\n\n{to_markdown(first)}",
-                details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
-                *(details(name, to_markdown(table)) if len(table) <= LONG else "" for name, table in others),
-                details("How it was measured", measurement_details(page, rows, folder, size, part))]
+    sections = [
+        f"# {page.title}",
+        page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
+        "\n".join(_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))),
+        f"![{page.title}]({page.name}.png)" if picture else "",
+        f"## {title}\n\n{to_markdown(first)}",
+        details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
+        *(
+            details(name, to_markdown(table)) if len(table) <= LONG else ""
+            for name, table in others
+        ),
+        details("How it was measured", measurement_details(page, rows, folder, size, part)),
+    ]
     return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
 
 
@@ -241,13 +289,22 @@ def measurement_details(page: Any, rows: Rows, folder: Path, size: str, part: st
     days = sorted({*frame["date"]} - {""})
     commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
     seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
-    command = f"python -m crt_exp.report {page.name} --run" + f" --size {size}" * (size != "small") + f" {part}" * bool(
-        part)
+    command = (
+        f"python -m crt_exp.report {page.name} --run"
+        + f" --size {size}" * (size != "small")
+        + f" {part}" * bool(part)
+    )
     path = files.rows_path(page.name, folder).name
-    return "\n".join(f"- {line}" for line in [
-        *page.measured, f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days[:1] + days[1:][-1:])}, "
-        f"{seconds:.0f} s of computing.", "; ".join(frame["versions"].unique()) + ".",
-        f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}."])
+    return "\n".join(
+        f"- {line}"
+        for line in [
+            *page.measured,
+            f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days[:1] + days[1:][-1:])}, "
+            f"{seconds:.0f} s of computing.",
+            "; ".join(frame["versions"].unique()) + ".",
+            f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}.",
+        ]
+    )
 
 
 # ---- claims
@@ -264,9 +321,13 @@ def _line(cases: Sequence[TestedClaim]) -> str:
         case = f"{first.case}: " if first.case else ""
         check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
         return f"- **{first.verdict}**: {case}{claim.text}: {first.to_text()}{paper}{check}"
-    count = Counter(each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.base_verdict)))
+    count = Counter(
+        each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.base_verdict))
+    )
     words = ", ".join(f"{word} in {number}" for word, number in count.items())
-    ends = " to ".join("e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max))
+    ends = " to ".join(
+        "e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max)
+    )
     return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
 
 
@@ -275,15 +336,33 @@ def claims_table(tested: Sequence[TestedClaim]) -> str:
     measured = [each for each in tested if not each.claim.not_measured]
     if len(measured) > LONG:
         return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
-    return markdown(["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
-                    [[each.claim.text, each.case, each.to_text(), threshold(each), each.paper,
-                      each.estimate.n or "exact", f"{each.p:.2g}" if each.estimate.n > 1 and each.p == each.p else "",
-                      each.verdict, "; ".join(filter(None, [each.claim.fails.get(each.case, ""), theory(each),
-                                                            each.claim.reason]))] for each in measured]).rstrip()
+    return markdown(
+        ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
+        [
+            [
+                each.claim.text,
+                each.case,
+                each.to_text(),
+                threshold(each),
+                each.paper,
+                each.estimate.n or "exact",
+                f"{each.p:.2g}" if each.estimate.n > 1 and each.p == each.p else "",
+                each.verdict,
+                "; ".join(
+                    filter(
+                        None, [each.claim.fails.get(each.case, ""), theory(each), each.claim.reason]
+                    )
+                ),
+            ]
+            for each in measured
+        ],
+    ).rstrip()
 
 
 def threshold(each: TestedClaim) -> str:
-    return f"{each.side} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
+    return (
+        f"{each.side} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
+    )
 
 
 def theory(each: TestedClaim) -> str:
@@ -293,12 +372,29 @@ def theory(each: TestedClaim) -> str:
 
 def claims_frame(page: str, tested: Sequence[TestedClaim]) -> pd.DataFrame:
     """Return one row per case, for claims.csv."""
-    return pd.DataFrame([{"page": page, "claim": each.claim.text, "case": each.case, "verdict": each.verdict,
-                          "value": each.number, "low": each.ends[0], "high": each.ends[1], "threshold": threshold(each),
-                          "unit": each.claim.unit, "n": each.estimate.n, "p_holm": each.p, "paper": each.paper,
-                          "theory": theory(each), "sanity_check": each.claim.fails.get(each.case, ""),
-                          "reason": each.claim.reason or each.claim.not_measured, "needs": each.claim.needs}
-                         for each in tested])
+    return pd.DataFrame(
+        [
+            {
+                "page": page,
+                "claim": each.claim.text,
+                "case": each.case,
+                "verdict": each.verdict,
+                "value": each.number,
+                "low": each.ends[0],
+                "high": each.ends[1],
+                "threshold": threshold(each),
+                "unit": each.claim.unit,
+                "n": each.estimate.n,
+                "p_holm": each.p,
+                "paper": each.paper,
+                "theory": theory(each),
+                "sanity_check": each.claim.fails.get(each.case, ""),
+                "reason": each.claim.reason or each.claim.not_measured,
+                "needs": each.claim.needs,
+            }
+            for each in tested
+        ]
+    )
 
 
 # ---- tables
@@ -306,7 +402,11 @@ def claims_frame(page: str, tested: Sequence[TestedClaim]) -> pd.DataFrame:
 
 def details(summary: str, text: str) -> str:
     """Wrap text in a folded HTML section, for GitHub and the website."""
-    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>' if text else ""
+    return (
+        f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
+        if text
+        else ""
+    )
 
 
 def to_markdown(table: pd.DataFrame) -> str:
@@ -317,9 +417,13 @@ def to_markdown(table: pd.DataFrame) -> str:
 
 def _cells(table: pd.DataFrame) -> list[list]:
     """Return the header, then the rows, as lists."""
-    return [[table.index.name or "", *map(str, table.columns)],
-            *([name, *("" if value is None or value != value else value for value in values)]
-              for name, values in zip(table.index, table.to_numpy(object)))]
+    return [
+        [table.index.name or "", *map(str, table.columns)],
+        *(
+            [name, *("" if value is None or value != value else value for value in values)]
+            for name, values in zip(table.index, table.to_numpy(object))
+        ),
+    ]
 
 
 def label(method: str, labels: Mapping[str, str] | None = None) -> str:
@@ -332,9 +436,16 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
     return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
 
 
-def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Sequence[str] | Mapping[str, str] = (),
-               scale: float = 1.0, spec: str = ".3g", overlap: float = 0.0,
-               format: Callable[[pd.Series], str] | None = None, less: str = "") -> pd.DataFrame:
+def mean_table(
+    rows: Rows,
+    columns: Mapping[str, Mapping[str, Any]],
+    methods: Sequence[str] | Mapping[str, str] = (),
+    scale: float = 1.0,
+    spec: str = ".3g",
+    overlap: float = 0.0,
+    format: Callable[[pd.Series], str] | None = None,
+    less: str = "",
+) -> pd.DataFrame:
     """Tabulate the mean ± 95% CI of each method (rows) in each column.
 
     Args:
@@ -348,9 +459,13 @@ def mean_table(rows: Rows, columns: Mapping[str, Mapping[str, Any]], methods: Se
     methods = methods or rows.methods(**next(iter(columns.values())))
     made, show = {}, format or (lambda values: f"{mean_ci(values, overlap=overlap):{spec}}")
     for method in methods:
-        found = [scale * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
-                 for where in columns.values()]
+        found = [
+            scale
+            * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
+            for where in columns.values()
+        ]
         if method != less and any(map(len, found)):
             made[label(method, methods if isinstance(methods, Mapping) else None)] = [
-                show(values) if len(values) else "" for values in found]
+                show(values) if len(values) else "" for values in found
+            ]
     return pd.DataFrame.from_dict(made, orient="index", columns=[*columns]).rename_axis("method")

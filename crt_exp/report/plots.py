@@ -9,12 +9,21 @@ import pandas as pd
 
 from crt_exp import drawing
 from crt_exp.drawing import label_ends, new_figure, plain_ticks
-from crt_exp.report.rows import Rows, mean_ci
 from crt_exp.report.pages import label
+from crt_exp.report.rows import Rows, mean_ci
 
 WIDTH, HEIGHT = 5.2, 3.9  # size of a panel, inches
-CONTROLS = ("uniform", "identity", "zero", "majority", "majority class", "word overlap", "no model", "average",
-            "random")
+CONTROLS = (
+    "uniform",
+    "identity",
+    "zero",
+    "majority",
+    "majority class",
+    "word overlap",
+    "no model",
+    "average",
+    "random",
+)
 
 
 def panels(count: int, columns: int = 3) -> tuple[Any, list[Any]]:
@@ -36,8 +45,19 @@ def colour(method: str) -> str:
     return drawing.colour_by_rule(name) if shade == drawing.CONTROL else shade
 
 
-def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapping[str, str] = (), scale: float = 1.0,
-              log: str = "", less: str = "", dotted: Sequence[str] = (), geometric: bool = False, **where: Any) -> None:
+def line_plot(
+    ax,
+    rows: Rows,
+    x: str,
+    metric: str,
+    methods: Sequence[str] | Mapping[str, str] = (),
+    scale: float = 1.0,
+    log: str = "",
+    less: str = "",
+    dotted: Sequence[str] = (),
+    geometric: bool = False,
+    **where: Any,
+) -> None:
     """Plot the mean of a metric against column x, one labelled line per method.
 
     Args:
@@ -53,20 +73,40 @@ def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapp
         if method == less:
             continue
         frame = rows.select(metric, method, **where)
-        found = {place: rows.paired(method, less, metric, geometric, **where, **{x: place}) if less else
-                 rows.values(metric, method, geometric, **where, **{x: place})
-                 for place in sorted({*pd.to_numeric(frame[x])})}
+        found = {
+            place: rows.paired(method, less, metric, geometric, **where, **{x: place})
+            if less
+            else rows.values(metric, method, geometric, **where, **{x: place})
+            for place in sorted({*pd.to_numeric(frame[x])})
+        }
         means = {place: mean_ci(values) for place, values in found.items() if len(values)}
         if not means:
             continue
         mean, half, _, n = np.array([*means.values()]).T
         places, shade = [*means], colour(method)
-        low, middle, high = (scale * (np.exp(each) if geometric else each) for each in (mean - half, mean, mean + half))
-        ax.plot(places, middle, color=shade, lw=1.5, marker="o", ms=2.5,
-                ls=":" if method in dotted else "--" if method in CONTROLS else "-")
+        low, middle, high = (
+            scale * (np.exp(each) if geometric else each)
+            for each in (mean - half, mean, mean + half)
+        )
+        ax.plot(
+            places,
+            middle,
+            color=shade,
+            lw=1.5,
+            marker="o",
+            ms=2.5,
+            ls=":" if method in dotted else "--" if method in CONTROLS else "-",
+        )
         if (n > 1).all():
             ax.fill_between(places, low, high, color=shade, alpha=0.12, lw=0)
-        ends.append((label(method, methods if isinstance(methods, Mapping) else None), places[-1], middle[-1], shade))
+        ends.append(
+            (
+                label(method, methods if isinstance(methods, Mapping) else None),
+                places[-1],
+                middle[-1],
+                shade,
+            )
+        )
     if less:
         ax.axhline(1 if geometric else 0, color=drawing.EXACT, lw=1)
     for axis in log:
@@ -76,8 +116,14 @@ def line_plot(ax, rows: Rows, x: str, metric: str, methods: Sequence[str] | Mapp
     label_ends(ax, ends)
 
 
-def dot_plot(ax, values: Mapping[str, Sequence[float]], log: bool = False, zero: bool = False, overlap: float = 0.0,
-             labels: Mapping[str, str] | None = None) -> None:
+def dot_plot(
+    ax,
+    values: Mapping[str, Sequence[float]],
+    log: bool = False,
+    zero: bool = False,
+    overlap: float = 0.0,
+    labels: Mapping[str, str] | None = None,
+) -> None:
     """Plot the mean and 95% interval of each method as one row.
 
     Args:
@@ -90,8 +136,16 @@ def dot_plot(ax, values: Mapping[str, Sequence[float]], log: bool = False, zero:
         found = mean_ci(np.log(each) if log else each, overlap=overlap)
         ends = found.mean + np.array([-1, 0, 1]) * (found.half if found.n > 1 else 0)
         low, middle, high = np.exp(ends) if log else ends
-        ax.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour(method), marker="o", ms=5,
-                    capsize=2, lw=1)
+        ax.errorbar(
+            middle,
+            place,
+            xerr=[[middle - low], [high - middle]],
+            color=colour(method),
+            marker="o",
+            ms=5,
+            capsize=2,
+            lw=1,
+        )
     ax.set_yticks(range(len(shown)), [label(method, labels) for method, _ in reversed(shown)])
     if zero:
         ax.axvline(0, color=drawing.EXACT, lw=1)

@@ -25,9 +25,13 @@ from crt_exp.runner.run import write_atomic
 FOLDER = Path("outputs/report")
 ORIGIN = ("seconds", "commit", "date", "versions")
 LARGEST = 2**20  # maximum bytes of an uncompressed file
-LEVEL = 0.05     # significance level of tests; intervals have level 1 - LEVEL
+LEVEL = 0.05  # significance level of tests; intervals have level 1 - LEVEL
 DECIDED = ("supported", "contradicted")
-UNDECIDED, CONFLICT, NOT_MEASURED = "inconclusive", "theory and measurement disagree", "not measured"
+UNDECIDED, CONFLICT, NOT_MEASURED = (
+    "inconclusive",
+    "theory and measurement disagree",
+    "not measured",
+)
 WORDS = (*DECIDED, CONFLICT, UNDECIDED, NOT_MEASURED)
 
 
@@ -36,7 +40,9 @@ class Rows:
 
     def __init__(self, frame: pd.DataFrame):
         self.frame = frame
-        self._columns = {name: frame[name].to_numpy() for name in frame.columns if name not in ORIGIN}
+        self._columns = {
+            name: frame[name].to_numpy() for name in frame.columns if name not in ORIGIN
+        }
         self._groups = frame.groupby(["metric", "method"], sort=False).indices
 
     def select(self, metric: str, method: str | None = None, **where: Any) -> pd.DataFrame:
@@ -50,10 +56,15 @@ class Rows:
         """
         places = self._places(metric, method, where)
         values = self._columns["value"][places].astype(float)
-        return pd.Series(np.log(values) if log else values, self._columns["sample"][places]).groupby(
-            level=0, sort=False).mean()
+        return (
+            pd.Series(np.log(values) if log else values, self._columns["sample"][places])
+            .groupby(level=0, sort=False)
+            .mean()
+        )
 
-    def paired(self, first: str, second: str, metric: str, log: bool = False, **where: Any) -> pd.Series:
+    def paired(
+        self, first: str, second: str, metric: str, log: bool = False, **where: Any
+    ) -> pd.Series:
         """Return first - second by sample, for samples that both methods have.
 
         log: difference of logarithms. A value without a sample is deterministic, and is compared with each sample of
@@ -72,18 +83,28 @@ class Rows:
         return [*self.frame.iloc[self._places(metric, None, where)]["method"].unique()]
 
     def _places(self, metric: str, method: str | None, where: dict[str, Any]) -> np.ndarray:
-        places = (np.flatnonzero(self._columns["metric"] == metric) if method is None else
-                  self._groups.get((metric, method), np.empty(0, int)))
+        places = (
+            np.flatnonzero(self._columns["metric"] == metric)
+            if method is None
+            else self._groups.get((metric, method), np.empty(0, int))
+        )
         for name, wanted in where.items():
             column = self._columns[name][places]
             empty = isinstance(wanted, str) and wanted == "" and column.dtype != object
-            places = places[pd.isna(column) if empty else np.isin(column, wanted)
-                            if isinstance(wanted, list | tuple | range) else column == wanted]
+            places = places[
+                pd.isna(column)
+                if empty
+                else np.isin(column, wanted)
+                if isinstance(wanted, list | tuple | range)
+                else column == wanted
+            ]
         return places
 
 
 def _spread(values: pd.Series, other: pd.Series) -> pd.Series:
-    return pd.Series(values.iloc[0], other.index) if [*values.index] == [""] and len(other) else values
+    return (
+        pd.Series(values.iloc[0], other.index) if [*values.index] == [""] and len(other) else values
+    )
 
 
 def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
@@ -108,21 +129,32 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
     """
     path = rows_path(page, folder)
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        text = (
+            gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        ).decode()
         if not text.endswith("\n"):
             raise ValueError("the last line is incomplete")
-        frame = pd.read_csv(StringIO(text), keep_default_na=False, na_values={}, dtype={"sample": str, "versions": str},
-                            low_memory=False)
+        frame = pd.read_csv(
+            StringIO(text),
+            keep_default_na=False,
+            na_values={},
+            dtype={"sample": str, "versions": str},
+            low_memory=False,
+        )
         if frame.isna().any(axis=None):
             raise ValueError("a line has too few fields")
     except (EOFError, OSError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path}: truncated or damaged ({error}); restore the file, or run `python -m crt_exp.report "
-                         f"{page} --run`") from None
+        raise ValueError(
+            f"{path}: truncated or damaged ({error}); restore the file, or run `python -m crt_exp.report "
+            f"{page} --run`"
+        ) from None
     for name in frame.columns:
         if name not in ("sample", *ORIGIN):
             frame[name] = _numbers(frame[name])
     if missing := {"method", "sample", "metric", "value", *ORIGIN} - {*frame.columns}:
-        raise ValueError(f"{path}: columns {', '.join(frame.columns)}; missing {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"{path}: columns {', '.join(frame.columns)}; missing {', '.join(sorted(missing))}"
+        )
     return Rows(frame)
 
 
@@ -138,7 +170,9 @@ def rows_path(page: str, folder: Path = FOLDER) -> Path:
     for path in (folder / f"{page}.csv", folder / f"{page}.csv.gz"):
         if path.is_file():
             return path
-    raise FileNotFoundError(f"{folder / page}.csv: no rows; run `python -m crt_exp.report {page} --run`")
+    raise FileNotFoundError(
+        f"{folder / page}.csv: no rows; run `python -m crt_exp.report {page} --run`"
+    )
 
 
 def write_rows(page: str, frame: pd.DataFrame, folder: Path = FOLDER) -> Path:
@@ -170,10 +204,16 @@ class Mean(NamedTuple):
     n: int
 
     def __format__(self, spec: str) -> str:
-        return f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}" if self.n > 1 else f"{self.mean:{spec}}"
+        return (
+            f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
+            if self.n > 1
+            else f"{self.mean:{spec}}"
+        )
 
 
-def mean_ci(values: Sequence[float], against: float = 0.0, level: float = LEVEL, overlap: float = 0.0) -> Mean:
+def mean_ci(
+    values: Sequence[float], against: float = 0.0, level: float = LEVEL, overlap: float = 0.0
+) -> Mean:
     """Return Student's interval of independent samples, and the p-value.
 
     Args:
@@ -190,9 +230,15 @@ def mean_ci(values: Sequence[float], against: float = 0.0, level: float = LEVEL,
     if n < 2:
         return Mean(float(values[0]) if n else math.nan, math.nan, 1.0, n)
     if not np.isfinite(values).all():
-        raise ValueError(f"sample {np.argmin(np.isfinite(values))}: expected a finite value; exclude diverged samples")
+        raise ValueError(
+            f"sample {np.argmin(np.isfinite(values))}: expected a finite value; exclude diverged samples"
+        )
     mean, error = float(values.mean()), float(values.std(ddof=1)) * math.sqrt(1 / n + overlap)
-    p = float(2 * stats.t.sf(abs(mean - against) / error, n - 1)) if error else float(mean == against)
+    p = (
+        float(2 * stats.t.sf(abs(mean - against) / error, n - 1))
+        if error
+        else float(mean == against)
+    )
     return Mean(mean, float(stats.t.isf(level / 2, n - 1)) * error, p, n)
 
 
@@ -204,13 +250,19 @@ def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
 
 def interval_or_range(percent: pd.Series) -> str:
     """Format percentages as mean ± 95% CI; below 5 samples, as a range."""
-    return f"{mean_ci(percent):.1f}" if len(percent) >= 5 else f"{percent.min():.0f} to {percent.max():.0f}"
+    return (
+        f"{mean_ci(percent):.1f}"
+        if len(percent) >= 5
+        else f"{percent.min():.0f} to {percent.max():.0f}"
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjust p-values for multiple tests (Holm, 1979)."""
     order = np.argsort(p_values)
-    raised = np.maximum.accumulate(np.arange(len(order), 0, -1) * np.asarray(p_values, float)[order])
+    raised = np.maximum.accumulate(
+        np.arange(len(order), 0, -1) * np.asarray(p_values, float)[order]
+    )
     return np.minimum(1, raised)[np.argsort(order)].tolist()
 
 
@@ -315,7 +367,10 @@ class TestedClaim:
 
     def to_text(self) -> str:
         """Format the value with its interval and unit."""
-        claim, sign = self.claim, "" if self.threshold or self.claim.log or self.claim.power else "+"
+        claim, sign = (
+            self.claim,
+            "" if self.threshold or self.claim.log or self.claim.power else "+",
+        )
         text = f"{self.number:{sign}.3g}"
         low, high = self.ends
         if claim.sign_test:
@@ -347,22 +402,38 @@ def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") ->
     reduced: the runs are smaller than the paper's. stand_in: prefix of cases whose data replace the paper's data.
     Verdicts state both.
     """
-    tested = [claim.of(case) for claim in claims for case in ([""] if claim.not_measured else claim.cases)
-              if claim.not_measured or np.size(claim.cases[case])]
-    judged = [each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails]
+    tested = [
+        claim.of(case)
+        for claim in claims
+        for case in ([""] if claim.not_measured else claim.cases)
+        if claim.not_measured or np.size(claim.cases[case])
+    ]
+    judged = [
+        each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails
+    ]
     corrected = dict(zip(map(id, judged), holm([each.estimate.p for each in judged])))
-    return [_with_verdict(each, corrected.get(id(each), math.nan), reduced, stand_in) for each in tested]
+    return [
+        _with_verdict(each, corrected.get(id(each), math.nan), reduced, stand_in) for each in tested
+    ]
 
 
 def _with_verdict(each: TestedClaim, p: float, reduced: bool, stand_in: str) -> TestedClaim:
     if each.claim.not_measured:
         return each
     word = DECIDED[not each.agrees]
-    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (each.estimate.mean - each.limit) < 0:
+    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (
+        each.estimate.mean - each.limit
+    ) < 0:
         word = CONFLICT
     if not p <= LEVEL:
         word = UNDECIDED
-    note = "stand-in data" if stand_in and each.case.startswith(stand_in) else "reduced scale" if reduced else ""
+    note = (
+        "stand-in data"
+        if stand_in and each.case.startswith(stand_in)
+        else "reduced scale"
+        if reduced
+        else ""
+    )
     note = f" ({note})" if note and word in DECIDED else ""
     level = LEVEL * each.estimate.p / p if p and p == p and each.estimate.p else LEVEL
     return replace(each, p=p, verdict=word + note, level=level)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
 from crt_exp.data import full_tensor
-from crt_exp.runner.trainer_config import Adapters
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like
 from crt_exp.runner.run import Run, write_atomic
+from crt_exp.runner.trainer_config import Adapters
 from crt_exp.tasks.base import Task
 
 FORMAT = 1
@@ -37,7 +37,9 @@ class CheckpointError(OSError):
 # ---- directories
 
 
-def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+def save(
+    root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
+) -> Path:
     """Write `<root>/step-<step>`: one safetensors file per entry, and state.json.
 
     Raises CheckpointError if the disk is full or not writable; earlier checkpoints are preserved.
@@ -47,16 +49,22 @@ def save(root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: di
         temporary.mkdir(parents=True)
         files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
         files["state.json"] = json.dumps(state).encode()
-        manifest = {name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-                    for name, content in files.items()}
-        files[MANIFEST] = json.dumps({"format": FORMAT, "step": step, "files": manifest}, indent=1).encode()
+        manifest = {
+            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in files.items()
+        }
+        files[MANIFEST] = json.dumps(
+            {"format": FORMAT, "step": step, "files": manifest}, indent=1
+        ).encode()
         for name, content in files.items():
             write_atomic(temporary / name, content)
         shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"checkpoint of step {step}: {error}; remaining steps: {steps(root) or 'none'}") from None
+        raise CheckpointError(
+            f"checkpoint of step {step}: {error}; remaining steps: {steps(root) or 'none'}"
+        ) from None
     return final
 
 
@@ -99,7 +107,9 @@ def newest(root: Path) -> Path | None:
 def prune(root: Path, keep: int, best: int | None = None) -> None:
     """Remove all checkpoints except the newest `keep` and the best."""
     for step in {*steps(root)[:-keep]} - {best}:
-        shutil.rmtree(root / f"step-{step}", ignore_errors=True)  # an interrupted removal leaves a damaged checkpoint
+        shutil.rmtree(
+            root / f"step-{step}", ignore_errors=True
+        )  # an interrupted removal leaves a damaged checkpoint
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -130,34 +140,52 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return tensors | {name: tensors[first] for name, first in aliases.items()}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], source: Path | str, absent: Collection[str] = ()) -> None:
+def load_model(
+    model: nn.Module, tensors: dict[str, Tensor], source: Path | str, absent: Collection[str] = ()
+) -> None:
     """Load weights by name, except those of `absent`.
 
     Raises CheckpointError that names the first mismatch.
     """
     make_room(model, tensors)
     own = model.state_dict()
-    here, there = ({name: tuple(t.shape) for name, t in each.items() if name not in absent} for each in (own, tensors))
-    if odd := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
-        raise CheckpointError(f"{source}: {odd[0]} has shape {there.get(odd[0], 'none')}, expected "
-                              f"{here.get(odd[0], 'none')}; {len(odd)} tensors differ")
-    model.load_state_dict({name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent)
+    here, there = (
+        {name: tuple(t.shape) for name, t in each.items() if name not in absent}
+        for each in (own, tensors)
+    )
+    if odd := sorted(
+        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
+    ):
+        raise CheckpointError(
+            f"{source}: {odd[0]} has shape {there.get(odd[0], 'none')}, expected "
+            f"{here.get(odd[0], 'none')}; {len(odd)} tensors differ"
+        )
+    model.load_state_dict(
+        {name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent
+    )
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimiser's tensors as "<parameter name>.<key>"."""
-    return {f"{name}.{key}": full_tensor(value) for name, parameter in model.named_parameters()
-            for key, value in optimizer.state.get(parameter, {}).items()}
+    return {
+        f"{name}.{key}": full_tensor(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
     """Restore the result of optimizer_tensors."""
     parameters, states = dict(model.named_parameters()), {}
-    order = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    order = {
+        p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
     for name, tensor in tensors.items():
         parameter, _, key = name.rpartition(".")
         own = parameters[parameter]
-        states.setdefault(order[own], {})[key] = tensor if key == "step" else sharded_like(own, tensor)
+        states.setdefault(order[own], {})[key] = (
+            tensor if key == "step" else sharded_like(own, tensor)
+        )
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
@@ -170,10 +198,10 @@ class Progress:
 
     step: int = 0
     epoch: int = 0
-    position: int = 0                  # completed steps of this epoch
-    evaluated: int = 0                 # step of the last evaluation
-    best: dict[str, Any] | None = None      # step, epoch and validation metrics
-    loss: float = 0.0                  # sum since the last training record
+    position: int = 0  # completed steps of this epoch
+    evaluated: int = 0  # step of the last evaluation
+    best: dict[str, Any] | None = None  # step, epoch and validation metrics
+    loss: float = 0.0  # sum since the last training record
     losses: int = 0
 
 
@@ -191,9 +219,24 @@ class TrainingState:
         saved, saved_at: Step and time of the last checkpoint.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Any, task: Task, run: Run, distributed: Distributed, keep: int,
-                 per_epoch: int | None, adapters: Adapters | None = None):
-        self.module, self.optimizer, self.task, self.run, self.distributed = module, optimizer, task, run, distributed
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        task: Task,
+        run: Run,
+        distributed: Distributed,
+        keep: int,
+        per_epoch: int | None,
+        adapters: Adapters | None = None,
+    ):
+        self.module, self.optimizer, self.task, self.run, self.distributed = (
+            module,
+            optimizer,
+            task,
+            run,
+            distributed,
+        )
         self.keep, self.per_epoch, self.scaler = keep, per_epoch, distributed.accelerator.scaler
         self.stay, self.digest = (adapters.stay, adapters.digest) if adapters else (set(), None)
         self.root, self.progress = run.directory / CHECKPOINTS, Progress()
@@ -202,21 +245,42 @@ class TrainingState:
     @property
     def epoch(self) -> float:
         """Completed epochs, as a fraction."""
-        return round(self.progress.epoch + (self.progress.position / self.per_epoch if self.per_epoch else 0), 4)
+        return round(
+            self.progress.epoch
+            + (self.progress.position / self.per_epoch if self.per_epoch else 0),
+            4,
+        )
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""
-        tensors = {"model": {name: full_tensor(t)
-                             for name, t in self.module.state_dict().items() if name not in self.stay},
-                   "optimizer": optimizer_tensors(self.module, self.optimizer)}
-        plain = self.distributed.gather({name: value.detach().cpu() if isinstance(value, Tensor) else value
-                                         for name, value in self.task.state_dict().items()})
-        if of_task := {f"{rank}.{name}": plain[rank].pop(name) for rank, state in enumerate(plain)
-                       for name, value in [*state.items()] if isinstance(value, Tensor)}:
+        tensors = {
+            "model": {
+                name: full_tensor(t)
+                for name, t in self.module.state_dict().items()
+                if name not in self.stay
+            },
+            "optimizer": optimizer_tensors(self.module, self.optimizer),
+        }
+        plain = self.distributed.gather(
+            {
+                name: value.detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in self.task.state_dict().items()
+            }
+        )
+        if of_task := {
+            f"{rank}.{name}": plain[rank].pop(name)
+            for rank, state in enumerate(plain)
+            for name, value in [*state.items()]
+            if isinstance(value, Tensor)
+        }:
             tensors["task"] = of_task
         state = asdict(self.progress) | {
-            "rng": self.distributed.gather(rng_state()), "records": len(self.run.records), "task": plain,
-            "scaler": self.scaler.state_dict() if self.scaler else None, "stay": self.digest}
+            "rng": self.distributed.gather(rng_state()),
+            "records": len(self.run.records),
+            "task": plain,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "stay": self.digest,
+        }
         if self.distributed.main:
             save(self.root, self.progress.step, tensors, state)
             prune(self.root, self.keep, (self.progress.best or {}).get("step"))
@@ -233,8 +297,10 @@ class TrainingState:
             return
         state, left = load_state(path), self.distributed.broadcast(len(self.run.records))
         if left < state["records"]:
-            raise CheckpointError(f"{path}: expected {state['records']} records in metrics.jsonl, found {left}; "
-                                  f"restore the file, or move {self.root} away to start over")
+            raise CheckpointError(
+                f"{path}: expected {state['records']} records in metrics.jsonl, found {left}; "
+                f"restore the file, or move {self.root} away to start over"
+            )
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:
@@ -246,12 +312,16 @@ class TrainingState:
         if same:
             set_rng_state(state["rng"][self.distributed.rank])
         if self.distributed.main:
-            print(f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', new random seeds'})")
+            print(
+                f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', new random seeds'})"
+            )
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Load weights and task state. Raises CheckpointError for those of another run."""
         if state.get("stay") != self.digest:
-            raise CheckpointError(f"{path}: adapters of a different base model; use the task.init of the original run")
+            raise CheckpointError(
+                f"{path}: adapters of a different base model; use the task.init of the original run"
+            )
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
         tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
         for key, tensor in (load_tensors(file) if file.exists() else {}).items():
@@ -259,18 +329,24 @@ class TrainingState:
             tasks[int(rank)][name] = tensor
         same = len(tasks) == self.distributed.size
         if not same and not all(same_state(each, tasks[0]) for each in tasks):
-            raise CheckpointError(f"{path}: has task states of {len(tasks)} processes; use the same number")
+            raise CheckpointError(
+                f"{path}: has task states of {len(tasks)} processes; use the same number"
+            )
         self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
 
     def load_best(self) -> None:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
         if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
-            raise CheckpointError(f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir")
+            raise CheckpointError(
+                f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir"
+            )
         self._load_weights(path, load_state(path))
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two processes have equal task states."""
     return one.keys() == other.keys() and all(
-        value.equal(other[name]) if isinstance(value, Tensor) else value == other[name] for name, value in one.items())
+        value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in one.items()
+    )

@@ -22,13 +22,23 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from crt_exp.config import ALIASES, CONF, ConfigError, canonical, known_names, own_folders, own_names
+from crt_exp.config import (
+    ALIASES,
+    CONF,
+    ConfigError,
+    canonical,
+    known_names,
+    own_folders,
+    own_names,
+)
 from crt_exp.data import inside_torchrun, rank
 from crt_exp.options import to_text, unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explain_error, plain_config
 
 COLUMN = 40  # column of the comments in --help
-LINE = re.compile(r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$")  # indentation, key and comment of a line
+LINE = re.compile(
+    r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$"
+)  # indentation, key and comment of a line
 
 
 def check_command_line(args: list[str]) -> str | None:
@@ -63,18 +73,30 @@ def refuse(message: str) -> None:
 
 def with_file_names(args: list[str]) -> list[str]:
     """Replace the papers' names of attention, such as favor++, by file names."""
+
     def renamed(arg: str) -> str:
         key, sign, names = arg.partition("=")
-        return f"{key}={','.join(canonical('attention', name) for name in names.split(','))}" if sign else arg
+        return (
+            f"{key}={','.join(canonical('attention', name) for name in names.split(','))}"
+            if sign
+            else arg
+        )
 
     return [renamed(arg) if arg.lstrip("+").startswith("attention=") else arg for arg in args]
 
 
 def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
     """Yield runs of a sweep that together contain each value of each key."""
-    with one_line(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
-        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(overrides)
-        if any(o.key_or_group == "hydra/sweeper" for o in parsed):  # this sweeper chooses the values itself
+    with (
+        one_line(),
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
+    ):
+        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(
+            overrides
+        )
+        if any(
+            o.key_or_group == "hydra/sweeper" for o in parsed
+        ):  # this sweeper chooses the values itself
             parsed = [o for o in parsed if not o.is_sweep_override()]
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     seen: set[str] = set()
@@ -86,8 +108,13 @@ def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
 
 def compose(overrides: list[str]):
     """Compose the configuration of one run, including the files of `own_names`."""
-    with one_line(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
-        return hydra.compose("config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True)
+    with (
+        one_line(),
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
+    ):
+        return hydra.compose(
+            "config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True
+        )
 
 
 def with_folders(folders: Iterable[Path]) -> list[str]:
@@ -103,8 +130,10 @@ def one_line() -> Iterator[None]:
         yield
     except OverrideParseException as error:
         key = error.override.partition("=")[0]
-        raise ConfigError(f"{error.override}: expected key=value; quote values with special characters twice, "
-                          f"'{key}=\"...\"', and write $HOME for ~") from None
+        raise ConfigError(
+            f"{error.override}: expected key=value; quote values with special characters twice, "
+            f"'{key}=\"...\"', and write $HOME for ~"
+        ) from None
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         known = [*(error.options or []), *ALIASES.get(group, ())]
@@ -127,7 +156,9 @@ def unknown_key(error: OmegaConfBaseException) -> ConfigError:
         return ConfigError(f"{key}: none is chosen, add {key}=...")
     known = [str(name) for name in error.parent_node or () if not str(name).startswith("_")]
     known += [] if path else [*GROUPS, "experiment"]
-    return unknown("key", str(error.full_key), sorted({f"{path}.{name}" if path else name for name in known}))
+    return unknown(
+        "key", str(error.full_key), sorted({f"{path}.{name}" if path else name for name in known})
+    )
 
 
 def check_writable(directory: Path) -> None:
@@ -135,7 +166,9 @@ def check_writable(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"hydra.run.dir={directory}: {error.strerror}; expected a writable folder") from None
+        raise ConfigError(
+            f"hydra.run.dir={directory}: {error.strerror}; expected a writable folder"
+        ) from None
     with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
         directory.rmdir()
 
@@ -145,7 +178,10 @@ def check_writable(directory: Path) -> None:
 
 def help_text(cfg: DictConfig) -> str:
     """Fill the help template of conf/config.yaml for a composed configuration."""
-    groups = [wrap(f"{group}: {', '.join(known_names(group))}", 2) for group in sorted([*GROUPS, "experiment"])]
+    groups = [
+        wrap(f"{group}: {', '.join(known_names(group))}", 2)
+        for group in sorted([*GROUPS, "experiment"])
+    ]
     keys = lines_of(plain_config(cfg), comments(cfg), "")
     template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
     return template.replace("$CONFIG", "\n".join([*keys, ""]))
@@ -154,15 +190,23 @@ def help_text(cfg: DictConfig) -> str:
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
     found = dict(comments_of(CONF / "config.yaml", ""))
-    chosen = [(place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name]
-    for group, name in sorted(chosen, key=lambda choice: choice[0] != "trainer"):  # a task may replace keys of trainer
-        for folder in (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ():
+    chosen = [
+        (place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name
+    ]
+    for group, name in sorted(
+        chosen, key=lambda choice: choice[0] != "trainer"
+    ):  # a task may replace keys of trainer
+        for folder in (
+            (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ()
+        ):
             found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
     return found
 
 
 def wrap(text: str, indent: int) -> str:
-    return textwrap.fill(text, 120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, 120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterator[str]:
@@ -186,7 +230,11 @@ def comments_of(path: Path, package: str) -> Iterator[tuple[str, str]]:
         if isinstance(entry, str) and entry != "_self_":
             yield from comments_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
     above = [] if "@package _global_" in text or not package else [(-1, package)]
-    for indent, key, comment in (match.groups() for match in map(LINE.match, text.splitlines()) if match):
-        above = [(depth, name) for depth, name in above if depth < len(indent)] + [(len(indent), key)]
+    for indent, key, comment in (
+        match.groups() for match in map(LINE.match, text.splitlines()) if match
+    ):
+        above = [(depth, name) for depth, name in above if depth < len(indent)] + [
+            (len(indent), key)
+        ]
         if comment:
             yield ".".join(name for _, name in above), comment

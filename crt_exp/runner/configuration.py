@@ -13,12 +13,29 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
 from pydantic import Field
 
-from crt_exp.options import Count, Parameter, annotations_in_source, check_options, format_value, unknown
-from crt_exp.config import (ATTENTION, FEATURES, SAMPLER, ConfigError, Group, check_node, choices, construct,
-                            own_options, read_yaml, uses)
+from crt_exp.config import (
+    ATTENTION,
+    FEATURES,
+    SAMPLER,
+    ConfigError,
+    Group,
+    check_node,
+    choices,
+    construct,
+    own_options,
+    read_yaml,
+    uses,
+)
+from crt_exp.options import (
+    Count,
+    Parameter,
+    annotations_in_source,
+    check_options,
+    format_value,
+    unknown,
+)
 
 # ---- Hydra's state
 
@@ -36,7 +53,11 @@ def overrides() -> list[str]:
 def folders() -> list[str]:
     """Return the local folders that the user added to Hydra's search path."""
     sources = HydraConfig.get().runtime.config_sources
-    return [source.path for source in sources if source.provider.endswith("command-line") and source.schema == "file"]
+    return [
+        source.path
+        for source in sources
+        if source.provider.endswith("command-line") and source.schema == "file"
+    ]
 
 
 def output_directory() -> Path:
@@ -67,7 +88,13 @@ def mechanism_part(override: str) -> str | None:
     """
     key = override_key(override)
     group = key.split(".")[0]
-    return "m" if key == "features.m" else group if group in ("attention", "features", "sampler") else None
+    return (
+        "m"
+        if key == "features.m"
+        else group
+        if group in ("attention", "features", "sampler")
+        else None
+    )
 
 
 def override(key: str, value: Any) -> str:
@@ -80,17 +107,27 @@ def override(key: str, value: Any) -> str:
 
 # ---- keys and groups
 
-TOP = {"seed": Parameter(Annotated[int, Field(ge=0, le=2**32 - 1)], True),  # the range of NumPy's seeds
-       "resume": Parameter(Literal["never", "auto"], True)}
+TOP = {
+    "seed": Parameter(
+        Annotated[int, Field(ge=0, le=2**32 - 1)], True
+    ),  # the range of NumPy's seeds
+    "resume": Parameter(Literal["never", "auto"], True),
+}
 GROUPS = {
-    "task": Group("a class that measures (`records`) or trains (`batches`), see tasks/base.py", lambda made:
-                  hasattr(made, "summary") and (hasattr(made, "records") or hasattr(made, "batches"))),
+    "task": Group(
+        "a class that measures (`records`) or trains (`batches`), see tasks/base.py",
+        lambda made: (
+            hasattr(made, "summary") and (hasattr(made, "records") or hasattr(made, "batches"))
+        ),
+    ),
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
     "sampler": SAMPLER,
     "attention": ATTENTION,
     "trainer": Group("a TrainerConfig", lambda made: hasattr(made, "check_processes")),
-    "logger": Group("a class with `start`, `log` and `finish`",
-                    lambda made: all(hasattr(made, name) for name in ("start", "log", "finish"))),
+    "logger": Group(
+        "a class with `start`, `log` and `finish`",
+        lambda made: all(hasattr(made, name) for name in ("start", "log", "finish")),
+    ),
 }
 
 
@@ -100,8 +137,11 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
     Raises ConfigError if an interpolation fails.
     """
     try:
-        return OmegaConf.to_container(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]), resolve=True,
-                                      throw_on_missing=True)
+        return OmegaConf.to_container(
+            OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]),
+            resolve=True,
+            throw_on_missing=True,
+        )
     except OmegaConfBaseException as error:
         raise explain_error(error) from None
 
@@ -129,12 +169,20 @@ def check_early(cfg: DictConfig) -> None:
 
 def check_source(path: str, node: Any, group: Group) -> None:
     """Check a node against the annotations in the source of its class."""
-    hints = annotations_in_source(node["_target_"]) if isinstance(node, dict) and "_target_" in node else {}
+    hints = (
+        annotations_in_source(node["_target_"])
+        if isinstance(node, dict) and "_target_" in node
+        else {}
+    )
     if hints:
         for key in group.parts.keys() & node.keys():
             check_source(f"{path}.{key}", node[key], group.parts[key])
         wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
-        check_options(path, wanted, {key: own for key, own in own_options(node).items() if key not in group.parts})
+        check_options(
+            path,
+            wanted,
+            {key: own for key, own in own_options(node).items() if key not in group.parts},
+        )
 
 
 def check_composed(cfg: DictConfig) -> None:
@@ -152,11 +200,15 @@ def check_plain(given: dict[str, Any]) -> None:
     check_top(given)
     for name, group in GROUPS.items():
         node = given.get(name)
-        unchosen = isinstance(node, dict) and node.keys() <= group.extra.keys()  # only the keys of config.yaml
+        unchosen = (
+            isinstance(node, dict) and node.keys() <= group.extra.keys()
+        )  # only the keys of config.yaml
         if node is not None and not unchosen:
             check_node(name, node, group)
         elif not group.optional:
-            raise ConfigError(f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})")
+            raise ConfigError(
+                f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})"
+            )
 
 
 def check_top(given: dict[str, Any]) -> None:
@@ -168,10 +220,15 @@ def check_top(given: dict[str, Any]) -> None:
 
 def check_unused(attention: dict[str, Any] | None) -> None:
     """Raise ConfigError for choices that the attention does not use."""
-    unused = [o for o in overrides()
-              if attention and mechanism_part(o) in {"features", "sampler", "m"} - uses(attention)]
+    unused = [
+        o
+        for o in overrides()
+        if attention and mechanism_part(o) in {"features", "sampler", "m"} - uses(attention)
+    ]
     if unused:
-        raise ConfigError(f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it")
+        raise ConfigError(
+            f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
+        )
 
 
 # ---- the configuration in a run directory

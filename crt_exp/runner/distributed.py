@@ -12,7 +12,9 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
-PATIENCE = timedelta(hours=2)  # of processes that wait for one that reads or writes; NCCL's own is 10 minutes
+PATIENCE = timedelta(
+    hours=2
+)  # of processes that wait for one that reads or writes; NCCL's own is 10 minutes
 
 
 class Distributed:
@@ -25,9 +27,14 @@ class Distributed:
     """
 
     def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
-        self.accelerator = Accelerator(cpu=cpu or not torch.accelerator.is_available(), mixed_precision=precision,
-                                       kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=unused),
-                                                        InitProcessGroupKwargs(timeout=PATIENCE)])
+        self.accelerator = Accelerator(
+            cpu=cpu or not torch.accelerator.is_available(),
+            mixed_precision=precision,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(find_unused_parameters=unused),
+                InitProcessGroupKwargs(timeout=PATIENCE),
+            ],
+        )
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.main = self.accelerator.device, self.rank == 0
 
@@ -64,8 +71,11 @@ def rng_state() -> dict[str, Any]:
     Of GPUs, only the current device is included.
     """
     kind, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest],
-             "torch": torch.get_rng_state().numpy().tobytes().hex()}
+    state = {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
@@ -98,18 +108,28 @@ def shard(model: nn.Module, precision: str) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low = torch.bfloat16 if precision == "bf16" else None
-    mesh = init_device_mesh(next(model.parameters()).device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(
+        next(model.parameters()).device.type, (torch.distributed.get_world_size(),)
+    )
     for block in blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32))
     outputs = torch.float32 if low else None
-    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32, outputs))
+    return fully_shard(
+        model, mesh=mesh, mp_policy=MixedPrecisionPolicy(low, torch.float32, outputs)
+    )
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost repeated layers: at least two of one class in a list."""
     for child in model.children():
-        members = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        if len(members) >= 2 and len({type(m) for m in members}) == 1 and [*members[0].parameters()]:
+        members = (
+            list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
+        )
+        if (
+            len(members) >= 2
+            and len({type(m) for m in members}) == 1
+            and [*members[0].parameters()]
+        ):
             yield from members
         else:
             yield from blocks(child)
@@ -121,4 +141,6 @@ def sharded_like(own: Tensor, tensor: Tensor) -> Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(
+        tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )

@@ -22,7 +22,13 @@ from crt_exp.data import DataError, inside_torchrun, rank
 from crt_exp.runner.configuration import directory_override, is_sweep, output_directory, override
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
-NO_MEMORY = ("allocate memory", "out of memory", "not enough memory", "Storage size calculation", "numel: integer")
+NO_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "Storage size calculation",
+    "numel: integer",
+)
 
 
 class Stopped(Exception):
@@ -39,7 +45,9 @@ class Stopped(Exception):
 def stop_error(signum: int) -> Stopped:
     """Return the error of a run stopped by a signal, with the command to continue."""
     words = shlex.quote(override(*directory_override()))
-    return Stopped(f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum)
+    return Stopped(
+        f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum
+    )
 
 
 class StopSignals:
@@ -58,8 +66,11 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
-            self.previous = {s: signal.signal(s, self.handle) for s in (asking, signal.SIGINT, signal.SIGHUP)
-                             if signal.getsignal(s) is not signal.SIG_IGN}
+            self.previous = {
+                s: signal.signal(s, self.handle)
+                for s in (asking, signal.SIGINT, signal.SIGHUP)
+                if signal.getsignal(s) is not signal.SIG_IGN
+            }
         return self
 
     def handle(self, signum: int, frame: Any) -> None:
@@ -70,7 +81,10 @@ class StopSignals:
 
     def __exit__(self, kind, error, trace) -> None:
         ending = isinstance(error, Stopped) and error.code > 128
-        for signum, handler in self.previous.items():  # torchrun's copy of the signal must not cut the output
+        for (
+            signum,
+            handler,
+        ) in self.previous.items():  # torchrun's copy of the signal must not cut the output
             signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)
         if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
             self.previous[self.signum](self.signum, None)
@@ -89,13 +103,21 @@ def report_errors() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
-        no_memory = isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY)
-        if isinstance(error, RuntimeError) and not no_memory or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        no_memory = isinstance(error, MemoryError) or any(
+            words in str(error) for words in NO_MEMORY
+        )
+        if (
+            isinstance(error, RuntimeError)
+            and not no_memory
+            or os.environ.get("HYDRA_FULL_ERROR") == "1"
+        ):
             wait_for_first_error()
             raise  # a bug: keep the traceback
         if no_memory:
-            error = ConfigError(f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
-                                "trainer.batch or task")
+            error = ConfigError(
+                f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
+                "trainer.batch or task"
+            )
         end_run(error, ERROR_CODE)
 
 
@@ -108,7 +130,9 @@ def end_run(error: Exception, code: int) -> None:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
     print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-    failed = CompactHydraException(message)  # Hydra prints the first failure at the end, without a traceback
+    failed = CompactHydraException(
+        message
+    )  # Hydra prints the first failure at the end, without a traceback
     failed.code = code
     raise failed from None
 
@@ -117,7 +141,13 @@ def fail(error: Exception, code: int = ERROR_CODE) -> None:
     """Print an error and exit."""
     if code <= 128:
         wait_for_first_error()
-    kind = "" if isinstance(error, Stopped) else f"error on process {rank()}: " if rank() else "error: "
+    kind = (
+        ""
+        if isinstance(error, Stopped)
+        else f"error on process {rank()}: "
+        if rank()
+        else "error: "
+    )
     with suppress(OSError):  # the terminal may be closed (SIGHUP)
         if rank() == 0 or code <= 128:
             print(f"crt_exp: {kind}{error}", file=sys.stderr, flush=True)

@@ -12,8 +12,15 @@ from omegaconf import DictConfig
 
 from crt_exp.config import ConfigError, import_object, instantiate
 from crt_exp.data import rank, world_size
-from crt_exp.runner.configuration import (check_composed, choice, is_sweep, mechanism_part, output_directory,
-                                          override_key, overrides)
+from crt_exp.runner.configuration import (
+    check_composed,
+    choice,
+    is_sweep,
+    mechanism_part,
+    output_directory,
+    override_key,
+    overrides,
+)
 from crt_exp.runner.loggers import CURVES, draw_curves
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import check_direction, direction
@@ -25,13 +32,23 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
 
     check_composed(cfg)
     if is_sweep():
-        check_direction(import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction"))
+        check_direction(
+            import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction")
+        )
     task = instantiate(cfg.task)
     mechanism = Mechanism.from_config(cfg, choice)
-    if mechanism.features is not None and not (mechanism.own_kernel and getattr(task, "of_rows", False)):
+    if mechanism.features is not None and not (
+        mechanism.own_kernel and getattr(task, "of_rows", False)
+    ):
         with errors_of("features"):
             mechanism.map()
-    refuse([o for o in overrides() if (part := mechanism_part(o)) and part not in getattr(task, "uses", {part})])
+    refuse(
+        [
+            o
+            for o in overrides()
+            if (part := mechanism_part(o)) and part not in getattr(task, "uses", {part})
+        ]
+    )
     (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
     return task, mechanism
 
@@ -61,10 +78,14 @@ def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
     refuse(overrides_of("trainer"))
-    whole = getattr(task, "measures_whole", None)  # the task accepts attention without a feature map
+    whole = getattr(
+        task, "measures_whole", None
+    )  # the task accepts attention without a feature map
     if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
-        raise ConfigError(f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
-                          "features=..., attention=favorpp or attention=exact")
+        raise ConfigError(
+            f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
+            "features=..., attention=favorpp or attention=exact"
+        )
 
 
 def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
@@ -77,7 +98,9 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
     if config.adapt:
         task.check_adapters()
     elif unused := overrides_of("trainer.lora"):
-        raise ConfigError(f"trainer.adapt=null: does not use {' '.join(unused)}; set trainer.adapt=lora")
+        raise ConfigError(
+            f"trainer.adapt=null: does not use {' '.join(unused)}; set trainer.adapt=lora"
+        )
     planned_steps(config, task, world_size())
     if choice("attention"):
         with errors_of("attention"):
@@ -96,7 +119,9 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     records = (run_measurement if hasattr(task, "records") else run_training)(cfg, task, mechanism)
     if not records:
         return None
-    part = f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
+    part = (
+        f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
+    )
     print(f"{task.summary(records)}{part}{stand_in and f'; {stand_in}'}  [{output_directory()}]")
     return records[-1][task.metric]
 
@@ -109,9 +134,17 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
         set_seed(cfg.seed)
         if hasattr(task, "directory"):  # tasks with a state of their own
             task.directory = run.directory
-        for record in () if is_finished(run.records) else task.records(mechanism, cfg.seed, done=list(run.records)):
-            ending = {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-            if ending and hasattr(task, "keep"):  # write all files before the final record marks the run as done
+        for record in (
+            ()
+            if is_finished(run.records)
+            else task.records(mechanism, cfg.seed, done=list(run.records))
+        ):
+            ending = (
+                {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
+            )
+            if ending and hasattr(
+                task, "keep"
+            ):  # write all files before the final record marks the run as done
                 task.keep([*run.records, record | ending], run.directory)
             run.log(**record, **ending)
     return run.records
@@ -125,8 +158,10 @@ def run_training(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     from crt_exp.runner.trainer import Trainer
 
     config = instantiate(cfg.trainer)
-    with Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed, \
-            Run(cfg, task, output_directory(), distributed.main) as run:
+    with (
+        Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed,
+        Run(cfg, task, output_directory(), distributed.main) as run,
+    ):
         set_seed(cfg.seed)
         if not distributed.broadcast(is_finished(run.records)):
             Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()

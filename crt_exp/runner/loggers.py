@@ -31,11 +31,27 @@ class WandbLogger:
         group: Default: WANDB_RUN_GROUP, else the name of the sweep directory.
     """
 
-    def __init__(self, project: str, mode: Literal["online", "offline", "disabled"] | None = None,
-                 entity: str | None = None, group: str | None = None, name: str | None = None,
-                 job_type: str | None = None, tags: Sequence[str] | None = None):
-        self.mode, self.options = mode, {"project": project, "entity": entity, "group": group, "name": name,
-                                         "job_type": job_type, "tags": tags}
+    def __init__(
+        self,
+        project: str,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] | None = None,
+    ):
+        self.mode, self.options = (
+            mode,
+            {
+                "project": project,
+                "entity": entity,
+                "group": group,
+                "name": name,
+                "job_type": job_type,
+                "tags": tags,
+            },
+        )
 
     def start(self, directory: Path, config: dict) -> None:
         import wandb
@@ -47,24 +63,40 @@ class WandbLogger:
         if self.mode is None and "mode" not in settings.model_fields_set:
             self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
         try:
-            self.run = wandb.init(**self.options, mode=self.mode, dir=str(directory), config=config, resume="allow",
-                                  id=known.read_text().strip() if known.is_file() else None,
-                                  settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))
+            self.run = wandb.init(
+                **self.options,
+                mode=self.mode,
+                dir=str(directory),
+                config=config,
+                resume="allow",
+                id=known.read_text().strip() if known.is_file() else None,
+                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            )
         except wandb.Error as error:
-            raise ConfigError(f"logger=wandb: {str(error).splitlines()[0]}; logger=none runs without it") from None
+            raise ConfigError(
+                f"logger=wandb: {str(error).splitlines()[0]}; logger=none runs without it"
+            ) from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         known.write_text(self.run.id + "\n")
 
     def log(self, record: dict) -> None:
-        self.run.log({key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
-                      for key, value in record.items() if isinstance(value, (int, float)) and key != "final"})
+        self.run.log(
+            {
+                key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
+                for key, value in record.items()
+                if isinstance(value, (int, float)) and key != "final"
+            }
+        )
 
     def finish(self, failed: bool) -> None:
         """Finish the run; after a success, print how to upload an offline run."""
         self.run.finish(exit_code=int(failed))
         if self.run.offline and not failed:
-            print(f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`", file=sys.stderr)
+            print(
+                f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`",
+                file=sys.stderr,
+            )
 
 
 class ProgressLine:
@@ -84,9 +116,13 @@ class ProgressLine:
 
     def step(self, loss: float) -> None:
         self.at += 1
-        seconds = (time.monotonic() - self.began) / (self.at - self.first)  # includes evaluations and checkpoints
+        seconds = (time.monotonic() - self.began) / (
+            self.at - self.first
+        )  # includes evaluations and checkpoints
         left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
-        self._print(f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left")
+        self._print(
+            f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
+        )
 
     def evaluating(self, split: str, read: int, whole: int | None) -> None:
         """Print the number of evaluated micro-batches.
@@ -110,9 +146,16 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
 
     from crt_exp.drawing import save_figure
 
-    loss = [(r["step"], r["loss"]) for r in records if r["split"] == "train" and r.get("loss") is not None]
-    scores = [(r["step"], r[metric]) for r in records
-              if r["split"] != "train" and r.get(metric) is not None and not r.get("final")]
+    loss = [
+        (r["step"], r["loss"])
+        for r in records
+        if r["split"] == "train" and r.get("loss") is not None
+    ]
+    scores = [
+        (r["step"], r[metric])
+        for r in records
+        if r["split"] != "train" and r.get(metric) is not None and not r.get("final")
+    ]
     if max(len(loss), len(scores)) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")

@@ -28,8 +28,16 @@ from crt_exp.data import world_size
 from crt_exp.runner.configuration import overrides
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
-FREE_KEYS = ("resume.", "logger.", "trainer.prefetch.", "trainer.keep.", "trainer.cpu.", "trainer.save_minutes.",
-             "task.cache_dir.", "task.workers.")
+FREE_KEYS = (
+    "resume.",
+    "logger.",
+    "trainer.prefetch.",
+    "trainer.keep.",
+    "trainer.cpu.",
+    "trainer.save_minutes.",
+    "task.cache_dir.",
+    "task.workers.",
+)
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 LOCK, INPUTS = ".lock", "inputs.json"  # files of the run directory
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
@@ -51,7 +59,10 @@ class Run:
 
     def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
         self.cfg, self.task, self.directory, self.main = cfg, task, Path(directory), main
-        self.metrics, self.lock = self.directory / "metrics.jsonl", FileLock(self.directory / LOCK, blocking=False)
+        self.metrics, self.lock = (
+            self.directory / "metrics.jsonl",
+            FileLock(self.directory / LOCK, blocking=False),
+        )
         self.existed, self.records, self.logger = True, [], None
 
     def __enter__(self) -> "Run":
@@ -61,11 +72,15 @@ class Run:
                 self.lock.acquire()
                 self._open()
             except Timeout:
-                raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
+                raise ConfigError(
+                    f"hydra.run.dir={self.directory}: in use by another run"
+                ) from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
-        self.started = time.monotonic() - (self.records[-1].get("time_s", 0.0) if self.records else 0.0)
+        self.started = time.monotonic() - (
+            self.records[-1].get("time_s", 0.0) if self.records else 0.0
+        )
         return self
 
     def _open(self) -> None:
@@ -73,14 +88,24 @@ class Run:
         self.existed = self._continues()
         config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
         inputs = input_states(config["task"], self.task)
-        before = read_json(path.read_text(encoding="utf-8"), path) if self.existed and path.is_file() else inputs
-        if changed := [key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)]:
-            raise ConfigError(f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
-                              f"delete {path} if only their times differ")
+        before = (
+            read_json(path.read_text(encoding="utf-8"), path)
+            if self.existed and path.is_file()
+            else inputs
+        )
+        if changed := [
+            key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)
+        ]:
+            raise ConfigError(
+                f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
+                f"delete {path} if only their times differ"
+            )
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
         write_atomic(path, json.dumps(inputs, indent=1) + "\n")
-        write_atomic(self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n")
+        write_atomic(
+            self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n"
+        )
         logger = instantiate(self.cfg.logger)
         logger.start(self.directory, config)
         self.logger = logger
@@ -90,14 +115,20 @@ class Run:
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed at its start leaves a .tmp file
         if self.cfg.resume != "auto":
-            raise ConfigError(f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder")
+            raise ConfigError(
+                f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
+            )
         # absent keys equal null; interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
-        if changed := [f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
-                       for key in sorted(old.keys() | new.keys())
-                       if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_KEYS)]:
-            raise ConfigError(f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}")
+        if changed := [
+            f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_KEYS)
+        ]:
+            raise ConfigError(
+                f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
+            )
         return True
 
     def log(self, **record: Any) -> None:
@@ -116,7 +147,9 @@ class Run:
         """Keep only the first `count` records, up to the checkpoint to continue from."""
         if count < len(self.records):
             del self.records[count:]
-            write_atomic(self.metrics, "".join(json.dumps(record) + "\n" for record in self.records))
+            write_atomic(
+                self.metrics, "".join(json.dumps(record) + "\n" for record in self.records)
+            )
 
     def __exit__(self, kind, error, trace) -> None:
         if not self.main:
@@ -124,7 +157,9 @@ class Run:
         try:
             if self.logger is not None:
                 self.logger.finish(failed=kind is not None)
-            if kind and not (self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()):
+            if kind and not (
+                self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
+            ):
                 shutil.rmtree(self.directory, ignore_errors=True)
         finally:
             (self.directory / LOCK).unlink(missing_ok=True)
@@ -170,20 +205,29 @@ def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
 
     Includes the files that options of the task name and the task's own `inputs()` (key "data").
     """
-    places = [(f"task.{key}", text) for key, value in leaves(options) if key not in ("cache_dir", "data_dir")
-              for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    places = [
+        (f"task.{key}", text)
+        for key, value in leaves(options)
+        if key not in ("cache_dir", "data_dir")
+        for text in (value if isinstance(value, list) else [value])
+        if isinstance(text, str)
+    ]
     places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
     found: dict[str, list[tuple[str, int, int]]] = {}
     for key, place in places:
         path = Path(place).expanduser()
-        if os.path.isfile(path / "config.yaml"):  # a run: only its weights, because logs and figures may change
+        if os.path.isfile(
+            path / "config.yaml"
+        ):  # a run: only its weights, because logs and figures may change
             path = path / "model" if (path / "model").is_dir() else path / "adapter"
         for file in path.rglob("*") if os.path.isdir(path) else [path]:
             if os.path.isfile(file) and not file.name.startswith("."):
                 status = file.stat()
                 found.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
-    return {key: f"{len(files)} files, {hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]}"
-            for key, files in found.items()}
+    return {
+        key: f"{len(files)} files, {hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]}"
+        for key, files in found.items()
+    }
 
 
 # ---- versions
@@ -202,13 +246,29 @@ def agree_on_start() -> None:
 
 def versions(seed: int) -> dict[str, Any]:
     packages = {}
-    for name in ("crt_exp", "torch", "numpy", "scipy", "scikit-learn", "hydra-core", "transformers", "accelerate",
-                 "datasets", "timm"):
+    for name in (
+        "crt_exp",
+        "torch",
+        "numpy",
+        "scipy",
+        "scikit-learn",
+        "hydra-core",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "timm",
+    ):
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
-    return {"command": " ".join(["python -m crt_exp", *sys.argv[1:]]), "overrides": overrides(), "seed": seed,
-            "commit": commit(), "python": platform.python_version(),
-            "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}", "packages": packages}
+    return {
+        "command": " ".join(["python -m crt_exp", *sys.argv[1:]]),
+        "overrides": overrides(),
+        "seed": seed,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}",
+        "packages": packages,
+    }
 
 
 def commit() -> str | None:
@@ -216,5 +276,14 @@ def commit() -> str | None:
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+changes",
+    ]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()

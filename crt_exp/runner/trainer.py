@@ -27,13 +27,13 @@ from crt_exp.data import full_tensor
 from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint
-from crt_exp.runner.trainer_config import Adapters, TrainerConfig, freeze, make_optimizer, schedule
 from crt_exp.runner.checkpoint import TrainingState
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.runner.loggers import ProgressLine
 from crt_exp.runner.run import PARTIAL, Run
 from crt_exp.runner.sweep import direction
+from crt_exp.runner.trainer_config import Adapters, TrainerConfig, freeze, make_optimizer, schedule
 from crt_exp.tasks.base import Plan, Reader, Task
 
 
@@ -49,10 +49,14 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
     if config.steps == 0:
         return per_epoch, 0
     if per_epoch is None and config.steps is None:
-        raise ConfigError("trainer.steps=null: expected a number, because the task streams its training data")
+        raise ConfigError(
+            "trainer.steps=null: expected a number, because the task streams its training data"
+        )
     if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
-                          "rows; expected a smaller batch (trainer.steps=0 evaluates only)")
+        raise ConfigError(
+            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
+            "rows; expected a smaller batch (trainer.steps=0 evaluates only)"
+        )
     return per_epoch, config.steps or round(config.epochs * per_epoch)
 
 
@@ -78,14 +82,35 @@ class Trainer:
         ConfigError: If task and config are incompatible.
     """
 
-    def __init__(self, config: TrainerConfig, task: Task, mechanism: Mechanism, run: Run, distributed: Distributed,
-                 seed: int):
-        self.config, self.task, self.run, self.distributed, self.seed = config, task, run, distributed, seed
+    def __init__(
+        self,
+        config: TrainerConfig,
+        task: Task,
+        mechanism: Mechanism,
+        run: Run,
+        distributed: Distributed,
+        seed: int,
+    ):
+        self.config, self.task, self.run, self.distributed, self.seed = (
+            config,
+            task,
+            run,
+            distributed,
+            seed,
+        )
         self.accelerator = distributed.accelerator
         self.per_epoch, self.total = planned_steps(config, task, distributed.size)
         self._build(mechanism)
-        self.state = TrainingState(self.module, self.optimizer, task, run, distributed, config.keep, self.per_epoch,
-                                   self.adapters)
+        self.state = TrainingState(
+            self.module,
+            self.optimizer,
+            task,
+            run,
+            distributed,
+            config.keep,
+            self.per_epoch,
+            self.adapters,
+        )
         self.rate, self.stopping, self.overdue = 0.0, False, False
         self.feed: Iterator[Any] | None = None
         self.signals = StopSignals()
@@ -97,7 +122,9 @@ class Trainer:
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
         freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
-        self.autocast = nullcontext if self.sharded else self.accelerator.autocast  # sharded layers cast themselves
+        self.autocast = (
+            nullcontext if self.sharded else self.accelerator.autocast
+        )  # sharded layers cast themselves
         self.module.to(self.distributed.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
@@ -111,7 +138,9 @@ class Trainer:
         self.scored = self.module
         if config.compile:  # _first_nonfinite uses the plain module
             self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
-        set_seed(int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0]))
+        set_seed(
+            int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0])
+        )
 
     # ---- the loop
 
@@ -119,7 +148,9 @@ class Trainer:
         """Continue from the state in the run directory, up to the final record."""
         self.state.restore()
         self.progress = self.state.progress
-        batch = (self.task.length("train") or 0) / (self.per_epoch or 1) or self.config.batch  # samples of a step
+        batch = (self.task.length("train") or 0) / (
+            self.per_epoch or 1
+        ) or self.config.batch  # samples of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
         with self.signals:
             self.module.train()
@@ -131,8 +162,14 @@ class Trainer:
     def _between_steps(self) -> bool:
         """Save, stop and evaluate as due; return whether training is over."""
         p, config = self.progress, self.config
-        due = self.task.validation is not None and p.step != p.evaluated and self._is_time(config.eval_every)
-        if p.step > self.state.saved and (due or self.stopping or self.overdue or self._is_time(config.save_every)):
+        due = (
+            self.task.validation is not None
+            and p.step != p.evaluated
+            and self._is_time(config.eval_every)
+        )
+        if p.step > self.state.saved and (
+            due or self.stopping or self.overdue or self._is_time(config.save_every)
+        ):
             self._check_parameters("checkpoint")
             self.state.save()
             self.overdue = False
@@ -153,7 +190,9 @@ class Trainer:
         if batches is None:
             return
         before = rng_state()
-        self.rate = schedule(self.config.schedule, self.progress.step, self.total, self.config.warmup)
+        self.rate = schedule(
+            self.config.schedule, self.progress.step, self.total, self.config.warmup
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * self.rate
         try:
@@ -161,7 +200,9 @@ class Trainer:
         except NotFinite as error:  # on this process only; others may be waiting
             first = None if self.sharded else self._first_nonfinite(batches, before)
             raise self._divergence_error("no loss", first or layer_of(error, self.module)) from None
-        norm = full_tensor(self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf))
+        norm = full_tensor(
+            self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf)
+        )
         loss, norm = self._reduce_loss(loss, norm, batches, before)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -176,15 +217,27 @@ class Trainer:
         """
         p, config, world = self.progress, self.config, self.distributed
         if self.feed is None:
-            plan = Plan(config.batch, config.accumulate, self.seed, p.epoch, p.position, world.rank, world.size)
+            plan = Plan(
+                config.batch,
+                config.accumulate,
+                self.seed,
+                p.epoch,
+                p.position,
+                world.rank,
+                world.size,
+            )
             batches = self.task.batches("train", plan)
-            self.feed = read_ahead((send_to_device(b, world.device, non_blocking=True) for b in batches),
-                                   config.prefetch)
+            self.feed = read_ahead(
+                (send_to_device(b, world.device, non_blocking=True) for b in batches),
+                config.prefetch,
+            )
         batches = list(islice(self.feed, config.accumulate))
         if len(batches) == config.accumulate:
             return batches
         if p.position == 0:
-            raise ValueError(f"trainer.batch={config.batch}: expected at most the rows of the training split")
+            raise ValueError(
+                f"trainer.batch={config.batch}: expected at most the rows of the training split"
+            )
         self._next_epoch()
         return None
 
@@ -195,7 +248,10 @@ class Trainer:
         """Compute gradients of the step's mean loss; return this process's share."""
         shares, total = self._shares(batches), 0.0
         for i, (batch, share) in enumerate(zip(batches, shares)):
-            last, synchronised = i == len(batches) - 1, nullcontext()  # the last micro-batch synchronises gradients
+            last, synchronised = (
+                i == len(batches) - 1,
+                nullcontext(),
+            )  # the last micro-batch synchronises gradients
             if self.sharded:
                 self.model.set_requires_gradient_sync(last)
             elif not last:
@@ -212,7 +268,9 @@ class Trainer:
         weights = [self.task.weight(batch) for batch in batches]
         if weights[0] is None:
             return [1 / (len(batches) * self.distributed.size)] * len(batches)
-        weights = [torch.as_tensor(w, dtype=torch.float32, device=self.distributed.device) for w in weights]
+        weights = [
+            torch.as_tensor(w, dtype=torch.float32, device=self.distributed.device) for w in weights
+        ]
         total = self.distributed.sum(torch.stack(weights).sum())
         return [w / total for w in weights]
 
@@ -220,7 +278,9 @@ class Trainer:
         with self.autocast():
             return self.task.loss(model, batch)
 
-    def _reduce_loss(self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any) -> tuple[float, float]:
+    def _reduce_loss(
+        self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any
+    ) -> tuple[float, float]:
         """Return the loss over all processes and the gradient norm, as floats.
 
         One transfer from the device. Also records whether any process must stop or save. Raises Stopped on all
@@ -228,25 +288,40 @@ class Trainer:
         """
         minutes = self.config.save_minutes
         late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
-        noted = torch.tensor([self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device)
+        noted = torch.tensor(
+            [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
+        )
         summed = self.distributed.sum(torch.cat([loss.reshape(1), noted]))
         loss, *noted, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
         (self.stopping, self.overdue), scaler = map(bool, noted), self.accelerator.scaler
-        if not math.isfinite(loss) or not (math.isfinite(norm) or (scaler and scaler.get_scale() > 1)):
+        if not math.isfinite(loss) or not (
+            math.isfinite(norm) or (scaler and scaler.get_scale() > 1)
+        ):
             first = self._first_location(self._first_nonfinite(batches, before))
-            raise self._divergence_error(f"loss {loss:.6g}, gradient norm {norm:.6g}",
-                                         first or "not seen again when the step was repeated")
+            raise self._divergence_error(
+                f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                first or "not seen again when the step was repeated",
+            )
         return loss, norm
 
     def _advance(self, loss: float, norm: float) -> None:
         p = self.progress
-        p.step, p.position, p.loss, p.losses = p.step + 1, p.position + 1, p.loss + loss, p.losses + 1
+        p.step, p.position, p.loss, p.losses = (
+            p.step + 1,
+            p.position + 1,
+            p.loss + loss,
+            p.losses + 1,
+        )
         if p.position == self.per_epoch:
             self._next_epoch()
         self.line.step(loss)
         if p.step % self.config.log_every == 0:
-            self._record("train", loss=p.loss / p.losses, lr=self.config.lr * self.rate,
-                         grad_norm=norm if math.isfinite(norm) else None)
+            self._record(
+                "train",
+                loss=p.loss / p.losses,
+                lr=self.config.lr * self.rate,
+                grad_norm=norm if math.isfinite(norm) else None,
+            )
             p.loss, p.losses = 0.0, 0
 
     # ---- non-finite numbers
@@ -259,7 +334,10 @@ class Trainer:
     def _first_location(self, place: str | None) -> str | None:
         """Return the first location that any process reports."""
         places = self.distributed.gather(place)
-        return next((f"{where} on process {i}" if i else where for i, where in enumerate(places) if where), None)
+        return next(
+            (f"{where} on process {i}" if i else where for i, where in enumerate(places) if where),
+            None,
+        )
 
     def _divergence_error(self, what: str, where: str, step: int | None = None) -> Stopped:
         """Return the error of a diverged run.
@@ -267,7 +345,11 @@ class Trainer:
         step: a completed step, which is evaluated or saved. None: the current step.
         """
         good = checkpoint.steps(self.state.root)  # saved only with finite weights
-        last = f"the checkpoint of step {good[-1]} is the last good one" if good else "there is no checkpoint before it"
+        last = (
+            f"the checkpoint of step {good[-1]} is the last good one"
+            if good
+            else "there is no checkpoint before it"
+        )
         step = self.progress.step + 1 if step is None else step
         return Stopped(f"step {step}: {what}; first not finite: {where}; {last}", DIVERGED_CODE)
 
@@ -288,7 +370,10 @@ class Trainer:
         p.evaluated, value = p.step, metrics[self.task.metric]
         self._record(self.task.validation, **metrics)
         self.line.metric = f", {self.task.metric} {'nan' if value is None else f'{value:.4f}'}"
-        old, sign = p.best and p.best["metrics"][self.task.metric], -1 if self.task.lower_is_better else 1
+        old, sign = (
+            p.best and p.best["metrics"][self.task.metric],
+            -1 if self.task.lower_is_better else 1,
+        )
         if p.best is None or value is not None and (old is None or sign * value > sign * old):
             p.best = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}
 
@@ -298,24 +383,36 @@ class Trainer:
         The random generators are left unchanged.
         """
         config, generators, world = self.config, rng_state(), self.distributed
-        ranks = (0, 1) if self.sharded else (world.rank, world.size)  # sharded models must run in lockstep
+        ranks = (
+            (0, 1) if self.sharded else (world.rank, world.size)
+        )  # sharded models must run in lockstep
         batch = config.eval_batch or config.batch // (world.size * config.accumulate)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
             with torch.no_grad(), self.autocast():
-                reader = Reader(self.task, batch, self.seed, world.device, *ranks, self.line.evaluating,
-                                config.evaluate)
+                reader = Reader(
+                    self.task,
+                    batch,
+                    self.seed,
+                    world.device,
+                    *ranks,
+                    self.line.evaluating,
+                    config.evaluate,
+                )
                 result = self.task.evaluate(self.scored, split, reader)
         except NotFinite as error:
-            raise self._divergence_error(f"evaluation on {split}", layer_of(error, self.module),
-                                         self.progress.step) from None
+            raise self._divergence_error(
+                f"evaluation on {split}", layer_of(error, self.module), self.progress.step
+            ) from None
         self.module.train()
         set_rng_state(generators)
         if any(world.gather(reader.partial)):
             result = result | {PARTIAL: config.evaluate}
         numbers = {key: float(value) for key, value in result.items()}
-        return world.broadcast({key: value if math.isfinite(value) else None for key, value in numbers.items()})
+        return world.broadcast(
+            {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        )
 
     def _finish(self) -> None:
         """Write the final record: the test split with the selected weights.
@@ -326,11 +423,21 @@ class Trainer:
         best = p.best if self.config.select == "best" else None
         if best and best["step"] != p.step:
             self.state.load_best()
-        metrics = best["metrics"] if task.test is None and best else self.evaluate(task.test or task.validation)
+        metrics = (
+            best["metrics"]
+            if task.test is None and best
+            else self.evaluate(task.test or task.validation)
+        )
         self._export()
         ending = {"best_step": best["step"]} if best else {}
-        self._record(task.test or task.validation, **metrics, **ending, metric=task.metric, direction=direction(task),
-                     final=True)
+        self._record(
+            task.test or task.validation,
+            **metrics,
+            **ending,
+            metric=task.metric,
+            direction=direction(task),
+            final=True,
+        )
 
     def _export(self) -> None:
         """Save the tested weights; unmerged adapters are saved without other weights."""

@@ -78,21 +78,29 @@ class TrainerConfig:
         if self.strategy == "fsdp" and self.precision == "fp16":
             raise ConfigError("trainer.precision=fp16: not supported with trainer=fsdp; use bf16")
         if self.strategy == "fsdp" and self.adapt:
-            raise ConfigError("trainer.adapt=lora: not supported with trainer=fsdp; remove trainer=fsdp")
+            raise ConfigError(
+                "trainer.adapt=lora: not supported with trainer=fsdp; remove trainer=fsdp"
+            )
         if self.adapt and importlib.util.find_spec("peft") is None:
             raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
 
     def check_processes(self, processes: int) -> None:
         """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
         if self.batch % (parts := processes * self.accumulate):
-            raise ConfigError(f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
-                              f"{self.accumulate} micro-batches)")
+            raise ConfigError(
+                f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
+                f"{self.accumulate} micro-batches)"
+            )
         if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
             raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
 
 
-def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str], float],
-                   decays: Callable[[str, nn.Parameter], bool]) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module,
+    config: TrainerConfig,
+    scale: Callable[[str], float],
+    decays: Callable[[str, nn.Parameter], bool],
+) -> torch.optim.Optimizer:
     """Create Adam or AdamW with one parameter group per scale and weight decay.
 
     scale: parameter name -> factor on the learning rate; 0 freezes the parameter. decays: whether a parameter has
@@ -106,11 +114,26 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, scale: Callable[[str
         if parameter.requires_grad:
             groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
     if not groups:
-        raise ConfigError("no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate")
-    described = [{"params": params, "lr": config.lr * factor, "peak": config.lr * factor,
-                  "weight_decay": config.weight_decay * decayed} for (factor, decayed), params in groups.items()]
-    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups.values() for p in group)
-    return OPTIMIZERS[config.optimizer](described, betas=tuple(config.betas), eps=config.eps, fused=fused)
+        raise ConfigError(
+            "no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate"
+        )
+    described = [
+        {
+            "params": params,
+            "lr": config.lr * factor,
+            "peak": config.lr * factor,
+            "weight_decay": config.weight_decay * decayed,
+        }
+        for (factor, decayed), params in groups.items()
+    ]
+    fused = all(
+        p.is_floating_point() and p.device.type in ("cpu", "cuda")
+        for group in groups.values()
+        for p in group
+    )
+    return OPTIMIZERS[config.optimizer](
+        described, betas=tuple(config.betas), eps=config.eps, fused=fused
+    )
 
 
 def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
@@ -144,7 +167,11 @@ def match_names(names: Iterable[str], parts: Sequence[str], option: str) -> list
     names = list(names)
     for part in parts:
         if not any(f".{part}." in f".{name}." for name in names):
-            raise unknown(f"name in {option}", part, sorted({piece for name in names for piece in name.split(".")}))
+            raise unknown(
+                f"name in {option}",
+                part,
+                sorted({piece for name in names for piece in name.split(".")}),
+            )
     return [name for name in names if any(f".{part}." in f".{name}." for part in parts)]
 
 
@@ -161,17 +188,28 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    parents = {path: model.get_submodule(path.rpartition(".")[0]) for path, part in model.named_modules()
-               if isinstance(part, (nn.Linear, Conv1D))}
+    parents = {
+        path: model.get_submodule(path.rpartition(".")[0])
+        for path, part in model.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D))
+    }
     # nn.MultiheadAttention reads the weights of its layers without calling them, so adapters would have no effect
-    linear = {path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)}
+    linear = {
+        path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)
+    }
     if targets is not None:
         return match_names(linear, targets, "trainer.lora.targets")
-    found = [name for name, part in linear.items()
-             if families.family(part) or any(isinstance(child, AttentionLayer) for child in part.children())]
+    found = [
+        name
+        for name, part in linear.items()
+        if families.family(part)
+        or any(isinstance(child, AttentionLayer) for child in part.children())
+    ]
     if not found:
-        raise ConfigError("trainer.lora.targets=null: no projections found; set names such as "
-                          f"{', '.join([*linear][:3])}")
+        raise ConfigError(
+            "trainer.lora.targets=null: no projections found; set names such as "
+            f"{', '.join([*linear][:3])}"
+        )
     return found
 
 
@@ -187,37 +225,74 @@ class Adapters:
         from peft import LoraConfig, inject_adapter_in_model
 
         parameters = dict(model.named_parameters())
-        anew = [f"{path}.{name}".lstrip(".") for path, part in model.named_modules()
-                for name in part.__dict__.get("made_anew", ())]  # such as a new head
+        anew = [
+            f"{path}.{name}".lstrip(".")
+            for path, part in model.named_modules()
+            for name in part.__dict__.get("made_anew", ())
+        ]  # such as a new head
         whole = [*anew, *match_names(parameters, lora["also"], "trainer.lora.also")]
         targets = linear_layers(model, lora["targets"])
-        self.model, self.config = model, LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"],
-                                                    lora_dropout=lora["dropout"], target_modules=targets)
+        self.model, self.config = (
+            model,
+            LoraConfig(
+                r=lora["rank"],
+                lora_alpha=lora["alpha"],
+                lora_dropout=lora["dropout"],
+                target_modules=targets,
+            ),
+        )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft corrects the option for Conv1D
+            warnings.filterwarnings(
+                "ignore", message="fan_in_fan_out is set to"
+            )  # peft corrects the option for Conv1D
             inject_adapter_in_model(self.config, model)
         for name in parameters.keys() & whole:
             parameters[name].requires_grad_(True)
-        stay = {name: t.detach() for name, t in sorted(model.state_dict(keep_vars=True).items())
-                if isinstance(t, nn.Parameter) and not t.requires_grad}
+        stay = {
+            name: t.detach()
+            for name, t in sorted(model.state_dict(keep_vars=True).items())
+            if isinstance(t, nn.Parameter) and not t.requires_grad
+        }
         digest = hashlib.sha256()
         for name, t in stay.items():
-            digest.update(name.encode() + t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                name.encode() + t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         self.stay, self.digest = {*stay}, digest.hexdigest()
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Write `<directory>/adapter` in peft's format, and other trained weights."""
         from transformers import PreTrainedModel
 
-        inner = next((f"{path}.".lstrip(".") for path, part in self.model.named_modules()
-                      if isinstance(part, PreTrainedModel)), "")
-        short = {name.removeprefix(inner): t for name, t in tensors.items() if name not in self.stay}
-        self.config.target_modules = {name.removeprefix(inner) for name in self.config.target_modules}
+        inner = next(
+            (
+                f"{path}.".lstrip(".")
+                for path, part in self.model.named_modules()
+                if isinstance(part, PreTrainedModel)
+            ),
+            "",
+        )
+        short = {
+            name.removeprefix(inner): t for name, t in tensors.items() if name not in self.stay
+        }
+        self.config.target_modules = {
+            name.removeprefix(inner) for name in self.config.target_modules
+        }
         with whole_folder(directory, ADAPTER) as folder:
-            save_tensors({f"base_model.model.{name.replace('.default.', '.')}": t for name, t in short.items()
-                          if ".lora_" in name}, folder / "adapter_model.safetensors")
+            save_tensors(
+                {
+                    f"base_model.model.{name.replace('.default.', '.')}": t
+                    for name, t in short.items()
+                    if ".lora_" in name
+                },
+                folder / "adapter_model.safetensors",
+            )
             self.config.save_pretrained(str(folder))
-            if rest := {name.replace(".base_layer.", "."): t for name, t in short.items() if ".lora_" not in name}:
+            if rest := {
+                name.replace(".base_layer.", "."): t
+                for name, t in short.items()
+                if ".lora_" not in name
+            }:
                 save_tensors(rest, folder / TRAINED)
 
     def merge(self) -> None:

@@ -8,9 +8,27 @@ exact softmax, a quadratic kernel, or a random-feature estimate of the softmax. 
 estimate in O(M + log V) per negative, without computing all V estimates. `SampledSoftmax` is the loss.
 """
 
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn, ExactSoftmax, LogUniform, Quadratic, Uniform, Unigram
+from crt_exp.sampled_softmax.base import (
+    ClassSampler,
+    Drawn,
+    ExactSoftmax,
+    LogUniform,
+    Quadratic,
+    Uniform,
+    Unigram,
+)
 from crt_exp.sampled_softmax.softmax import SampledSoftmax
 from crt_exp.sampled_softmax.tree_features import DenseFeatures, TreeFeatures
 
-__all__ = ["ClassSampler", "DenseFeatures", "Drawn", "ExactSoftmax", "LogUniform", "Quadratic", "SampledSoftmax",
-            "TreeFeatures", "Uniform", "Unigram"]
+__all__ = [
+    "ClassSampler",
+    "DenseFeatures",
+    "Drawn",
+    "ExactSoftmax",
+    "LogUniform",
+    "Quadratic",
+    "SampledSoftmax",
+    "TreeFeatures",
+    "Uniform",
+    "Unigram",
+]

@@ -22,8 +22,8 @@ PAIRS = 2**20  # pairs of query and class per block, so that the block fits the 
 class Drawn(NamedTuple):
     """k classes per query, sampled with replacement, with log probabilities."""
 
-    ids: Tensor           # (B, k) int64; never the query's target where targets were given
-    log_q: Tensor         # (B, k): log probability of ids in the distribution without the target
+    ids: Tensor  # (B, k) int64; never the query's target where targets were given
+    log_q: Tensor  # (B, k): log probability of ids in the distribution without the target
     target_log_q: Tensor | None  # (B,): log probability of the target over all classes, if given
 
 
@@ -58,7 +58,9 @@ class ClassSampler(nn.Module, ABC):
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Return log probabilities (B, k) of ids (B, k), over all classes."""
 
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
+    def rebuild(
+        self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
+    ) -> None:
         """Build all tables from class vectors (V, d) and biases (V,).
 
         Args:
@@ -82,9 +84,11 @@ class ClassSampler(nn.Module, ABC):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ClassSampler":
         """Apply `fn` but keep the dtype of the tables, for example in `half()`."""
+
         def moved(t: Tensor) -> Tensor:
             applied = fn(t)
             return applied if applied.dtype == t.dtype else t.to(applied.device)
+
         return super()._apply(moved, recurse)
 
 
@@ -92,20 +96,26 @@ def blocks(step: int, *of_queries: Tensor | None):
     """Yield blocks of `step` queries of each tensor; None stays None."""
     step = max(1, step)
     for start in range(0, max(1, len(of_queries[0])), step):
-        yield tuple(None if each is None else each[start:start + step] for each in of_queries)
+        yield tuple(None if each is None else each[start : start + step] for each in of_queries)
 
 
 def concatenate_samples(parts: list[Drawn]) -> Drawn:
     """Concatenate the samples of blocks of queries."""
-    targets = None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
-    return Drawn(torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets)
+    targets = (
+        None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
+    )
+    return Drawn(
+        torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets
+    )
 
 
 def check_queries(hidden: Tensor) -> None:
     """Raise NotFinite if a query (B, d) is not finite, naming the first one."""
     fine = hidden.isfinite().all(-1)
     if not bool(fine.all()):
-        raise NotFinite(f"query {int((~fine).nonzero()[0])} is not finite; check the layers before the head")
+        raise NotFinite(
+            f"query {int((~fine).nonzero()[0])} is not finite; check the layers before the head"
+        )
 
 
 def check_classes(weight: Tensor, bias: Tensor | None, classes: int, d: int) -> None:
@@ -136,7 +146,9 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
     Args:
         rows: class indices (r,) for the message; None: all classes.
     """
-    if bool(weight.detach().sum().isfinite()) and (bias is None or bool(bias.detach().sum().isfinite())):
+    if bool(weight.detach().sum().isfinite()) and (
+        bias is None or bool(bias.detach().sum().isfinite())
+    ):
         return
     fine = weight.detach().isfinite().all(-1)
     fine = fine if bias is None else fine & bias.detach().isfinite()
@@ -192,7 +204,9 @@ class Uniform(FixedDistribution):
         return (u * self.classes).long().clamp(max=self.classes - 1)
 
     def log_probability(self, ids: Tensor) -> Tensor:
-        return torch.full(ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device)
+        return torch.full(
+            ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device
+        )
 
 
 class LogUniform(FixedDistribution):
@@ -223,11 +237,15 @@ class Unigram(FixedDistribution):
     def __init__(self, counts: Tensor):
         counts = torch.as_tensor(counts).double()
         if counts.ndim != 1:
-            raise ValueError(f"counts: shape {tuple(counts.shape)}, expected (V,), one count per class")
+            raise ValueError(
+                f"counts: shape {tuple(counts.shape)}, expected (V,), one count per class"
+            )
         super().__init__(len(counts))
         if not bool((counts.isfinite() & (counts >= 0)).all()):
             wrong = int((~(counts.isfinite() & (counts >= 0))).nonzero()[0])
-            raise ValueError(f"count of class {wrong}: {float(counts[wrong])}; expected a finite number >= 0")
+            raise ValueError(
+                f"count of class {wrong}: {float(counts[wrong])}; expected a finite number >= 0"
+            )
         counts = torch.where(counts > 0, counts, 0.5)
         probability = counts / counts.sum()
         self.register_buffer("probability", probability)
@@ -254,19 +272,27 @@ class LogitDistribution(ClassSampler):
 
     def __init__(self, head: nn.Module):
         if not isinstance(getattr(head, "weight", None), Tensor):
-            raise ValueError(f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)")
+            raise ValueError(
+                f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)"
+            )
         super().__init__(len(head.weight))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return concatenate_samples([draw_dense(self._weights(h), t, k)
-                                    for h, t in blocks(PAIRS // self.classes, hidden, targets)])
+        return concatenate_samples(
+            [
+                draw_dense(self._weights(h), t, k)
+                for h, t in blocks(PAIRS // self.classes, hidden, targets)
+            ]
+        )
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        parts = [self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
-                 for h, i in blocks(PAIRS // self.classes, hidden, ids)]
+        parts = [
+            self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
+            for h, i in blocks(PAIRS // self.classes, hidden, ids)
+        ]
         return torch.cat(parts)
 
     @abstractmethod
@@ -275,7 +301,9 @@ class LogitDistribution(ClassSampler):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
-        return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)).float()
+        return nn.functional.linear(
+            hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)
+        ).float()
 
     def _weights(self, hidden: Tensor) -> Tensor:
         logs = self.log_weights(self._logits(hidden))
@@ -304,10 +332,14 @@ class Quadratic(LogitDistribution):
     def log_weights(self, logits: Tensor) -> Tensor:
         if not self.alpha:
             return logits.zero_()
-        return nn.functional.softplus(logits.abs_().log_().mul_(2).add_(math.log(self.alpha)))  # avoids overflow
+        return nn.functional.softplus(
+            logits.abs_().log_().mul_(2).add_(math.log(self.alpha))
+        )  # avoids overflow
 
 
-def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None) -> Drawn:
+def draw_dense(
+    weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None
+) -> Drawn:
     """Sample k classes per row in proportion to weights (B, V) >= 0, without targets.
 
     Rows without positive weights are uniform. `weights` is modified in place.
@@ -328,4 +360,8 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, given: Tensor | 
     ids = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
     ids = ids if given is None else torch.where(given >= 0, given, ids)
     log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
-    return Drawn(ids, log_q, None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1))
+    return Drawn(
+        ids,
+        log_q,
+        None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1),
+    )

@@ -16,16 +16,23 @@ from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.other_kernels import Product, Sum
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import ClassSampler, Drawn, check_classes, check_finite, check_queries, check_rows
+from crt_exp.sampled_softmax.base import (
+    ClassSampler,
+    Drawn,
+    check_classes,
+    check_finite,
+    check_queries,
+    check_rows,
+)
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import Nested, map_leaves
 
 UPDATE_BLOCK = 2**12  # classes per block of an update, so that intermediate results fit the cache
-DEFENSIVE = 0.05   # default share of the uniform distribution if estimates may be negative
+DEFENSIVE = 0.05  # default share of the uniform distribution if estimates may be negative
 MAX_FIT_VECTORS = 2**11  # largest number of queries and of classes in the fit, evenly spaced
-BLOCK = 2**22      # features per block of classes in a rebuild
-HIGHEST = 20.0     # largest log of feature / constant; sums over classes lose precision above it
-LEAST = 1e-30      # least positive feature, so that no class has probability 0 by underflow
+BLOCK = 2**22  # features per block of classes in a rebuild
+HIGHEST = 20.0  # largest log of feature / constant; sums over classes lose precision above it
+LEAST = 1e-30  # least positive feature, so that no class has probability 0 by underflow
 
 
 class FeatureDistribution(ClassSampler):
@@ -47,8 +54,18 @@ class FeatureDistribution(ClassSampler):
 
     looks_at_classes = True
 
-    def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, *, m: int | None = None,
-                 sampler=None, temperature: float = 1.0, defensive: float | None = None, seed: int = 0):
+    def __init__(
+        self,
+        proposal: FeatureMap | Mechanism | str,
+        classes: int,
+        d: int,
+        *,
+        m: int | None = None,
+        sampler=None,
+        temperature: float = 1.0,
+        defensive: float | None = None,
+        seed: int = 0,
+    ):
         super().__init__(classes)
         self.d = d
         self.register_buffer("made", torch.zeros((), dtype=torch.bool))
@@ -56,7 +73,9 @@ class FeatureDistribution(ClassSampler):
         least = 0.0 if self.features.positive else DEFENSIVE
         self.defensive = least if defensive is None else float(defensive)
         if not 0 <= self.defensive < 1 or self.defensive == 0 < least:
-            raise ValueError(f"defensive={defensive}: expected [0, 1), and > 0 for features that may be negative")
+            raise ValueError(
+                f"defensive={defensive}: expected [0, 1), and > 0 for features that may be negative"
+            )
         self._queries: Tensor | None = None  # of the last batch, for fitting
 
     # ---- implemented by subclasses
@@ -89,7 +108,11 @@ class FeatureDistribution(ClassSampler):
         ids, log_q, target_log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
         if targets is None:
             return Drawn(ids, self._mix_uniform(log_q, self.classes), None)
-        return Drawn(ids, self._mix_uniform(log_q, self.classes - 1), self._mix_uniform(target_log_q, self.classes))
+        return Drawn(
+            ids,
+            self._mix_uniform(log_q, self.classes - 1),
+            self._mix_uniform(target_log_q, self.classes),
+        )
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -108,7 +131,9 @@ class FeatureDistribution(ClassSampler):
         return bool(self.made)
 
     @torch.no_grad()
-    def rebuild(self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None) -> None:
+    def rebuild(
+        self, weight: Tensor, bias: Tensor | None = None, hidden: Tensor | None = None
+    ) -> None:
         check_classes(weight, bias, self.classes, self.d)
         check_finite(weight, bias, None)
         self.features.fit(weight, bias, self._queries if hidden is None else hidden)
@@ -182,8 +207,16 @@ class ClassFeatures(nn.Module):
     are multiplied by it. This avoids overflow and leaves products unchanged.
     """
 
-    def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, m: int | None, sampler,
-                 temperature: float, seed: int):
+    def __init__(
+        self,
+        proposal: FeatureMap | Mechanism | str,
+        classes: int,
+        d: int,
+        m: int | None,
+        sampler,
+        temperature: float,
+        seed: int,
+    ):
         super().__init__()
         mechanism = as_mechanism(proposal, m, sampler, seed)
         if not temperature > 0:
@@ -192,7 +225,9 @@ class ClassFeatures(nn.Module):
         self.m, self.d, self.classes = mechanism.m, d, classes
         self.scale = float(temperature) ** -0.5
         names = f"{mechanism.features.name} x {mechanism.sampler_part.name}, m = {self.m}"
-        self.described = f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
+        self.described = (
+            f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
+        )
         self.projections = self.phi.projections(self.m)
         generator = torch.Generator().manual_seed(seed)
         noises = {p: mechanism.sampler(p.m, d, generator) for p in distinct(self.projections)}
@@ -204,7 +239,9 @@ class ClassFeatures(nn.Module):
         for side in "xy":  # vectors for fitting the parameters, and their number
             self.register_buffer(f"{side}_fitted_to", torch.zeros(MAX_FIT_VECTORS, d))
             self.register_buffer(f"{side}_count", torch.zeros((), dtype=torch.long))
-        self.register_buffer("stamp", torch.zeros((), dtype=torch.float64))  # checksum of the arguments of `fit`
+        self.register_buffer(
+            "stamp", torch.zeros((), dtype=torch.float64)
+        )  # checksum of the arguments of `fit`
         self.positive = is_positive(self.phi)  # for all vectors
         self._kept: tuple = (None, None)
 
@@ -217,15 +254,23 @@ class ClassFeatures(nn.Module):
         keys = self._unit(weight[some])
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
         for side, vectors in (("x", queries), ("y", keys)):
-            vectors = vectors[::spacing(len(vectors), MAX_FIT_VECTORS)]
-            getattr(self, f"{side}_fitted_to")[:len(vectors)] = vectors
+            vectors = vectors[:: spacing(len(vectors), MAX_FIT_VECTORS)]
+            getattr(self, f"{side}_fitted_to")[: len(vectors)] = vectors
             getattr(self, f"{side}_count").fill_(len(vectors))
-        self.stamp.copy_(sum((side + 1) * vectors.double().abs().sum() for side, vectors in enumerate((queries, keys))))
+        self.stamp.copy_(
+            sum(
+                (side + 1) * vectors.double().abs().sum()
+                for side, vectors in enumerate((queries, keys))
+            )
+        )
         self.constants.copy_(self._largest(weight[some], None if bias is None else bias[some]))
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute the constants from all classes, if some exceed those of `fit`."""
-        largest = [self._largest(weight[rows], None if bias is None else bias[rows]) for rows in self.blocks()]
+        largest = [
+            self._largest(weight[rows], None if bias is None else bias[rows])
+            for rows in self.blocks()
+        ]
         self.constants.copy_(torch.stack(largest).amax(0))
 
     def _largest(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -234,7 +279,9 @@ class ClassFeatures(nn.Module):
     def blocks(self) -> list[slice]:
         """Return slices of classes whose features fit one block."""
         step = max(1, BLOCK // self.width)
-        return [slice(start, min(start + step, self.classes)) for start in range(0, self.classes, step)]
+        return [
+            slice(start, min(start + step, self.classes)) for start in range(0, self.classes, step)
+        ]
 
     def of_classes(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return phi_k / constants (r, M), float32, for vectors (r, d) and biases (r,).
@@ -260,10 +307,19 @@ class ClassFeatures(nn.Module):
         """
         state = (float(self.stamp), *((t.data_ptr(), t._version) for t in self.buffers()))
         if self._kept[0] != state:
-            noises = {name: DenseNoise(getattr(self, name), gaussian) for name, gaussian in self.gaussian.items()}
-            sets = [getattr(self, f"{side}_fitted_to")[:int(getattr(self, f"{side}_count"))] for side in "xy"]
+            noises = {
+                name: DenseNoise(getattr(self, name), gaussian)
+                for name, gaussian in self.gaussian.items()
+            }
+            sets = [
+                getattr(self, f"{side}_fitted_to")[: int(getattr(self, f"{side}_count"))]
+                for side in "xy"
+            ]
             params = self.phi.fit(Statistics.of(*sets))
-            self._kept = state, (map_leaves(lambda p: noises[_buffer_of(p)], self.projections), params)
+            self._kept = (
+                state,
+                (map_leaves(lambda p: noises[_buffer_of(p)], self.projections), params),
+            )
         return self._kept[1]
 
     def _unit(self, vectors: Tensor) -> Tensor:
@@ -293,10 +349,14 @@ class ClassFeatures(nn.Module):
         """
         saved = None if saved is None else bytes(saved.tolist()).decode()
         if saved is not None and saved != self.described:
-            raise ValueError(f"saved tables: {saved}, expected {self.described}; use equal options, or call rebuild")
+            raise ValueError(
+                f"saved tables: {saved}, expected {self.described}; use equal options, or call rebuild"
+            )
 
 
-def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int) -> Mechanism:
+def as_mechanism(
+    proposal: FeatureMap | Mechanism | str, m: int | None, sampler, seed: int
+) -> Mechanism:
     """Return the mechanism of a name or feature map, or the mechanism itself.
 
     Raises:
@@ -304,16 +364,22 @@ def as_mechanism(proposal: FeatureMap | Mechanism | str, m: int | None, sampler,
     """
     if isinstance(proposal, Mechanism):
         if m is not None or sampler is not None:
-            raise ValueError(f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of")
+            raise ValueError(
+                f"m={m}, sampler={sampler}: expected None beside a Mechanism; set them in Mechanism.of"
+            )
         mechanism = proposal
     elif isinstance(proposal, str):
         mechanism = Mechanism.parse(proposal, m=m, sampler=sampler, seed=seed)
     elif isinstance(proposal, FeatureMap):
         mechanism = Mechanism.of(features=proposal, m=m, sampler=sampler, seed=seed)
     else:
-        raise ValueError(f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name")
+        raise ValueError(
+            f"proposal: {type(proposal).__name__}; expected a ClassSampler, FeatureMap, Mechanism or name"
+        )
     if not mechanism.estimates:
-        raise ValueError(f"proposal={mechanism.name}: has no random features; use one such as favorpp")
+        raise ValueError(
+            f"proposal={mechanism.name}: has no random features; use one such as favorpp"
+        )
     return mechanism
 
 

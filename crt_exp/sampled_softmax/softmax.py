@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
-from crt_exp.options import whole_number
 from crt_exp.mechanism import Mechanism
+from crt_exp.options import whole_number
 from crt_exp.sampled_softmax.base import ClassSampler, check_queries
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
 
-MAX_RECORDED = 2**20   # recorded classes before duplicates are removed, or 2 V if that is larger
+MAX_RECORDED = 2**20  # recorded classes before duplicates are removed, or 2 V if that is larger
 LARGEST_BLOCK = 2**24  # entries of a block of the (queries, classes) matrix of exact losses
 
 
@@ -42,19 +42,35 @@ class SampledSoftmax(nn.Module):
             vectors have another dimension or are not finite; or loaded tables have another m or V.
     """
 
-    def __init__(self, proposal: ClassSampler | FeatureMap | Mechanism | str, head: nn.Module, negatives: int = 40, *,
-                 m: int | None = None, temperature: float = 1.0, seed: int = 0, sparse: bool = False,
-                 rebuild_every: int = 1000):
+    def __init__(
+        self,
+        proposal: ClassSampler | FeatureMap | Mechanism | str,
+        head: nn.Module,
+        negatives: int = 40,
+        *,
+        m: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        sparse: bool = False,
+        rebuild_every: int = 1000,
+    ):
         super().__init__()
         self.head = head
         classes, d = head.weight.shape
         self.negatives = whole_number(negatives, "negatives", 1)
         if self.negatives > classes - 1:
-            raise ValueError(f"negatives={negatives}: expected at most {classes - 1}, the classes besides the target")
-        self.sampler = proposal if isinstance(proposal, ClassSampler) else TreeFeatures(
-            proposal, classes, d, m=m, temperature=temperature, seed=seed)
+            raise ValueError(
+                f"negatives={negatives}: expected at most {classes - 1}, the classes besides the target"
+            )
+        self.sampler = (
+            proposal
+            if isinstance(proposal, ClassSampler)
+            else TreeFeatures(proposal, classes, d, m=m, temperature=temperature, seed=seed)
+        )
         if self.sampler.classes != classes:
-            raise ValueError(f"sampler: {self.sampler.classes} classes, expected {classes} as in the head")
+            raise ValueError(
+                f"sampler: {self.sampler.classes} classes, expected {classes} as in the head"
+            )
         self.sparse, self.rebuild_every = sparse, whole_number(rebuild_every, "rebuild_every", 0)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] = []  # classes used since the last update
@@ -84,7 +100,11 @@ class SampledSoftmax(nn.Module):
         Raises:
             ValueError: a class vector is not finite; the tables are unchanged.
         """
-        touched = self._touched if rows is None else [*self._touched, rows.reshape(-1).to(self.head.weight.device)]
+        touched = (
+            self._touched
+            if rows is None
+            else [*self._touched, rows.reshape(-1).to(self.head.weight.device)]
+        )
         if not self.sampler.looks_at_classes or not self.sampler.built:
             self._touched = []
             return
@@ -101,7 +121,9 @@ class SampledSoftmax(nn.Module):
         self.sampler.rebuild(self.head.weight, self._bias)
 
     def extra_repr(self) -> str:
-        return f"negatives={self.negatives}, sparse={self.sparse}, rebuild_every={self.rebuild_every}"
+        return (
+            f"negatives={self.negatives}, sparse={self.sparse}, rebuild_every={self.rebuild_every}"
+        )
 
     @property
     def _bias(self) -> Tensor | None:
@@ -132,21 +154,29 @@ class SampledSoftmax(nn.Module):
         vectors = F.embedding(ids, self.head.weight, sparse=self.sparse)
         logits = (vectors @ h.to(vectors.dtype)[..., None]).squeeze(-1)
         if self._bias is not None:
-            logits = logits + self._bias.gather(0, ids.flatten(), sparse_grad=self.sparse).view_as(ids)
+            logits = logits + self._bias.gather(0, ids.flatten(), sparse_grad=self.sparse).view_as(
+                ids
+            )
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _exact(self, h: Tensor, t: Tensor) -> Tensor:
         step = max(1, LARGEST_BLOCK // self.sampler.classes)
-        losses = [F.cross_entropy(F.linear(rows, self.head.weight, self._bias).float(), targets, reduction="none")
-                 for rows, targets in zip(h.split(step), t.split(step))]
+        losses = [
+            F.cross_entropy(
+                F.linear(rows, self.head.weight, self._bias).float(), targets, reduction="none"
+            )
+            for rows, targets in zip(h.split(step), t.split(step))
+        ]
         return torch.cat(losses)
 
     def _checked(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return validated queries (B, d) and targets (B,)."""
         classes, d = self.head.weight.shape
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
-            raise ValueError(f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "
-                             "(...), with at least one target")
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "
+                "(...), with at least one target"
+            )
         if targets.is_floating_point() or targets.dtype == torch.bool:
             raise ValueError(f"targets: dtype {targets.dtype}, expected integers")
         outside = (targets < 0) | (targets >= classes)

@@ -17,10 +17,10 @@ from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, concatenate_sampl
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
 GATHER_BLOCK = 2**22  # features per block of gathered classes
-SHARED = 100       # levels of at most SHARED k nodes use one product with all queries, faster than k gathers each
-FAN = 16           # children per node
-EXHAUSTED = 1e-9   # a sum minus one row counts as 0 below this share of the sum, because of rounding
-FLAT = 2**12       # largest number of nodes of the level where the descent starts
+SHARED = 100  # levels of at most SHARED k nodes use one product with all queries, faster than k gathers each
+FAN = 16  # children per node
+EXHAUSTED = 1e-9  # a sum minus one row counts as 0 below this share of the sum, because of rounding
+FLAT = 2**12  # largest number of nodes of the level where the descent starts
 
 
 class TreeFeatures(FeatureDistribution):
@@ -76,7 +76,9 @@ class TreeFeatures(FeatureDistribution):
 
     # ---- positive maps
 
-    def _masses(self, hidden: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _masses(
+        self, hidden: Tensor, targets: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return a (B, M), feature sums (B, M) or (M,), and target log probabilities (B,).
 
         a has an arbitrary factor per row. The sums exclude the targets. They are float64, the log probabilities
@@ -109,7 +111,10 @@ class TreeFeatures(FeatureDistribution):
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return weight (B, M) times the features of ids (B, k), (B, k)."""
         step = max(1, GATHER_BLOCK // (ids.shape[1] * weight.shape[1]))
-        parts = [F.embedding(i, self.tree.leaves) @ w[..., None] for i, w in zip(ids.split(step), weight.split(step))]
+        parts = [
+            F.embedding(i, self.tree.leaves) @ w[..., None]
+            for i, w in zip(ids.split(step), weight.split(step))
+        ]
         return torch.cat(parts).squeeze(-1)
 
     # ---- signed maps
@@ -135,8 +140,9 @@ class TreeFeatures(FeatureDistribution):
         value, log_a = self.features.of_queries(hidden)
         return (value * (log_a - log_a.amax(-1, keepdim=True)).exp()).float()
 
-    def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor | None,
-                 taken: Tensor | None) -> Tensor:
+    def _weights(
+        self, a: Tensor, number: int, children: Tensor, targets: Tensor | None, taken: Tensor | None
+    ) -> Tensor:
         """Return non-negative weights of children (B, k, FAN) of a level."""
         scores, counts = self._scores(a, number, children), self.tree.counts(number, children)
         if targets is not None:
@@ -151,9 +157,15 @@ class TreeFeatures(FeatureDistribution):
         level, k = self.tree.level(number), children.shape[1]
         if number and len(level) <= SHARED * k:
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
-        groups, step = level.view(-1, FAN * level.shape[1]), max(1, GATHER_BLOCK // (FAN * k * level.shape[1]))
+        groups, step = (
+            level.view(-1, FAN * level.shape[1]),
+            max(1, GATHER_BLOCK // (FAN * k * level.shape[1])),
+        )
         parts = zip((children[..., 0] // FAN).split(step), a.split(step))
-        scores = [F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None] for node, w in parts]
+        scores = [
+            F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None]
+            for node, w in parts
+        ]
         return torch.cat(scores).view_as(children)
 
 
@@ -174,15 +186,21 @@ class DenseFeatures(FeatureDistribution):
         self.leaves[rows] = features
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
-        parts = [draw_dense(self._weights(h), t, uniform.shape[1], u)
-                 for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform)]
+        parts = [
+            draw_dense(self._weights(h), t, uniform.shape[1], u)
+            for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform)
+        ]
         return concatenate_samples(parts)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []
         for h, i in blocks(PAIRS // self.classes, hidden, ids):
             weights = self._weights(h)
-            parts.append((weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)).log().float())
+            parts.append(
+                (weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64))
+                .log()
+                .float()
+            )
         return torch.cat(parts)
 
     def _weights(self, hidden: Tensor) -> Tensor:
@@ -211,7 +229,9 @@ class SumTree(nn.Module):
         self.depth = 1
         while len(self.level(self.depth - 1)) > FAN:
             groups = len(self.level(self.depth - 1)) // FAN
-            self.register_buffer(f"level{self.depth}", torch.zeros(_padded(groups), width, dtype=dtype))
+            self.register_buffer(
+                f"level{self.depth}", torch.zeros(_padded(groups), width, dtype=dtype)
+            )
             self.depth += 1
 
     def level(self, number: int) -> Tensor:
@@ -221,7 +241,7 @@ class SumTree(nn.Module):
     @property
     def leaves(self) -> Tensor:
         """The table, (V, M)."""
-        return self.level0[:self.rows]
+        return self.level0[: self.rows]
 
     @property
     def total(self) -> Tensor:
@@ -263,7 +283,7 @@ class SumTree(nn.Module):
             without: one excluded row per query, (B,).
         """
         u = torch.rand(len(mass), k, self.start + 2, dtype=torch.float64, device=mass.device)
-        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)                # (M, nodes)
+        ends = self.level(self.start).double().mT.contiguous().cumsum_(-1)  # (M, nodes)
         return self.rows_of(ends, mass, u, without)
 
     @property
@@ -277,21 +297,27 @@ class SumTree(nn.Module):
         taken = None if without is None else self.level0[without].gather(1, column).double()
         node = self._invert(ends, column, u[..., 1], without, taken)
         for number in reversed(range(self.start)):
-            weights = self.level(number).view(-1, FAN, self.width)[node, :, column].double()  # (B, k, FAN)
+            weights = (
+                self.level(number).view(-1, FAN, self.width)[node, :, column].double()
+            )  # (B, k, FAN)
             if without is not None:
                 self._subtract_row(weights, number, node, without[:, None], taken)
             node = node * FAN + choose(weights, u[..., self.start + 1 - number])
             node = node.clamp_(max=self._last(number))
         return node
 
-    def _invert(self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None) -> Tensor:
+    def _invert(
+        self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None
+    ) -> Tensor:
         """Return nodes (B, k) of level `start`, by inversion of cumulative sums `ends`.
 
         One search serves all columns: the distribution function of column i covers [i, i + 1).
         """
         total, nodes = ends[:, -1:].clone(), ends.shape[1]
         ends = (ends / total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
-        if without is not None:  # shorten the interval of the excluded row's node and shift later ones
+        if (
+            without is not None
+        ):  # shorten the interval of the excluded row's node and shift later ones
             taken = taken / total.flatten()[column]
             place = column * nodes + without[:, None] // FAN**self.start
             u = u * (1 - taken)
@@ -303,7 +329,9 @@ class SumTree(nn.Module):
         """Return the last non-empty node of a level, a limit against rounding errors."""
         return (self.rows - 1) // FAN**number
 
-    def _subtract_row(self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor) -> None:
+    def _subtract_row(
+        self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor
+    ) -> None:
         """Subtract a row's entries `taken` (B, k) from its ancestor in weights.
 
         `weights` (B, k, FAN) is modified in place.

@@ -15,5 +15,19 @@ from crt_exp.samplers.bias import Bias, measured_bias
 from crt_exp.samplers.blocks import givens, haar, hadamard, halton, iid, orthogonal, simplex, sobol
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise, at_least_float32
 
-__all__ = ["Bias", "DenseNoise", "HadamardNoise", "Noise", "at_least_float32", "givens", "haar", "hadamard", "halton",
-           "iid", "measured_bias", "orthogonal", "simplex", "sobol"]
+__all__ = [
+    "Bias",
+    "DenseNoise",
+    "HadamardNoise",
+    "Noise",
+    "at_least_float32",
+    "givens",
+    "haar",
+    "hadamard",
+    "halton",
+    "iid",
+    "measured_bias",
+    "orthogonal",
+    "simplex",
+    "sobol",
+]

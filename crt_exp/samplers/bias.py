@@ -22,8 +22,16 @@ class Bias(NamedTuple):
         return ", ".join(f"{ratio:.4f} +- {error:.4f}" for ratio, error in pairs)
 
 
-def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: int | None = None, draws: int = 2000,
-                  generator: torch.Generator | None = None) -> Bias:
+def measured_bias(
+    phi,
+    sampler: Callable,
+    x: Tensor,
+    y: Tensor,
+    params=(),
+    m: int | None = None,
+    draws: int = 2000,
+    generator: torch.Generator | None = None,
+) -> Bias:
     """Estimate the bias of a feature map under a sampler.
 
     A ratio of 1 within the standard error means no detectable bias. The standard error is underestimated if the
@@ -52,7 +60,9 @@ def measured_bias(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), m: in
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)
 
 
-def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: int = 16) -> dict[str, float]:
+def bias_record(
+    phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: int = 16
+) -> dict[str, float]:
     """Return the mean bias over random pairs of x and y (n, d), for metrics.
 
     Exact samplers return {}.
@@ -60,17 +70,25 @@ def bias_record(phi, sampler: Callable, x: Tensor, y: Tensor, params=(), pairs: 
     g = torch.Generator().manual_seed(0)
     if sampler(2, 2, g).gaussian:  # independent of the dimension
         return {}
-    i, j = torch.randint(len(x), (pairs,), generator=g), torch.randint(len(y), (pairs,), generator=g)
+    i, j = (
+        torch.randint(len(x), (pairs,), generator=g),
+        torch.randint(len(y), (pairs,), generator=g),
+    )
     bias = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
-    return {"sampler_bias": bias.ratio.mean().item(), "sampler_bias_error": bias.error.mean().item()}
+    return {
+        "sampler_bias": bias.ratio.mean().item(),
+        "sampler_bias_error": bias.error.mean().item(),
+    }
 
 
 def bias_sentence(record: dict) -> str:
     """Format `bias_record` as a sentence; empty for exact samplers."""
     if "sampler_bias" not in record:
         return ""
-    return (f"\napproximate sampler: estimate / exact kernel = {record['sampler_bias']:.3f} ± "
-            f"{record['sampler_bias_error']:.3f} (1 is unbiased)")
+    return (
+        f"\napproximate sampler: estimate / exact kernel = {record['sampler_bias']:.3f} ± "
+        f"{record['sampler_bias_error']:.3f} (1 is unbiased)"
+    )
 
 
 def estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:

@@ -16,13 +16,19 @@ from crt_exp.options import Count, Whole, whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
 from crt_exp.times import threads
 
-ONE_THREAD = 256     # largest matrix factorised with one thread
+ONE_THREAD = 256  # largest matrix factorised with one thread
 SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension
 U_MARGIN = 2.0**-33  # u is clamped to [U_MARGIN, 1 - U_MARGIN], so |g| <= 6.4
 
 
-def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-               lengths: Literal["chi", "sqrt_d"] = "chi", dtype: torch.dtype = torch.float32) -> DenseNoise:
+def orthogonal(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    lengths: Literal["chi", "sqrt_d"] = "chi",
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample blocks of d orthogonal rows with Haar directions (Performers 2.4).
 
     Args:
@@ -33,8 +39,13 @@ def orthogonal(m: int, d: int, generator: torch.Generator | None = None, batch: 
     return _rows_of(directions, m, lengths, generator, dtype, gaussian=lengths == "chi")
 
 
-def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-            dtype: torch.dtype = torch.float32) -> DenseNoise:
+def simplex(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample blocks of d rows with pairwise cosines -1/(d - 1) (Reid et al. 2023).
 
     Blocks are randomly rotated with chi(d) lengths, so rows are exactly Gaussian. The variance is lower than with
@@ -49,9 +60,15 @@ def simplex(m: int, d: int, generator: torch.Generator | None = None, batch: tup
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=True)
 
 
-def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-             blocks: Count = 3, lengths: Literal["chi", "fixed", "sqrt_d"] = "chi",
-             dtype: torch.dtype = torch.float32) -> Noise:
+def hadamard(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    blocks: Count = 3,
+    lengths: Literal["chi", "fixed", "sqrt_d"] = "chi",
+    dtype: torch.dtype = torch.float32,
+) -> Noise:
     """Sample rows of sqrt(n) H D_k ... H D_1, k = `blocks` (Performers B.2).
 
     H is the orthonormal Hadamard matrix, D_i are diagonals of random signs. Rows are not Gaussian, so estimates are
@@ -72,8 +89,14 @@ def hadamard(m: int, d: int, generator: torch.Generator | None = None, batch: tu
     return noise.on_sphere() if lengths == "sqrt_d" else noise
 
 
-def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-           rotations: Whole | None = None, dtype: torch.dtype = torch.float32) -> DenseNoise:
+def givens(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    rotations: Whole | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample blocks of d orthogonal rows by Kac's random walk (Performers B.2).
 
     The walk applies `rotations` Givens rotations in random planes. Row signs are random, so the mean is zero for every
@@ -84,16 +107,25 @@ def givens(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
         rotations: default 4 ceil(d log d).
     """
     m, d = check(m, d)
-    steps = 4 * math.ceil(d * math.log(d)) if rotations is None else whole_number(rotations, "rotations", 0)
+    steps = (
+        4 * math.ceil(d * math.log(d))
+        if rotations is None
+        else whole_number(rotations, "rotations", 0)
+    )
     start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
     directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)
 
 
-def _rows_of(directions: Tensor, m: int, lengths: str, generator, dtype: torch.dtype, gaussian: bool) -> DenseNoise:
+def _rows_of(
+    directions: Tensor, m: int, lengths: str, generator, dtype: torch.dtype, gaussian: bool
+) -> DenseNoise:
     """Cut blocks of unit rows (*batch, stacks, d, d) to m rows and sample lengths."""
     rows = directions.flatten(-3, -2)[..., :m, :]
-    return DenseNoise((rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)).to(dtype), gaussian)
+    return DenseNoise(
+        (rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)).to(dtype),
+        gaussian,
+    )
 
 
 def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -103,7 +135,9 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     Haar-distributed and exponential features, which are not even in omega, are biased.
     """
     g = normal(shape, generator)
-    with threads(1) if g.shape[-1] <= ONE_THREAD else nullcontext():  # more threads do not help small matrices
+    with (
+        threads(1) if g.shape[-1] <= ONE_THREAD else nullcontext()
+    ):  # more threads do not help small matrices
         q, r = torch.linalg.qr(g)
     return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
 
@@ -127,15 +161,26 @@ def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor
     return flat.view_as(x)
 
 
-def iid(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32) -> DenseNoise:
+def iid(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample independent Gaussian rows."""
     m, d = check(m, d)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
 
 
-def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), scramble: bool = True,
-           dtype: torch.dtype = torch.float32) -> DenseNoise:
+def halton(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    scramble: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample quasi-Monte Carlo rows g = Phi^-1(u) from the Halton sequence.
 
     Each batch entry has an independent scramble. Scrambled rows are exactly Gaussian over scrambles. `scramble=False`
@@ -152,8 +197,14 @@ def halton(m: int, d: int, generator: torch.Generator | None = None, batch: tupl
     return _quasi(draw, generator, batch, scramble, dtype)
 
 
-def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple[int, ...] = (), scramble: bool = True,
-          dtype: torch.dtype = torch.float32) -> DenseNoise:
+def sobol(
+    m: int,
+    d: int,
+    generator: torch.Generator | None = None,
+    batch: tuple[int, ...] = (),
+    scramble: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> DenseNoise:
     """Sample quasi-Monte Carlo rows from the Sobol sequence; options as `halton`.
 
     m = 2^k is most accurate. Other m use the first m of 2^k points, which keeps the estimate unbiased.
@@ -165,18 +216,21 @@ def sobol(m: int, d: int, generator: torch.Generator | None = None, batch: tuple
 
     m, d = check(m, d)
     if d > SOBOL_MAX_DIM:
-        raise ValueError(f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal")
+        raise ValueError(
+            f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal"
+        )
     skip = 0 if scramble else 1
 
     def draw(seed):
         points = Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())
-        return points[skip:m + skip]
+        return points[skip : m + skip]
 
     return _quasi(draw, generator, batch, scramble, dtype, spacing=2.0**-30 if scramble else 0.0)
 
 
-def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype,
-           spacing: float = 0.0) -> DenseNoise:
+def _quasi(
+    draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype, spacing: float = 0.0
+) -> DenseNoise:
     """Transform points u (m, d) of `draw(seed)` to Gaussian rows.
 
     The points lie in [0, 1). A jitter of size `spacing` makes their grid continuous.
@@ -185,7 +239,9 @@ def _quasi(draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dt
 
     count = math.prod(batch) if scramble else 1
     seeds = randint(0, 2**62, (count,), generator).tolist() if scramble else [None]
-    u = torch.from_numpy(np.stack([draw(np.random.default_rng(seed)) for seed in seeds])).to(device_of(generator))
+    u = torch.from_numpy(np.stack([draw(np.random.default_rng(seed)) for seed in seeds])).to(
+        device_of(generator)
+    )
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
     g = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)
@@ -201,7 +257,9 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=device_of(generator))
 
 
-def randint(low: int, high: int, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+def randint(
+    low: int, high: int, shape: tuple[int, ...], generator: torch.Generator | None
+) -> Tensor:
     return torch.randint(low, high, shape, generator=generator, device=device_of(generator))
 
 
@@ -209,9 +267,13 @@ def signs(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     return 2.0 * randint(0, 2, shape, generator).double() - 1
 
 
-def row_lengths(shape: tuple[int, ...], d: int, kind: str, generator: torch.Generator | None) -> Tensor:
+def row_lengths(
+    shape: tuple[int, ...], d: int, kind: str, generator: torch.Generator | None
+) -> Tensor:
     """Return row lengths (*shape, 1)."""
-    if kind == "chi":  # chi^2_d is twice a gamma variable of shape d/2: one random number per row instead of d
+    if (
+        kind == "chi"
+    ):  # chi^2_d is twice a gamma variable of shape d/2: one random number per row instead of d
         half = torch.full((*shape, 1), d / 2, dtype=torch.float64, device=device_of(generator))
         return (2 * torch._standard_gamma(half, generator=generator)).sqrt()
     if kind == "sqrt_d":

@@ -95,7 +95,9 @@ class Noise(ABC):
     def check(self, x: Tensor) -> None:
         """Raise ValueError if the last dimension of x (..., L, d) differs from d."""
         if x.shape[-1] != self.d:
-            raise ValueError(f"x has {x.shape[-1]} dimensions, expected {self.d}: check the axis order (..., L, d)")
+            raise ValueError(
+                f"x has {x.shape[-1]} dimensions, expected {self.d}: check the axis order (..., L, d)"
+            )
 
     @cached_property
     def sq_norm(self) -> Tensor:
@@ -178,14 +180,16 @@ class HadamardNoise(Noise):
 
     def _transform(self, x: Tensor) -> Tensor:
         """Map x (..., L, d) to (..., L, m) by fast transforms."""
-        x = torch.nn.functional.pad(x, (0, self.n - self.d)).unsqueeze(-2)          # (..., L, 1, n)
-        for signs in self.signs.to(x.dtype).unsqueeze(-4).unbind(-2):               # (*batch, 1, stacks, n)
-            x = fwht(x * signs)                                                     # (..., L, stacks, n)
-        return x.flatten(-2)[..., :self.m] * self.lengths.to(x.dtype).mT
+        x = torch.nn.functional.pad(x, (0, self.n - self.d)).unsqueeze(-2)  # (..., L, 1, n)
+        for signs in self.signs.to(x.dtype).unsqueeze(-4).unbind(-2):  # (*batch, 1, stacks, n)
+            x = fwht(x * signs)  # (..., L, stacks, n)
+        return x.flatten(-2)[..., : self.m] * self.lengths.to(x.dtype).mT
 
     @cached_property
     def sq_norm(self) -> Tensor:
-        rows = self.rows() if self.d < self.n else self.lengths  # the cut to d columns changes the lengths
+        rows = (
+            self.rows() if self.d < self.n else self.lengths
+        )  # the cut to d columns changes the lengths
         with torch.inference_mode(False):
             return rows.square().sum(-1).unsqueeze(-2)
 
@@ -198,7 +202,9 @@ class HadamardNoise(Noise):
         return HadamardNoise(self.signs, self.lengths * factor, self.d)
 
     def to(self, *args, **kwargs) -> "HadamardNoise":
-        return HadamardNoise(self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d)
+        return HadamardNoise(
+            self.signs.to(*args, **kwargs), self.lengths.to(*args, **kwargs), self.d
+        )
 
 
 def match_float64(noise: Nested, dtype: torch.dtype) -> Nested:
@@ -216,7 +222,9 @@ def fwht(x: Tensor) -> Tensor:
     if n & (n - 1):
         raise ValueError(f"n={n}: expected a power of two")
     for r in _radices(n):
-        matrix = (_hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__)(r, x.dtype, x.device)
+        matrix = (_hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__)(
+            r, x.dtype, x.device
+        )
         x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
         x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
         h *= r

@@ -20,21 +20,27 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.features.base import NotFinite
-from crt_exp.times import NO_WARMUP_MS, in_turns, peak_increase, time_after_warmup, trim_memory
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.calibration import calibrate_attention, call, fill_statistics, learns, swapped_states
+from crt_exp.swap.calibration import (
+    calibrate_attention,
+    call,
+    fill_statistics,
+    learns,
+    swapped_states,
+)
 from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
+from crt_exp.times import NO_WARMUP_MS, in_turns, peak_increase, time_after_warmup, trim_memory
 
-MAX_CACHED = 8      # number of fitted methods that a bench caches
+MAX_CACHED = 8  # number of fitted methods that a bench caches
 MASKED, NEXT = "masked", "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
-IGNORED = -100      # label of a token without loss, as in torch and transformers
-SHARE = 0.15        # fraction of tokens that are masked
-MIN_CONTEXT = 16    # tokens after which a model can detect that a passage is repeated
-REPEATED = 4        # rows that are also evaluated as repeated passages
-SHORTEST = 128      # tokens of the shortest timed input
-LENGTH = 512        # default length of a document, in tokens
+IGNORED = -100  # label of a token without loss, as in torch and transformers
+SHARE = 0.15  # fraction of tokens that are masked
+MIN_CONTEXT = 16  # tokens after which a model can detect that a passage is repeated
+REPEATED = 4  # rows that are also evaluated as repeated passages
+SHORTEST = 128  # tokens of the shortest timed input
+LENGTH = 512  # default length of a document, in tokens
 TOKENS_PER_BLOCK = 256  # tokens whose losses are computed at a time
 
 
@@ -68,18 +74,27 @@ class Bench:
     `repeated_loss(i)`. The model is put in eval mode. Raises ValueError if the model is already swapped.
     """
 
-    noun = "pieces"     # name of the samples in tables
+    noun = "pieces"  # name of the samples in tables
     causal = False
-    repeats = 0         # number of samples that are also evaluated as repeated passages
-    labelled = True     # whether losses use labels
+    repeats = 0  # number of samples that are also evaluated as repeated passages
+    labelled = True  # whether losses use labels
 
-    def __init__(self, model: nn.Module, judged: Sequence[Any] = (), training: Sequence[Any] | None = (),
-                 seed: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        judged: Sequence[Any] = (),
+        training: Sequence[Any] | None = (),
+        seed: int = 0,
+    ):
         if swapped_states(model):
-            raise ValueError(f"{type(model).__name__}: already swapped; call unswap_attention(model) first")
+            raise ValueError(
+                f"{type(model).__name__}: already swapped; call unswap_attention(model) first"
+            )
         self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
         self.device = next(model.parameters()).device
-        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []    # state dicts of the last fitted methods
+        self.fits: list[
+            tuple[Any, list[dict[str, Tensor]]]
+        ] = []  # state dicts of the last fitted methods
 
     def run(self, piece: Any) -> Any:
         """Return the model's output for a sample."""
@@ -94,7 +109,9 @@ class Bench:
         fit_attention(self.model, self.training)
 
     @contextmanager
-    def swapped(self, attention: Mechanism | None, layers: Any = None) -> Iterator[dict[str, nn.Module]]:
+    def swapped(
+        self, attention: Mechanism | None, layers: Any = None
+    ) -> Iterator[dict[str, nn.Module]]:
         """Context manager: swap the attention, fitted once, and yield its layers by path.
 
         None keeps the model's own attention.
@@ -123,8 +140,9 @@ class Bench:
             state.load_state_dict(tensors)
 
     @torch.no_grad()
-    def record_calls(self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
-                     ) -> tuple[list[Any], Any]:
+    def record_calls(
+        self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+    ) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
         Returns:
@@ -133,7 +151,9 @@ class Bench:
         seen: list[Any] = []
         with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
             for state in states.values():
-                stack.callback(state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove)
+                stack.callback(
+                    state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove
+                )
             return seen, self.run(piece)
 
     # ---- losses
@@ -145,10 +165,14 @@ class Bench:
         Raises NotFinite if the model's own loss is not finite.
         """
         with self.swapped(attention):
-            losses = {"loss": [self.loss(i) for i in range(len(self.judged))],
-                      "repeated": [self.repeated_loss(i) for i in range(self.repeats)]}
+            losses = {
+                "loss": [self.loss(i) for i in range(len(self.judged))],
+                "repeated": [self.repeated_loss(i) for i in range(self.repeats)],
+            }
         if attention is None and not all(map(math.isfinite, losses["loss"])):
-            raise NotFinite(f"{type(self.model).__name__}: loss without swap is not finite; check the parameters")
+            raise NotFinite(
+                f"{type(self.model).__name__}: loss without swap is not finite; check the parameters"
+            )
         return losses
 
     # ---- time and memory
@@ -158,7 +182,9 @@ class Bench:
         """Tokens of the longest timed sample."""
         return max(self.timed)
 
-    def times(self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int) -> dict[str, list[float]]:
+    def times(
+        self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int
+    ) -> dict[str, list[float]]:
         """Milliseconds of a forward pass, one value for each method and round.
 
         The methods take turns within a round. An untimed call precedes each timed call.
@@ -168,6 +194,7 @@ class Bench:
         def within(attention: Mechanism | None) -> float:
             with self.swapped(attention):
                 return time_after_warmup(body, piece, below=NO_WARMUP_MS, device=self.device)
+
         return in_turns(attentions, rounds, within, warm=0)
 
     @torch.no_grad()
@@ -180,6 +207,7 @@ class Bench:
 
 
 # ---- language models
+
 
 class TextBench(Bench):
     """Bench of a transformers language model on token ids.
@@ -195,10 +223,23 @@ class TextBench(Bench):
 
     noun = "texts"
 
-    def __init__(self, model: nn.Module, rows: Tensor, training: Tensor | None = None, *, mask: int | None = None,
-                 special: Sequence[int] = (), seed: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Tensor,
+        training: Tensor | None = None,
+        *,
+        mask: int | None = None,
+        special: Sequence[int] = (),
+        seed: int = 0,
+    ):
         super().__init__(model, rows, None if training is None else training.split(1), seed)
-        self.predicts, self.rows, self.mask, self.special = predicts(model), rows, mask, torch.tensor([*special]).long()
+        self.predicts, self.rows, self.mask, self.special = (
+            predicts(model),
+            rows,
+            mask,
+            torch.tensor([*special]).long(),
+        )
         self.causal = self.predicts == NEXT
         self.options = {"use_cache": False} if self.causal else {}
         L = rows.shape[1]
@@ -208,7 +249,9 @@ class TextBench(Bench):
             self.repeats = min(REPEATED, len(rows))
 
     def fit(self, attention: Mechanism) -> None:
-        fit_attention(self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training])
+        fit_attention(
+            self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training]
+        )
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self.options, **options)
@@ -227,8 +270,8 @@ class TextBench(Bench):
         The input is the first half of row i, twice. The loss covers the second copy.
         """
         half = self.rows.shape[1] // 2
-        inputs, labels = next_token_labels(self.rows[i:i + 1, :half].repeat(1, 2))
-        labels[:, :half + MIN_CONTEXT - 1] = IGNORED
+        inputs, labels = next_token_labels(self.rows[i : i + 1, :half].repeat(1, 2))
+        labels[:, : half + MIN_CONTEXT - 1] = IGNORED
         return float(self.nats(inputs, labels).mean())
 
     def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -237,7 +280,7 @@ class TextBench(Bench):
 
     def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of row i, (1, L) each, equal for all methods."""
-        row = self.rows[i:i + 1]
+        row = self.rows[i : i + 1]
         if self.causal:
             return next_token_labels(row)
         hidden = self._places(i)
@@ -245,7 +288,9 @@ class TextBench(Bench):
 
     def _places(self, i: int) -> Tensor:
         """The tokens of row i to mask, as a boolean tensor (L,)."""
-        draw = torch.rand(self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i))
+        draw = torch.rand(
+            self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i)
+        )
         draw[torch.isin(self.rows[i], self.special)] = 1.0
         return draw <= max(SHARE, float(draw.min()))
 
@@ -259,8 +304,14 @@ def nats(logits: Tensor, labels: Tensor) -> Tensor:
     """Logits (B, L, V) and labels (B, L) -> losses of the labelled tokens, float64."""
     asked = (labels != IGNORED).to(logits.device)
     wanted = labels.to(logits.device)[asked]
-    return torch.cat([F.cross_entropy(part.double(), each, reduction="none")
-                      for part, each in zip(logits[asked].split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK))])
+    return torch.cat(
+        [
+            F.cross_entropy(part.double(), each, reduction="none")
+            for part, each in zip(
+                logits[asked].split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)
+            )
+        ]
+    )
 
 
 def predicts(model: nn.Module) -> str | None:
@@ -277,7 +328,9 @@ def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
     most = positions(model)
     length = min(LENGTH, most) if length is None else length
     if not least <= length <= most:
-        raise ValueError(f"length={length}: expected {least} to {most} tokens, the positions of the model")
+        raise ValueError(
+            f"length={length}: expected {least} to {most} tokens, the positions of the model"
+        )
     return length
 
 
@@ -293,6 +346,7 @@ def positions(model: nn.Module) -> int:
 
 # ---- other models
 
+
 class BatchBench(Bench):
     """Bench of a model on samples that are tensors or dictionaries of its arguments.
 
@@ -301,15 +355,31 @@ class BatchBench(Bench):
     divergence. Raises ValueError for a model that returns neither loss nor scores.
     """
 
-    def __init__(self, model: nn.Module, judged: Sequence[Any], training: Sequence[Any], *,
-                 labels: Sequence[Tensor] | None = None, noun: str = "pieces", seed: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        judged: Sequence[Any],
+        training: Sequence[Any],
+        *,
+        labels: Sequence[Tensor] | None = None,
+        noun: str = "pieces",
+        seed: int = 0,
+    ):
         super().__init__(model, judged, training, seed)
         self.labels, self.noun = labels, noun
-        queries, outputs = zip(*(self.record_calls(piece, lambda state, given, out: given[0].shape[2])
-                                 for piece in judged))
+        queries, outputs = zip(
+            *(
+                self.record_calls(piece, lambda state, given, out: given[0].shape[2])
+                for piece in judged
+            )
+        )
         self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
-        self.own = None if self.labelled else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
+        self.own = (
+            None
+            if self.labelled
+            else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
+        )
 
     def loss(self, i: int) -> float:
         out = self.run(self.judged[i])
@@ -334,5 +404,7 @@ def scores(out: Any) -> Tensor:
     """Class scores (B, ..., C) of a model's output. Raises ValueError."""
     out = getattr(out, "logits", out)
     if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
-        raise ValueError("model: no loss and no class scores; load it with its head, or pass labels")
+        raise ValueError(
+            "model: no loss and no class scores; load it with its head, or pass labels"
+        )
     return out

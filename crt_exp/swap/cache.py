@@ -19,12 +19,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
 from transformers.generation import GenerationMixin, GenerationMode
 
+from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
-from crt_exp.attention.base import LinearAttention
 from crt_exp.nearfar.decoding import RecallState
 from crt_exp.swap.call import attend, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward
@@ -45,7 +51,9 @@ class NewKeys(Tensor):
         if name in ("__get__", "size", "dim", "numel", "__repr__"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ValueError(f"{name}: the recurrent cache does not support operations on its keys; {WHOLE}")
+        raise ValueError(
+            f"{name}: the recurrent cache does not support operations on its keys; {WHOLE}"
+        )
 
 
 class RecurrentLayer(DynamicLayer):
@@ -61,15 +69,17 @@ class RecurrentLayer(DynamicLayer):
 
     def _clear(self) -> None:
         self.length, self.whole = 0, False
-        self.new_keys = None   # new keys and values that no attention function has used yet
-        self.handed = None     # weak references to what `update` returned for them
-        self.state = None      # recurrent state of all tokens
-        self.padding = None    # (B, p): padding mask of the first p tokens; all later tokens are kept
+        self.new_keys = None  # new keys and values that no attention function has used yet
+        self.handed = None  # weak references to what `update` returned for them
+        self.state = None  # recurrent state of all tokens
+        self.padding = None  # (B, p): padding mask of the first p tokens; all later tokens are kept
         self.owner = self.marks = None
 
     # ---- methods that a forward pass calls
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         self._store_new_keys()
         if self.whole or (self.state is None and type(key_states) is not Tensor):
             self.whole = True
@@ -77,23 +87,47 @@ class RecurrentLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.new_keys, self.length = (key_states, value_states), self.length + key_states.shape[-2]
-        kind = Tensor if self.state is None else NewKeys  # the first keys are all keys, so any use is valid
+        kind = (
+            Tensor if self.state is None else NewKeys
+        )  # the first keys are all keys, so any use is valid
         keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
         self.handed = weakref.ref(keys), weakref.ref(values)
         keys.cache_layer = self
         return keys, values
 
-    def attend(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, keep: Tensor | None,
-               mask: Tensor | None, causal: bool, scaling: float | None, dropout: float,
-               matrix: bool) -> tuple[Tensor, Tensor | None]:
+    def attend(
+        self,
+        swapped: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        keep: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scaling: float | None,
+        dropout: float,
+        matrix: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries (B,H,T,d) to the past and to the keys of `update`.
 
         The arguments are those of `call.attend`. keep (B,S) and mask (B,.,T,S) cover all tokens. Raises ValueError,
         naming the layer, if the state cannot serve the call.
         """
         used, first = self.length, not isinstance(key, NewKeys)
-        at_once = partial(attend, swapped, query, key, value, keep=keep, mask=mask, causal=causal, scaling=scaling,
-                          dropout=dropout, matrix=matrix)
+        at_once = partial(
+            attend,
+            swapped,
+            query,
+            key,
+            value,
+            keep=keep,
+            mask=mask,
+            causal=causal,
+            scaling=scaling,
+            dropout=dropout,
+            matrix=matrix,
+        )
         if not self._is_update(key, value, swapped.path):
             return at_once()
         (key, value), self.new_keys = self.new_keys, None
@@ -101,7 +135,9 @@ class RecurrentLayer(DynamicLayer):
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         prepare(swapped, query, key, causal)
-        if first and not self._create_state(swapped, query, key, value, causal and not matrix and used == self.length):
+        if first and not self._create_state(
+            swapped, query, key, value, causal and not matrix and used == self.length
+        ):
             self._store_all_keys(key, value)
             return at_once()
         if first:
@@ -113,7 +149,11 @@ class RecurrentLayer(DynamicLayer):
             key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
             self.state.take(swapped.scaled(key), value, keep)
             return at_once()
-        q = query if scaling is None or scaling == swapped.scaling else query * (scaling / swapped.scaling)
+        q = (
+            query
+            if scaling is None or scaling == swapped.scaling
+            else query * (scaling / swapped.scaling)
+        )
         return self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
 
     def _is_update(self, key: Tensor, value: Tensor, path: str) -> bool:
@@ -122,7 +162,9 @@ class RecurrentLayer(DynamicLayer):
         if same and self.new_keys is not None:
             return True
         if isinstance(key, NewKeys):
-            raise ValueError(f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}")
+            raise ValueError(
+                f"{path}: the recurrent cache does not support changed or reused keys; {WHOLE}"
+            )
         # other attention uses the keys too, which a single state cannot serve
         if self.new_keys is None and not self.whole:
             self.state = None
@@ -130,28 +172,43 @@ class RecurrentLayer(DynamicLayer):
         self._store_new_keys()
         return False
 
-    def _create_state(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool) -> bool:
+    def _create_state(
+        self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool
+    ) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
-        possible = possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
+        possible = (
+            possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
+        )
         if not possible or _all_keys(swapped) or swapped.calibrated is not None:
             return False
         # empty tensors, because generation asks for their sizes
-        self.keys, self.values = (torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value))
+        self.keys, self.values = (
+            torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value)
+        )
         self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
         self.state = swapped.decoding()
         return True
 
-    def _check(self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
+    def _check(
+        self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int
+    ) -> None:
         marks = _marks(swapped)
-        same = self.owner() is swapped and all(a is b and x == y for (a, x), (b, y) in zip(self.marks, marks))
+        same = self.owner() is swapped and all(
+            a is b and x == y for (a, x), (b, y) in zip(self.marks, marks)
+        )
         if not same:
             raise ValueError(f"{swapped.path}: noise or statistics have changed; use a new cache")
-        for wrong, what in ((matrix, "output_attentions=True"), (swapped.training, "training mode"),
-                            (torch.is_grad_enabled() and query.requires_grad, "gradients"),
-                            (query.shape[2] > 1 and not causal, "non-causal attention"),
-                            (used != self.length, "masks of the last tokens")):
+        for wrong, what in (
+            (matrix, "output_attentions=True"),
+            (swapped.training, "training mode"),
+            (torch.is_grad_enabled() and query.requires_grad, "gradients"),
+            (query.shape[2] > 1 and not causal, "non-causal attention"),
+            (used != self.length, "masks of the last tokens"),
+        ):
             if wrong:
-                raise ValueError(f"{swapped.path}: the recurrent cache does not support {what}; {WHOLE}")
+                raise ValueError(
+                    f"{swapped.path}: the recurrent cache does not support {what}; {WHOLE}"
+                )
 
     # ---- padding: the state already includes the padding of the past
 
@@ -162,10 +219,14 @@ class RecurrentLayer(DynamicLayer):
         """
         past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
-            raise ValueError(f"{path}: attention_mask of {keep.shape[1]} tokens: expected {past} cached + {new} new")
+            raise ValueError(
+                f"{path}: attention_mask of {keep.shape[1]} tokens: expected {past} cached + {new} new"
+            )
         same = padded == 0 or (keep is not None and torch.equal(keep[:, :padded], self.padding))
         if not same or (keep is not None and not bool(keep[:, padded:past].all())):
-            raise ValueError(f"{path}: the recurrent cache does not support changed masks of past tokens; {WHOLE}")
+            raise ValueError(
+                f"{path}: the recurrent cache does not support changed masks of past tokens; {WHOLE}"
+            )
         if keep is None or bool(keep[:, past:].all()):
             return None
         self._set_padding(keep)
@@ -174,7 +235,7 @@ class RecurrentLayer(DynamicLayer):
     def _set_padding(self, keep: Tensor | None) -> None:
         """Store a mask of all tokens, up to the last removed token."""
         left_out = () if keep is None else (~keep).any(0).nonzero()
-        self.padding = keep[:, :int(left_out[-1]) + 1].clone() if len(left_out) else None
+        self.padding = keep[:, : int(left_out[-1]) + 1].clone() if len(left_out) else None
 
     # ---- fall back to storing the keys
 
@@ -203,7 +264,9 @@ class RecurrentLayer(DynamicLayer):
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
         state = self.state.kept if self.state is not None and self.state.kept is not None else ()
-        return sum(t.nbytes for t in (self.keys, self.values, self.padding, *state) if t is not None)
+        return sum(
+            t.nbytes for t in (self.keys, self.values, self.padding, *state) if t is not None
+        )
 
     def reset(self) -> None:
         super().reset()
@@ -215,7 +278,9 @@ class RecurrentLayer(DynamicLayer):
             super().reorder_cache(beam_idx)
             return
         self.state.select(beam_idx.to(self.device))
-        self._set_padding(None if self.padding is None else self.padding[beam_idx.to(self.padding.device)])
+        self._set_padding(
+            None if self.padding is None else self.padding[beam_idx.to(self.padding.device)]
+        )
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
         """Copy the cache; the copy refers to the same layer of the model.
@@ -234,11 +299,15 @@ def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
 
     Version counters detect changes without a device synchronisation.
     """
-    return [(t, changes(t)) for name, t in swapped.named_buffers()
-            if name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))]
+    return [
+        (t, changes(t))
+        for name, t in swapped.named_buffers()
+        if name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))
+    ]
 
 
 # ---- install the caches in a model
+
 
 def install(model: nn.Module) -> None:
     """Make `generate` and use_cache=True of the model create recurrent caches."""
@@ -249,7 +318,9 @@ def install(model: nn.Module) -> None:
         layers = _recurrent_layers(part)
         if layers and "DynamicCache" in names_in_forward(type(part)):
             hook = partial(_give_cache, layers=layers)
-            part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(hook, with_kwargs=True)
+            part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(
+                hook, with_kwargs=True
+            )
         # a generate method of its own reads the keys (Whisper)
         if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
@@ -264,20 +335,32 @@ def uninstall(model: nn.Module) -> None:
 
 def _recurrent_layers(model: nn.Module) -> frozenset[int]:
     """Cache indices of the swapped layers that are causal and have a recurrent state."""
-    parts = [part for part in model.modules() if isinstance(part._modules.get("swapped"), LinearAttention)
-             and getattr(part, "is_causal", True) and not is_cross(part, "")]
-    return frozenset(part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int))
+    parts = [
+        part
+        for part in model.modules()
+        if isinstance(part._modules.get("swapped"), LinearAttention)
+        and getattr(part, "is_causal", True)
+        and not is_cross(part, "")
+    ]
+    return frozenset(
+        part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int)
+    )
 
 
-def _give_cache(model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]) -> tuple[tuple, dict] | None:
+def _give_cache(
+    model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]
+) -> tuple[tuple, dict] | None:
     """Forward pre-hook: create the cache for use_cache=True without a cache."""
     if kwargs.get("use_cache") is not True or _given(kwargs) is not None or _all_keys(model):
         return None
     config = model.config.get_text_config(decoder=True)
     made = DynamicCache(config=config)
     _make_recurrent(made, layers)
-    crosses = (config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
-               or kwargs.get("encoder_hidden_states") is not None)
+    crosses = (
+        config.is_encoder_decoder
+        or getattr(config, "add_cross_attention", False)
+        or kwargs.get("encoder_hidden_states") is not None
+    )
     if crosses and "EncoderDecoderCache" in names_in_forward(type(model)):
         made = EncoderDecoderCache(made, DynamicCache(config=config))
     name = next(name for name in NAMES if name in inspect.signature(type(model).forward).parameters)
@@ -292,8 +375,14 @@ def _given(kwargs: dict) -> Cache | None:
     return next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
 
 
-def _prepare_cache(model: nn.Module, layers: frozenset[int], generation_config, model_kwargs: dict,
-                   mode: GenerationMode, *args) -> None:
+def _prepare_cache(
+    model: nn.Module,
+    layers: frozenset[int],
+    generation_config,
+    model_kwargs: dict,
+    mode: GenerationMode,
+    *args,
+) -> None:
     """Replacement for `GenerationMixin._prepare_cache_for_generation`."""
     given = _given(model_kwargs)
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, mode, *args)

@@ -20,27 +20,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.base import LinearAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
 
-SEQUENCES = 4   # sequences of a batch, the first ones, on which errors are measured
-QUERIES = 128   # random queries of each sequence that are compared with exact attention
+SEQUENCES = 4  # sequences of a batch, the first ones, on which errors are measured
+QUERIES = 128  # random queries of each sequence that are compared with exact attention
 # reached: whether the first forward pass after the swap reached the layer; empty before that pass.
 # open: retrieved keys of each query in causal near-far attention.
 # chosen: number of heads with each feature map, if each head selects its own.
 # errors: |output - exact| / |exact| of the layer and of uniform attention, on the batches of the last calibration.
-COLUMNS = ("layer", "path", "type", "mechanism", "reached", "open", "m", "M", "A mean", "A min", "A max", "chosen",
-           "error on calibration", "uniform's error")
+COLUMNS = (
+    "layer",
+    "path",
+    "type",
+    "mechanism",
+    "reached",
+    "open",
+    "m",
+    "M",
+    "A mean",
+    "A min",
+    "A max",
+    "chosen",
+    "error on calibration",
+    "uniform's error",
+)
 
 
 # ---- calibration
+
 
 def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     """Fill the running statistics of swapped layers and measure their errors.
@@ -71,15 +86,21 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
         for state in states.values():
             stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
         fill_statistics(model, batches)
-    worse = [f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
-             for path, state in states.items() if state.measured.error > state.measured.uniform]
+    worse = [
+        f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
+        for path, state in states.items()
+        if state.measured.error > state.measured.uniform
+    ]
     if worse:
-        warnings.warn(f"{len(worse)} of {len(states)} layers are further from exact attention than uniform attention: "
-                      f"{', '.join(worse[:3])}; use more features (m), or exclude layers", stacklevel=2)
+        warnings.warn(
+            f"{len(worse)} of {len(states)} layers are further from exact attention than uniform attention: "
+            f"{', '.join(worse[:3])}; use more features (m), or exclude layers",
+            stacklevel=2,
+        )
     return model
 
 
-@torch.inference_mode(False)   # tensors created in inference mode cannot be trained or loaded into
+@torch.inference_mode(False)  # tensors created in inference mode cannot be trained or loaded into
 @torch.no_grad()
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
     """Do `calibrate_attention` without measuring errors."""
@@ -117,12 +138,17 @@ def eval_mode(model: nn.Module):
 
 def _states(model: nn.Module) -> dict[str, LinearAttention]:
     """The layers that calibration applies to, by path."""
-    states = {path.removesuffix(".swapped"): part for path, part in model.named_modules()
-              if isinstance(part, LinearAttention)}
+    states = {
+        path.removesuffix(".swapped"): part
+        for path, part in model.named_modules()
+        if isinstance(part, LinearAttention)
+    }
     if not states:
         names = ", ".join({part.mechanism for part in swapped_states(model)})
-        raise ValueError(f"{type(model).__name__}: no random features (swapped: {names or 'none'}); call "
-                         "swap_attention")
+        raise ValueError(
+            f"{type(model).__name__}: no random features (swapped: {names or 'none'}); call "
+            "swap_attention"
+        )
     return states
 
 
@@ -136,27 +162,36 @@ def call(model: nn.Module, batch):
     if hasattr(batch, "keys"):
         # BatchEncoding of tokenizers
         return model(**{key: moved(batch[key]) for key in batch.keys()})  # noqa: SIM118
-    return model(*(moved(each) for each in (batch if isinstance(batch, (tuple, list)) else (batch,))))
+    return model(
+        *(moved(each) for each in (batch if isinstance(batch, (tuple, list)) else (batch,)))
+    )
 
 
-def call_arguments(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def call_arguments(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """The arguments of a layer's call as a tuple, for hooks."""
     return q, k, v, key_mask
 
 
 # ---- errors of a layer
 
+
 @dataclass
 class Measured:
     """Sums of squares over heads, queries and output dimensions."""
 
-    exact: float = 0.0    # norm of exact attention, squared
-    error: float = 0.0    # distance of the layer's output from exact attention, squared
+    exact: float = 0.0  # norm of exact attention, squared
+    error: float = 0.0  # distance of the layer's output from exact attention, squared
     uniform: float = 0.0  # distance of uniform attention from exact attention, squared
 
     # |output - exact| / |exact|, Frobenius norm
-    relative_error = property(lambda self: math.sqrt(self.error / self.exact) if self.exact else math.nan)
-    relative_uniform = property(lambda self: math.sqrt(self.uniform / self.exact) if self.exact else math.nan)
+    relative_error = property(
+        lambda self: math.sqrt(self.error / self.exact) if self.exact else math.nan
+    )
+    relative_uniform = property(
+        lambda self: math.sqrt(self.uniform / self.exact) if self.exact else math.nan
+    )
 
 
 class Watcher:
@@ -170,24 +205,37 @@ class Watcher:
 
     def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
         q, k, v, key_mask = call_arguments(*args, **kwargs)
-        measure(state, q, k, v[..., :state.columns], key_mask)
+        measure(state, q, k, v[..., : state.columns], key_mask)
         if isinstance(state, RandomFeatureAttention) and not state.running:
             self.count += 1
             stats = state._statistics(state.normalized(q), state.normalized(k), key_mask)
-            state.seen = Statistics(*(self._pooled(state.moments, getattr(stats, side), getattr(state.seen, side, None))
-                                      for side in "xy"))
+            state.seen = Statistics(
+                *(
+                    self._pooled(
+                        state.moments, getattr(stats, side), getattr(state.seen, side, None)
+                    )
+                    for side in "xy"
+                )
+            )
 
     def _pooled(self, names: tuple[str, ...], new: Moments, old: Moments | None) -> Moments:
         """The mean over the batch and over calls, and the minimum of the minima."""
-        pooled = {name: getattr(new, name).mean(0) for name in names} | {"minimum": new.minimum.amin(0)}
+        pooled = {name: getattr(new, name).mean(0) for name in names} | {
+            "minimum": new.minimum.amin(0)
+        }
         if old is not None:
-            pooled = {name: torch.lerp(getattr(old, name), value, 1 / self.count) for name, value in pooled.items()}
+            pooled = {
+                name: torch.lerp(getattr(old, name), value, 1 / self.count)
+                for name, value in pooled.items()
+            }
             pooled["minimum"] = torch.minimum(old.minimum, new.minimum.amin(0))
         return Moments.known(**pooled)
 
 
 @torch.no_grad()
-def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+def measure(
+    state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+) -> None:
     """Add the errors of one call to `state.measured`.
 
     The layer runs with its current projections on the first SEQUENCES sequences of q (B,H,L,d), k (B,Hkv,S,d) and v
@@ -200,8 +248,10 @@ def measure(state: LinearAttention, q: Tensor, k: Tensor, v: Tensor, key_mask: T
     exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
-    exact_square, error, distance = (float(torch.where(real, t.double(), 0.0).square().sum())
-                                     for t in (exact, estimate.double() - exact, uniform.double() - exact))
+    exact_square, error, distance = (
+        float(torch.where(real, t.double(), 0.0).square().sum())
+        for t in (exact, estimate.double() - exact, uniform.double() - exact)
+    )
     state.measured.exact += exact_square
     state.measured.error += error
     state.measured.uniform += distance
@@ -215,11 +265,19 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
     own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
     if key_mask is None or not own:
         return torch.ones(1, 1, dtype=torch.bool, device=q.device)
-    return key_mask[:, k.shape[2] - q.shape[2]:]
+    return key_mask[:, k.shape[2] - q.shape[2] :]
 
 
-def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *, causal: bool = False,
-               key_mask: Tensor | None = None) -> Tensor:
+def exact_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    scaling: float,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Exact attention of the queries `rows`, (B,H,rows,dv); 0 without visible keys."""
     k, v, dtype = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), compute_dtype(q, k, v)
     L, S = q.shape[2], k.shape[2]
@@ -229,11 +287,14 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scaling: float, *,
         seen = seen & key_mask[:, None, None]
         k, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (k, v))
     sees = seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), seen | ~sees, scale=scaling)
+    out = F.scaled_dot_product_attention(
+        q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), seen | ~sees, scale=scaling
+    )
     return out * sees
 
 
 # ---- description
+
 
 def describe_attention(model: nn.Module):
     """A DataFrame with COLUMNS, one row for each attention module.
@@ -249,13 +310,20 @@ def describe_attention(model: nn.Module):
 
 def _row(i: int | None, path: str, module: nn.Module) -> dict[str, Any]:
     state = module._modules.get("swapped")
-    row = {"layer": i, "path": path, "type": module.__dict__.get("unswapped_class", type(module)).__name__,
-           "reached": {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)]}
+    row = {
+        "layer": i,
+        "path": path,
+        "type": module.__dict__.get("unswapped_class", type(module)).__name__,
+        "reached": {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)],
+    }
     if state is None:
         return row | {"mechanism": "cannot be swapped" if i is None else "unchanged"}
     row["mechanism"] = state.mechanism
     if (measured := getattr(state, "measured", None)) is not None:
-        row |= {"error on calibration": measured.relative_error, "uniform's error": measured.relative_uniform}
+        row |= {
+            "error on calibration": measured.relative_error,
+            "uniform's error": measured.relative_uniform,
+        }
     if isinstance(state, NearFar) and state.causal:
         row["open"] = state.sizes.open
     return row | _fitted(state) if isinstance(state, RandomFeatureAttention) else row

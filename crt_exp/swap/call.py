@@ -16,9 +16,20 @@ from crt_exp.attention.base import AttentionLayer, LinearAttention
 REMOVED = -1e4  # additive masks: 0 keeps a pair, values up to this one remove it
 
 
-def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None,
-           causal: bool = False, cross: bool | None = None, scaling: float | None = None, dropout: float = 0.0,
-           matrix: bool = False) -> tuple[Tensor, Tensor | None]:
+def attend(
+    state: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    keep: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    cross: bool | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    matrix: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Attention by `state`: returns the output (B,H,L,dv) and the matrix, or None.
 
     Args:
@@ -55,18 +66,25 @@ def attend(state: nn.Module, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | 
         q = q * (scaling / state.scaling)
     used, dv = v.shape[2:]
     if matrix:
-        v = torch.cat([v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)], -1)
-        state.columns = dv          # the other columns are unit vectors
+        v = torch.cat(
+            [v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)],
+            -1,
+        )
+        state.columns = dv  # the other columns are unit vectors
     if dropout > 0:
         v = v * nn.functional.dropout(torch.ones_like(v[..., :1]), dropout)
     out = state(q, k, v, keep)
     if not matrix:
         return out, None
     state.columns = None
-    return out[..., :dv], nn.functional.pad(out[..., dv:], (0, S - used))   # 0 for keys after the last query
+    return out[..., :dv], nn.functional.pad(
+        out[..., dv:], (0, S - used)
+    )  # 0 for keys after the last query
 
 
-def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None) -> None:
+def prepare(
+    state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None
+) -> None:
     """Check the sizes of a call and set the causal and cross flags of the layer.
 
     Raises ValueError for a call that the layer was not built for.
@@ -74,14 +92,20 @@ def prepare(state: nn.Module, q: Tensor, k: Tensor, causal: bool, cross: bool | 
     if isinstance(state, AttentionLayer):
         came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
         if came != made:
-            raise ValueError(f"{state.path}: (query heads, key heads, d)={came}, expected {made} as in the swap")
+            raise ValueError(
+                f"{state.path}: (query heads, key heads, d)={came}, expected {made} as in the swap"
+            )
     if not torch.compiler.is_compiling():
         state.__dict__["reached"] = True
     if causal and isinstance(state, LinearAttention) and not state.serves_causal:
-        raise ValueError(f"{state.path}: causal call of a layer swapped as bidirectional; use causal=True")
+        raise ValueError(
+            f"{state.path}: causal call of a layer swapped as bidirectional; use causal=True"
+        )
     if cross is not None and isinstance(state, LinearAttention) and cross != state.cross:
         state.cross = cross
-    if causal != state.causal:      # writing a module attribute takes as long as a small tensor operation
+    if (
+        causal != state.causal
+    ):  # writing a module attribute takes as long as a small tensor operation
         state.causal = causal
 
 
@@ -95,25 +119,40 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
     fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
     if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
-        raise ValueError(f"{path}: attention_mask {tuple(mask.shape)}: expected (batch, tokens)={B, S}")
+        raise ValueError(
+            f"{path}: attention_mask {tuple(mask.shape)}: expected (batch, tokens)={B, S}"
+        )
 
 
-def read_mask(mask: Tensor, keep: Tensor | None, causal: bool, queries: int,
-              path: str) -> tuple[Tensor | None, bool, int]:
+def read_mask(
+    mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str
+) -> tuple[Tensor | None, bool, int]:
     """Convert a mask of pairs to (keep (B or 1, S) or None, causal, number of keys)."""
     # equal for all queries, by its shape or strides
-    if mask.ndim == 4 and all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3])):
+    if mask.ndim == 4 and all(
+        size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3])
+    ):
         seen = _allowed(mask[:, 0, 0], path)
-        return (seen if keep is None else seen & keep), (causal if queries == 1 else False), mask.shape[-1]
+        return (
+            (seen if keep is None else seen & keep),
+            (causal if queries == 1 else False),
+            mask.shape[-1],
+        )
     allowed = _allowed(mask, path)
     while allowed.ndim < 4:
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
     pattern = _pattern(allowed)
     if pattern is None:
-        raise ValueError(f"{path}: attention_mask {tuple(mask.shape)}: expected key padding or a causal mask "
-                         "(NaFlexVit: use_key_only_attn_mask=True); leave the layer out with layers=[...]")
+        raise ValueError(
+            f"{path}: attention_mask {tuple(mask.shape)}: expected key padding or a causal mask "
+            "(NaFlexVit: use_key_only_attn_mask=True); leave the layer out with layers=[...]"
+        )
     seen, is_causal, used = pattern
-    return (seen if keep is None else seen & keep[:, :used]), (causal if queries == 1 else is_causal), used
+    return (
+        (seen if keep is None else seen & keep[:, :used]),
+        (causal if queries == 1 else is_causal),
+        used,
+    )
 
 
 def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, path: str) -> int:
@@ -130,7 +169,9 @@ def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, pat
         return S
     used = _last_used(keep)
     if used != queries and S - used >= queries - 1:
-        raise ValueError(f"{path}: right padding is ambiguous in a static cache; use padding_side='left'")
+        raise ValueError(
+            f"{path}: right padding is ambiguous in a static cache; use padding_side='left'"
+        )
     return used if used == queries else S
 
 
@@ -147,7 +188,9 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
         return mask
     kept = mask == 0
     if not bool((kept | (mask <= REMOVED)).all()):
-        raise ValueError(f"{path}: attention_mask: finite biases are not supported; expected 0 or -inf per key")
+        raise ValueError(
+            f"{path}: attention_mask: finite biases are not supported; expected 0 or -inf per key"
+        )
     return kept
 
 
@@ -163,7 +206,11 @@ def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     # position of the last query, if the mask is causal
     end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())
     past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
-    return (last[:, :end], True, end) if end <= S and bool((pairs == (last[:, None] & past)).all()) else None
+    return (
+        (last[:, :end], True, end)
+        if end <= S and bool((pairs == (last[:, None] & past)).all())
+        else None
+    )
 
 
 def _last_used(keep: Tensor) -> int:
@@ -181,6 +228,7 @@ def known_true(keep: Tensor) -> bool:
 
 # ---- torch.nn.MultiheadAttention, and with it TransformerEncoder and torchaudio's Conformer
 
+
 class SwappedMultiheadAttention(nn.Module):
     """Replacement for nn.MultiheadAttention, with its parameters and arguments.
 
@@ -191,18 +239,38 @@ class SwappedMultiheadAttention(nn.Module):
     # False keeps an encoder layer in eval mode off its fused fast path
     _qkv_same_embed_dim = property(lambda self: False)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-                need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
-                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         batched, time_first = query.ndim == 3, query.ndim == 3 and not self.batch_first
         q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
-        padding = key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        padding = (
+            key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
+        )
         keep = as_keep(padding, self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
         # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
-        out, matrix = attend(self.swapped, q, k, v, keep=keep, mask=mask, causal=causal, cross=not same,
-                             matrix=need_weights, dropout=self.dropout if self.training else 0.0)
+        out, matrix = attend(
+            self.swapped,
+            q,
+            k,
+            v,
+            keep=keep,
+            mask=mask,
+            causal=causal,
+            cross=not same,
+            matrix=need_weights,
+            dropout=self.dropout if self.training else 0.0,
+        )
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         out = out.transpose(0, 1) if time_first else out if batched else out[0]
         if matrix is None:
@@ -223,7 +291,9 @@ class SwappedMultiheadAttention(nn.Module):
         t = t.transpose(0, 1) if time_first else t if batched else t[None]
         return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _mask(self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
+    def _mask(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
+    ) -> tuple[Tensor | None, bool]:
         """Convert torch's mask (True or -inf = removed) to pairs to keep.
 
         `is_causal` is trusted for square masks.
@@ -236,20 +306,38 @@ class SwappedMultiheadAttention(nn.Module):
 
 # ---- timm
 
+
 class SwappedTimmAttention(nn.Module):
     """Replacement for timm.layers.Attention, with its submodules and arguments."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         return self._attend(x, *projected.unbind(), attn_mask, is_causal)
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool,
-                rope: Tensor | None = None) -> Tensor:
+    def _attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        rope: Tensor | None = None,
+    ) -> Tensor:
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
-        out, _ = attend(self.swapped, q, k, v, mask=None if causal else mask, causal=causal,
-                        dropout=self.attn_drop.p if self.training else 0.0)
+        out, _ = attend(
+            self.swapped,
+            q,
+            k,
+            v,
+            mask=None if causal else mask,
+            causal=causal,
+            dropout=self.attn_drop.p if self.training else 0.0,
+        )
         out = out.transpose(1, 2).flatten(2)
         if hasattr(self, "norm"):
             out = self.norm(out)
@@ -264,8 +352,13 @@ class SwappedTimmRotary(SwappedTimmAttention):
     Rotates queries and keys. Supports one or three projections, and grouped heads.
     """
 
-    def forward(self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None,
-                is_causal: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
         return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -282,4 +375,7 @@ class SwappedTimmRotary(SwappedTimmAttention):
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 
         before = self.num_prefix_tokens
-        return torch.cat([t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)], 2)
+        return torch.cat(
+            [t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)],
+            2,
+        )

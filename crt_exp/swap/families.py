@@ -17,21 +17,28 @@ from torch import nn
 
 from crt_exp.swap.call import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
 
-TIMM = {("timm.layers.attention", "Attention"): SwappedTimmAttention,
-        ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
-        ("timm.models.eva", "EvaAttention"): SwappedTimmRotary}
+TIMM = {
+    ("timm.layers.attention", "Attention"): SwappedTimmAttention,
+    ("timm.layers.attention", "AttentionRope"): SwappedTimmRotary,
+    ("timm.models.eva", "EvaAttention"): SwappedTimmRotary,
+}
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size")
 # OTHER_SEQUENCE: forward arguments that hold another sequence, or its keys. CROSS: names of cross-attention modules.
 OTHER_SEQUENCE = re.compile(r"^(?!past_|hidden_states$)(.*_)?(keys?|states|context)(_|$)|^k$")
 CROSS = re.compile(r"cross|encoder_?attn|encoder_?attention|enc_?dec", re.IGNORECASE)
-BIASES = ("relative_attention_bias", "has_relative_attention_bias", "relative_position_bias_table",
-          "relative_position_bias", "alibi")
+BIASES = (
+    "relative_attention_bias",
+    "has_relative_attention_bias",
+    "relative_position_bias_table",
+    "relative_position_bias",
+    "alibi",
+)
 # attributes of the configuration; those of BIASES belong to the layer
 CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position_bias")
 # layer type -> configuration key of the window size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-WINDOW_REASON = "has a window"                     # start of the reason for a layer with a window
+WINDOW_REASON = "has a window"  # start of the reason for a layer with a window
 ROTATIONS = (None, "rotary", "absolute")  # position embeddings that add nothing to the logits
 # Classes, or parent class and attribute, whose masks are built elsewhere and are neither padding nor causal.
 OTHER_MASKS = {
@@ -53,15 +60,23 @@ class HeadSizes(NamedTuple):
 
 # ---- find modules
 
+
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The attention modules that `swap_attention` supports, with paths, in order."""
-    return [(path or type(module).__name__, module) for path, module in model.named_modules() if family(module)]
+    return [
+        (path or type(module).__name__, module)
+        for path, module in model.named_modules()
+        if family(module)
+    ]
 
 
 def swapped_class(module: nn.Module) -> type | None:
     """The replacement class of a torch or timm module; None for other modules."""
     kind = type(module)
-    if kind is SwappedMultiheadAttention or getattr(kind, "forward", None) is nn.MultiheadAttention.forward:
+    if (
+        kind is SwappedMultiheadAttention
+        or getattr(kind, "forward", None) is nn.MultiheadAttention.forward
+    ):
         return SwappedMultiheadAttention
     if kind in TIMM.values():
         return kind
@@ -92,12 +107,21 @@ def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     of attention modules do not count.
     """
     known = {path for path, part in model.named_modules() if family(part)}
-    alike = {path: part for path, part in model.named_modules()
-             if path not in known and ("attention" in type(part).__name__.lower()
-                                       or "scaled_dot_product_attention" in names_in_forward(type(part)))}
-    return [(path or type(part).__name__, part) for path, part in alike.items()
-            if not any(_inside(path, other) for other in known)
-            and not any(_inside(other, path) for other in (*known, *alike))]
+    alike = {
+        path: part
+        for path, part in model.named_modules()
+        if path not in known
+        and (
+            "attention" in type(part).__name__.lower()
+            or "scaled_dot_product_attention" in names_in_forward(type(part))
+        )
+    }
+    return [
+        (path or type(part).__name__, part)
+        for path, part in alike.items()
+        if not any(_inside(path, other) for other in known)
+        and not any(_inside(other, path) for other in (*known, *alike))
+    ]
 
 
 def _inside(path: str, other: str) -> bool:
@@ -116,12 +140,28 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
         return HeadSizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
-        d = module.head_dim if hasattr(module, "head_dim") else module.qkv.out_features // (3 * module.num_heads)
-        return HeadSizes(module.num_heads, d, getattr(module, "num_kv_heads", module.num_heads), False, module.scale)
+        d = (
+            module.head_dim
+            if hasattr(module, "head_dim")
+            else module.qkv.out_features // (3 * module.num_heads)
+        )
+        return HeadSizes(
+            module.num_heads,
+            d,
+            getattr(module, "num_kv_heads", module.num_heads),
+            False,
+            module.scale,
+        )
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
-    d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    d = 2 * d if hasattr(module, "q_pos_sine_proj") else d  # Conditional DETR concatenates content and position
+    d = (
+        _first(module, HEAD_DIMS)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads
+    )
+    d = (
+        2 * d if hasattr(module, "q_pos_sine_proj") else d
+    )  # Conditional DETR concatenates content and position
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
     causal, scaling = bool(getattr(module, "is_causal", True)), getattr(module, "scaling", None)
     scaling = float(scaling) if isinstance(scaling, (int, float)) else None
@@ -133,7 +173,11 @@ def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> b
     if isinstance(holder, nn.TransformerDecoderLayer):
         return module is holder.multihead_attn
     known = getattr(module, "is_cross_attention", None)
-    return bool(CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])) if known is None else known)
+    return bool(
+        CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__]))
+        if known is None
+        else known
+    )
 
 
 def may_be_cross(module: nn.Module, path: str) -> bool:
@@ -153,10 +197,13 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+    return next(
+        (value for name in names if isinstance(value := getattr(module, name, None), int)), None
+    )
 
 
 # ---- attention that linear attention cannot represent
+
 
 class Passed(NamedTuple):
     """What a forward method passes to the attention function.
@@ -177,7 +224,9 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
     if family(module) != "hf":
         return _read_by_hand(module, holder)
     passed = passed_arguments(type(module))
-    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(f"{type(holder).__name__}.{name}")
+    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(
+        f"{type(holder).__name__}.{name}"
+    )
     reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
     return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
 
@@ -212,18 +261,36 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
     config, kind, size = module.config, _layer_type(module), None
     if kind in WINDOWS:
         size = getattr(config, WINDOWS[kind], None)
-    elif kind is None and "sliding_window" in passed.keywords and getattr(module, "is_sliding", True) is not False:
+    elif (
+        kind is None
+        and "sliding_window" in passed.keywords
+        and getattr(module, "is_sliding", True) is not False
+    ):
         size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     longest = getattr(config, "max_position_embeddings", None) or float("inf")
     cuts = isinstance(size, int) and 0 < size < longest
-    return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens" if cuts else None
+    return (
+        f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
+        if cuts
+        else None
+    )
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    own = next((kind for name in ("layer_type", "attention_type")
-                if isinstance(kind := getattr(module, name, None), str)), None)
+    own = next(
+        (
+            kind
+            for name in ("layer_type", "attention_type")
+            if isinstance(kind := getattr(module, name, None), str)
+        ),
+        None,
+    )
     types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
-    return types[index] if own is None and types and isinstance(index, int) and index < len(types) else own
+    return (
+        types[index]
+        if own is None and types and isinstance(index, int) and index < len(types)
+        else own
+    )
 
 
 @cache
@@ -235,33 +302,58 @@ def passed_arguments(kind: type) -> Passed:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):  # the class has no source
         return Passed(frozenset(), parameters, False)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)]
-    keywords = frozenset(word.arg for call in calls for word in call.keywords
-                         if word.arg and getattr(word.value, "value", word.value) is not None)
-    masks = [call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"] for call in calls]
-    return Passed(keywords, parameters, any(_computed(mask, tree) for each in masks for mask in each))
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)
+    ]
+    keywords = frozenset(
+        word.arg
+        for call in calls
+        for word in call.keywords
+        if word.arg and getattr(word.value, "value", word.value) is not None
+    )
+    masks = [
+        call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"]
+        for call in calls
+    ]
+    return Passed(
+        keywords, parameters, any(_computed(mask, tree) for each in masks for mask in each)
+    )
 
 
 def _calls_interface(call: ast.Call) -> bool:
     """Whether a call has the form attention_interface(self, query, key, value, ...)."""
-    takes_self = bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
+    takes_self = (
+        bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
+    )
     named = {word.arg for word in call.keywords}
-    return (isinstance(call.func, ast.Name) and takes_self
-            and (len(call.args) >= 4 or {"query", "key", "value"} <= named))
+    return (
+        isinstance(call.func, ast.Name)
+        and takes_self
+        and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
+    )
 
 
 def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression computes a mask, rather than selects from given masks."""
     match mask:
-        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):  # an entry of a given mapping
+        case (
+            None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get"))
+        ):  # an entry of a given mapping
             parts = []
         case ast.Name(id=name):
-            parts = [] if name in seen else [value for target, value in _assignments(tree) if target == name]
+            parts = (
+                []
+                if name in seen
+                else [value for target, value in _assignments(tree) if target == name]
+            )
             seen = seen | {name}
         case ast.IfExp(body=one, orelse=other):
             parts = [one, other]
-        case (ast.Subscript(value=whole) | ast.Attribute(value=whole)
-              | ast.Call(func=ast.Attribute(value=whole, attr="to"))):
+        case (
+            ast.Subscript(value=whole)
+            | ast.Attribute(value=whole)
+            | ast.Call(func=ast.Attribute(value=whole, attr="to"))
+        ):
             parts = [whole]
         case _:
             return True
@@ -272,7 +364,13 @@ def _assignments(tree: ast.AST):
     """Yield (name, value) of every assignment to a single name."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
-            value = ast.BinOp(node.target, node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+            value = (
+                ast.BinOp(node.target, node.op, node.value)
+                if isinstance(node, ast.AugAssign)
+                else node.value
+            )
             yield node.target.id, value
         elif isinstance(node, ast.Assign):
-            yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+            yield from (
+                (target.id, node.value) for target in node.targets if isinstance(target, ast.Name)
+            )

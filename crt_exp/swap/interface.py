@@ -21,7 +21,13 @@ INTERFACE = "crt_exp"  # name of the attention function in transformers
 # variants that keep transformers' own masks
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
 EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
-EXTRAS = ("position_bias", "softcap", "s_aux", "head_mask", "alibi")  # arguments that change the logits or the softmax
+EXTRAS = (
+    "position_bias",
+    "softcap",
+    "s_aux",
+    "head_mask",
+    "alibi",
+)  # arguments that change the logits or the softmax
 
 
 def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
@@ -40,13 +46,23 @@ def is_ours(config) -> bool:
 def refuse_replaced(module: nn.Module, *_) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
     if not is_ours(module.config):
-        raise ValueError(f"{module.swapped.path}: config._attn_implementation is now "
-                         f"{module.config._attn_implementation!r}; call unswap_attention or swap_attention again")
+        raise ValueError(
+            f"{module.swapped.path}: config._attn_implementation is now "
+            f"{module.config._attn_implementation!r}; call unswap_attention or swap_attention again"
+        )
 
 
-def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                        dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-                        **extras) -> tuple[Tensor, Tensor | None]:
+def interface_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extras,
+) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: returns output (B,L,H,dv) and matrix.
 
     query (B,H,L,d), key (B,Hkv,S,d), value (B,Hkv,S,dv), matrix (B,H,L,S) or None.
@@ -59,36 +75,69 @@ def interface_attention(module: nn.Module, query: Tensor, key: Tensor, value: Te
     recurrent = getattr(key, "cache_layer", None)
     if attention_mask is not None and (attention_mask.ndim == 2 or state is None):
         keys_alone = attention_mask.ndim == 2
-        check_mask(attention_mask[:, None, None] if keys_alone else attention_mask, query,
-                   key.shape[2] if recurrent is None else recurrent.length,
-                   type(module).__name__ if state is None else state.path, query.shape[2] if keys_alone else None)
+        check_mask(
+            attention_mask[:, None, None] if keys_alone else attention_mask,
+            query,
+            key.shape[2] if recurrent is None else recurrent.length,
+            type(module).__name__ if state is None else state.path,
+            query.shape[2] if keys_alone else None,
+        )
     used = key.shape[2]  # a static cache has unused slots after the last query
     if attention_mask is not None and attention_mask.ndim == 2:
         used = attention_mask.shape[1]
     elif attention_mask is None and causal and query.shape[2] > 1:
-        used = query.shape[2]  # without a mask the queries are the first positions, as in torch's fused attention
+        used = query.shape[
+            2
+        ]  # without a mask the queries are the first positions, as in torch's fused attention
     if used < key.shape[2]:
         key, value = key[:, :, :used], value[:, :, :used]
     if state is None:
-        return _untouched(module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras)
+        return _untouched(
+            module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras
+        )
     if given := [name for name in EXTRAS if extras.get(name) is not None]:
-        raise ValueError(f"{state.path}: {given[0]} is not supported; leave the layer out with layers=[...]")
+        raise ValueError(
+            f"{state.path}: {given[0]} is not supported; leave the layer out with layers=[...]"
+        )
     keep, mask = None, attention_mask
-    if hasattr(attention_mask, EVERY_KEY) and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2]) and (
-            attention_mask.ndim == 2 or query.shape[2] > 1):
+    if (
+        hasattr(attention_mask, EVERY_KEY)
+        and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2])
+        and (attention_mask.ndim == 2 or query.shape[2] > 1)
+    ):
         mask, causal = None, attention_mask.ndim == 2
     elif _is_causal(attention_mask, state.path):
         keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
     elif attention_mask is not None:
-        causal = state.causal  # decides for a single query; for several queries the mask of pairs decides
-    given = {"keep": keep, "mask": mask, "causal": causal, "scaling": scaling, "dropout": dropout, "matrix": matrix}
-    out, matrix = (attend if recurrent is None else recurrent.attend)(state, query, key, value, **given)
+        causal = (
+            state.causal
+        )  # decides for a single query; for several queries the mask of pairs decides
+    given = {
+        "keep": keep,
+        "mask": mask,
+        "causal": causal,
+        "scaling": scaling,
+        "dropout": dropout,
+        "matrix": matrix,
+    }
+    out, matrix = (attend if recurrent is None else recurrent.attend)(
+        state, query, key, value, **given
+    )
     return out.transpose(1, 2).contiguous(), matrix
 
 
-def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None,
-                   attention_mask: Tensor | None = None, local_size: int | None = None, device="cpu",
-                   **options) -> Tensor:
+def interface_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset=0,
+    kv_offset: int = 0,
+    mask_function=None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    device="cpu",
+    **options,
+) -> Tensor:
     """Mask function of transformers: encode padding and causality, True = keep.
 
     Causal masks are key masks (B, S), as for flash attention in transformers. They end at the last query, before the
@@ -102,14 +151,26 @@ def interface_mask(batch_size: int, q_length: int, kv_length: int, q_offset=0, k
     known = (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     plain = mask_function in known and local_size is None
     causal = mask_function is not masking_utils.bidirectional_mask_function
-    room = causal and kv_length + kv_offset > q_offset + q_length  # unused slots of a static cache after the last token
+    room = (
+        causal and kv_length + kv_offset > q_offset + q_length
+    )  # unused slots of a static cache after the last token
     end = int(q_offset) + q_length if room and q_length > 1 else kv_offset + kv_length
     short = attention_mask is not None and attention_mask.shape[-1] < end
     if not plain or short or (room and q_length == 1):
         skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask_function = mask_function or masking_utils.causal_mask_function
-        return masking_utils.sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function,
-                                       attention_mask, local_size, device=device, **(options | skips))
+        return masking_utils.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            local_size,
+            device=device,
+            **(options | skips),
+        )
     keep = None if attention_mask is None else attention_mask[:, kv_offset:end].bool()
     if every := keep is None or (not keep.is_meta and known_true(keep)):
         keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
@@ -124,7 +185,9 @@ def _is_causal(mask: Tensor | None, path: str) -> bool:
     if mask is None or mask.ndim != 2:
         return False
     if mask.dtype != torch.bool:
-        raise ValueError(f"{path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]")
+        raise ValueError(
+            f"{path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
+        )
     return True
 
 
@@ -135,12 +198,15 @@ def _wants_matrix(extras: dict) -> bool:
     """
     if extras.get("output_attentions") or _active_collector is None:
         return bool(extras.get("output_attentions"))
-    wanted = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    wanted = (
+        _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    )
     return wanted is not None and any("attentions" in key for key in wanted)
 
 
-def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix,
-               extras) -> tuple[Tensor, Tensor | None]:
+def _untouched(
+    module, query, key, value, mask, dropout, scaling, causal, matrix, extras
+) -> tuple[Tensor, Tensor | None]:
     """Exact attention of unswapped layers, for the masks of swapped layers."""
     L, S = query.shape[2], key.shape[2]
     if _is_causal(mask, type(module).__name__):
@@ -155,11 +221,15 @@ def _untouched(module, query, key, value, mask, dropout, scaling, causal, matrix
     dv = value.shape[-1]
     if matrix:  # the outputs for unit vectors are the columns of the matrix
         value = torch.cat([value, torch.eye(S).to(value).expand(*value.shape[:2], S, S)], -1)
-    out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, causal, **extras)
+    out, _ = sdpa_attention_forward(
+        module, query, key, value, mask, dropout, scaling, causal, **extras
+    )
     return out[..., :dv], out[..., dv:].transpose(1, 2) if matrix else None
 
 
-for _name, _mask in {INTERFACE: interface_mask,
-                     **{name: AttentionMaskInterface()[own] for own, name in AS_BEFORE.items()}}.items():
+for _name, _mask in {
+    INTERFACE: interface_mask,
+    **{name: AttentionMaskInterface()[own] for own, name in AS_BEFORE.items()},
+}.items():
     AttentionInterface.register(_name, interface_attention)
     AttentionMaskInterface.register(_name, _mask)

@@ -16,7 +16,7 @@ FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revisio
 ANEW = "load the weights with from_pretrained of their class, then call swap_attention"
 
 
-@torch.inference_mode(False)   # tensors created in inference mode cannot be trained
+@torch.inference_mode(False)  # tensors created in inference mode cannot be trained
 def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
     """Load a swapped model that save_pretrained wrote to a folder or a hub repository.
 
@@ -42,23 +42,40 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(safely | options))
     if (record := saved.take_record(model)) is None:
-        raise ConfigError(f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}")
+        raise ConfigError(
+            f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}"
+        )
     files = saved.weight_files(folder, **{key: options[key] for key in FETCHING if key in options})
     return _swapped(model, saved.check_record(record, folder), files, folder)
 
 
-def _swapped(model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path) -> nn.Module:
+def _swapped(
+    model: nn.Module, record: dict[str, Any], files: list[Path], folder: str | Path
+) -> nn.Module:
     """Swap the attention of an unswapped model as its record states."""
     if record.get("open"):
-        raise ConfigError(f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}")
-    if objects := [each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)]:
-        raise ConfigError(f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}")
+        raise ConfigError(
+            f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}"
+        )
+    if objects := [
+        each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)
+    ]:
+        raise ConfigError(
+            f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}"
+        )
     mechanisms = [Mechanism.from_saved(each, str(folder)) for each in record["mechanisms"]]
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
     for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
         if layers := [i for i, other in enumerate(numbers) if other == number]:
-            swap_layers(model, mechanism.layer, mechanism.name, layers, causal=each.get("causal"), saved=False,
-                        record=each)
+            swap_layers(
+                model,
+                mechanism.layer,
+                mechanism.name,
+                layers,
+                causal=each.get("causal"),
+                saved=False,
+                record=each,
+            )
     states = [module.swapped for module in model.modules() if "swapped" in module._modules]
     saved.restore(model, states, files, folder, strict=True)
     saved.write_record(model)

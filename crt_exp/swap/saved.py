@@ -28,6 +28,7 @@ NEW_NOISE = "use saved=False for new ones"
 
 # ---- the record in the configuration
 
+
 def write_record(model: nn.Module) -> None:
     """Update `config.crt_exp` of each outermost transformers model."""
     for holder in holders(model):
@@ -38,7 +39,11 @@ def write_record(model: nn.Module) -> None:
                 mechanisms.append(state.record)
             layers[path] = None if state is None else mechanisms.index(state.record)
         if mechanisms:
-            setattr(holder.config, KEY, {"version": __version__, "mechanisms": mechanisms, "layers": layers})
+            setattr(
+                holder.config,
+                KEY,
+                {"version": __version__, "mechanisms": mechanisms, "layers": layers},
+            )
         else:
             take_record(holder)
 
@@ -75,6 +80,7 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
 
 # ---- projections and statistics
 
+
 def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
     """The safetensors files of a folder, or of the local copy of a hub repository.
 
@@ -83,7 +89,9 @@ def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
     from transformers.utils import cached_file
 
     def fetch(name: str) -> str | None:
-        return cached_file(str(source), name, _raise_exceptions_for_missing_entries=False, **fetching)
+        return cached_file(
+            str(source), name, _raise_exceptions_for_missing_entries=False, **fetching
+        )
 
     if whole := fetch("model.safetensors"):
         return [Path(whole)]
@@ -99,29 +107,41 @@ def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
         restore(model, states, weight_files(source), source)
 
 
-def restore(model: nn.Module, states: list[nn.Module], files: list[Path], folder: str | Path,
-            strict: bool = False) -> None:
+def restore(
+    model: nn.Module,
+    states: list[nn.Module],
+    files: list[Path],
+    folder: str | Path,
+    strict: bool = False,
+) -> None:
     """Load the buffers of `swapped`, which from_pretrained of transformers skips.
 
     The buffers take the dtype of the model if they were saved in it, as after model.bfloat16(). With strict=True,
     missing buffers of a layer raise ValueError. Buffers that do not fit raise ConfigError.
     """
     dtype, saved = next((p.dtype for p in model.parameters()), None), _saved_buffers(files)
-    paths = {state.path: next((path for path in saved if same_path(path, state.path)), None) for state in states}
+    paths = {
+        state.path: next((path for path in saved if same_path(path, state.path)), None)
+        for state in states
+    }
     left = [path for path in saved if path not in paths.values()]
     for state in states:
         path = paths[state.path] or _same_numbers(state.path, left)
         own = saved.get(path, {})
         if own.keys() != state.state_dict().keys():
             if strict:
-                raise ValueError(f"{folder}: random projections of {state.path}: missing; call swap_attention")
+                raise ValueError(
+                    f"{folder}: random projections of {state.path}: missing; call swap_attention"
+                )
             continue
         if any(t.dtype == dtype for t in own.values()):
             state.to(dtype)
         try:
             state.load_state_dict(own)
         except ValueError as error:
-            raise ConfigError(f"{folder}: random projections of {state.path}: {error}; {NEW_NOISE}") from None
+            raise ConfigError(
+                f"{folder}: random projections of {state.path}: {error}; {NEW_NOISE}"
+            ) from None
 
 
 def _saved_buffers(files: list[Path]) -> dict[str, dict[str, Tensor]]:
@@ -147,11 +167,17 @@ def _same_numbers(path: str, saved: list[str]) -> str | None:
     save_pretrained renames the modules of some models. Among several candidates the longest common prefix decides,
     which separates encoder from decoder. Raises ValueError if that is ambiguous.
     """
-    alike = [other for other in saved if re.findall(r"\.(\d+)\b", other) == re.findall(r"\.(\d+)\b", path)]
+    alike = [
+        other
+        for other in saved
+        if re.findall(r"\.(\d+)\b", other) == re.findall(r"\.(\d+)\b", path)
+    ]
     shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
     best = [other for other, count in zip(alike, shared) if count == max(shared)]
     if len(best) > 1:
-        raise ValueError(f"random projections of {path}: ambiguous, candidates {', '.join(best)}; {NEW_NOISE}")
+        raise ValueError(
+            f"random projections of {path}: ambiguous, candidates {', '.join(best)}; {NEW_NOISE}"
+        )
     return best[0] if best else None
 
 
@@ -164,7 +190,10 @@ def ignoring_buffers() -> Iterator[None]:
 
     def post_init(model: PreTrainedModel) -> None:
         own(model)
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), r"\.swapped\."}
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            r"\.swapped\.",
+        }
 
     PreTrainedModel.post_init = post_init
     try:
@@ -174,6 +203,7 @@ def ignoring_buffers() -> Iterator[None]:
 
 
 # ---- pretrained models of the fetch command
+
 
 def fetched(name: str | Path, option: str = "") -> Path | None:
     """The folder of a fetched model such as models/minilm; None for other names.
@@ -187,5 +217,7 @@ def fetched(name: str | Path, option: str = "") -> Path | None:
     if root and (folder / "config.json").is_file():
         return folder
     where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
-    raise ConfigError(f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp.data fetch {name} "
-                      f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}")
+    raise ConfigError(
+        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp.data fetch {name} "
+        f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}"
+    )

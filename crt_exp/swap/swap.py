@@ -22,9 +22,17 @@ from crt_exp.swap.saved import restore_own, write_record
 LayerMaker = Callable[..., nn.Module]
 
 
-@torch.inference_mode(False)   # tensors created in inference mode cannot be trained or loaded into
-def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable[int] | int | str | None = None, *,
-                causal: bool | None = None, saved: bool = True, record: dict[str, Any] | None = None) -> nn.Module:
+@torch.inference_mode(False)  # tensors created in inference mode cannot be trained or loaded into
+def swap_layers(
+    model: nn.Module,
+    maker: LayerMaker,
+    name: str,
+    layers: Iterable[int] | int | str | None = None,
+    *,
+    causal: bool | None = None,
+    saved: bool = True,
+    record: dict[str, Any] | None = None,
+) -> nn.Module:
     """Do `swap_attention` with any builder of layers.
 
     Args:
@@ -44,7 +52,9 @@ def swap_layers(model: nn.Module, maker: LayerMaker, name: str, layers: Iterable
     if saved:
         restore_own(model, list(states.values()))
     for i, state in states.items():
-        state.record = {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
+        state.record = (
+            {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
+        )
         module = places[i].module
         module.swapped = state
         if (swapped := families.swapped_class(module)) not in (None, type(module)):
@@ -86,12 +96,15 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 # ---- select layers
 
+
 def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError if there are none."""
     if modules := families.attention_modules(model):
         return modules
-    raise ValueError(f"{type(model).__name__}: no supported attention; unsupported: "
-                     f"{_names(families.unknown_modules(model)) or 'none'}")
+    raise ValueError(
+        f"{type(model).__name__}: no supported attention; unsupported: "
+        f"{_names(families.unknown_modules(model)) or 'none'}"
+    )
 
 
 class AttentionModule(NamedTuple):
@@ -104,7 +117,9 @@ class AttentionModule(NamedTuple):
 
 
 def _attention_modules(model: nn.Module) -> list[AttentionModule]:
-    held = {id(child): (part, name) for part in model.modules() for name, child in part.named_children()}
+    held = {
+        id(child): (part, name) for part in model.modules() for name, child in part.named_children()
+    }
     places = []
     for path, module in swappable(model):
         holder, name = held.get(id(module), (None, ""))
@@ -115,10 +130,14 @@ def _attention_modules(model: nn.Module) -> list[AttentionModule]:
 def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
     kind = type(model).__name__
     if others := families.unknown_modules(model):
-        warnings.warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}", stacklevel=4)
+        warnings.warn(
+            f"{kind}: unsupported attention stays unchanged: {_names(others)}", stacklevel=4
+        )
     if windows:
-        warnings.warn(f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}",
-                      stacklevel=4)
+        warnings.warn(
+            f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}",
+            stacklevel=4,
+        )
 
 
 def _names(parts: list[tuple]) -> str:
@@ -133,13 +152,19 @@ def _choose(places: list[AttentionModule], layers: Iterable[int] | int | str | N
     a window stay as they are.
     """
     supported = [i for i, place in enumerate(places) if place.reason is None]
-    windows = all(place.reason is None or place.reason.startswith(WINDOW_REASON) for place in places)
+    windows = all(
+        place.reason is None or place.reason.startswith(WINDOW_REASON) for place in places
+    )
     if layers is None or (isinstance(layers, str) and layers == "supported"):
         return supported if supported and (layers or windows) else list(range(len(places)))
     numbers = [layers] if isinstance(layers, Integral) else list(layers)
-    if not numbers or any(isinstance(i, bool) or not isinstance(i, Integral) or not -len(places) <= i < len(places)
-                          for i in numbers):
-        raise ValueError(f"layers={layers!r}: expected indices of {len(places)} layers, 0 to {len(places) - 1}")
+    if not numbers or any(
+        isinstance(i, bool) or not isinstance(i, Integral) or not -len(places) <= i < len(places)
+        for i in numbers
+    ):
+        raise ValueError(
+            f"layers={layers!r}: expected indices of {len(places)} layers, 0 to {len(places) - 1}"
+        )
     return sorted({int(i) % len(places) for i in numbers})
 
 
@@ -152,28 +177,44 @@ def _refuse(places: list[AttentionModule], chosen: list[int]) -> None:
     first = min(refused, key=lambda place: place.reason.startswith(WINDOW_REASON))
     fit = [i for i, place in enumerate(places) if not place.reason]
     way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
-    raise ValueError(f"{_names([first])}: this attention {first.reason}, which linear attention does not support; "
-                     f"{way}")
+    raise ValueError(
+        f"{_names([first])}: this attention {first.reason}, which linear attention does not support; "
+        f"{way}"
+    )
 
 
 # ---- build and attach layers
 
-def _state(maker: LayerMaker, name: str, i: int, place: AttentionModule, causal: bool | None) -> nn.Module:
+
+def _state(
+    maker: LayerMaker, name: str, i: int, place: AttentionModule, causal: bool | None
+) -> nn.Module:
     """Build one attention layer on the device of its module.
 
     The layer serves causal and bidirectional calls, unless causal=False.
     """
     path, module = place.path, place.module
     size = families.sizes(module, path)
-    state = maker(size.heads, size.d, kv_heads=size.kv_heads, causal=causal is not False, scaling=size.scaling, layer=i,
-                  **({"cross": True} if size.cross else {}))
+    state = maker(
+        size.heads,
+        size.d,
+        kv_heads=size.kv_heads,
+        causal=causal is not False,
+        scaling=size.scaling,
+        layer=i,
+        **({"cross": True} if size.cross else {}),
+    )
     is_causal = getattr(module, "is_causal", False) is True and causal is not False
     is_cross = families.is_cross(module, path, place.holder)
-    for wrong, what in ((is_causal and not getattr(state, "can_be_causal", True), "is causal"),
-                        (is_cross and not getattr(state, "can_cross", True), "attends to another sequence")):
+    for wrong, what in (
+        (is_causal and not getattr(state, "can_be_causal", True), "is causal"),
+        (is_cross and not getattr(state, "can_cross", True), "attends to another sequence"),
+    ):
         if wrong:
-            raise ValueError(f"{path} ({type(module).__name__}) {what}: not supported by attention={name}; leave it "
-                             f"out with layers=[...]{', or set causal=False' if is_causal else ''}")
+            raise ValueError(
+                f"{path} ({type(module).__name__}) {what}: not supported by attention={name}; leave it "
+                f"out with layers=[...]{', or set causal=False' if is_causal else ''}"
+            )
     state.path, state.mechanism = path, name
     state.causal = size.causal if causal is None else causal
     device = next((p.device for p in module.parameters() if not p.is_meta), None)
@@ -184,9 +225,13 @@ def _configure_libraries(model: nn.Module) -> None:
     swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
     inside = {id(module) for module in swapped}
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder) and any(id(inner) in inside for inner in part.modules()):
+        if isinstance(part, nn.TransformerEncoder) and any(
+            id(inner) in inside for inner in part.modules()
+        ):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
-            part.use_nested_tensor = False  # in eval mode it would pass nested tensors to the layers
+            part.use_nested_tensor = (
+                False  # in eval mode it would pass nested tensors to the layers
+            )
     if hf := [module for module in swapped if families.family(module) == "hf"]:
         _use_interface(model, hf)
     _remove_check(model)
@@ -205,7 +250,11 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
 
     _own_configurations(model)
     read = {id(module.config): module.config for module in swapped}
-    before = [(config, config._attn_implementation) for config in read.values() if not interface.is_ours(config)]
+    before = [
+        (config, config._attn_implementation)
+        for config in read.values()
+        if not interface.is_ours(config)
+    ]
     others = families.unknown_modules(model)
     for _, part in families.attention_modules(model):
         config = getattr(part, "config", None)
@@ -215,7 +264,9 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
         config._attn_implementation_internal = interface.interface_name(config, others)
     for module in swapped:
         if "refuse_replaced" not in module.__dict__:
-            module.__dict__["refuse_replaced"] = module.register_forward_pre_hook(interface.refuse_replaced)
+            module.__dict__["refuse_replaced"] = module.register_forward_pre_hook(
+                interface.refuse_replaced
+            )
     kept = model.__dict__.setdefault("unswapped_configs", [])
     known = {id(config) for config, _ in kept}  # swapped before, then given another implementation
     kept.extend((config, name) for config, name in before if id(config) not in known)
@@ -237,6 +288,7 @@ def _own_configurations(model: nn.Module) -> None:
 
 # ---- check that a forward pass reaches the swapped modules
 
+
 def _remove_check(model: nn.Module) -> None:
     if (hook := model.__dict__.pop("swap_check", None)) is not None:
         hook.remove()
@@ -247,12 +299,21 @@ def _warn_unreached(model: nn.Module, *_) -> None:
     if torch.compiler.is_compiling():
         return
     _remove_check(model)
-    if any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules()):
+    if any(
+        "_orig_mod" in part._modules or part._compiled_call_impl is not None
+        for part in model.modules()
+    ):
         return  # compiled modules do not record their calls
-    unreached = [(path, module) for path, module in families.attention_modules(model)
-                 if "swapped" in module._modules and module.swapped.reached is None]
+    unreached = [
+        (path, module)
+        for path, module in families.attention_modules(model)
+        if "swapped" in module._modules and module.swapped.reached is None
+    ]
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:
-        warnings.warn(f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
-                      "other inputs may call them, or the model computes attention itself", stacklevel=3)
+        warnings.warn(
+            f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
+            "other inputs may call them, or the model computes attention itself",
+            stacklevel=3,
+        )

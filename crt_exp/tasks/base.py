@@ -116,7 +116,9 @@ class Task(Protocol):
         if a subclass defines `state_dict` alone.
         """
         if state:
-            raise ValueError(f"{type(self).__name__}: has state_dict but no load_state_dict; define both")
+            raise ValueError(
+                f"{type(self).__name__}: has state_dict but no load_state_dict; define both"
+            )
 
     def lr_scale(self, name: str) -> float:
         """Learning-rate factor of a parameter; 0 freezes the parameter.
@@ -161,10 +163,23 @@ class Reader:
         world: number of processes.
     """
 
-    def __init__(self, task: Task, batch: int = 32, seed: int = 0, device: torch.device | str = "cpu", rank: int = 0,
-                 world: int = 1, progress: Callable[[str, int, int | None], None] | None = None,
-                 limit: int | None = None):
-        self.task, self.device, self.progress, self.limit = task, torch.device(device), progress, limit
+    def __init__(
+        self,
+        task: Task,
+        batch: int = 32,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world: int = 1,
+        progress: Callable[[str, int, int | None], None] | None = None,
+        limit: int | None = None,
+    ):
+        self.task, self.device, self.progress, self.limit = (
+            task,
+            torch.device(device),
+            progress,
+            limit,
+        )
         self.partial = False
         self.plan = Plan(batch, seed=seed, rank=rank, world=world)
 
@@ -243,7 +258,11 @@ def pearson(predictions: Any, labels: Any) -> float:
     from scipy.stats import pearsonr
 
     predictions, labels = checked(predictions, labels)
-    return 0.0 if constant(predictions, labels) else float(pearsonr(rescale(predictions), rescale(labels)).statistic)
+    return (
+        0.0
+        if constant(predictions, labels)
+        else float(pearsonr(rescale(predictions), rescale(labels)).statistic)
+    )
 
 
 def spearman(predictions: Any, labels: Any) -> float:
@@ -255,7 +274,12 @@ def spearman(predictions: Any, labels: Any) -> float:
 
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {
-    "accuracy": accuracy, "f1": f1, "mcc": mcc, "spearman": spearman, "pearson": pearson}
+    "accuracy": accuracy,
+    "f1": f1,
+    "mcc": mcc,
+    "spearman": spearman,
+    "pearson": pearson,
+}
 
 
 def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
@@ -286,7 +310,9 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0")
+        raise ValueError(
+            f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0"
+        )
     if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
         raise ValueError("predictions, labels: expected finite values")
     return predictions, labels

@@ -62,22 +62,39 @@ class Books(SymbolTask):
         self.load()
         files = self.files()
         if self.kept is not None and "tokenizer" in self.kept.symbols:
-            tokenizer, end = fast_tokenizer(self.kept.symbols["tokenizer"]), self.kept.symbols["end"]
+            tokenizer, end = (
+                fast_tokenizer(self.kept.symbols["tokenizer"]),
+                self.kept.symbols["end"],
+            )
         else:
-            tokenizer = new_tokenizer(self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir)
+            tokenizer = new_tokenizer(
+                self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
+            )
             end = tokenizer.eos_token_id
         self.end, self.predictable = end, max(tokenizer.get_vocab().values()) + 1
-        mask = {} if self.causal else {"mask": self.predictable}   # one more symbol
-        self.describe(self.predictable + len(mask), self.max_length,
-                      {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": end} | mask)
-        texts = {split: TokenText.read(own, tokenizer, end, apart, self.cache_dir) for split, own in files.items()}
+        mask = {} if self.causal else {"mask": self.predictable}  # one more symbol
+        self.describe(
+            self.predictable + len(mask),
+            self.max_length,
+            {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": end} | mask,
+        )
+        texts = {
+            split: TokenText.read(own, tokenizer, end, apart, self.cache_dir)
+            for split, own in files.items()
+        }
         texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
         self.train_text = texts["train"]
-        self.data = {split: Rows.of_lines(text, self.max_length, end) if apart else
-                     Rows.packed(text, self.max_length, end, whole=split != "train") for split, text in texts.items()}
+        self.data = {
+            split: Rows.of_lines(text, self.max_length, end)
+            if apart
+            else Rows.packed(text, self.max_length, end, whole=split != "train")
+            for split, text in texts.items()
+        }
         if short := next((split for split, data in self.data.items() if not len(data)), None):
-            raise DataError(f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
-                            "use a longer text, or a smaller value")
+            raise DataError(
+                f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
+                "use a longer text, or a smaller value"
+            )
         self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
 
     # ---- text
@@ -87,7 +104,10 @@ class Books(SymbolTask):
         if (self.validation_text is None) != (self.test_text is None):
             raise ConfigError("task.validation_text, task.test_text: set both or neither")
         if self.text is None:
-            return {split: [official_file("wikitext2", part, self.data_dir)] for split, part in PARTS.items()}
+            return {
+                split: [official_file("wikitext2", part, self.data_dir)]
+                for split, part in PARTS.items()
+            }
         no_folder(self.data_dir, "task.text")
         given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
         return {split: text_files(paths) for split, paths in given.items() if paths is not None}
@@ -107,12 +127,19 @@ class Books(SymbolTask):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data, places = self.data[split], self.places[split]
         like_together = split == "train" and self.rows == "apart"
-        for chosen in bucketed(data.lengths, plan) if like_together else plan.rows(len(places), split):
+        for chosen in (
+            bucketed(data.lengths, plan) if like_together else plan.rows(len(places), split)
+        ):
             rows = [data[places[i]] for i in chosen]
-            pairs = rows if self.causal else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
+            pairs = (
+                rows
+                if self.causal
+                else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
+            )
             tokens, labels = zip(*pairs)
-            yield with_key_mask(pad_rows(tokens, self.end), list(map(len, tokens))) | {"labels": pad_rows(labels,
-                                                                                                          IGNORED)}
+            yield with_key_mask(pad_rows(tokens, self.end), list(map(len, tokens))) | {
+                "labels": pad_rows(labels, IGNORED)
+            }
 
     def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
         """BERT's masking of the tokens of a row."""
@@ -131,8 +158,11 @@ class Books(SymbolTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         metrics = super().evaluate(model, split, reader)
         ratio = self.data[split].tokens_per_word(self.places[split])
-        return metrics | {"word_perplexity": exp(metrics["loss"] * ratio), "tokens_per_word": ratio,
-                          "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio)}
+        return metrics | {
+            "word_perplexity": exp(metrics["loss"] * ratio),
+            "tokens_per_word": ratio,
+            "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio),
+        }
 
     @cached_property
     def unigram(self) -> np.ndarray:
@@ -142,5 +172,7 @@ class Books(SymbolTask):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         words, unigram = last["word_perplexity"], last["unigram_word_perplexity"]
-        return (f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
-                f"{last['split']}, step {last['step']})")
+        return (
+            f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
+            f"{last['split']}, step {last['step']})"
+        )

@@ -20,11 +20,11 @@ from crt_exp.data import check_classes, glue
 from crt_exp.data.plan import by_length
 from crt_exp.data.sources import task_folder
 from crt_exp.data.text import check_vocabulary
-from crt_exp.options import Count, checked
-from crt_exp.mechanism import Mechanism
-from crt_exp.tasks.base import Batch, Plan, Reader, Task, glue_metrics, jackknife_values
-from crt_exp.models import encoders
 from crt_exp.features.base import NotFinite
+from crt_exp.mechanism import Mechanism
+from crt_exp.models import encoders
+from crt_exp.options import Count, checked
+from crt_exp.tasks.base import Batch, Plan, Reader, Task, glue_metrics, jackknife_values
 
 
 @checked("task")
@@ -56,21 +56,34 @@ class GLUE(Task):
         self.metric = self.glue_task.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.glue_task.names)) or {0: "score"}
-        self.config = encoders.load_config(self.origin, num_labels=self.glue_task.outputs, id2label=names,
-                                           label2id={name: i for i, name in names.items()})
+        self.config = encoders.load_config(
+            self.origin,
+            num_labels=self.glue_task.outputs,
+            id2label=names,
+            label2id={name: i for i, name in names.items()},
+        )
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
         check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
-        self.texts = {part: glue.load(self.dataset, part, self.data_dir, self.source) for part in self.glue_task.splits}
+        self.texts = {
+            part: glue.load(self.dataset, part, self.data_dir, self.source)
+            for part in self.glue_task.splits
+        }
         self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
             self.validation, self.test = "held_out", "dev"
-            self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(self.held_out)
+            self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(
+                self.held_out
+            )
         if self.glue_task.names:
-            check_classes(self.texts["train"].labels, f"task.dataset={self.dataset}, training split")
+            check_classes(
+                self.texts["train"].labels, f"task.dataset={self.dataset}, training split"
+            )
         if self.parts and not 2 <= self.parts <= self.length("dev"):
-            raise ConfigError(f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the dev examples, or null")
+            raise ConfigError(
+                f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the dev examples, or null"
+            )
 
     def inputs(self) -> list[Path | None]:
         folder = task_folder(self.glue_task.source, self.data_dir)
@@ -78,14 +91,18 @@ class GLUE(Task):
 
     @cached_property
     def encoded(self) -> dict[str, list[dict[str, Any]]]:
-        return {part: glue.encode(texts, self.tokenizer, self.max_length, bool(self.glue_task.names))
-                for part, texts in self.texts.items()}
+        return {
+            part: glue.encode(texts, self.tokenizer, self.max_length, bool(self.glue_task.names))
+            for part, texts in self.texts.items()
+        }
 
     def length(self, split: str) -> int:
         return len(self.texts[split])
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        return encoders.load_model("AutoModelForSequenceClassification", self.config, self.origin, mechanism)
+        return encoders.load_model(
+            "AutoModelForSequenceClassification", self.config, self.origin, mechanism
+        )
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.encoded[split]
@@ -98,7 +115,9 @@ class GLUE(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (B, classes), or scores (B,), in float32."""
-        logits = model(**{name: part for name, part in batch.items() if name != "labels"}).logits.float()
+        logits = model(
+            **{name: part for name, part in batch.items() if name != "labels"}
+        ).logits.float()
         return logits if self.glue_task.names else logits.squeeze(-1)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +131,10 @@ class GLUE(Task):
         if self.glue_task.two_devs and split == "dev":
             mismatched = self.evaluate_part(model, "dev_mm", reader)
             metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
-        return metrics | {"train_examples": self.length("train"), "train_examples_available": self.published}
+        return metrics | {
+            "train_examples": self.length("train"),
+            "train_examples_available": self.published,
+        }
 
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Metrics over all examples of one split.
@@ -128,10 +150,16 @@ class GLUE(Task):
         rows = reader.gather(rows)
         answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
-            raise NotFinite(f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr")
+            raise NotFinite(
+                f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr"
+            )
         metrics = glue_metrics(self.dataset, answers, labels) | {"loss": sum(losses) / len(rows)}
         whole = split == "dev" and len(rows) == self.length(split)
-        parts = jackknife_values(self.metric, answers, labels, self.parts) if self.parts and whole else []
+        parts = (
+            jackknife_values(self.metric, answers, labels, self.parts)
+            if self.parts and whole
+            else []
+        )
         return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

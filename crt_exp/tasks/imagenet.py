@@ -17,10 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, check_classes, images as data
+from crt_exp.data import DataError, check_classes
+from crt_exp.data import images as data
+from crt_exp.data.loading import (
+    Generator,
+    ImageHub,
+    Micro,
+    Streamed,
+    Workers,
+    by_workers,
+    listed_batches,
+    seeded_globals,
+)
 from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
-from crt_exp.data.loading import (Generator, ImageHub, Micro, Streamed, Workers, by_workers, listed_batches,
-                                  seeded_globals)
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
@@ -30,7 +39,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, le=1)]
-NAMED_CLASSES = 5                                            # ImageNet reports top-5 accuracy
+NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
 
 
 @dataclass(eq=False)
@@ -55,16 +64,28 @@ class ImageTask(Task):
 
     def __post_init__(self):
         name = f"images/{self.dataset}"
-        if self.hub["name"] is None and name in SOURCES and SOURCES[name].hub and is_on_hub(
-                self.source, name, task_folder(name), self.data_dir):
+        if (
+            self.hub["name"] is None
+            and name in SOURCES
+            and SOURCES[name].hub
+            and is_on_hub(self.source, name, task_folder(name), self.data_dir)
+        ):
             self.hub = self.hub | {"name": SOURCES[name].hub}
         if self.source == "hub" and self.hub["name"] is None:
-            raise ConfigError(f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name")
-        self.left_out, self.stream, self.embedded = 0, None, not self.inputs() and self.hub["name"] is None
+            raise ConfigError(
+                f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name"
+            )
+        self.left_out, self.stream, self.embedded = (
+            0,
+            None,
+            not self.inputs() and self.hub["name"] is None,
+        )
         self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
-                raise ConfigError(f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out")
+                raise ConfigError(
+                    f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out"
+                )
             self.stream = Streamed(self.hub)
             self.classes, self.read_source = self.stream.classes, data.read_image
             self.asked = {"train": self.stream.training, "val": self.stream.validation}
@@ -75,9 +96,11 @@ class ImageTask(Task):
                 self.validation = "held_out"
                 splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
             self.classes, self.read_source = splits["train"].classes, splits["train"].read
-            self.asked = {split: partial(listed_batches, part, split) for split, part in splits.items()}
+            self.asked = {
+                split: partial(listed_batches, part, split) for split, part in splits.items()
+            }
             self.lengths = {split: len(part) for split, part in splits.items()}
-        if self.embedded and self.workers is None:           # workers do not pay for 8 x 8 pixels
+        if self.embedded and self.workers is None:  # workers do not pay for 8 x 8 pixels
             self.workers = 0
 
     def inputs(self) -> list[Path | None]:
@@ -88,8 +111,14 @@ class ImageTask(Task):
     def length(self, split: str) -> int | None:
         return self.lengths[split]
 
-    def read(self, split: str, plan: Plan, transform: Callable[[Any], Tensor],
-             finish: Callable[[Tensor, Tensor, list[Generator]], Batch], repeats: int = 1) -> Iterator[Batch]:
+    def read(
+        self,
+        split: str,
+        plan: Plan,
+        transform: Callable[[Any], Tensor],
+        finish: Callable[[Tensor, Tensor, list[Generator]], Batch],
+        repeats: int = 1,
+    ) -> Iterator[Batch]:
         """Yield batches; `finish` makes them from images, labels and row generators.
 
         Raises DataError for an unreadable image. With task.unreadable=skip, an unreadable image gives a warning, is
@@ -194,12 +223,21 @@ class ImageNet(ImageTask):
             raise ConfigError("task.init=pretrained: expected task.model=<timm model>")
         elif description is None:
             size, patch = (8, 2) if self.embedded else (224, 16)
-            description = vision.VisionDescription(vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes)
+            description = vision.VisionDescription(
+                vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes
+            )
         if any(description.options.get(key) != value for key, value in sizes.items()):
-            raise ConfigError("task.sizes: only for a new model; remove it with task.model or task.init=<run>")
+            raise ConfigError(
+                "task.sizes: only for a new model; remove it with task.model or task.init=<run>"
+            )
         options = description.options | ({"global_pool": self.pool} if self.pool else {})
-        return replace(description, classes=self.classes, size=self.size or description.size, options=options,
-                       crop=self.crop)
+        return replace(
+            description,
+            classes=self.classes,
+            size=self.size or description.size,
+            options=options,
+            crop=self.crop,
+        )
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         from timm.models import group_parameters
@@ -223,7 +261,9 @@ class ImageNet(ImageTask):
         if split != "train":
             return self.read(split, plan, self.description.transform(), plain)
         mixes = self.augment["mixup"] or self.augment["cutmix"]
-        return self.read(split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"])
+        return self.read(
+            split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"]
+        )
 
     def mixed(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
         """Apply timm's mixup and cutmix, drawn from the first row's generator.
@@ -233,8 +273,12 @@ class ImageNet(ImageTask):
         """
         from timm.data.mixup import Mixup, mixup_target
 
-        mix = Mixup(self.augment["mixup"], self.augment["cutmix"], label_smoothing=self.smoothing,
-                    num_classes=len(self.classes))
+        mix = Mixup(
+            self.augment["mixup"],
+            self.augment["cutmix"],
+            label_smoothing=self.smoothing,
+            num_classes=len(self.classes),
+        )
         targets = mixup_target(labels, len(self.classes), smoothing=self.smoothing)
         even = len(images) // 2 * 2
         if even:
@@ -246,7 +290,9 @@ class ImageNet(ImageTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, targets = model(batch["images"]).float(), batch["targets"]
-        return F.cross_entropy(logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing)
+        return F.cross_entropy(
+            logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing
+        )
 
     # ---- results
 
@@ -258,8 +304,14 @@ class ImageNet(ImageTask):
             logits, labels = model(batch["images"]).float(), batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
             hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
-            right, near, count = right + int(hits[:, 0].sum()), near + int(hits.sum()), count + len(labels)
-        loss, right, near, count, left_out = reader.sum(loss, right, near, count, self.left_out - left_out)
+            right, near, count = (
+                right + int(hits[:, 0].sum()),
+                near + int(hits.sum()),
+                count + len(labels),
+            )
+        loss, right, near, count, left_out = reader.sum(
+            loss, right, near, count, self.left_out - left_out
+        )
         if not math.isfinite(loss):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
         metrics = {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
@@ -283,9 +335,20 @@ def training_transform(augment: ImageAugment, description: vision.VisionDescript
 
     try:
         return create_transform(
-            description.size, is_training=True, scale=tuple(augment["scale"]), hflip=augment["flip"],
-            color_jitter=None, auto_augment=augment["policy"], re_prob=augment["erase"], re_mode="pixel",
-            interpolation=description.interpolation, mean=description.mean, std=description.std)
+            description.size,
+            is_training=True,
+            scale=tuple(augment["scale"]),
+            hflip=augment["flip"],
+            color_jitter=None,
+            auto_augment=augment["policy"],
+            re_prob=augment["erase"],
+            re_mode="pixel",
+            interpolation=description.interpolation,
+            mean=description.mean,
+            std=description.std,
+        )
     except (AssertionError, ValueError, KeyError, IndexError):
-        raise ConfigError(f"task.augment.policy={augment['policy']}: expected null or a policy of timm, such as "
-                          "rand-m9-mstd0.5-inc1 (RandAugment) or augmix-m5-w4-d2") from None
+        raise ConfigError(
+            f"task.augment.policy={augment['policy']}: expected null or a policy of timm, such as "
+            "rand-m9-mstd0.5-inc1 (RandAugment) or augmix-m5-w4-d2"
+        ) from None

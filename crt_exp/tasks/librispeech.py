@@ -22,15 +22,29 @@ from crt_exp.data import DataError, speech, warn
 from crt_exp.data.loading import Workers, by_workers
 from crt_exp.data.sources import is_on_hub, stand_in, task_folder
 from crt_exp.data.vocabularies import LETTERS, Symbols
-from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import conformer_transducer
-from crt_exp.models.conformer_transducer import (PRESETS, ConformerSizes, Recogniser, check_sizes, frames_of, greedy)
+from crt_exp.models.conformer_transducer import (
+    PRESETS,
+    ConformerSizes,
+    Recogniser,
+    check_sizes,
+    frames_of,
+    greedy,
+)
 from crt_exp.models.folder import take_weights
+from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, error_rates
 
 Share = Annotated[float, Field(ge=0, le=1)]
-INPUTS = ("audio", "samples", "targets", "target_lengths", "bands", "spans")  # model inputs in a batch
+INPUTS = (
+    "audio",
+    "samples",
+    "targets",
+    "target_lengths",
+    "bands",
+    "spans",
+)  # model inputs in a batch
 SPLITS = ("train", "validation", "test")
 
 
@@ -90,14 +104,19 @@ class LibriSpeech(Task):
     def __post_init__(self):
         digits = self.corpus == "fsdd"
         if digits:
-            self.stand_in = stand_in("LibriSpeech", "strings of digits", "corpus=librispeech", "speech/LibriSpeech")
+            self.stand_in = stand_in(
+                "LibriSpeech", "strings of digits", "corpus=librispeech", "speech/LibriSpeech"
+            )
         self.rate = self.rate or (8000 if digits else 16000)
         self.symbols = self.symbols or ("words" if digits else "characters")
         self.check_options(digits)
         folder = task_folder("speech/LibriSpeech", self.data_dir)
         self.on_hub = self.corpus == "librispeech" and is_on_hub(
-            self.source, "speech/LibriSpeech/train-clean-100", folder and folder / self.subsets["train"][0],
-            self.data_dir)
+            self.source,
+            "speech/LibriSpeech/train-clean-100",
+            folder and folder / self.subsets["train"][0],
+            self.data_dir,
+        )
         self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
@@ -108,26 +127,39 @@ class LibriSpeech(Task):
         check_options("task.sizes", ConformerSizes, self.sizes)
         check_sizes(self.sizes)
         if self.source == "hub" and (self.corpus != "librispeech" or self.data_dir):
-            raise ConfigError("task.source=hub: expected task.corpus=librispeech and no task.data_dir")
+            raise ConfigError(
+                "task.source=hub: expected task.corpus=librispeech and no task.data_dir"
+            )
         if self.corpus == "table" and not self.data_dir:
-            raise ConfigError("task.corpus=table: expected task.data_dir=FILE, a csv, tsv or jsonl file")
+            raise ConfigError(
+                "task.corpus=table: expected task.data_dir=FILE, a csv, tsv or jsonl file"
+            )
 
     # ---- data
 
     def read_splits(self) -> dict[str, SpokenSplit]:
         """Read all splits; report unusable utterances of each split."""
-        usable = {split: speech.usable(self.read(split), self.max_seconds, self.faults[split]) for split in SPLITS}
+        usable = {
+            split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
+            for split in SPLITS
+        }
         if not usable["train"]:
             self.faults["train"].report(0)
         if self.symbols == "characters" and self.corpus == "librispeech":
             self.vocabulary = Symbols("characters", tuple(LETTERS))
         else:
-            self.vocabulary = Symbols.of(self.symbols, [each.text for each in usable["train"]], self.pieces)
-        splits = {split: self.encode_split(split, utterances) for split, utterances in usable.items()}
+            self.vocabulary = Symbols.of(
+                self.symbols, [each.text for each in usable["train"]], self.pieces
+            )
+        splits = {
+            split: self.encode_split(split, utterances) for split, utterances in usable.items()
+        }
         for split, coded in splits.items():
             self.faults[split].report(len(coded.utterances))
             if (longest := coded.costs.max()) > self.batch_seconds:
-                raise ConfigError(f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})")
+                raise ConfigError(
+                    f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})"
+                )
         return splits
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
@@ -146,7 +178,12 @@ class LibriSpeech(Task):
 
     def inputs(self) -> Iterator[Path]:
         for split in self.splits.values():
-            yield from (Path(part.name) for each in split.utterances for part in each.parts if part.content is None)
+            yield from (
+                Path(part.name)
+                for each in split.utterances
+                for part in each.parts
+                if part.content is None
+            )
 
     def encode_split(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
         kept, targets = [], []
@@ -158,7 +195,9 @@ class LibriSpeech(Task):
                 self.faults[split].add(f"{utterance.name}: its transcript: {error}")
         slowest = min(self.speeds) if split == "train" else 1.0
         # quarters of a second: rows of equal cost are permuted, so that batches differ between epochs
-        return SpokenSplit(kept, targets, np.array([math.ceil(4 * each.seconds / slowest) / 4 for each in kept]))
+        return SpokenSplit(
+            kept, targets, np.array([math.ceil(4 * each.seconds / slowest) / 4 for each in kept])
+        )
 
     def length(self, split: str) -> int:
         return len(self.splits[split].utterances)
@@ -169,7 +208,9 @@ class LibriSpeech(Task):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data, training = self.splits[split], split == "train"
         order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
-        asked = (order[places] for places in plan.by_cost(data.costs[order], self.batch_seconds, split))
+        asked = (
+            order[places] for places in plan.by_cost(data.costs[order], self.batch_seconds, split)
+        )
         make = partial(self.batch, data, plan if training else None)
         for batch, problems in by_workers(make, asked, self.workers):
             if problems and self.bad == "error":
@@ -178,7 +219,9 @@ class LibriSpeech(Task):
                 warn("%s: skipped", problem)
             yield batch
 
-    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> tuple[Batch, list[str]]:
+    def batch(
+        self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]
+    ) -> tuple[Batch, list[str]]:
         """Batch of CPU tensors, and problems of rows that are left out.
 
         plan: that of training, which draws speeds and masks for each row; None in evaluation.
@@ -191,24 +234,45 @@ class LibriSpeech(Task):
                 audio = speech.as_int16(speech.audio_of(data.utterances[row], self.rate, speed))
                 read.append((row, audio, data.targets[row], rng))
             except speech.BadAudio as error:
-                problems.append(str(error))                  # an error that leaves a worker loses its words
+                problems.append(str(error))  # an error that leaves a worker loses its words
         if read:
             return self.collated(*zip(*read)), problems
         silence = np.zeros(math.ceil(self.rate * speech.SHORTEST), np.int16)
-        return self.collated([0], [silence], [np.zeros(1, np.int32)], [None]) | {"rows": []}, problems
+        return self.collated([0], [silence], [np.zeros(1, np.int32)], [None]) | {
+            "rows": []
+        }, problems
 
-    def collated(self, rows: Sequence[int], audio: Sequence[np.ndarray], targets: Sequence[np.ndarray],
-                 rngs: Sequence[np.random.Generator | None]) -> Batch:
-        batch = {"rows": list(rows),
-                 "audio": speech.pad_audio(audio), "samples": torch.tensor([*map(len, audio)]),
-                 "targets": speech.pad_audio(targets), "target_lengths": torch.tensor([*map(len, targets)]).int()}
+    def collated(
+        self,
+        rows: Sequence[int],
+        audio: Sequence[np.ndarray],
+        targets: Sequence[np.ndarray],
+        rngs: Sequence[np.random.Generator | None],
+    ) -> Batch:
+        batch = {
+            "rows": list(rows),
+            "audio": speech.pad_audio(audio),
+            "samples": torch.tensor([*map(len, audio)]),
+            "targets": speech.pad_audio(targets),
+            "target_lengths": torch.tensor([*map(len, targets)]).int(),
+        }
         if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
             options, mels = self.augment, self.sizes["mels"]
-            drawn = [(speech.random_intervals(rng, options["bands"], options["band_share"], mels),
-                      speech.random_intervals(rng, options["spans"], options["span_share"],
-                                              frames_of(len(each), self.rate)))
-                     for rng, each in zip(rngs, audio)]
-            batch["bands"], batch["spans"] = (torch.from_numpy(np.stack(part)) for part in zip(*drawn))
+            drawn = [
+                (
+                    speech.random_intervals(rng, options["bands"], options["band_share"], mels),
+                    speech.random_intervals(
+                        rng,
+                        options["spans"],
+                        options["span_share"],
+                        frames_of(len(each), self.rate),
+                    ),
+                )
+                for rng, each in zip(rngs, audio)
+            ]
+            batch["bands"], batch["spans"] = (
+                torch.from_numpy(np.stack(part)) for part in zip(*drawn)
+            )
         return batch
 
     # ---- model
@@ -217,11 +281,15 @@ class LibriSpeech(Task):
         """Weights of the run in task.init, which must have the same symbols and rate."""
         known, tensors = conformer_transducer.load(self.init, "task.init")
         if known.symbols != self.vocabulary:
-            raise ConfigError(f"task.init={self.init}: trained with {len(known.symbols)} {known.symbols.kind}, "
-                              f"expected {len(self.vocabulary)} {self.vocabulary.kind}; use the task.symbols, "
-                              "task.pieces and data of that run")
+            raise ConfigError(
+                f"task.init={self.init}: trained with {len(known.symbols)} {known.symbols.kind}, "
+                f"expected {len(self.vocabulary)} {self.vocabulary.kind}; use the task.symbols, "
+                "task.pieces and data of that run"
+            )
         if known.rate != self.rate:
-            raise ConfigError(f"task.rate={self.rate}: expected {known.rate} Hz, as in task.init={self.init}")
+            raise ConfigError(
+                f"task.rate={self.rate}: expected {known.rate} Hz, as in task.init={self.init}"
+            )
         return tensors
 
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -238,18 +306,23 @@ class LibriSpeech(Task):
         return model(**self.arguments(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
-        return len(batch["rows"])                            # 0 if no audio could be read
+        return len(batch["rows"])  # 0 if no audio could be read
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         loss, rows = 0.0, []
         for batch in reader.batches(split):
             losses, hypotheses = model(**self.arguments(batch), search=greedy)
             loss += float(losses.double().sum()) if batch["rows"] else 0.0
-            rows += [(row, self.vocabulary.decode(each.symbols)) for row, each in zip(batch["rows"], hypotheses)]
-        loss, = reader.sum(loss)
+            rows += [
+                (row, self.vocabulary.decode(each.symbols))
+                for row, each in zip(batch["rows"], hypotheses)
+            ]
+        (loss,) = reader.sum(loss)
         rows = sorted(reader.gather(rows))
         said = [self.splits[split].utterances[row] for row, _ in rows]
-        self.transcripts = [(split, each.name, each.text, heard) for each, (_, heard) in zip(said, rows)]
+        self.transcripts = [
+            (split, each.name, each.text, heard) for each, (_, heard) in zip(said, rows)
+        ]
         rates = error_rates([each.text for each in said], [heard for _, heard in rows])
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
@@ -262,4 +335,4 @@ class LibriSpeech(Task):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"librispeech: WER {last['wer']:.2%}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})")
+        return f"librispeech: WER {last['wer']:.2%}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})"

@@ -30,7 +30,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import SequenceTask, SymbolTask, without_labels
 
 BEGIN = VALUES  # start symbol of task=pixels
-COUNTED = 500   # training images that give the unigram frequencies of task=pixels
+COUNTED = 500  # training images that give the unigram frequencies of task=pixels
 
 
 @checked("task")
@@ -55,10 +55,17 @@ class LRA(SequenceTask):
 
     def __post_init__(self):
         self.arena = arena.load(self.dataset, self.data_dir, self.rules, self.scale, self.cache_dir)
-        check_classes(self.arena.splits["train"].labels.tolist(), f"task.dataset={self.dataset}, training split")
+        check_classes(
+            self.arena.splits["train"].labels.tolist(),
+            f"task.dataset={self.dataset}, training split",
+        )
         whole = max(int(lengths_of(self.arena.splits[split], 1).max()) for split in SPLITS)
-        self.row_length = self.max_length or (min(whole, LONGEST) if self.dataset in PAGES else whole)
-        self.description = self.new_description(self.arena.symbols + 1, self.row_length, causal=False)
+        self.row_length = self.max_length or (
+            min(whole, LONGEST) if self.dataset in PAGES else whole
+        )
+        self.description = self.new_description(
+            self.arena.symbols + 1, self.row_length, causal=False
+        )
         for split in SPLITS[1:]:
             data = self.arena.splits[split]
             self.arena.splits[split] = data.take(row_sample(len(data), self.evaluated))
@@ -66,8 +73,11 @@ class LRA(SequenceTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        return [task_folder("images/cifar10", self.data_dir) if self.dataset == "image" else
-                self.data_dir and Path(self.data_dir).expanduser()]
+        return [
+            task_folder("images/cifar10", self.data_dir)
+            if self.dataset == "image"
+            else self.data_dir and Path(self.data_dir).expanduser()
+        ]
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])
@@ -77,15 +87,26 @@ class LRA(SequenceTask):
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
         for numbers in by_length(lengths, split, plan, like_together=True):
-            rows = [data.rows[together * i + j][:self.row_length] for i in numbers for j in range(together)]
+            rows = [
+                data.rows[together * i + j][: self.row_length]
+                for i in numbers
+                for j in range(together)
+            ]
             tokens = pad_rows(rows, self.arena.symbols)
-            yield with_key_mask(tokens, [len(row) for row in rows]) | {"labels": torch.from_numpy(data.labels[numbers])}
+            yield with_key_mask(tokens, [len(row) for row in rows]) | {
+                "labels": torch.from_numpy(data.labels[numbers])
+            }
 
     # ---- model
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        return Classifier(self.description, self.arena.classes, mechanism.layer, self.checkpointing,
-                          self.arena.together)
+        return Classifier(
+            self.description,
+            self.arena.classes,
+            mechanism.layer,
+            self.checkpointing,
+            self.arena.together,
+        )
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(**without_labels(batch)).float()
@@ -106,7 +127,12 @@ class LRA(SequenceTask):
             right, count = right + int((logits.argmax(-1) == labels).sum()), count + len(labels)
             base += int((labels == majority).sum())
         loss, right, count, base = reader.sum(loss, right, count, base)
-        return {"accuracy": right / count, "loss": loss / count, "majority_accuracy": base / count, "examples": count}
+        return {
+            "accuracy": right / count,
+            "loss": loss / count,
+            "majority_accuracy": base / count,
+            "examples": count,
+        }
 
 
 def lengths_of(data: Labelled, together: int) -> np.ndarray:
@@ -144,10 +170,15 @@ class Pixels(SymbolTask):
         self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels
         self.load()
-        self.describe(VALUES + 1, self.row_length, {"pixels": VALUES, "begin": BEGIN, "size": self.size,
-                                                    "channels": self.channels})
+        self.describe(
+            VALUES + 1,
+            self.row_length,
+            {"pixels": VALUES, "begin": BEGIN, "size": self.size, "channels": self.channels},
+        )
         self.splits = self.split()
-        square_image(self.splits["train"], 0, self.size, self.channels)  # raises for too small images before training
+        square_image(
+            self.splits["train"], 0, self.size, self.channels
+        )  # raises for too small images before training
 
     # ---- data
 
@@ -159,15 +190,20 @@ class Pixels(SymbolTask):
         loaded = images.load(self.dataset, self.data_dir)
         train, validation = loaded["train"].held_out(self.held_out)
         read = {"validation": validation, "test": loaded["val"]}
-        return {"train": train} | {split: data.take(row_sample(len(data), self.evaluated))
-                                   for split, data in read.items()}
+        return {"train": train} | {
+            split: data.take(row_sample(len(data), self.evaluated)) for split, data in read.items()
+        }
 
     def length(self, split: str) -> int:
         return len(self.splits[split])
 
     def values(self, split: str, i: int) -> np.ndarray:
         """Pixel values of image i in raster order, (L,) int64."""
-        return square_image(self.splits[split], i, self.size, self.channels).reshape(-1).astype(np.int64)
+        return (
+            square_image(self.splits[split], i, self.size, self.channels)
+            .reshape(-1)
+            .astype(np.int64)
+        )
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         """Yield labels (B, L), the pixel values, and tokens (B, L), shifted by one."""
@@ -180,12 +216,16 @@ class Pixels(SymbolTask):
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         metrics = super().evaluate(model, split, reader)
-        return metrics | {"bits_per_dim": metrics["loss"] / math.log(2),
-                          "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"])}
+        return metrics | {
+            "bits_per_dim": metrics["loss"] / math.log(2),
+            "unigram_bits_per_dim": math.log2(metrics["unigram_perplexity"]),
+        }
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        chosen = np.linspace(0, self.length("train") - 1, min(COUNTED, self.length("train"))).astype(np.int64)
+        chosen = np.linspace(
+            0, self.length("train") - 1, min(COUNTED, self.length("train"))
+        ).astype(np.int64)
         counts = np.ones(VALUES)
         for i in chosen:
             counts += np.bincount(self.values("train", i), minlength=VALUES)

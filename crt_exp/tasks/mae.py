@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data.loading import Generator
-from crt_exp.options import Count, checked
+from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.features.base import NotFinite
+from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.imagenet import ImageTask, Part, Share
 
@@ -72,8 +72,10 @@ class MAE(ImageTask):
         self.config.mask_ratio, self.config.norm_pix_loss = self.mask_share, self.normalised
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
-            raise ConfigError(f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
-                              "one")
+            raise ConfigError(
+                f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
+                "one"
+            )
 
     # ---- the model
 
@@ -89,30 +91,45 @@ class MAE(ImageTask):
         for kind in ("", "decoder_"):
             width, heads = sizes[f"{kind}width"], sizes[f"{kind}heads"]
             if width % heads or width % 4:
-                raise ConfigError(f"task.sizes.{kind}width={width}: expected a multiple of 4 and {kind}heads={heads}")
+                raise ConfigError(
+                    f"task.sizes.{kind}width={width}: expected a multiple of 4 and {kind}heads={heads}"
+                )
         check_patch(size, patch)
         return ViTMAEConfig(
-            image_size=size, patch_size=patch, layer_norm_eps=1e-6,  # timm's value, because timm fine-tunes the model
-            hidden_size=sizes["width"], num_hidden_layers=sizes["depth"], num_attention_heads=sizes["heads"],
-            intermediate_size=4 * sizes["width"], decoder_hidden_size=sizes["decoder_width"],
-            decoder_num_hidden_layers=sizes["decoder_depth"], decoder_num_attention_heads=sizes["decoder_heads"],
-            decoder_intermediate_size=4 * sizes["decoder_width"])
+            image_size=size,
+            patch_size=patch,
+            layer_norm_eps=1e-6,  # timm's value, because timm fine-tunes the model
+            hidden_size=sizes["width"],
+            num_hidden_layers=sizes["depth"],
+            num_attention_heads=sizes["heads"],
+            intermediate_size=4 * sizes["width"],
+            decoder_hidden_size=sizes["decoder_width"],
+            decoder_num_hidden_layers=sizes["decoder_depth"],
+            decoder_num_attention_heads=sizes["decoder_heads"],
+            decoder_intermediate_size=4 * sizes["decoder_width"],
+        )
 
     def saved_config(self):
         config = encoders.load_config(self.origin)
         if config.model_type != "vit_mae":
-            raise ConfigError(f"{self.origin.option}={self.origin.name}: model type {config.model_type}, expected "
-                              "vit_mae, such as facebook/vit-mae-base")
+            raise ConfigError(
+                f"{self.origin.option}={self.origin.name}: model type {config.model_type}, expected "
+                "vit_mae, such as facebook/vit-mae-base"
+            )
         if self.size not in (None, config.image_size):
-            raise ConfigError(f"task.size={self.size}: expected {config.image_size}, as in {self.origin.name}; remove "
-                              "it")
+            raise ConfigError(
+                f"task.size={self.size}: expected {config.image_size}, as in {self.origin.name}; remove "
+                "it"
+            )
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         origin = self.origin or encoders.Origin("", "task.model", False, False)
         model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
-        if not origin.weights:                               # transformers leaves fixed position embeddings at zero
-            model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = False   # else skipped
+        if not origin.weights:  # transformers leaves fixed position embeddings at zero
+            model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = (
+                False  # else skipped
+            )
             model.vit.embeddings.initialize_weights()
             model.decoder.initialize_weights(self.patches)
         return model
@@ -122,10 +139,21 @@ class MAE(ImageTask):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         from timm.data import create_transform
 
-        size, transform = self.config.image_size, VisionDescription("", self.config.image_size).transform()
+        size, transform = (
+            self.config.image_size,
+            VisionDescription("", self.config.image_size).transform(),
+        )
         if split == "train":
-            transform = create_transform(size, is_training=True, scale=tuple(self.augment["scale"]), std=STD, mean=MEAN,
-                                         hflip=self.augment["flip"], color_jitter=None, interpolation="bicubic")
+            transform = create_transform(
+                size,
+                is_training=True,
+                scale=tuple(self.augment["scale"]),
+                std=STD,
+                mean=MEAN,
+                hflip=self.augment["flip"],
+                color_jitter=None,
+                interpolation="bicubic",
+            )
         return self.read(split, plan, transform, self.masked)
 
     def masked(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:

@@ -20,18 +20,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.config import ConfigError, unknown
-from crt_exp.data import DataError, text as data
+from crt_exp.data import DataError
+from crt_exp.data import text as data
 from crt_exp.data.sources import Hub, no_folder
 from crt_exp.data.vocabularies import new_tokenizer
-from crt_exp.options import Count, Whole, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
+from crt_exp.options import Count, Whole, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
-GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-              "intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
 
 
 class MaskedModel(nn.Module):
@@ -107,7 +113,9 @@ class MLM(Task):
         self.test = "test" if "test" in self.texts else None
         scratch = self.model is None and self.init == "scratch"
         self.origin = None if scratch else encoders.origin_of(self.model, self.init)
-        self.tokenizer = encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
+        self.tokenizer = (
+            encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
+        )
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
@@ -130,13 +138,24 @@ class MLM(Task):
         own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
         if self.hub["name"] is not None or self.text is not None:
             no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
-            return {"train": data.HubText.load(**self.hub) if self.text is None else data.text_files(self.text)} | own
+            return {
+                "train": data.HubText.load(**self.hub)
+                if self.text is None
+                else data.text_files(self.text)
+            } | own
         names = {"train": "train", "validation": "valid", "test": "test"}
-        return {split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
-                for split, name in names.items()} | own
+        return {
+            split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
+            for split, name in names.items()
+        } | own
 
     def inputs(self) -> list[Path]:
-        return [file for text in self.texts.values() if not isinstance(text, data.HubText) for file in text]
+        return [
+            file
+            for text in self.texts.values()
+            if not isinstance(text, data.HubText)
+            for file in text
+        ]
 
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
@@ -145,14 +164,23 @@ class MLM(Task):
         For encoders (blocks, block - 2), because batches add [CLS] and [SEP].
         """
         length = self.block if self.causal else data.body_length(self.tokenizer, self.block)
-        blocks = {split: data.running_blocks(text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else "")
-                  for split, text in self.texts.items()}
+        blocks = {
+            split: data.running_blocks(
+                text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else ""
+            )
+            for split, text in self.texts.items()
+        }
         if "validation" not in blocks:
             held_out = math.ceil(HELD_OUT * len(blocks["train"]))
             if held_out == len(blocks["train"]):
-                raise DataError(f"task.block={self.block}: the text fills only one block; expected at least 2; use a "
-                                "longer text, a smaller task.block, or task.validation_text")
-            blocks["train"], blocks["validation"] = blocks["train"][:-held_out], blocks["train"][-held_out:]
+                raise DataError(
+                    f"task.block={self.block}: the text fills only one block; expected at least 2; use a "
+                    "longer text, a smaller task.block, or task.validation_text"
+                )
+            blocks["train"], blocks["validation"] = (
+                blocks["train"][:-held_out],
+                blocks["train"][-held_out:],
+            )
         return blocks
 
     def length(self, split: str) -> int:
@@ -162,12 +190,18 @@ class MLM(Task):
         for rows in plan.rows(self.length(split), split):
             blocks = self.blocks[split][rows]
             if not self.causal:
-                yield self.masking(data.framed(blocks, self.tokenizer), data.uniforms(map(plan.rng, rows), self.block))
+                yield self.masking(
+                    data.framed(blocks, self.tokenizer),
+                    data.uniforms(map(plan.rng, rows), self.block),
+                )
                 continue
             ids = torch.from_numpy(blocks.astype(np.int64))
             if self.repeat:
-                ids = repeat_first_half(ids, self.repeat, torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :,
-                                                                                                                 0]))
+                ids = repeat_first_half(
+                    ids,
+                    self.repeat,
+                    torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :, 0]),
+                )
             yield {"input_ids": ids, "labels": following(ids)}
 
     # ---- model
@@ -175,24 +209,40 @@ class MLM(Task):
     def new_tokenizer(self):
         if self.vocabulary is not None:
             return data.bert_tokenizer(self.vocabulary, self.lowercase)
-        return new_tokenizer("byte_pairs" if self.causal else "wordpiece", self.texts["train"], self.vocabulary_size,
-                             self.lowercase, self.cache_dir)
+        return new_tokenizer(
+            "byte_pairs" if self.causal else "wordpiece",
+            self.texts["train"],
+            self.vocabulary_size,
+            self.lowercase,
+            self.cache_dir,
+        )
 
     def new_config(self):
         import transformers
 
-        kind, names = (transformers.GPT2Config, GPT2_NAMES) if self.causal else (transformers.BertConfig, {})
+        kind, names = (
+            (transformers.GPT2Config, GPT2_NAMES) if self.causal else (transformers.BertConfig, {})
+        )
         known = [*kind().to_dict(), *names]
         if wrong := next((key for key in self.sizes if key not in known), None):
             raise unknown("key", f"task.sizes.{wrong}", [f"task.sizes.{key}" for key in known])
-        given = {"max_position_embeddings": max(512, self.block), "vocab_size": len(self.tokenizer), **self.sizes}
-        marks = {f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id") for mark in ("pad", "bos", "eos")}
+        given = {
+            "max_position_embeddings": max(512, self.block),
+            "vocab_size": len(self.tokenizer),
+            **self.sizes,
+        }
+        marks = {
+            f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id")
+            for mark in ("pad", "bos", "eos")
+        }
         marks = {mark: number for mark, number in marks.items() if number is not None}
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**marks | {names.get(key, key): value for key, value in given.items()})
             if config.hidden_size % config.num_attention_heads:
-                raise ConfigError(f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
-                                  f"num_attention_heads={config.num_attention_heads}")
+                raise ConfigError(
+                    f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
+                    f"num_attention_heads={config.num_attention_heads}"
+                )
             with torch.device("meta"):  # uses neither memory nor random numbers
                 transformers.AutoModel.from_config(config)
         return config
@@ -208,7 +258,9 @@ class MLM(Task):
         """Fit statistics of causal features: the weights come from another attention."""
         if self.calibration and learns(model):
             batches = islice(self.batches("train", Plan(8)), self.calibration)
-            fill_statistics(model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches])
+            fill_statistics(
+                model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches]
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
@@ -226,8 +278,12 @@ class MLM(Task):
             right += int((logits.argmax(-1) == labels).sum())
             count += len(labels)
         loss, right, count = reader.sum(loss, right, count)
-        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count,
-                "predicted_tokens" if self.causal else "masked_tokens": count}
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            "predicted_tokens" if self.causal else "masked_tokens": count,
+        }
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -236,8 +292,10 @@ class MLM(Task):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         which = "next" if self.causal else "masked"
-        return (f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
-                f"({last['split']}, step {last['step']})")
+        return (
+            f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
+            f"({last['split']}, step {last['step']})"
+        )
 
 
 def repeat_first_half(ids: Tensor, share: float, draws: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from crt_exp.data import corpora, full_tensor
 from crt_exp.data.sources import stand_in
 from crt_exp.data.text import IGNORED
 from crt_exp.drawing import new_figure, save_figure
-from crt_exp.options import Count, NotNegative, Positive, checked
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
+from crt_exp.options import Count, NotNegative, Positive, checked
 from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
@@ -102,8 +102,10 @@ class PTB(Task):
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
         V, negatives = len(self.text.words), self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
-            raise ConfigError(f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
-                              "task.softmax=full")
+            raise ConfigError(
+                f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
+                "task.softmax=full"
+            )
 
     @property
     def uses(self) -> frozenset[str]:
@@ -128,11 +130,13 @@ class PTB(Task):
         start of the columns. Evaluation counts each word once, in the same columns for any number of processes.
         """
         training = split == "train"
-        count, micro, start = (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
+        count, micro, start = (
+            (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
+        )
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
         first, last = (count * each // plan.world for each in (plan.rank, plan.rank + 1))
         for at in range(start * self.bptt, columns.shape[2], self.bptt):
-            parts = np.split(columns[:, first:last, at:at + self.bptt], micro, axis=1)
+            parts = np.split(columns[:, first:last, at : at + self.bptt], micro, axis=1)
             for place, (tokens, labels) in enumerate(map(torch.tensor, parts)):
                 if training or (labels != IGNORED).any():
                     yield {"tokens": tokens, "labels": labels, "place": place, "first": at == 0}
@@ -145,10 +149,17 @@ class PTB(Task):
             start = lstm.load(self.init, "task.init")
             ours = tuple(self.text.words), str(body), self.temperature
             if (start.words, str(start.body), start.temperature) != ours:
-                raise ConfigError(f"task.init={self.init}: other words or sizes, or another task.temperature")
+                raise ConfigError(
+                    f"task.init={self.init}: other words or sizes, or another task.temperature"
+                )
             body = start.body
-        return lstm.LSTMLanguageModel(body, self.head(body.embedding, mechanism), self.temperature,
-                                      self.lengths["queries"], self.lengths["keys"])
+        return lstm.LSTMLanguageModel(
+            body,
+            self.head(body.embedding, mechanism),
+            self.temperature,
+            self.lengths["queries"],
+            self.lengths["keys"],
+        )
 
     def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module | None:
         """Sampled softmax for training; None for the full softmax.
@@ -158,23 +169,33 @@ class PTB(Task):
         if self.softmax == "full":
             return None
         if self.softmax == "features" and not mechanism.estimates:
-            raise ConfigError(f"task.softmax=features: attention={mechanism.name} has no random features; set "
-                              "attention=favorpp, or task.softmax=quadratic or unigram")
+            raise ConfigError(
+                f"task.softmax=features: attention={mechanism.name} has no random features; set "
+                "attention=favorpp, or task.softmax=quadratic or unigram"
+            )
         V, options = len(self.text.words), self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
-        make = {"uniform": lambda: Uniform(V), "log_uniform": lambda: LogUniform(V),
-                "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
-                "exact": lambda: ExactSoftmax(embedding),
-                "quadratic": lambda: Quadratic(embedding, options["alpha"]),
-                "features": lambda: tables(mechanism, V, self.width, temperature=options["temperature"],
-                                           seed=mechanism.seed)}
-        return SampledSoftmax(make[self.softmax](), embedding, options["negatives"], rebuild_every=1)
+        make = {
+            "uniform": lambda: Uniform(V),
+            "log_uniform": lambda: LogUniform(V),
+            "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
+            "exact": lambda: ExactSoftmax(embedding),
+            "quadratic": lambda: Quadratic(embedding, options["alpha"]),
+            "features": lambda: tables(
+                mechanism, V, self.width, temperature=options["temperature"], seed=mechanism.seed
+            ),
+        }
+        return SampledSoftmax(
+            make[self.softmax](), embedding, options["negatives"], rebuild_every=1
+        )
 
     # ---- training with carried state
 
     def check_shards(self) -> None:
         if self.softmax != "full":
-            raise ConfigError(f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full")
+            raise ConfigError(
+                f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full"
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         place = str(batch["place"])
@@ -208,15 +229,25 @@ class PTB(Task):
         for batch in reader.batches(split):
             result = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
             state, labels = result.state, batch["labels"][batch["labels"] != IGNORED].cpu()
-            loss, right, count = loss + float(result.loss), right + int(result.right.sum()), count + len(labels)
+            loss, right, count = (
+                loss + float(result.loss),
+                right + int(result.right.sum()),
+                count + len(labels),
+            )
             base -= float(unigram[labels].log().sum())
             lengths += result.lengths.tolist()
         loss, right, count, base = reader.sum(loss, right, count, base)
         self.queries = reader.gather(lengths)
-        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, "words": count,
-                "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
-                "query_length": float(np.mean(self.queries)),
-                "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean())}
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            "words": count,
+            "unigram_loss": base / count,
+            "unigram_perplexity": exp(base / count),
+            "query_length": float(np.mean(self.queries)),
+            "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean()),
+        }
 
     @cached_property
     def unigram(self) -> np.ndarray:
@@ -227,15 +258,24 @@ class PTB(Task):
     # ---- results
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        body = {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
+        body = {
+            name.removeprefix("body."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("body.")
+        }
         lstm.save_model(model.body, self.text.words, self.temperature, body, directory)
-        lengths = {"queries": np.array(self.queries), "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy()}
+        lengths = {
+            "queries": np.array(self.queries),
+            "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy(),
+        }
         draw_lengths(lengths, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
-                f"{self.softmax} ({last['split']}, step {last['step']})")
+        return (
+            f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
+            f"{self.softmax} ({last['split']}, step {last['step']})"
+        )
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:

@@ -33,7 +33,7 @@ from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
-NOISE = 64   # noise symbols of task=recall
+NOISE = 64  # noise symbols of task=recall
 WIDTH = 128  # default width of new models of task=recall
 
 
@@ -50,9 +50,13 @@ class SequenceTask(Task):
     # name of the option that sets the length of the longest row
     length_option = "max_length"
 
-    def new_description(self, symbols: int, length: int, causal: bool, tied: bool = True) -> LanguageDescription:
+    def new_description(
+        self, symbols: int, length: int, causal: bool, tied: bool = True
+    ) -> LanguageDescription:
         sizes = language.sizes_of(self.preset or "tiny", self.sizes, "task.sizes")
-        return LanguageDescription(symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout)
+        return LanguageDescription(
+            symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout
+        )
 
 
 @dataclass(eq=False)
@@ -72,8 +76,8 @@ class SymbolTask(SequenceTask):
     calibration: Whole
 
     metric, lower_is_better = "perplexity", True
-    counted = "tokens"                                       # name of the number of symbols in the metrics
-    compatible_runs = ""                                     # compatible runs, for messages: "a run of task=trembl"
+    counted = "tokens"  # name of the number of symbols in the metrics
+    compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
     def load(self) -> None:
         """Load the model of task.init into `kept`; raises DataError."""
@@ -94,16 +98,27 @@ class SymbolTask(SequenceTask):
     def saved_description(self, length: int) -> LanguageDescription:
         theirs = self.kept.description
         if self.kept.symbols != self.vocabulary:
-            raise ConfigError(f"task.init={self.init}: trained with other symbols; expected {self.compatible_runs}")
-        sizes = (language.sizes_of(self.preset, self.sizes, "task.sizes") if self.preset
-                 else theirs.sizes | dict(self.sizes))
-        same = {"direction": self.causal == theirs.causal, "positions": self.positions in (None, theirs.positions),
-                "tied": self.tied in (None, theirs.tied), "preset and task.sizes": sizes == theirs.sizes}
+            raise ConfigError(
+                f"task.init={self.init}: trained with other symbols; expected {self.compatible_runs}"
+            )
+        sizes = (
+            language.sizes_of(self.preset, self.sizes, "task.sizes")
+            if self.preset
+            else theirs.sizes | dict(self.sizes)
+        )
+        same = {
+            "direction": self.causal == theirs.causal,
+            "positions": self.positions in (None, theirs.positions),
+            "tied": self.tied in (None, theirs.tied),
+            "preset and task.sizes": sizes == theirs.sizes,
+        }
         if wrong := next((key for key, right in same.items() if not right), None):
             raise ConfigError(f"task.{wrong}: differs from task.init={self.init}; remove it")
         if theirs.positions == "learned" and length > theirs.length:
-            raise ConfigError(f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
-                              f"{theirs.length} positions of task.init={self.init}")
+            raise ConfigError(
+                f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
+                f"{theirs.length} positions of task.init={self.init}"
+            )
         return replace(theirs, dropout=self.dropout)
 
     # ---- model
@@ -154,9 +169,15 @@ class SymbolTask(SequenceTask):
             base -= float(unigram[labels.cpu()].log().sum())
             base_right += int((labels == int(unigram.argmax())).sum())
         loss, right, count, base, base_right = reader.sum(loss, right, count, base, base_right)
-        return {"loss": loss / count, "perplexity": exp(loss / count), "accuracy": right / count, self.counted: count,
-                "unigram_loss": base / count, "unigram_perplexity": exp(base / count),
-                "unigram_accuracy": base_right / count}
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            self.counted: count,
+            "unigram_loss": base / count,
+            "unigram_perplexity": exp(base / count),
+            "unigram_accuracy": base_right / count,
+        }
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
@@ -186,21 +207,31 @@ class Recall(SymbolTask):
     evaluated: Count
 
     metric, lower_is_better, counted = "accuracy", False, "queries"
-    causal, length_option, compatible_runs = True, "block", "a run of task=recall of as many symbols"
+    causal, length_option, compatible_runs = (
+        True,
+        "block",
+        "a run of task=recall of as many symbols",
+    )
 
     def __post_init__(self):
         self.predictable = self.symbols
         self.asked = self.pairs if self.queries is None else self.queries
         if self.pairs > self.symbols:
-            raise ConfigError(f"task.pairs={self.pairs}: expected at most task.symbols={self.symbols}")
+            raise ConfigError(
+                f"task.pairs={self.pairs}: expected at most task.symbols={self.symbols}"
+            )
         if 2 * (self.pairs + self.asked) > self.block:
-            raise ConfigError(f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
-                              f"{self.pairs} pairs and {self.asked} queries")
+            raise ConfigError(
+                f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
+                f"{self.pairs} pairs and {self.asked} queries"
+            )
         self.load()
         if self.kept is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
         self.tied = False if self.tied is None and self.kept is None else self.tied
-        self.describe(2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE})
+        self.describe(
+            2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE}
+        )
 
     # ---- rows
 
@@ -209,7 +240,10 @@ class Recall(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for chosen in plan.rows(self.length(split), split):
-            rows = [recall_row(split, i, self.block, self.symbols, self.pairs, self.asked) for i in chosen]
+            rows = [
+                recall_row(split, i, self.block, self.symbols, self.pairs, self.asked)
+                for i in chosen
+            ]
             tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
             yield {"tokens": tokens, "labels": labels}
 
@@ -220,16 +254,21 @@ class Recall(SymbolTask):
         return np.full(self.symbols, 1 / self.symbols)
 
 
-def recall_row(split: str, i: int, length: int, symbols: int, pairs: int, queries: int) -> tuple[np.ndarray,
-                                                                                                 np.ndarray]:
+def recall_row(
+    split: str, i: int, length: int, symbols: int, pairs: int, queries: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels (L,) of row i.
 
     The first symbols are values, then come keys, then noise.
     """
     rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
     tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
-    keys, values, asked = n + rng.permutation(n)[:pairs], rng.integers(0, n, pairs), rng.integers(0, pairs, queries)
-    pair_slots = length // 2 * pairs // (pairs + queries)                         # two-token slots before queries
+    keys, values, asked = (
+        n + rng.permutation(n)[:pairs],
+        rng.integers(0, n, pairs),
+        rng.integers(0, pairs, queries),
+    )
+    pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
     places = 2 * rng.permutation(pair_slots)[:pairs]
     later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
     tokens[places], tokens[places + 1] = keys, values

@@ -26,7 +26,13 @@ from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, vision
 from crt_exp.options import checked
-from crt_exp.swap.calibration import call, call_arguments, fill_statistics, real_queries, swapped_states
+from crt_exp.swap.calibration import (
+    call,
+    call_arguments,
+    fill_statistics,
+    real_queries,
+    swapped_states,
+)
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.mlm import MLM, MaskedModel
@@ -35,6 +41,7 @@ SOURCE = "expected a model trained with exact attention; set task.init=<run of t
 
 
 # ---- transfer for any swapped model
+
 
 class TransferModel(nn.Module):
     """Swapped model that trains its attention layers against exact attention.
@@ -54,10 +61,14 @@ class TransferModel(nn.Module):
         for parameter in layer_parameters(states):
             parameter.requires_grad_(True)
         self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, for layers in the last call
-        self.hooks = [state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
-                      for number, state in enumerate(states)]
+        self.hooks = [
+            state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
+            for number, state in enumerate(states)
+        ]
 
-    def _teach(self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> Tensor | None:
+    def _teach(
+        self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor
+    ) -> Tensor | None:
         """Replace the layer's output by exact attention and record both squared norms."""
         if not self.teaching:
             return None
@@ -73,7 +84,9 @@ class TransferModel(nn.Module):
         out = self.model(*args, **kwargs)
         if not self.squares:
             raise ValueError("this call reached no swapped layer; expected an input that does")
-        errors = [error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())]
+        errors = [
+            error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())
+        ]
         return torch.stack(errors), out
 
     def train(self, mode: bool = True) -> "TransferModel":
@@ -93,16 +106,20 @@ def exact_calls(student: TransferModel, batch: Any) -> dict[int, tuple[tuple, Te
     calls: dict[int, tuple[tuple, Tensor]] = {}
 
     def keep(number: int):
-        return lambda state, args, kwargs, out: calls.update({number: (call_arguments(*args, **kwargs), out)})
+        return lambda state, args, kwargs, out: calls.update(
+            {number: (call_arguments(*args, **kwargs), out)}
+        )
 
-    with ExitStack() as stack:   # hooks after `_teach` receive exact outputs
+    with ExitStack() as stack:  # hooks after `_teach` receive exact outputs
         for number, state in enumerate(swapped_layers(student.model)):
             stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
         call(student, batch)
     return calls
 
 
-def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2) -> nn.Module:
+def transfer_attention(
+    model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2
+) -> nn.Module:
     """Train swapped layers in place to match exact attention; return the model.
 
     `fill_statistics` first takes statistics of the exact model's queries and keys from all batches. One pass records
@@ -118,7 +135,11 @@ def transfer_attention(model: nn.Module, batches: Sequence, steps: int = 200, lr
     Raises:
         ValueError: there are no batches, no layer is swapped, or no layer has anything to learn.
     """
-    batches, training, wanted = list(batches), model.training, [p for p in model.parameters() if p.requires_grad]
+    batches, training, wanted = (
+        list(batches),
+        model.training,
+        [p for p in model.parameters() if p.requires_grad],
+    )
     if not batches:
         raise ValueError("batches: empty; expected at least one")
     student = TransferModel(model)
@@ -147,8 +168,10 @@ def calibrate(student: TransferModel, batches: Iterable) -> None:
     states, batches = swapped_layers(student.model), list(batches)
     kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
     if not (kept or layer_parameters(states)):
-        raise ValueError(f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
-                         "with attention.learn=parameters or projections")
+        raise ValueError(
+            f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
+            "with attention.learn=parameters or projections"
+        )
     if kept:
         fill_statistics(student.model, batches)
 
@@ -174,7 +197,9 @@ def layer_parameters(states: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [parameter for state in states for parameter in state.parameters()]
 
 
-def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+def squares(
+    state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor
+) -> tuple[Tensor, Tensor]:
     """|output - exact|^2 and |exact|^2, summed over all queries but padding."""
     q, k, _, key_mask = given
     real = real_queries(state, q, k, key_mask)[:, None, :, None].to(exact.dtype)
@@ -182,6 +207,7 @@ def squares(state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor) -> 
 
 
 # ---- tasks
+
 
 class TransferTask(Task):
     """Attention transfer for the model, batches and metrics of another task.
@@ -200,8 +226,10 @@ class TransferTask(Task):
         raise ConfigError(f"task={self.name}: not supported with trainer=fsdp; remove trainer=fsdp")
 
     def check_adapters(self) -> None:
-        raise ConfigError(f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
-                          f"task={self.later} task.init=<this run>")
+        raise ConfigError(
+            f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
+            f"task={self.later} task.init=<this run>"
+        )
 
     def transfer_model(self, model: nn.Module, mechanism: Mechanism, count: int) -> TransferModel:
         """Swapped model, calibrated on `count` batches of 8 rows.
@@ -212,7 +240,10 @@ class TransferTask(Task):
             raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
         student = TransferModel(model)
         try:
-            calibrate(student, map(self.model_inputs, islice(self.batches("train", Plan(8)), max(count, 1))))
+            calibrate(
+                student,
+                map(self.model_inputs, islice(self.batches("train", Plan(8)), max(count, 1))),
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return student
@@ -237,22 +268,35 @@ class TransferTask(Task):
         """
         recorder = ErrorRecorder(model)
         exact = super().evaluate(recorder, split, reader)
-        errors = [(error / whole) ** 0.5 for error, whole in zip(*(reader.sum(*side) for side in recorder.totals))]
+        errors = [
+            (error / whole) ** 0.5
+            for error, whole in zip(*(reader.sum(*side) for side in recorder.totals))
+        ]
         model.teaching = False
         try:
             swapped = super().evaluate(model.model, split, reader)
         finally:
             model.teaching = True
-        return {"error": sum(errors) / len(errors), "error_worst": max(errors), **swapped, "exact_loss": exact["loss"]}
+        return {
+            "error": sum(errors) / len(errors),
+            "error_worst": max(errors),
+            **swapped,
+            "exact_loss": exact["loss"],
+        }
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        super().export(model.model, {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
-                       directory)
+        super().export(
+            model.model,
+            {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+            directory,
+        )
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"transfer: error {last['error']:.4f} of exact attention, worst layer {last['error_worst']:.4f}; loss "
-                f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})")
+        return (
+            f"transfer: error {last['error']:.4f} of exact attention, worst layer {last['error_worst']:.4f}; loss "
+            f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})"
+        )
 
 
 @checked("task")
@@ -268,8 +312,10 @@ class Transfer(TransferTask, MLM):
     def __post_init__(self):
         super().__post_init__()
         self.origin = self.origin._replace(weights=True, noise=False)
-        encoders.check_exact(f"{self.origin.option}={self.origin.name}",
-                             getattr(self.config, "crt_exp", encoders.EXACT))
+        encoders.check_exact(
+            f"{self.origin.option}={self.origin.name}",
+            getattr(self.config, "crt_exp", encoders.EXACT),
+        )
 
     def check_options(self) -> None:
         if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
@@ -295,7 +341,9 @@ class TransferVision(TransferTask, ImageNet):
         if self.init == "scratch":
             raise ConfigError(f"task.init=scratch: {SOURCE.format('imagenet', 'pretrained')}")
         if self.new_head:
-            raise ConfigError("task.new_head=true: not supported by task=transfer_vision; remove it")
+            raise ConfigError(
+                "task.new_head=true: not supported by task=transfer_vision; remove it"
+            )
         super().__post_init__()
         checkpoint = vision.checkpoint_of(self.init)
         if checkpoint is not None and checkpoint.attention:
@@ -318,6 +366,11 @@ class ErrorRecorder:
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
         squares = [self.model.squares[number] for number in sorted(self.model.squares)]
-        self.totals = tuple([float(part) + before for part, before in zip(side, self.totals[i] or [0.0] * len(side))]
-                            for i, side in enumerate(zip(*squares)))
+        self.totals = tuple(
+            [
+                float(part) + before
+                for part, before in zip(side, self.totals[i] or [0.0] * len(side))
+            ]
+            for i, side in enumerate(zip(*squares))
+        )
         return out

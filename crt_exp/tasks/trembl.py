@@ -16,14 +16,19 @@ from torch import nn
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, protein
-from crt_exp.data.sources import stand_in, task_folder
 from crt_exp.data.plan import by_length
 from crt_exp.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
+from crt_exp.data.sources import stand_in, task_folder
 from crt_exp.options import Count, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask
 
-VOCABULARY = {"letters": LETTERS, "begin": protein.BEGIN, "end": protein.END, "size": protein.TOKENS}
+VOCABULARY = {
+    "letters": LETTERS,
+    "begin": protein.BEGIN,
+    "end": protein.END,
+    "size": protein.TOKENS,
+}
 
 
 @checked("task")
@@ -57,7 +62,9 @@ class TrEMBL(SymbolTask):
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
         self.load()
-        self.split_by = {} if self.dataset == "generated" else {"split": "letters"}   # a resumed run must match it
+        self.split_by = (
+            {} if self.dataset == "generated" else {"split": "letters"}
+        )  # a resumed run must match it
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
         self.masking = protein.masking(self.share)
         self.made = Families(self.generated) if self.dataset == "generated" else None
@@ -67,24 +74,36 @@ class TrEMBL(SymbolTask):
             self.sequences = self.made.sample(self.generated["sequences"], self.generated["seed"])
         else:
             self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
-        split = protein.split_rows(self.sequences, self.held_out(), self.validation_share, self.test_share)
+        split = protein.split_rows(
+            self.sequences, self.held_out(), self.validation_share, self.test_share
+        )
         kind = Chains if self.chains else Singles
-        self.rows = {name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()}
+        self.rows = {
+            name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()
+        }
         if empty := [name for name, rows in self.rows.items() if not len(rows)]:
-            raise DataError(f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row")
+            raise DataError(
+                f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row"
+            )
 
     def inputs(self) -> list[Path | None]:
         return [] if self.made else [task_folder("protein", self.data_dir)]
 
     def check_options(self) -> None:
         if self.validation_share + self.test_share >= 1:
-            raise ConfigError(f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
-                              "expected < 1")
+            raise ConfigError(
+                f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
+                "expected < 1"
+            )
         if self.made and (self.data_dir or self.families or self.held_out_files is not None):
-            raise ConfigError("task.dataset=generated: expected no task.data_dir, task.families or "
-                              "task.held_out_files; set task.dataset=uniprot")
+            raise ConfigError(
+                "task.dataset=generated: expected no task.data_dir, task.families or "
+                "task.held_out_files; set task.dataset=uniprot"
+            )
         if self.held_out_families is not None and self.families is None:
-            raise ConfigError("task.held_out_families: expected a table of families; set task.families=FILE")
+            raise ConfigError(
+                "task.held_out_families: expected a table of families; set task.families=FILE"
+            )
 
     # ---- data
 
@@ -93,7 +112,9 @@ class TrEMBL(SymbolTask):
         if self.made:
             return self.sequences.files >= self.made.inside
         if self.families is not None:
-            return protein.held_out_by_family(self.sequences, self.families, self.held_out_families or protein.HELD_OUT)
+            return protein.held_out_by_family(
+                self.sequences, self.families, self.held_out_families or protein.HELD_OUT
+            )
         return protein.held_out_by_file(self.sequences, self.held_out_files)
 
     def length(self, split: str) -> int:
@@ -113,7 +134,9 @@ class TrEMBL(SymbolTask):
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         if state != self.split_by:
-            raise ConfigError("resume=auto: the run began with other splits; use another hydra.run.dir")
+            raise ConfigError(
+                "resume=auto: the run began with other splits; use another hydra.run.dir"
+            )
 
     # ---- metrics
 
@@ -122,7 +145,9 @@ class TrEMBL(SymbolTask):
         if split != "test":
             return metrics
         if "ood" in self.rows:
-            metrics |= {f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()}
+            metrics |= {
+                f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()
+            }
         return metrics | self.statistics()
 
     @cached_property
@@ -137,11 +162,14 @@ class TrEMBL(SymbolTask):
         result = {}
         for split, rows in self.rows.items():
             lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
-            result |= {f"{split}_{key}": value for key, value in protein.statistics(lengths).items()}
+            result |= {
+                f"{split}_{key}": value for key, value in protein.statistics(lengths).items()
+            }
         return result
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        return (f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
-                f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})")
-
+        return (
+            f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
+            f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})"
+        )

@@ -12,9 +12,25 @@ from maps import HYBRID, MAPS, independent
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import samplers
-from crt_exp.attention import (DecodingState, DenominatorCount, Generalized, Partial, Reformer, Window,
-                               attention, attention_reference, exact_attention, finish, identity_attention, merge,
-                               partial_attention, partials, reference, softmax_attention, softmax_partial)
+from crt_exp.attention import (
+    DecodingState,
+    DenominatorCount,
+    Generalized,
+    Partial,
+    Reformer,
+    Window,
+    attention,
+    attention_reference,
+    exact_attention,
+    finish,
+    identity_attention,
+    merge,
+    partial_attention,
+    partials,
+    reference,
+    softmax_attention,
+    softmax_partial,
+)
 from crt_exp.attention.call import positive_form
 from crt_exp.attention.engines import closed_form
 from crt_exp.attention.engines.chunks import chunked_partial
@@ -25,8 +41,10 @@ from crt_exp.samplers.noise import match_float64
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 both_ways = pytest.mark.parametrize("is_causal", [False, True])
 
-EVERY = [*((m, "masked") for m in MAPS + OTHER + [m for m in HYBRID if m.kernel == "softmax"]),
-         *in_turn(FEW + OTHER, [shape for shape in SHAPES if shape != "masked"])]
+EVERY = [
+    *((m, "masked") for m in MAPS + OTHER + [m for m in HYBRID if m.kernel == "softmax"]),
+    *in_turn(FEW + OTHER, [shape for shape in SHAPES if shape != "masked"]),
+]
 
 
 @pytest.mark.parametrize("phi, shape", EVERY, ids=repr)
@@ -34,10 +52,15 @@ def test_equals_reference(phi, shape, small_chunks):
     """Outputs and gradients, bidirectional and causal, float64."""
     case = Case(phi, **SHAPES[shape])
     for is_causal in (False, True):
-        assert_same(case.with_grads(causal=is_causal), case.with_grads(attention_reference, causal=is_causal))
+        assert_same(
+            case.with_grads(causal=is_causal),
+            case.with_grads(attention_reference, causal=is_causal),
+        )
 
 
-@pytest.mark.parametrize("options", [{"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+)
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF(), Generalized(f="identity")], ids=repr)
 def test_treatments_of_denominators_equal_reference(phi, options, small_chunks, monkeypatch):
     for module in (partials, reference):
@@ -45,28 +68,45 @@ def test_treatments_of_denominators_equal_reference(phi, options, small_chunks, 
     case = Case(phi, masked=True, scale=1.5)
     for is_causal in (False, True):
         options = options | {"causal": is_causal}
-        assert_same(case.with_grads(**options), case.with_grads(attention_reference, **options), 1e-8)
+        assert_same(
+            case.with_grads(**options), case.with_grads(attention_reference, **options), 1e-8
+        )
 
 
 def test_reference_is_the_dense_formula():
     """The reference itself, against diag(A 1)^-1 A V written out."""
     for phi in FEW:
         case = Case(phi, masked=True)
-        A = (phi.phi_q(case.x, case.noise, case.params).exp() @ phi.phi_k(case.y, case.noise, case.params).exp().mT)
+        A = (
+            phi.phi_q(case.x, case.noise, case.params).exp()
+            @ phi.phi_k(case.y, case.noise, case.params).exp().mT
+        )
         for is_causal in (False, True):
             weights = A * case.mask[:, None, None]
             weights = weights.tril() if is_causal else weights
             total = weights.sum(-1, keepdim=True)
-            expected = torch.where(total == 0, 0.0, weights @ case.v / torch.where(total == 0, 1.0, total))
-            assert_same([case(attention_reference, causal=is_causal),
-                         case(attention_reference, causal=is_causal, normalize=False)], [expected, weights @ case.v])
+            expected = torch.where(
+                total == 0, 0.0, weights @ case.v / torch.where(total == 0, 1.0, total)
+            )
+            assert_same(
+                [
+                    case(attention_reference, causal=is_causal),
+                    case(attention_reference, causal=is_causal, normalize=False),
+                ],
+                [expected, weights @ case.v],
+            )
 
 
-@pytest.mark.parametrize("phi, is_causal", in_turn([*FEW, PosRF("gaussian"), *BLOCKED], [False, True]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, is_causal", in_turn([*FEW, PosRF("gaussian"), *BLOCKED], [False, True]), ids=repr
+)
 def test_gradcheck(phi, is_causal, small_chunks):
     case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
-    assert torch.autograd.gradcheck(lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal), (case.x, case.y, case.v),
-                                    fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal),
+        (case.x, case.y, case.v),
+        fast_mode=True,
+    )
 
 
 @both_ways
@@ -78,27 +118,42 @@ def test_exact_is_softmax(is_causal):
         assert_same([run(exact_attention), run(softmax_partial).output], [expected, expected])
 
 
-@pytest.mark.parametrize("f", ["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"])
+@pytest.mark.parametrize(
+    "f", ["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
+)
 def test_generalized_is_its_formula(f):
-    functions = {"relu": F.relu, "elu+1": lambda t: F.elu(t) + 1, "gelu": F.gelu, "identity": lambda t: t}
+    functions = {
+        "relu": F.relu,
+        "elu+1": lambda t: F.elu(t) + 1,
+        "gelu": F.gelu,
+        "identity": lambda t: t,
+    }
     for projection in (True, False):
         case = Case(Generalized(f=f, projection=projection), S=9, L=9)
         case.noise = case.noise if projection else None
         u, w = (t @ case.noise.rows().mT if projection else t for t in (case.x, case.y))
         phi = lambda t: functions.get(f, getattr(torch, f, None))(t) / t.shape[-1] ** 0.5 + 1e-3
         A = phi(u) @ phi(w).mT
-        assert_same([case(), case(normalize=False)], [A @ case.v / A.sum(-1, keepdim=True), A @ case.v], 1e-7)
+        assert_same(
+            [case(), case(normalize=False)],
+            [A @ case.v / A.sum(-1, keepdim=True), A @ case.v],
+            1e-7,
+        )
         assert not case.phi.positive or (A > 0).all()
 
 
 # ---- laws ------------------------------------------------------------------------------------------------------------
 
 
-EARLY_LATE = [(1.0, OUTLIER), (12.0, 0.05)]  # large logs are of long keys (trigonometric) or short ones (positive)
+EARLY_LATE = [
+    (1.0, OUTLIER),
+    (12.0, 0.05),
+]  # large logs are of long keys (trigonometric) or short ones (positive)
 
 
-@pytest.mark.parametrize("phi, dtype, keys", in_turn(
-    FEW + BLOCKED, [torch.float64, torch.float32], EARLY_LATE), ids=repr)
+@pytest.mark.parametrize(
+    "phi, dtype, keys", in_turn(FEW + BLOCKED, [torch.float64, torch.float32], EARLY_LATE), ids=repr
+)
 def test_future_never_leaks(phi, dtype, keys, small_chunks):
     """Nor does a stabiliser that sees a later outlier: outputs and gradients of the first rows stay as they were."""
     early, late = keys
@@ -123,7 +178,10 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
     case = Case(phi, L=7, S=11)
     short = Case(phi, L=7, S=11)
     keep = slice(0, 7)
-    short.y, short.v = short.y[:, :, keep].detach().requires_grad_(), short.v[:, :, keep].detach().requires_grad_()
+    short.y, short.v = (
+        short.y[:, :, keep].detach().requires_grad_(),
+        short.v[:, :, keep].detach().requires_grad_(),
+    )
     if is_causal:  # padding on the left, so that queries and keys stay aligned
         case.x, keep = short.x.detach().requires_grad_(), slice(4, 11)
         roll = lambda t: torch.cat([t[:, :, 7:], t[:, :, :7]], 2).detach()
@@ -131,8 +189,10 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
     case.mask = torch.zeros(2, 11, dtype=torch.bool)
     case.mask[:, keep] = True
     with torch.no_grad():
-        case.y, case.v = (t.masked_fill(~case.mask[:, None, :, None], torch.nan).requires_grad_()
-                          for t in (case.y, case.v))
+        case.y, case.v = (
+            t.masked_fill(~case.mask[:, None, :, None], torch.nan).requires_grad_()
+            for t in (case.y, case.v)
+        )
     out, dx, dy, dv = case.with_grads(causal=is_causal)
     assert_same([out, dx, dy[:, :, keep], dv[:, :, keep]], short.with_grads(causal=is_causal))
     for t in (dy, dv):
@@ -148,7 +208,11 @@ def test_rows_without_keys_are_zero_and_have_no_log_sum(phi, is_causal):
     exact = softmax_partial(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
     for rows in (case(partial_attention, causal=is_causal), exact):
         out, logs = rows.output, rows.logsum
-        assert (out[1] == 0).all() and out[0, :, 3:].abs().min() > 0 and (out[0, :, :3] == 0).all() == is_causal
+        assert (
+            (out[1] == 0).all()
+            and out[0, :, 3:].abs().min() > 0
+            and (out[0, :, :3] == 0).all() == is_causal
+        )
         assert (logs[1] == -torch.inf).all() and logs[0, :, 3:].isfinite().all()
         assert (logs[0, :, :3] == -torch.inf).all() == is_causal
         grads = torch.autograd.grad(logs.exp().sum() + out.sum(), (case.x, case.y, case.v))
@@ -156,7 +220,9 @@ def test_rows_without_keys_are_zero_and_have_no_log_sum(phi, is_causal):
     assert_same([case(causal=is_causal)], [case(partial_attention, causal=is_causal).output])
 
 
-@pytest.mark.parametrize("phi, is_causal", in_turn([OPRF(), TrigRF(), HypRF(), PoisRF()], [False, True]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, is_causal", in_turn([OPRF(), TrigRF(), HypRF(), PoisRF()], [False, True]), ids=repr
+)
 def test_converges_to_softmax(phi, is_causal):
     """Error against exact softmax attention falls as m^(-1/2)."""
     errors = []
@@ -174,7 +240,9 @@ def test_no_feature_matrix_is_kept(phi, is_causal, engine):
     """What is saved for the backward pass is the size of the inputs, plus one number a row and states."""
     case = Case(phi, B=1, H=2, L=2048, S=2048, m=128, dtype=torch.float32)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.numel()) or t, lambda t: t
+    ):
         case(causal=is_causal)
     assert max(kept) < 2 * 2048 * 128 / 4
     assert sum(kept) < 2 * 2048 * 128
@@ -198,10 +266,17 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
     """No tensor of features grows with the length of the sequence, and no chunk is as small as a part of it."""
     sizes = []
     for length in (2048, 8192):
-        case, largest = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32), Largest()
-        form = positive_form(case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32)[2]
+        case, largest = (
+            Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32),
+            Largest(),
+        )
+        form = positive_form(
+            case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32
+        )[2]
         with largest, torch.no_grad():
-            (closed_form.causal if is_causal else closed_form.bidirectional).forward(case.x, case.y, case.v, form)
+            (closed_form.causal if is_causal else closed_form.bidirectional).forward(
+                case.x, case.y, case.v, form
+            )
         sizes.append(largest.found)
     assert sizes[0] == sizes[1] < 2**21
 
@@ -215,13 +290,17 @@ HALVES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
 def in_float64(case):
     """The case with the same rounded vectors."""
     exact = copy.copy(case)
-    exact.x, exact.y, exact.v, exact.grad = (t.detach().double().requires_grad_()
-                                             for t in (case.x, case.y, case.v, case.grad))
+    exact.x, exact.y, exact.v, exact.grad = (
+        t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad)
+    )
     return exact
 
 
-@pytest.mark.parametrize("phi, rounding, is_causal", in_turn([OPRF(), HypRF(), PoisRF(), TrigRF()], HALVES,
-                                                             [False, True], each=2), ids=repr)
+@pytest.mark.parametrize(
+    "phi, rounding, is_causal",
+    in_turn([OPRF(), HypRF(), PoisRF(), TrigRF()], HALVES, [False, True], each=2),
+    ids=repr,
+)
 def test_half_precision_rounds_inputs_and_outputs_alone(phi, rounding, is_causal, small_chunks):
     """The output has the dtype of the values."""
     dtype, tolerance = rounding
@@ -240,9 +319,15 @@ def test_autocast_changes_nothing(phi, engine):
     assert_same(ours, case.with_grads(), 1e-6)
 
 
-@pytest.mark.parametrize("phi, rounding, is_causal", in_turn(
-    [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()], [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)],
-    [False, True]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, rounding, is_causal",
+    in_turn(
+        [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()],
+        [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)],
+        [False, True],
+    ),
+    ids=repr,
+)
 def test_scores_of_a_thousand_are_exact(phi, rounding, is_causal, small_chunks, engine):
     dtype, tolerance = rounding
     case = Case(phi, L=16, S=16, scale=13.0, dtype=dtype)
@@ -250,16 +335,26 @@ def test_scores_of_a_thousand_are_exact(phi, rounding, is_causal, small_chunks, 
     ours = case.with_grads(causal=is_causal)
     expected = in_float64(case).with_grads(attention_reference, causal=is_causal)
     assert all(t.isfinite().all() for t in ours)
-    if phi != TrigRF():  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
+    if (
+        phi != TrigRF()
+    ):  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
         assert_same(ours[:1], expected[:1], tolerance)
         # half precision rounds the output, from which these gradients, nearly 0, are subtracted
         if dtype == torch.float32:
             assert_same(ours[1:], expected[1:], 10 * tolerance)
 
 
-@pytest.mark.parametrize("phi, sampler", [*in_turn([PoisRF(), GeomRF()], [samplers.orthogonal]), *in_turn(
-    [m for m in FEW + OTHER if not isinstance(m, (GeomRF, Mixture))], [samplers.orthogonal, samplers.hadamard])],
-    ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    "phi, sampler",
+    [
+        *in_turn([PoisRF(), GeomRF()], [samplers.orthogonal]),
+        *in_turn(
+            [m for m in FEW + OTHER if not isinstance(m, (GeomRF, Mixture))],
+            [samplers.orthogonal, samplers.hadamard],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_float64_throughout(phi, sampler, monkeypatch):
     """Vectors in float64 with noise in float32: the numbers are those of the same rows in float64."""
     monkeypatch.setattr(samplers.noise, "MATRIX_FREE_FROM", 1)
@@ -272,7 +367,10 @@ def test_float64_throughout(phi, sampler, monkeypatch):
         assert_same([case(function, causal=c) for c in (False, True)], exact, 1e-12)
     state = DecodingState(phi, coarse, case.params)
     state.take(case.y[:, :, :6], case.v[:, :, :6])
-    steps = [state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))) for a, b in ((6, 10), (10, 11))]
+    steps = [
+        state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)))
+        for a, b in ((6, 10), (10, 11))
+    ]
     assert_same([torch.cat(steps, 2)], [exact[1][:, :, 6:]], 1e-12)
 
 
@@ -281,7 +379,9 @@ def test_float64_throughout(phi, sampler, monkeypatch):
 
 def logsum_reference(x, y, v, phi, noise, params, causal=False, key_mask=None):
     """log of the row sums of the kernel matrix written out, a row without keys left at 0."""
-    kernel = phi.phi_q(x.double(), noise, params).exp() @ phi.phi_k(y.double(), noise, params).exp().mT
+    kernel = (
+        phi.phi_q(x.double(), noise, params).exp() @ phi.phi_k(y.double(), noise, params).exp().mT
+    )
     kernel = kernel if key_mask is None else kernel * key_mask[:, None, None]
     total = (kernel.tril(y.shape[2] - x.shape[2]) if causal else kernel).sum(-1, keepdim=True)
     return torch.where(total == 0, 1.0, total).abs().log()
@@ -301,12 +401,17 @@ def with_logsum(case, function, is_causal, weight):
     return [out, logs, *torch.autograd.grad(loss, (case.x, case.y, case.v))]
 
 
-@pytest.mark.parametrize("phi, is_causal, shape", in_turn([*FEW, OTHER[0]], [False, True],
-                                                          ["self", "masked", "grouped", "shared"]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, is_causal, shape",
+    in_turn([*FEW, OTHER[0]], [False, True], ["self", "masked", "grouped", "shared"]),
+    ids=repr,
+)
 def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
     case = Case(phi, **SHAPES[shape])
     weight = torch.randn(case.x.shape[:3], dtype=torch.float64).unsqueeze(-1)
-    assert_same(*(with_logsum(case, f, is_causal, weight) for f in (partial_attention, logsum_reference)))
+    assert_same(
+        *(with_logsum(case, f, is_causal, weight) for f in (partial_attention, logsum_reference))
+    )
 
 
 @both_ways
@@ -314,8 +419,11 @@ def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
 def test_log_sums_in_single_precision(phi, is_causal, engine):
     case = Case(phi, B=1, L=150, S=150, d=8, m=16, masked=True, dtype=torch.float32)
     weight = torch.randn(1, 4, 150, 1, dtype=torch.float64)
-    assert_same(with_logsum(case, partial_attention, is_causal, weight),
-                with_logsum(in_float64(case), logsum_reference, is_causal, weight), 2e-5)
+    assert_same(
+        with_logsum(case, partial_attention, is_causal, weight),
+        with_logsum(in_float64(case), logsum_reference, is_causal, weight),
+        2e-5,
+    )
 
 
 def in_parts(case, at, is_causal, policy="none", near=False):
@@ -331,22 +439,44 @@ def in_parts(case, at, is_causal, policy="none", near=False):
         x, y, v = case.x[:, :, queries], case.y[:, :, keys], case.v[:, :, keys]
         if exact:
             return softmax_partial(x, y, v, causal=causal, key_mask=keep(keys))
-        return partial_attention(x, y, v, case.phi, case.noise, case.params, causal=causal, key_mask=keep(keys),
-                                 modulus=clamp)
+        return partial_attention(
+            x,
+            y,
+            v,
+            case.phi,
+            case.noise,
+            case.params,
+            causal=causal,
+            key_mask=keep(keys),
+            modulus=clamp,
+        )
 
     L, S = case.x.shape[2], case.y.shape[2]
     first, rest = slice(0, at), slice(at, S)
     if not is_causal:
-        return finish(merge(gather(slice(0, L), first, near, False), gather(slice(0, L), rest, False, False)), policy)
+        return finish(
+            merge(gather(slice(0, L), first, near, False), gather(slice(0, L), rest, False, False)),
+            policy,
+        )
     cut = max(0, at - (S - L))  # queries of the first part
     late = slice(cut, L)
     out = finish(merge(gather(late, first, near, False), gather(late, rest, False, True)), policy)
-    return out if not cut else torch.cat([finish(gather(slice(0, cut), first, near, True), policy), out], 2)
+    return (
+        out
+        if not cut
+        else torch.cat([finish(gather(slice(0, cut), first, near, True), policy), out], 2)
+    )
 
 
-@pytest.mark.parametrize("phi, is_causal, shape", in_turn(
-    [Mixture(), OPRF(antithetic=True), TrigRF(), GeomRF(), FEW[-1], OTHER[0]], [False, True],
-    ["self", "masked", "grouped"]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, is_causal, shape",
+    in_turn(
+        [Mixture(), OPRF(antithetic=True), TrigRF(), GeomRF(), FEW[-1], OTHER[0]],
+        [False, True],
+        ["self", "masked", "grouped"],
+    ),
+    ids=repr,
+)
 def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
     """Cut at any place: outputs and gradients."""
     case = Case(phi, **SHAPES[shape])
@@ -354,7 +484,9 @@ def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
         whole = case.with_grads(causal=is_causal, denominator=policy)
         for at in range(1, case.y.shape[2], 3):
             out = in_parts(case, at, is_causal, policy)
-            assert_same([out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)], whole, 1e-8)
+            assert_same(
+                [out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)], whole, 1e-8
+            )
 
 
 @both_ways
@@ -363,23 +495,44 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     """The near keys exactly, the far ones by features: the dense formula, and its gradients."""
     case, at = Case(phi, masked=True), 4
     out = in_parts(case, at, is_causal, near=True)
-    kernel = phi.phi_q(case.x, case.noise, case.params).exp() @ phi.phi_k(case.y, case.noise, case.params).exp().mT
-    weights = torch.cat([(case.x @ case.y.mT).exp()[..., :at], kernel[..., at:]], -1) * case.mask[:, None, None]
+    kernel = (
+        phi.phi_q(case.x, case.noise, case.params).exp()
+        @ phi.phi_k(case.y, case.noise, case.params).exp().mT
+    )
+    weights = (
+        torch.cat([(case.x @ case.y.mT).exp()[..., :at], kernel[..., at:]], -1)
+        * case.mask[:, None, None]
+    )
     weights = weights.tril() if is_causal else weights
     total = weights.sum(-1, keepdim=True)
     expected = weights @ case.v / torch.where(total == 0, 1.0, total)
-    of = lambda t: [t, *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True)]
+    of = lambda t: [
+        t,
+        *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True),
+    ]
     assert_same(of(out), of(expected))
 
 
 def test_merge_is_the_sum():
     g = torch.Generator().manual_seed(0)
     lowest = torch.full((5, 1), -torch.inf)
-    a, b, c = (Partial(torch.randn(5, 3, generator=g), torch.rand(5, 1, generator=g), s) for s in
-               (lowest, 500 * torch.randn(5, 1, generator=g), 500 * torch.randn(5, 1, generator=g)))
+    a, b, c = (
+        Partial(torch.randn(5, 3, generator=g), torch.rand(5, 1, generator=g), s)
+        for s in (
+            lowest,
+            500 * torch.randn(5, 1, generator=g),
+            500 * torch.randn(5, 1, generator=g),
+        )
+    )
     a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), a.log_scale)  # nothing gathered
-    for left, right in ((merge(a, b), b), (merge(b, a), b), (merge(a, a), a), (merge(b, c), merge(c, b)),
-                        (merge(merge(a, b), c), merge(a, merge(b, c))), (merge(None, b), b)):
+    for left, right in (
+        (merge(a, b), b),
+        (merge(b, a), b),
+        (merge(a, a), a),
+        (merge(b, c), merge(c, b)),
+        (merge(merge(a, b), c), merge(a, merge(b, c))),
+        (merge(None, b), b),
+    ):
         for p, q in zip(left[:3], right[:3]):
             torch.testing.assert_close(p, q)
 
@@ -389,14 +542,18 @@ def test_merge_is_the_sum():
 
 def test_defect_mask_zeroes_only_values():
     case = Case(OPRF(), masked=True)
-    wrong = attention(case.x, case.y, case.v * case.mask[:, None, :, None], case.phi, case.noise, case.params)
+    wrong = attention(
+        case.x, case.y, case.v * case.mask[:, None, :, None], case.phi, case.noise, case.params
+    )
     right = case(attention_reference)
     assert_same([case()], [right])
     assert (wrong - right).norm() > 0.2 * right.norm()  # the test has power
 
 
-@pytest.mark.parametrize("phi, early, late", [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER),
-                                              (GeomRF(p=0.5), 1e-9, 1.0)])
+@pytest.mark.parametrize(
+    "phi, early, late",
+    [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER), (GeomRF(p=0.5), 1e-9, 1.0)],
+)
 def test_defect_stabiliser_or_epsilon_sees_the_future(phi, early, late):
     """An outlier at the end would underflow every earlier row,
     and with an epsilon replace them by the mean of the values."""
@@ -415,24 +572,33 @@ def test_defect_epsilon_in_features(is_causal):
     case = Case(PosRF(), B=1, H=1, L=3, S=3, scale=0.2)
     shift = torch.tensor([20.0, 0, 0, 0], dtype=torch.float64)
     far = case(y=case.y + shift, x=case.x - shift, causal=is_causal)
-    assert_same([far], [case(attention_reference, y=case.y + shift, x=case.x - shift, causal=is_causal)])
+    assert_same(
+        [far], [case(attention_reference, y=case.y + shift, x=case.x - shift, causal=is_causal)]
+    )
     assert (far - case.v.mean(2, keepdim=True)).abs().max() > 1e-2
 
 
 def test_defect_keys_reweighted_by_their_own_maxima():
     """A constant added to every key's logs, or to those of one query, changes nothing; one added to one key's does."""
+
     class Shifted(PosRF):
         by_key, by_query = 0.0, 0.0
 
         def bind(self, noise, params=()):
             plain = super().bind(noise, params)
             add = lambda f, c: f._replace(log_scale=f.log_scale + c)
-            return plain._replace(phi_q=lambda x: add(plain.phi_q(x), self.by_query),
-                                  phi_k=lambda y: add(plain.phi_k(y), self.by_key))
+            return plain._replace(
+                phi_q=lambda x: add(plain.phi_q(x), self.by_query),
+                phi_k=lambda y: add(plain.phi_k(y), self.by_key),
+            )
 
     case = Case(Shifted())
-    run = lambda: [chunked_partial(case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None,
-                                   False).output for is_causal in (False, True)]
+    run = lambda: [
+        chunked_partial(
+            case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None, False
+        ).output
+        for is_causal in (False, True)
+    ]
     before = run()
     Shifted.by_key, Shifted.by_query = 300.0, torch.linspace(-500, 500, 11)[:, None]
     assert_same(run(), before)
@@ -465,15 +631,27 @@ def test_denominators_are_counted_and_guarded():
         count = DenominatorCount()
         out = case(causal=is_causal, counter=count)
         assert count.nonpositive == (sums <= 0).sum() > 0 and count.total == sums.numel()
-        assert_same([out, case(causal=is_causal, denominator="abs")], [numerator / sums, numerator / sums.abs()], 1e-5)
+        assert_same(
+            [out, case(causal=is_causal, denominator="abs")],
+            [numerator / sums, numerator / sums.abs()],
+            1e-5,
+        )
     count.reset()
     assert count.fraction == 0
 
 
 def test_clamp_bounds_the_output():
     """A denominator that cancels to nothing is kept at CLAMP of its terms' absolute values."""
-    p = Partial(torch.ones(3, 1), torch.tensor([[1.0], [0.0], [-1e-9]]), torch.zeros(3, 1), modulus=torch.ones(3, 1))
-    assert finish(p, "clamp").tolist() == [[1.0], *([pytest.approx(s / partials.CLAMP)] for s in (1, -1))]
+    p = Partial(
+        torch.ones(3, 1),
+        torch.tensor([[1.0], [0.0], [-1e-9]]),
+        torch.zeros(3, 1),
+        modulus=torch.ones(3, 1),
+    )
+    assert finish(p, "clamp").tolist() == [
+        [1.0],
+        *([pytest.approx(s / partials.CLAMP)] for s in (1, -1)),
+    ]
 
 
 @pytest.mark.filterwarnings("default:.*denominators are not positive:RuntimeWarning")
@@ -494,27 +672,41 @@ def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **op
     v = y if v is None else v
     phi = phi or OPRF(A=-0.1)
     noise = noise if noise is not None else samplers.iid(5, 4)
-    return attention(*(torch.zeros(*s) if isinstance(s, tuple) else s for s in (x, y, v)), phi, noise,
-                     phi.fit(None) if params is None else params, **options)
+    return attention(
+        *(torch.zeros(*s) if isinstance(s, tuple) else s for s in (x, y, v)),
+        phi,
+        noise,
+        phi.fit(None) if params is None else params,
+        **options,
+    )
 
 
 BAD = {
     "pairwise masks": lambda: call(key_mask=torch.ones(2, 1, 6, 6) > 0),
     r"x \(4, 6, 4\)": lambda: call(x=(4, 6, 4)),
-    "torch.int64: expected floating-point": lambda: call(x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)),
+    "torch.int64: expected floating-point": lambda: call(
+        x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)
+    ),
     "x is on cpu, v is on meta": lambda: call(v=torch.zeros(2, 4, 6, 4, device="meta")),
     "kv_heads=3: expected a divisor of heads=4": lambda: call(y=(2, 3, 6, 4)),
     "expected L <= S": lambda: call(y=(2, 4, 5, 4), causal=True),
     "d=7, .* with d=4": lambda: call(noise=samplers.iid(5, 7)),
-    r"parameter \(3, 1, 1\)": lambda: call(params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))),
+    r"parameter \(3, 1, 1\)": lambda: call(
+        params=OPRF().fit(Statistics.of(*torch.zeros(2, 3, 2, 4)))
+    ),
     "bfloat16 or float32": lambda: call(x=torch.full((2, 4, 6, 4), 7e4).half()),
-    "window attention needs L == S": lambda: Window(2, 4)(torch.zeros(2, 2, 8, 4), *torch.zeros(2, 2, 2, 5, 4)),
+    "window attention needs L == S": lambda: Window(2, 4)(
+        torch.zeros(2, 2, 8, 4), *torch.zeros(2, 2, 2, 5, 4)
+    ),
     "attention=window: does not use m=8": lambda: Mechanism.of("window", m=8),
     "buckets=5: expected 1 or an even": lambda: Reformer(2, 4, buckets=5),
     "use_cache=False": lambda: Reformer(2, 4)(torch.zeros(2, 2, 5, 4), *torch.zeros(2, 2, 2, 8, 4)),
-    "needs L == S": lambda: identity_attention(torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)),
+    "needs L == S": lambda: identity_attention(
+        torch.zeros(1, 1, 2, 3), *torch.zeros(2, 1, 1, 4, 3)
+    ),
     "needs equal numbers": lambda: DecodingState(PosRF(), samplers.iid(5, 4)).step(
-        torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)),
+        torch.zeros(1, 1, 1, 4), *torch.zeros(2, 1, 1, 2, 4)
+    ),
 }
 
 

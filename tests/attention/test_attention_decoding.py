@@ -16,8 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:
 
 def steps(state, case, cuts, masked=False):
     """Outputs of the tokens between the cuts, one step from each to the next."""
-    parts = ([t[:, :, a:b] for t in (case.x, case.y, case.v)] + ([case.mask[:, a:b]] if masked else [])
-             for a, b in itertools.pairwise(cuts))
+    parts = (
+        [t[:, :, a:b] for t in (case.x, case.y, case.v)] + ([case.mask[:, a:b]] if masked else [])
+        for a, b in itertools.pairwise(cuts)
+    )
     return torch.cat([state.step(*part) for part in parts], 2)
 
 
@@ -36,8 +38,11 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
 
 
 # float32: in C, where it is
-@pytest.mark.parametrize("phi, rounding", in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)],
-                                                  each=2), ids=repr)
+@pytest.mark.parametrize(
+    "phi, rounding",
+    in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)], each=2),
+    ids=repr,
+)
 def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     """Whole, and in two parts of which the first is padding for one sequence."""
     dtype, tolerance = rounding
@@ -47,17 +52,27 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
         state = DecodingState(phi, case.noise, case.params)
         for a, b in itertools.pairwise(cuts):
             state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
-        assert_same([steps(state, case, (cuts[-1], 10, 11), masked=True)], [whole[:, :, cuts[-1]:]], tolerance)
+        assert_same(
+            [steps(state, case, (cuts[-1], 10, 11), masked=True)],
+            [whole[:, :, cuts[-1] :]],
+            tolerance,
+        )
         assert state.length == 11
 
 
-@pytest.mark.parametrize("options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}],
-                         ids=str)
-@pytest.mark.parametrize("phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr)
+@pytest.mark.parametrize(
+    "options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr
+)
 def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     case = Case(phi, scale=2.0 if phi == TrigRF() else 0.6, m=3)
     state = DecodingState(phi, case.noise, case.params, **options)
-    expected = [case(function, causal=True, **options).detach() for function in (attention, attention_reference)]
+    expected = [
+        case(function, causal=True, **options).detach()
+        for function in (attention, attention_reference)
+    ]
     assert_same([steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2, expected, 1e-7)
 
 
@@ -101,7 +116,9 @@ def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
 
 def test_state_follows_a_beam():
     case = Case(TrigRF())
-    step = lambda state, rows, t: state.step(*(u[rows, :, t:t + 1] for u in (case.x, case.y, case.v)))
+    step = lambda state, rows, t: state.step(
+        *(u[rows, :, t : t + 1] for u in (case.x, case.y, case.v))
+    )
     state = DecodingState(TrigRF(), case.noise)
     step(state, [0, 1], 0)
     state.select(torch.tensor([1, 1, 0]))
@@ -127,8 +144,10 @@ def states(name):
     return made
 
 
-@pytest.mark.parametrize("name", ["favorpp", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "favorp", "favorsharp"))])
+@pytest.mark.parametrize(
+    "name",
+    ["favorpp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("favorp", "favorsharp"))],
+)
 def test_a_compiled_token_is_the_eager_step(name):
     """In one graph, which asks for no value."""
     ours, expected = states(name)

@@ -9,14 +9,22 @@ from covering import in_turn
 from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from crt_exp.attention import (Exact, Identity, Linformer, Reformer, softmax_attention, uniform_attention,
-                               window_attention)
+from crt_exp.attention import (
+    Exact,
+    Identity,
+    Linformer,
+    Reformer,
+    softmax_attention,
+    uniform_attention,
+    window_attention,
+)
 from crt_exp.config import choices
 from crt_exp.features import OPRF
 from crt_exp.mechanism import Mechanism
 
 transformers = pytest.importorskip("transformers")
-from decoders import CONTROLS, layer as layer_of, mechanisms  # noqa: E402
+from decoders import CONTROLS, mechanisms  # noqa: E402
+from decoders import layer as layer_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
 B, H, D = 2, 3, 4
@@ -28,8 +36,10 @@ both_ways = pytest.mark.parametrize("causal", [False, True])
 
 def tensors(L, S, kv_heads=H):
     g = torch.Generator().manual_seed(0)
-    x, y, v = (torch.randn(B, h, n, D, generator=g, dtype=torch.float64)
-               for h, n in ((H, L), (kv_heads, S), (kv_heads, S)))
+    x, y, v = (
+        torch.randn(B, h, n, D, generator=g, dtype=torch.float64)
+        for h, n in ((H, L), (kv_heads, S), (kv_heads, S))
+    )
     keep = torch.rand(B, S, generator=g) < 0.7
     return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
 
@@ -46,21 +56,35 @@ def twin(x, y, v, allowed):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("L, S, block, first, causal", [
-    (17, 17, 4, 2, False), (17, 17, 4, 2, True), (8, 8, 8, 0, False), (5, 5, 16, 9, True),
-    (3, 21, 4, 3, True), (1, 10, 3, 1, True)])              # of two sequences a window is refused
+@pytest.mark.parametrize(
+    "L, S, block, first, causal",
+    [
+        (17, 17, 4, 2, False),
+        (17, 17, 4, 2, True),
+        (8, 8, 8, 0, False),
+        (5, 5, 16, 9, True),
+        (3, 21, 4, 3, True),
+        (1, 10, 3, 1, True),
+    ],
+)  # of two sequences a window is refused
 def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
     x, y, v, keep = tensors(L, S, kv_heads=1)
-    begin = keep.int().argmax(1)[:, None, None, None] if masked else 0     # places count from the first real token
+    begin = (
+        keep.int().argmax(1)[:, None, None, None] if masked else 0
+    )  # places count from the first real token
     i, j = (at - begin for at in places(L, S))
     near = (j // block >= i // block - 1) & (j // block <= i // block + (0 if causal else 1))
     allowed = (near | (j < first)) & ((j <= i) | torch.tensor(not causal))
     allowed = allowed.expand(B, 1, L, S) & (keep[:, None, None] if masked else True)
-    out = window_attention(x, y, v, block=block, first=first, causal=causal, key_mask=keep if masked else None)
+    out = window_attention(
+        x, y, v, block=block, first=first, causal=causal, key_mask=keep if masked else None
+    )
     expected = twin(x, y, v, allowed)
     torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(torch.autograd.grad(out.square().sum(), (x, y, v)),
-                            torch.autograd.grad(expected.square().sum(), (x, y, v))):
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), (x, y, v)),
+        torch.autograd.grad(expected.square().sum(), (x, y, v)),
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -69,9 +93,13 @@ def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
 def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
     x, y, v, keep = tensors(5, 9)
     i, j = places(5, 9)
-    allowed = ((j <= i) | torch.tensor(not causal)).expand(B, 1, 5, 9) & (keep[:, None, None] if masked else True)
+    allowed = ((j <= i) | torch.tensor(not causal)).expand(B, 1, 5, 9) & (
+        keep[:, None, None] if masked else True
+    )
     expected = twin(torch.zeros_like(x), y, v, allowed)
-    torch.testing.assert_close(uniform_attention(x, y, v, causal=causal, key_mask=keep if masked else None), expected)
+    torch.testing.assert_close(
+        uniform_attention(x, y, v, causal=causal, key_mask=keep if masked else None), expected
+    )
 
 
 def test_no_matrix_of_pairs():
@@ -91,7 +119,9 @@ Q, K, V = torch.randn(3, 3, H, L, D, generator=torch.Generator().manual_seed(0))
 
 
 def linformer(seed=0, layer=0, **options):
-    return Mechanism.of("linformer", length=12, rank=3, seed=seed, **options).layer(H, D, layer=layer)
+    return Mechanism.of("linformer", length=12, rank=3, seed=seed, **options).layer(
+        H, D, layer=layer
+    )
 
 
 def reformer(causal=False, **options):
@@ -102,21 +132,32 @@ def reformer(causal=False, **options):
 def test_linformer_is_softmax_over_mixtures_and_identity_the_values():
     case = Case(OPRF(), masked=True, dtype=torch.float32)
     layer, keep = Linformer(4, 4, length=11, rank=3, scaling=1.0), case.mask[:, None, :, None]
-    begin = case.mask.int().argmax(1).tolist()     # places count from the first real key
-    y, v = (torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)]) for t in (case.y, case.v))
+    begin = case.mask.int().argmax(1).tolist()  # places count from the first real key
+    y, v = (
+        torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)])
+        for t in (case.y, case.v)
+    )
     y, v = layer.key_projection @ y, layer.value_projection @ v
     assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
-    assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[:, :7].abs().min() > 0
+    assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[
+        :, :7
+    ].abs().min() > 0
     assert torch.equal(Identity(H, D, causal=True)(Q, K, V), V)
-    torch.testing.assert_close(Exact(H, D)(Q, K, V), softmax_attention(Q * D**-0.25, K * D**-0.25, V))
+    torch.testing.assert_close(
+        Exact(H, D)(Q, K, V), softmax_attention(Q * D**-0.25, K * D**-0.25, V)
+    )
 
 
 def test_learned_mixtures_are_parameters_alone():
     """As checkpoints hold them: nothing is drawn again, and nothing else is kept."""
     layer = linformer()
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    assert {*before} == {"key_projection", "value_projection"} == {name for name, _ in layer.named_parameters()}
+    assert (
+        {*before}
+        == {"key_projection", "value_projection"}
+        == {name for name, _ in layer.named_parameters()}
+    )
     layer.train()(Q, K, V), layer(Q, K, V)
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
@@ -124,7 +165,9 @@ def test_learned_mixtures_are_parameters_alone():
 def test_random_mixtures_are_those_of_keys_and_values():
     layer = linformer(redraw_every=2).eval()
     keys, values = (layer.mixtures[:, :L] @ t for t in (K, V))
-    torch.testing.assert_close(layer(Q, K, V), softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values))
+    torch.testing.assert_close(
+        layer(Q, K, V), softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values)
+    )
     many = Linformer(1, 4, length=200, rank=100, redraw_every=1).mixtures
     assert not [*layer.parameters()] and many.std() == pytest.approx(200**-0.5, rel=0.03)
 
@@ -142,14 +185,21 @@ def test_baselines_are_drawn_from_seed_layer_and_pass(make, buffer):
     for _ in range(5):
         one.train()(Q, K, V), one.eval()(Q, K, V)
         seen.append(getattr(one, buffer).clone())
-    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:])] == [True, False, True, False] and int(one.draws) == 2
+    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:])] == [
+        True,
+        False,
+        True,
+        False,
+    ] and int(one.draws) == 2
     other = make(redraw_every=2, seed=3)
     other.load_state_dict(one.state_dict())
     assert torch.equal(one(Q, K, V), other(Q, K, V))
     again = make(redraw_every=2)
     again.load_state_dict(one.state_dict())
     for _ in range(4):
-        assert torch.equal(one.train()(Q, K, V), again.train()(Q, K, V)) and int(one.draws) == int(again.draws)
+        assert torch.equal(one.train()(Q, K, V), again.train()(Q, K, V)) and int(one.draws) == int(
+            again.draws
+        )
 
 
 # ---- Reformer --------------------------------------------------------------------------------------------------------
@@ -159,21 +209,34 @@ def reformer_twin(layer, q, v, keep=None):
     """By the whole matrix: a pair counts where a round has both in one bucket, at most `chunk` of its tokens apart."""
     keep = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if keep is None else keep
     buckets = layer.hash(q, keep)
-    same = buckets.unsqueeze(-1) == buckets.unsqueeze(-2)                                      # (B, H, R, S, S)
-    rank = same.tril().sum(-1)                                                                 # within the bucket
+    same = buckets.unsqueeze(-1) == buckets.unsqueeze(-2)  # (B, H, R, S, S)
+    rank = same.tril().sum(-1)  # within the bucket
     apart = rank.unsqueeze(-1) - rank.unsqueeze(-2)
     seen = same & (apart <= layer.chunk) & (apart >= (0 if layer.causal else -layer.chunk))
     seen = seen.any(2) & keep[:, None, None]
-    logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT                                         # scaling d^(1/2) = 1
+    logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT  # scaling d^(1/2) = 1
     logits = torch.where(torch.eye(q.shape[2], dtype=torch.bool), -1e5, logits)
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
     weights, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (weights, v))
     return weights.nan_to_num() @ v
 
 
-@pytest.mark.parametrize("options, causal, masked", in_turn(
-    [{"L": 1}, {"L": 17}, {"L": 12, "hashes": 1}, {"L": 20, "chunk": 7, "buckets": 2}, {"L": 9, "buckets": 1}],
-    [False, True], [False, True], each=2), ids=str)
+@pytest.mark.parametrize(
+    "options, causal, masked",
+    in_turn(
+        [
+            {"L": 1},
+            {"L": 17},
+            {"L": 12, "hashes": 1},
+            {"L": 20, "chunk": 7, "buckets": 2},
+            {"L": 9, "buckets": 1},
+        ],
+        [False, True],
+        [False, True],
+        each=2,
+    ),
+    ids=str,
+)
 def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, masked):
     """Outputs and gradients, each pair counted once."""
     L, options = options["L"], {name: value for name, value in options.items() if name != "L"}
@@ -191,9 +254,13 @@ def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, maske
 def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
     (q, k, v, _), layer = tensors(11, 11), reformer(causal, buckets=1, chunk=11).double()
     logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT
-    hidden = torch.eye(11, dtype=torch.bool) | (torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal))
-    hidden[0, 0] &= not causal                                            # the first token sees itself alone
-    torch.testing.assert_close(layer(q, k, v), logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+    hidden = torch.eye(11, dtype=torch.bool) | (
+        torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal)
+    )
+    hidden[0, 0] &= not causal  # the first token sees itself alone
+    torch.testing.assert_close(
+        layer(q, k, v), logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    )
 
 
 @torch.no_grad()
@@ -208,8 +275,16 @@ def test_future_never_leaks_in_buckets(chunk):
 # ---- padding, of every attention of conf/attention -------------------------------------------------------------------
 
 
-LENGTH, REAL = 27, {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)}
-CASES = [(name, causal) for name in mechanisms() for causal in (False, True) if not (name == "linformer" and causal)]
+LENGTH, REAL = (
+    27,
+    {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)},
+)
+CASES = [
+    (name, causal)
+    for name in mechanisms()
+    for causal in (False, True)
+    if not (name == "linformer" and causal)
+]
 
 
 def drawn(batch, heads, seed):
@@ -240,9 +315,20 @@ def padded(rows, holes=()):
 TURNS = [*{name: None for name, _ in CASES}]
 
 
-@pytest.mark.parametrize("name, causal", [pytest.param(
-    name, causal, id=f"{name}-{'causal' if causal else 'both'}", marks=[] if name.startswith(("nearfar", "linformer"))
-    or causal == TURNS.index(name) % 2 else [pytest.mark.slow]) for name, causal in CASES])
+@pytest.mark.parametrize(
+    "name, causal",
+    [
+        pytest.param(
+            name,
+            causal,
+            id=f"{name}-{'causal' if causal else 'both'}",
+            marks=[]
+            if name.startswith(("nearfar", "linformer")) or causal == TURNS.index(name) % 2
+            else [pytest.mark.slow],
+        )
+        for name, causal in CASES
+    ],
+)
 @pytest.mark.usefixtures("one_thread")
 @torch.no_grad()
 def test_padding_is_truncation_on_either_side(name, causal):
@@ -252,9 +338,14 @@ def test_padding_is_truncation_on_either_side(name, causal):
         q, k, v, keep = padded(rows, list(holes))
         out = attention(q, k, v, keep)
         for row, at in enumerate(rows):
-            own = keep[row:row + 1, at] if holes else None
-            alone, real = attention(*(t[row:row + 1, :, at] for t in (q, k, v)), own), keep[row, at]
-            torch.testing.assert_close(out[row, :, at][:, real], alone[0][:, real], rtol=1e-6, atol=1e-8)
+            own = keep[row : row + 1, at] if holes else None
+            alone, real = (
+                attention(*(t[row : row + 1, :, at] for t in (q, k, v)), own),
+                keep[row, at],
+            )
+            torch.testing.assert_close(
+                out[row, :, at][:, real], alone[0][:, real], rtol=1e-6, atol=1e-8
+            )
 
 
 @pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
@@ -264,24 +355,45 @@ def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
     q, k, v, keep = padded(rows)
     whole = attention(q, k, v, keep)
     for last in (1, 7):
-        out, real = attention(q[:, :, -last:], k, v, keep), keep[:, None, -last:, None].expand(-1, 4, -1, 16)
+        out, real = (
+            attention(q[:, :, -last:], k, v, keep),
+            keep[:, None, -last:, None].expand(-1, 4, -1, 16),
+        )
         torch.testing.assert_close(out[real], whole[:, :, -last:][real], rtol=1e-6, atol=1e-8)
 
 
 # ---- values, averages and precision, of every attention of conf/attention --------------------------------------------
 
 
-LONG = 1100                    # several chunks, and more than a segment
+LONG = 1100  # several chunks, and more than a segment
 # a value decides what runs next: rows whose denominator vanishes in a chunk, quantiles, clusters, buckets
-CHUNKS = ("elu", "favor", "generalized", "geom", "geom_plus", "gerf", "hedgehog", "hrf_angular", "hrf_gaussian", "relu")
-WAITS = {*((name, True) for name in CHUNKS),
-         *((name, causal) for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer")
-           for causal in (False, True))}
+CHUNKS = (
+    "elu",
+    "favor",
+    "generalized",
+    "geom",
+    "geom_plus",
+    "gerf",
+    "hedgehog",
+    "hrf_angular",
+    "hrf_gaussian",
+    "relu",
+)
+WAITS = {
+    *((name, True) for name in CHUNKS),
+    *(
+        (name, causal)
+        for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer")
+        for causal in (False, True)
+    ),
+}
 
 
 def step(name, causal, masked=False, **options):
     layer = Mechanism.of(name, **options).layer(4, 16, causal=causal).to("meta")
-    length = 2 * LONG if name == "nearfar" else LONG     # beyond what near-far attention computes exactly
+    length = (
+        2 * LONG if name == "nearfar" else LONG
+    )  # beyond what near-far attention computes exactly
     key_mask = torch.ones(2, length, dtype=torch.bool, device="meta") if masked else None
     q, k, v = (torch.randn(2, 4, length, 16, device="meta", requires_grad=True) for _ in range(3))
     out = layer(q, k, v, key_mask)
@@ -289,11 +401,13 @@ def step(name, causal, masked=False, **options):
     assert out.shape == (2, 4, length, 16) and v.grad.shape == v.shape
 
 
-@pytest.mark.parametrize("name, causal", in_turn(sorted({*choices("attention")} - {"linformer", "hrf_angular"}),
-                                                 [False, True]))
+@pytest.mark.parametrize(
+    "name, causal",
+    in_turn(sorted({*choices("attention")} - {"linformer", "hrf_angular"}), [False, True]),
+)
 def test_a_training_step_asks_for_no_value(name, causal):
     """On the meta device a program that asks for a value fails: what runs there keeps no GPU waiting."""
-    if (name, causal) in WAITS:      # docs/attention.md names those that wait
+    if (name, causal) in WAITS:  # docs/attention.md names those that wait
         with pytest.raises(RuntimeError, match="item|nonzero|meta"):
             step(name, causal)
     else:
@@ -301,7 +415,11 @@ def test_a_training_step_asks_for_no_value(name, causal):
 
 
 # near-far attention where no row is exact or of another order for its length: by_rows would compute both for all rows
-MASKED = [("favorp", False, {}), ("favorpp", True, {}), ("nearfar", False, {"exact_until": 0, "first_order": True})]
+MASKED = [
+    ("favorp", False, {}),
+    ("favorpp", True, {}),
+    ("nearfar", False, {"exact_until": 0, "first_order": True}),
+]
 
 
 @pytest.mark.parametrize("name, causal, options", MASKED)
@@ -316,7 +434,17 @@ AVERAGES = {
     "mean with buffers": lambda model: AveragedModel(model, use_buffers=True),
 }
 # one of each kind of state: none, running averages, other noises, several, clusters, sequences, trained rows, no map
-KINDS = ["favor", "favorpp", "geom", "hrf_gaussian", "hrf_cluster", "favormix", "hedgehog", "linformer", "reformer"]
+KINDS = [
+    "favor",
+    "favorpp",
+    "geom",
+    "hrf_gaussian",
+    "hrf_cluster",
+    "favormix",
+    "hedgehog",
+    "linformer",
+    "reformer",
+]
 
 
 def average(averaged, model):
@@ -324,14 +452,21 @@ def average(averaged, model):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("name, redraw_every", [case for case in in_turn(KINDS, [0, 1]) if case.values[0] != "hedgehog"]
-                         + [("hedgehog", 0)])  # its rows are trained
+@pytest.mark.parametrize(
+    "name, redraw_every",
+    [case for case in in_turn(KINDS, [0, 1]) if case.values[0] != "hedgehog"] + [("hedgehog", 0)],
+)  # its rows are trained
 def test_an_average_of_states_is_a_state(name, redraw_every):
     """Its projections are those of some draw, its outputs finite; that of one state gives the outputs of this state."""
     options = {"m": 8} if Mechanism.of(name).draws else {}
     options |= {"fit_steps": 3} if "fit_steps" in Mechanism.of(name).options else {}
-    layer = Mechanism.of(name, redraw_every=redraw_every, **options).layer(2, 4, causal=name != "linformer")
-    model, (q, k, v) = torch.nn.Sequential(layer, torch.nn.Linear(4, 4)), torch.randn(3, 2, 2, 12, 4)
+    layer = Mechanism.of(name, redraw_every=redraw_every, **options).layer(
+        2, 4, causal=name != "linformer"
+    )
+    model, (q, k, v) = (
+        torch.nn.Sequential(layer, torch.nn.Linear(4, 4)),
+        torch.randn(3, 2, 2, 12, 4),
+    )
     averages = {kind: made(model) for kind, made in AVERAGES.items()}
     for _ in range(6):
         layer(q, k, v)
@@ -344,7 +479,9 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
         if name != "linformer" or redraw_every:
             drawn = copied.rows_of_draw(copied.held)
             assert all(torch.equal(copied.rows(rows), t) for rows, t in drawn.items()), kind
-        assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, kind
+        assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, (
+            kind
+        )
         averaged = AVERAGES[kind](model)
         for _ in range(3):
             average(averaged, model)
@@ -361,7 +498,9 @@ def test_a_buffer_that_was_replaced_counts(name):
     ours, other = (Mechanism.of(name, redraw_every=1).layer(2, 4, layer=i).eval() for i in (0, 1))
     inputs = torch.randn(3, 2, 2, 12, 4)
     before, expected = ours(*inputs), other(*inputs)
-    assert torch.equal(torch.func.functional_call(ours, other.state_dict(), tuple(inputs)), expected)
+    assert torch.equal(
+        torch.func.functional_call(ours, other.state_dict(), tuple(inputs)), expected
+    )
     assert torch.equal(ours(*inputs), before) and not torch.equal(before, expected)
     for buffer, value in other.state_dict().items():
         module, _, own = buffer.rpartition(".")
@@ -380,8 +519,13 @@ def test_half_precision_is_rounded_at_its_ends_alone(name):
         exact = layer.double()(q.double(), k.double(), v.double())
         assert (out - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
         if causal:
-            last = torch.cat([past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(16)], 2)
-            assert last.dtype == dtype and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+            last = torch.cat(
+                [past.step(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(16)], 2
+            )
+            assert (
+                last.dtype == dtype
+                and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
+            )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -390,6 +534,6 @@ def test_integer_masks_and_other_heads_are_refused(name):
     layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
     with pytest.raises(ValueError, match="torch.int64 .*boolean .*True = keep"):
         layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
-    if name != "linformer":   # its projections are of any number of heads
+    if name != "linformer":  # its projections are of any number of heads
         with pytest.raises(ValueError, match="batch|heads=2"):
             layer(*(t.repeat(1, 2, 1, 1) for t in (q, k, v)))

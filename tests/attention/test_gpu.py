@@ -8,7 +8,10 @@ from crt_exp.attention import RandomFeatureAttention, attention, attention_refer
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 B, H, L, D, M = 2, 4, 300, 64, 128
 
 
@@ -27,11 +30,15 @@ def compared(phi, tensors, grad, tolerance, **options):
         out = function(*tensors, phi, noise, params, **options)
         results.append((out, *torch.autograd.grad(out, tensors, grad)))
     for ours, expected in zip(*results):
-        assert (ours.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
+        assert (
+            ours.float() - expected.float()
+        ).abs().max() <= tolerance * expected.float().abs().max()
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+)
 @pytest.mark.parametrize("phi", [PosRF(), OPRF(), TrigRF(), GeomRF()], ids=repr)
 def test_equals_reference(phi, dtype, tolerance, causal):
     mask = torch.rand(B, L, device="cuda") > 0.2
@@ -39,14 +46,18 @@ def test_equals_reference(phi, dtype, tolerance, causal):
     signed = isinstance(phi, (TrigRF, GeomRF))  # short vectors, so that no denominator is near 0
     tensors, grad = inputs(dtype, 0.1 if signed else 0.28)
     if dtype == torch.float32 and causal and phi == PosRF():
-        tensors[1].data[:, :, 150] *= 40      # a late key that dwarfs all before
+        tensors[1].data[:, :, 150] *= 40  # a late key that dwarfs all before
     compared(phi, tensors, grad, tolerance, causal=causal, key_mask=mask)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_near_far_attention_is_that_of_the_cpu(causal):
     """In float64, in which no two scores of keys are so close that the sets depend on rounding."""
-    layer = Mechanism.of("nearfar", block=16, heavy=8, cells=16, first_order=True).layer(H, D, causal=causal).eval()
+    layer = (
+        Mechanism.of("nearfar", block=16, heavy=8, cells=16, first_order=True)
+        .layer(H, D, causal=causal)
+        .eval()
+    )
     tensors, grad = inputs(torch.float64)
     cpu = [t.detach().cpu().requires_grad_() for t in tensors]
     with layer.calibration(), torch.no_grad():
@@ -66,7 +77,9 @@ def test_compiles(causal):
     tensors, grad = inputs(torch.bfloat16)
     module = RandomFeatureAttention(PosRF(), samplers.orthogonal, M, H, D, causal=causal).cuda()
     expected = module(*tensors)
-    torch.testing.assert_close(torch.compile(module, fullgraph=True)(*tensors), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        torch.compile(module, fullgraph=True)(*tensors), expected, rtol=2e-2, atol=2e-2
+    )
 
 
 def test_a_token_in_a_cuda_graph():

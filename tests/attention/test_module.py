@@ -17,8 +17,24 @@ from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.base import same_step
 from crt_exp.attention.checks import has_dynamic_size
-from crt_exp.features import (CERF, GERF, OPRF, AngularHybrid, AutoRF, ClusteredHybrid, GaussianHybrid,
-                              GaussianMixtureHybrid, GeomRF, Hybrid, Mixture, PosRF, Product, Statistics, Sum, TrigRF)
+from crt_exp.features import (
+    CERF,
+    GERF,
+    OPRF,
+    AngularHybrid,
+    AutoRF,
+    ClusteredHybrid,
+    GaussianHybrid,
+    GaussianMixtureHybrid,
+    GeomRF,
+    Hybrid,
+    Mixture,
+    PosRF,
+    Product,
+    Statistics,
+    Sum,
+    TrigRF,
+)
 from crt_exp.samplers import DenseNoise
 
 ONE = (OPRF(), 16, {"omega"})
@@ -26,8 +42,11 @@ SEVERAL = {
     "sum": (Sum(TrigRF(), OPRF(), weights=(0.3, 0.7)), 16, {"omega_0", "omega_1"}),
     "shared": (Sum(TrigRF(), OPRF(), weights=(0.3, 0.7), shared=True), 16, {"omega"}),
     "product": (Product(OPRF(A=-0.02), PosRF()), (6, 5), {"omega_0", "omega_1"}),
-    "hybrid": (Sum(Product(PosRF(), OPRF()), GeomRF(), weights=(0.5, 0.5)), ((4, 3), 12),
-               {"omega_0_0", "omega_0_1", "omega_1"}),
+    "hybrid": (
+        Sum(Product(PosRF(), OPRF()), GeomRF(), weights=(0.5, 0.5)),
+        ((4, 3), 12),
+        {"omega_0_0", "omega_0_1", "omega_1"},
+    ),
 }
 every = pytest.mark.parametrize("phi, m, names", [ONE, *SEVERAL.values()], ids=["one", *SEVERAL])
 
@@ -42,10 +61,14 @@ def test_a_layer_is_attention_with_its_noises_and_fit(phi, m, names):
     module, (q, k, v) = make(phi, m=m).double().eval(), (t.double() for t in qkv())
     held, scale = noises(module), D**-0.25
     assert held.keys() == names and module.width == phi.width(m)
-    by_hand = phi.noise(m, lambda p: DenseNoise(held["_".join(filter(None, ("omega", p.name)))], gaussian=True))
+    by_hand = phi.noise(
+        m, lambda p: DenseNoise(held["_".join(filter(None, ("omega", p.name)))], gaussian=True)
+    )
     params = phi.fit(Statistics.of(q, k, scale=scale))
     for function in (attention, attention_reference):
-        torch.testing.assert_close(module(q, k, v), function(q * scale, k * scale, v, phi, by_hand, params))
+        torch.testing.assert_close(
+            module(q, k, v), function(q * scale, k * scale, v, phi, by_hand, params)
+        )
 
 
 def test_scaling_and_normalisation():
@@ -64,8 +87,10 @@ def test_noises_are_those_of_seed_layer_draw_and_name_on_every_rank(phi, m, name
     torch.manual_seed(2)
     assert same(one, noises(make(phi, m=m, seed=5, layer=2)))
     for other in ({"seed": 5, "layer": 3}, {"seed": 4, "layer": 2}):
-        assert not any(torch.equal(t, one[name]) for name, t in noises(make(phi, m=m, **other)).items())
-    assert not any(torch.equal(t[0], t[1]) for t in one.values())   # heads differ
+        assert not any(
+            torch.equal(t, one[name]) for name, t in noises(make(phi, m=m, **other)).items()
+        )
+    assert not any(torch.equal(t[0], t[1]) for t in one.values())  # heads differ
     if names == {"omega"}:
         assert torch.equal(one["omega"], make(seed=5, layer=2).omega)
 
@@ -87,11 +112,15 @@ def test_redraws_after_every_n_training_passes(every, redraws):
 @every
 def test_a_restored_layer_goes_on_bit_for_bit(phi, m, names):
     """With the projections that were saved, also in a layer of another seed."""
-    module, other, foreign = (make(phi, m=m, causal=True, redraw_every=2, seed=seed) for seed in (3, 3, 4))
+    module, other, foreign = (
+        make(phi, m=m, causal=True, redraw_every=2, seed=seed) for seed in (3, 3, 4)
+    )
     first = {name: t.clone() for name, t in noises(module).items()}
     for seed in range(3):
         module(*qkv(seed))
-    assert int(module.draws) == 1 and all(not torch.equal(t, first[name]) for name, t in noises(module).items())
+    assert int(module.draws) == 1 and all(
+        not torch.equal(t, first[name]) for name, t in noises(module).items()
+    )
     for layer in (other, foreign):
         layer.load_state_dict(module.state_dict())
     assert torch.equal(foreign.eval()(*qkv()), copy.deepcopy(module).eval()(*qkv()))
@@ -107,13 +136,21 @@ def test_noises_move_with_the_layer_and_keep_their_names_in_copies():
     other = copy.deepcopy(module)
     other.redraw()
     for name, t in noises(module).items():
-        assert t.dtype == noises(other)[name].dtype == torch.float64 and not torch.equal(t, noises(other)[name])
+        assert t.dtype == noises(other)[name].dtype == torch.float64 and not torch.equal(
+            t, noises(other)[name]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
-@pytest.mark.parametrize("phi, options, reentrant", [
-    (OPRF(), {"redraw_every": 1}, True), (OPRF(), {"redraw_every": 1, "causal": True}, False),
-    (ClusteredHybrid(), {"fit_steps": 1}, False)], ids=repr)
+@pytest.mark.parametrize(
+    "phi, options, reentrant",
+    [
+        (OPRF(), {"redraw_every": 1}, True),
+        (OPRF(), {"redraw_every": 1, "causal": True}, False),
+        (ClusteredHybrid(), {"fit_steps": 1}, False),
+    ],
+    ids=repr,
+)
 def test_a_checkpointed_layer_sees_the_same_state_twice(phi, options, reentrant):
     plain, saved = (make(phi, **options) for _ in range(2))
     for step in range(4):
@@ -154,7 +191,9 @@ def test_future_never_leaks_in_training(phi):
     k2, v2, q2 = k.clone(), v.clone(), q.clone()
     for t in (q2, k2, v2):
         t[:, :, 7:] = 5.0
-    torch.testing.assert_close(module(q, k, v)[:, :, :7], other(q2, k2, v2)[:, :, :7], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        module(q, k, v)[:, :, :7], other(q2, k2, v2)[:, :, :7], rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("length", [L, 2 * L], ids=["its own sequence", "others"])
@@ -168,7 +207,7 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
         expected, found = whole(q, k, v, mask), []
         for i in (0, 2):
             with same_step(parts, i > 0):
-                found.append(parts(*(t[i:i + 2] for t in (q, k, v, mask))))
+                found.append(parts(*(t[i : i + 2] for t in (q, k, v, mask))))
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
     one, two = state(whole), state(parts)
     for name in one:
@@ -197,7 +236,9 @@ def test_running_average_is_bias_corrected():
     means = [(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(30)]
     weights = torch.tensor([0.9 ** (29 - s) for s in range(30)])
     expected = (torch.stack(means) * (weights / weights.sum())[:, None, None]).sum(0)
-    torch.testing.assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -220,9 +261,17 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
     torch.testing.assert_close(module.running_x_mean_sq, expected)
 
 
-@pytest.mark.parametrize("phi, options", [
-    (OPRF(), {}), (OPRF(), {"causal": True}), (OPRF(), {"kv_heads": 2}), (OPRF(), {"causal": True, "kv_heads": 2}),
-    (ClusteredHybrid(), {"fit_steps": 1})], ids=repr)
+@pytest.mark.parametrize(
+    "phi, options",
+    [
+        (OPRF(), {}),
+        (OPRF(), {"causal": True}),
+        (OPRF(), {"kv_heads": 2}),
+        (OPRF(), {"causal": True, "kv_heads": 2}),
+        (ClusteredHybrid(), {"fit_steps": 1}),
+    ],
+    ids=repr,
+)
 def test_padding_enters_no_statistics(phi, options):
     (q, k, v), mask = qkv(kv_heads=options.get("kv_heads", H)), torch.arange(L).expand(B, L) < 9
     module, short = (make(phi, **options) for _ in range(2))
@@ -236,7 +285,11 @@ def test_grouped_heads_share_their_parameters():
     module, (q, k, v) = make(kv_heads=2).eval(), qkv(kv_heads=2)
     q[:, 0] *= 3
     A = module.fitted_params(q, k, None).A
-    assert A.shape == (B, H, 1, 1) and torch.equal(A[:, 0], A[:, 1]) and not torch.equal(A[:, 1], A[:, 2])
+    assert (
+        A.shape == (B, H, 1, 1)
+        and torch.equal(A[:, 0], A[:, 1])
+        and not torch.equal(A[:, 1], A[:, 2])
+    )
     x, y = q * D**-0.25, k * D**-0.25
     expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
     torch.testing.assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
@@ -250,19 +303,34 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
     module(*qkv(3, kv_heads=2))
     module.eval()
     decoder = module.decoding()
-    steps = [decoder.step(module.scaled(q[:, :, i:i + 1]), module.scaled(k[:, :, i:i + 1]), v[:, :, i:i + 1])
-             for i in range(L)]
+    steps = [
+        decoder.step(
+            module.scaled(q[:, :, i : i + 1]), module.scaled(k[:, :, i : i + 1]), v[:, :, i : i + 1]
+        )
+        for i in range(L)
+    ]
     torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-3, atol=1e-4)
     module.redraw()
     with pytest.raises(ValueError, match="have changed"):
         decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
 
 
-@pytest.mark.parametrize("phi, m, options", [
-    (OPRF(), 16, {"causal": True, "redraw_every": 2}),
-    *(pytest.param(phi, m, options, marks=pytest.mark.slow) for phi, m, options in (
-        (OPRF(), 16, {}), (OPRF(), 16, {"causal": True}), (Sum(TrigRF(), PosRF(), shared=True), 4, {"redraw_every": 2}),
-        (Product(PosRF(), PosRF()), (3, 4), {"redraw_every": 2})))], ids=str)
+@pytest.mark.parametrize(
+    "phi, m, options",
+    [
+        (OPRF(), 16, {"causal": True, "redraw_every": 2}),
+        *(
+            pytest.param(phi, m, options, marks=pytest.mark.slow)
+            for phi, m, options in (
+                (OPRF(), 16, {}),
+                (OPRF(), 16, {"causal": True}),
+                (Sum(TrigRF(), PosRF(), shared=True), 4, {"redraw_every": 2}),
+                (Product(PosRF(), PosRF()), (3, 4), {"redraw_every": 2}),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_compiles_without_graph_breaks(phi, m, options):
     torch._dynamo.reset()
     module = make(phi, m=m, **options)
@@ -288,7 +356,9 @@ def test_an_empty_batch_changes_nothing(phi):
     with same_step(layer):
         layer(empty, empty, empty).sum().backward()
     assert empty.grad.shape == empty.shape
-    assert all(torch.equal(t, layer.state_dict()[name]) for name, t in before.items() if "pending" in name)
+    assert all(
+        torch.equal(t, layer.state_dict()[name]) for name, t in before.items() if "pending" in name
+    )
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
@@ -308,22 +378,36 @@ def test_clusters_are_found_and_their_bases_exact_there():
 
 
 def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
-    x, y = (torch.cat([vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair])
-            for pair in ((0, 1), (2, 3)))
-    mean = lambda phi: phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
+    x, y = (
+        torch.cat(
+            [vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair]
+        )
+        for pair in ((0, 1), (2, 3))
+    )
+    mean = lambda phi: (
+        phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
+    )
     assert mean(ClusteredHybrid(field="complex")) < 0.2 * min(mean(PosRF()), mean(TrigRF()))
     one, plain = ClusteredHybrid(queries=1, keys=1), CERF(field="real")
     params, alone = one.fit(Statistics.of(x, y)), plain.fit(Statistics.of(x, y))
     noise = draw(one, 5, 8)
-    torch.testing.assert_close(one.phi_q(x, noise, params).exp(), plain.phi_q(x, noise, alone).exp(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        one.phi_q(x, noise, params).exp(), plain.phi_q(x, noise, alone).exp(), rtol=1e-6, atol=0
+    )
 
 
-@pytest.mark.parametrize("phi, parts", [(ClusteredHybrid(queries=3, keys=2), 1), (ClusteredHybrid(field="complex"), 2)],
-                         ids=repr)
+@pytest.mark.parametrize(
+    "phi, parts",
+    [(ClusteredHybrid(queries=3, keys=2), 1), (ClusteredHybrid(field="complex"), 2)],
+    ids=repr,
+)
 def test_a_token_fills_the_blocks_of_its_own_cluster(phi, parts):
     x, y = vectors(12, 3), vectors(9, 3, seed=1)
     params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 4, 3)
-    for features, blocks in ((phi.phi_q(x, noise, params), phi.keys), (phi.phi_k(y, noise, params), phi.queries)):
+    for features, blocks in (
+        (phi.phi_q(x, noise, params), phi.keys),
+        (phi.phi_k(y, noise, params), phi.queries),
+    ):
         assert (features.log_scale.isfinite().sum(-1) == blocks * 4 * parts).all()
 
 
@@ -338,15 +422,24 @@ def few(length=20):
 @pytest.mark.parametrize("options", [{}, {"causal": True, "kv_heads": 1}], ids=str)
 def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
     ours, (q, k, v) = clustered(fit_steps=2, **options), few()
-    k, v = (t[:, :options.get("kv_heads", 2)] for t in (k, v))
+    k, v = (t[:, : options.get("kv_heads", 2)] for t in (k, v))
     first = ours(q, k, v)
     ours(q, k, v)
     assert torch.equal(ours(q, k, v), ours(q, k, v)) and not torch.equal(ours(q, k, v), first)
     kept = state(ours)
     ours(2 * q, k, v)
-    assert ours.clusters.done and all(torch.equal(t, kept[name]) for name, t in state(ours).items() if name != "steps")
-    expected = attention(q * ours.scale, k * ours.scale, v, ours.phi, ours.noise, ours._running_params(),
-                         causal=ours.causal)
+    assert ours.clusters.done and all(
+        torch.equal(t, kept[name]) for name, t in state(ours).items() if name != "steps"
+    )
+    expected = attention(
+        q * ours.scale,
+        k * ours.scale,
+        v,
+        ours.phi,
+        ours.noise,
+        ours._running_params(),
+        causal=ours.causal,
+    )
     torch.testing.assert_close(ours.eval()(q, k, v), expected)
 
 
@@ -368,9 +461,15 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
         ours, other = clustered(fit_steps=2), clustered(fit_steps=2, seed=4)
         for _ in range(passes):
             ours(q, k, v)
-        rows = 256 * int(ours.clusters.passes) or 1   # a state with no more of them than there are samples
-        other.load_state_dict({name: t[:, :rows] if name in ("clusters.queries", "clusters.keys") else t.clone()
-                               for name, t in ours.state_dict().items()})
+        rows = (
+            256 * int(ours.clusters.passes) or 1
+        )  # a state with no more of them than there are samples
+        other.load_state_dict(
+            {
+                name: t[:, :rows] if name in ("clusters.queries", "clusters.keys") else t.clone()
+                for name, t in ours.state_dict().items()
+            }
+        )
         assert other.clusters.done == ours.clusters.done == (passes == 3)
         for _ in range(3):
             assert torch.equal(ours(q, k, v), other(q, k, v))
@@ -379,7 +478,7 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
 def fit_on_rank(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     q, k, v = torch.randn(3, 2, 2, 7, 4, generator=torch.Generator().manual_seed(rank))
-    q, k, v = (t[:, :, :7 - rank] for t in (q, k, v))
+    q, k, v = (t[:, :, : 7 - rank] for t in (q, k, v))
     for phi in (ClusteredHybrid(), AutoRF(), Mixture()):
         layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
         for _ in range(2):
@@ -390,7 +489,9 @@ def fit_on_rank(rank, meeting):
             dist.all_gather(parts, t.contiguous())
             assert t.isfinite().all() and torch.equal(*parts)
     dist.destroy_process_group()
-    os._exit(0)  # threads of gloo that still hold a tensor of Python would abort the interpreter while it ends
+    os._exit(
+        0
+    )  # threads of gloo that still hold a tensor of Python would abort the interpreter while it ends
 
 
 @pytest.mark.slow
@@ -403,7 +504,9 @@ def test_uncalibrated_clusters_say_so_once_and_calibration_silences_them():
     ours, (q, k, v) = clustered().eval(), few()
     with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
         before = ours(q, k, v)
-    torch.testing.assert_close(before, attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise))
+    torch.testing.assert_close(
+        before, attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours(q, k, v)
@@ -422,20 +525,36 @@ BAD = {
     "needs kernel='softmax'": lambda: make(OPRF("gaussian")),
     "needs causal": lambda: make().decoding(),
     "omega_1: saved .* use m=3": lambda: make(Product(PosRF(), PosRF()), m=(4, 5)).load_state_dict(
-        make(Product(PosRF(), PosRF()), m=(4, 3)).state_dict()),
+        make(Product(PosRF(), PosRF()), m=(4, 3)).state_dict()
+    ),
     "need 4 and 3 rows": lambda: make(Sum(TrigRF(), PosRF(), shared=True), m=(4, 3)),
     "params: 2 entries, expected 3": lambda: make(Sum(TrigRF(), PosRF(), OPRF()), m=(4, 3)),
-    "saved .* 3, 8": lambda: make(ClusteredHybrid(keys=2)).load_state_dict(make(ClusteredHybrid(keys=3)).state_dict()),
-    "6 samples for 7 clusters": lambda: ClusteredHybrid(queries=7).fit(Statistics.of(POINTS, POINTS)),
-    "keys: fewer than 2 distinct": lambda: ClusteredHybrid().fit(Statistics.of(POINTS, torch.ones(6, 3))),
-    r"r=.*larger sigma": lambda: GaussianHybrid(sigma=1e-3).fit(Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)),
-    "params: expected a pair": lambda: AngularHybrid().phi_q(POINTS, draw(AngularHybrid(), 4, 3), ()),
+    "saved .* 3, 8": lambda: make(ClusteredHybrid(keys=2)).load_state_dict(
+        make(ClusteredHybrid(keys=3)).state_dict()
+    ),
+    "6 samples for 7 clusters": lambda: ClusteredHybrid(queries=7).fit(
+        Statistics.of(POINTS, POINTS)
+    ),
+    "keys: fewer than 2 distinct": lambda: ClusteredHybrid().fit(
+        Statistics.of(POINTS, torch.ones(6, 3))
+    ),
+    r"r=.*larger sigma": lambda: GaussianHybrid(sigma=1e-3).fit(
+        Statistics.of(1e-3 * POINTS, 1e-3 * POINTS)
+    ),
+    "params: expected a pair": lambda: AngularHybrid().phi_q(
+        POINTS, draw(AngularHybrid(), 4, 3), ()
+    ),
     "centres: 3 dimensions, expected 5": lambda: ClusteredHybrid().phi_q(
-        torch.ones(2, 5), samplers.iid(4, 5), ClusteredHybrid().fit(Statistics.of(POINTS, POINTS))),
+        torch.ones(2, 5), samplers.iid(4, 5), ClusteredHybrid().fit(Statistics.of(POINTS, POINTS))
+    ),
     "default=None": lambda: GaussianMixtureHybrid(queries=1, keys=1, default=None),
     "coefficients: 1; .* bases .1": lambda: Hybrid(coefficients=["angular"], bases=["pos"]),
-    "kernel=softmax: expected bases": lambda: Hybrid(coefficients=["angular"], bases=["pos", PosRF("gaussian")]),
-    "unknown key 'coefficients gaussian.m'": lambda: Hybrid(coefficients=["gaussian m=2"], bases=["pos", "trig"]),
+    "kernel=softmax: expected bases": lambda: Hybrid(
+        coefficients=["angular"], bases=["pos", PosRF("gaussian")]
+    ),
+    "unknown key 'coefficients gaussian.m'": lambda: Hybrid(
+        coefficients=["gaussian m=2"], bases=["pos", "trig"]
+    ),
     "M: singular": lambda: CERF(M=[[1, 2], [2, 4]]),
 }
 

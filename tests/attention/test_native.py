@@ -18,7 +18,8 @@ from nearfar_cases import choices
 
 from crt_exp.attention.engines import native
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
-from crt_exp.nearfar import native as near_far, near_far_attention
+from crt_exp.nearfar import native as near_far
+from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
@@ -48,19 +49,23 @@ def threads():
 @pytest.fixture
 def built(monkeypatch, tmp_path):
     """Takes a library that is compiled another way for the rest of the test."""
+
     def build(flags):
         monkeypatch.setattr(native, "FLAGS", flags)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         library = ctypes.CDLL(str(native.compiled()))
         monkeypatch.setattr(native, "library", lambda: library)
+
     return build
 
 
 @needs_library
-@pytest.mark.parametrize("shape, phi", in_turn(SHAPES, [PosRF(), OPRF(), HypRF(), SMREG()]), ids=str)
+@pytest.mark.parametrize(
+    "shape, phi", in_turn(SHAPES, [PosRF(), OPRF(), HypRF(), SMREG()]), ids=str
+)
 def test_equals_float64(phi, shape):
     for causal in (False, True):
-        for learned in (False, True)[:1 + phi.trainable]:
+        for learned in (False, True)[: 1 + phi.trainable]:
             case = Case(phi, **SHAPES[shape], learned=learned)
             assert native.applies(case.x, case.y, case.v)
             # gradients to rows sum over all tokens: of long vectors PyTorch's float32 products are 1.2e-5 off as well
@@ -110,7 +115,11 @@ def assert_near_far_is_near():
 
 def assert_recall_is_its_twin(monkeypatch):
     x, y, v, grad = torch.randn(4, 1, 2, 600, 20, generator=torch.Generator().manual_seed(0))
-    inputs, sizes, found = [t.requires_grad_() for t in (x, y, v)], Sizes(8, 3, 6, open=12, exact_until=60), []
+    inputs, sizes, found = (
+        [t.requires_grad_() for t in (x, y, v)],
+        Sizes(8, 3, 6, open=12, exact_until=60),
+        [],
+    )
     for in_c in (True, False):
         if not in_c:
             monkeypatch.setattr(near_far, "applies", lambda *tensors: False)
@@ -149,11 +158,15 @@ def test_any_strides(causal):
     expected = case.run(causal=causal)
     behind = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (case.x, case.y, case.v)]
     columns = [t.mT.contiguous().mT for t in (case.x, case.y, case.v)]
-    shifted = [torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape) for t in (case.x, case.y, case.v)]
+    shifted = [
+        torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape) for t in (case.x, case.y, case.v)
+    ]
     for x, y, v in (behind, columns, shifted):
         assert_near(case.run(causal=causal, x=x, y=y, v=v), expected, 1e-6)
     ones = torch.ones(()).expand(case.grad.shape)
-    assert_near(case.run(causal=causal, grad=ones), case.run(torch.float64, causal=causal, grad=ones))
+    assert_near(
+        case.run(causal=causal, grad=ones), case.run(torch.float64, causal=causal, grad=ones)
+    )
 
 
 @needs_library
@@ -164,11 +177,15 @@ def test_underflow_takes_a_chunk_token_by_token(at):
     with torch.no_grad():
         case.y[:, :, :at] += 8.0
     expected = case.run(torch.float64, causal=True)
-    assert_near(case.run(causal=True)[:5], expected[:5], 1e-3)   # that to A is a difference of much larger numbers
+    assert_near(
+        case.run(causal=True)[:5], expected[:5], 1e-3
+    )  # that to A is a difference of much larger numbers
 
 
 @needs_library
-@pytest.mark.parametrize("grow, causal", in_turn([(0.01, 4.0), (4.0, 0.01)], [True, False], each=2), ids=str)
+@pytest.mark.parametrize(
+    "grow, causal", in_turn([(0.01, 4.0), (4.0, 0.01)], [True, False], each=2), ids=str
+)
 def test_keys_that_outgrow_each_other(causal, grow):
     """The reference of the features moves many times over."""
     case = Case(PosRF(), B=1, H=2, L=1200, S=1200, scale=0.5)
@@ -188,7 +205,9 @@ def test_features_that_fill_up_a_vector_leave_no_trace(first):
 
 
 @needs_library
-@pytest.mark.parametrize("value, name, causal", in_turn([torch.nan, torch.inf, 1e30, 2e15], ["x", "y"], [False, True]))
+@pytest.mark.parametrize(
+    "value, name, causal", in_turn([torch.nan, torch.inf, 1e30, 2e15], ["x", "y"], [False, True])
+)
 def test_what_is_not_finite_is_refused(name, value, causal):
     case = Case(OPRF(), L=100, S=100)
     with torch.no_grad():
@@ -203,7 +222,9 @@ def test_what_is_not_finite_is_refused(name, value, causal):
 
 @needs_library
 def test_no_memory(monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: SimpleNamespace(causal_forward=lambda call: native.NO_MEMORY))
+    monkeypatch.setattr(
+        native, "library", lambda: SimpleNamespace(causal_forward=lambda call: native.NO_MEMORY)
+    )
     with pytest.raises(MemoryError, match="d=4, m=8"):
         Case(OPRF()).run(causal=True)
 
@@ -242,7 +263,9 @@ def kept():
     return file
 
 
-@pytest.mark.parametrize("compiler, reason", [("no-such-compiler", "no-such"), ("'unclosed", "No closing")])
+@pytest.mark.parametrize(
+    "compiler, reason", [("no-such-compiler", "no-such"), ("'unclosed", "No closing")]
+)
 def test_without_a_compiler(compiler, reason, cache, monkeypatch, caplog):
     """One warning that says what is missing and what it costs, and the same results."""
     case = Case(OPRF(), L=70, S=70)
@@ -250,7 +273,9 @@ def test_without_a_compiler(compiler, reason, cache, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert_near(case.run(), case.run(torch.float64))
         case.run()
-    assert len(caplog.records) == 1 and reason in caplog.text and "Install a C compiler" in caplog.text
+    assert (
+        len(caplog.records) == 1 and reason in caplog.text and "Install a C compiler" in caplog.text
+    )
     caplog.clear()
     native.library.cache_clear()
     monkeypatch.setenv("CRT_EXP_NATIVE", "0")
@@ -265,7 +290,9 @@ def test_compiled_once_for_each_version_of_the_compiler(small, monkeypatch, tmp_
     compiler = tmp_path / "compiler"
 
     def named(version):
-        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n')
+        compiler.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n'
+        )
         compiler.chmod(0o755)
         return kept()
 
@@ -294,4 +321,8 @@ def test_the_library_fails_with_a_message(small, monkeypatch, caplog, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         native.library.cache_clear()
         assert native.library() is None
-    assert len(caplog.records) == 2 and "error" in caplog.messages[0] and "XDG_CACHE_HOME" in caplog.messages[1]
+    assert (
+        len(caplog.records) == 2
+        and "error" in caplog.messages[0]
+        and "XDG_CACHE_HOME" in caplog.messages[1]
+    )

@@ -2,26 +2,54 @@
 
 import io
 
+import native_cases
 import pytest
 import torch
-import native_cases
 from attention_cases import Case, assert_same, set_chunks
 from covering import in_turn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, partial_attention
+from crt_exp.attention import (
+    RandomFeatureAttention,
+    attention,
+    attention_reference,
+    partial_attention,
+)
 from crt_exp.attention.engines import chunks, native
-from crt_exp.features import (GERF, OPRF, SDERF, AngularHybrid, ClusteredHybrid, GeomRF, Hedgehog, HypRF, PoisRF,
-                              PoisRFPlus, PosRF, Sum, TrigRF)
+from crt_exp.features import (
+    GERF,
+    OPRF,
+    SDERF,
+    AngularHybrid,
+    ClusteredHybrid,
+    GeomRF,
+    Hedgehog,
+    HypRF,
+    PoisRF,
+    PoisRFPlus,
+    PosRF,
+    Sum,
+    TrigRF,
+)
 from crt_exp.samplers.noise import DenseNoise
 
-MAPS = [OPRF(), SDERF(), HypRF(), TrigRF(), GeomRF(), PoisRFPlus(), Sum(TrigRF(), OPRF(), weights=(0.3, 0.7))]
+MAPS = [
+    OPRF(),
+    SDERF(),
+    HypRF(),
+    TrigRF(),
+    GeomRF(),
+    PoisRFPlus(),
+    Sum(TrigRF(), OPRF(), weights=(0.3, 0.7)),
+]
 every_map = pytest.mark.parametrize("phi, causal", in_turn(MAPS, [False, True]), ids=repr)
 both_ways = pytest.mark.parametrize("causal", [False, True])
-pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
-              pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 class Pair:
@@ -33,9 +61,10 @@ class Pair:
         self.t = 0.4 * torch.randn(self.w.shape, dtype=torch.float64).to(dtype)
         if masked:
             case.mask = torch.ones(2, L, dtype=torch.bool)
-            case.mask[1, L - 2:] = False
-        self.ours, self.reference = (lambda w, f=f: case(f, *w, causal=causal)
-                                     for f in (attention, attention_reference))
+            case.mask[1, L - 2 :] = False
+        self.ours, self.reference = (
+            lambda w, f=f: case(f, *w, causal=causal) for f in (attention, attention_reference)
+        )
 
     def both(self, run):
         return run(self.ours), run(self.reference)
@@ -59,7 +88,12 @@ def test_forward_mode(phi, causal, four):
     expected = jvp(case.reference, (case.w,), (case.t,))[1]
     assert_pair((jvp(case.ours, (case.w,), (case.t,))[1], expected))
     with forward_ad.dual_level():
-        assert_pair((forward_ad.unpack_dual(case.ours(forward_ad.make_dual(case.w, case.t))).tangent, expected))
+        assert_pair(
+            (
+                forward_ad.unpack_dual(case.ours(forward_ad.make_dual(case.w, case.t))).tangent,
+                expected,
+            )
+        )
 
 
 @every_map
@@ -75,7 +109,9 @@ def test_transforms(phi, causal, four):
     assert_pair(case.both(lambda f: jacfwd(f)(case.w)))
 
 
-@pytest.mark.parametrize("phi, causal", in_turn([OPRF(), TrigRF(), GeomRF()], [True, False]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, causal", in_turn([OPRF(), TrigRF(), GeomRF()], [True, False]), ids=repr
+)
 def test_second_derivatives(phi, causal, four):
     case = Pair(phi, causal, L=3, masked=False)
     loss = lambda f: lambda w: f(w).square().sum()
@@ -89,7 +125,7 @@ def test_what_closed_forms_cannot_differentiate_is_refused(causal):
     """Second derivatives by autograd, batches of gradients, and gradients with a tangent."""
     case = Pair(OPRF(), causal)
     w = case.w.clone().requires_grad_()
-    first, = torch.autograd.grad(case.ours(w).square().sum(), w, create_graph=True)
+    (first,) = torch.autograd.grad(case.ours(w).square().sum(), w, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         first.sum().backward()
     with pytest.raises(ValueError, match="use torch.func.jacrev"):
@@ -105,17 +141,28 @@ def test_long_keys_underflow_nowhere(four):
     case = Pair(OPRF(A=-0.05), True, torch.float32, masked=False)
     case.w[1, :, :, 5:] += 9.0
     twin = Pair(OPRF(A=-0.05), True, masked=False)
-    assert_pair((jvp(case.ours, (case.w,), (case.t,))[1].double(),
-                 jvp(twin.reference, (case.w.double(),), (case.t.double(),))[1]), 1e-3)
+    assert_pair(
+        (
+            jvp(case.ours, (case.w,), (case.t,))[1].double(),
+            jvp(twin.reference, (case.w.double(),), (case.t.double(),))[1],
+        ),
+        1e-3,
+    )
     many = torch.stack([case.w, twin.w.float()])
-    assert_pair((vmap(case.ours)(many).double(), torch.stack([twin.reference(w.double()) for w in many])), 1e-3)
+    assert_pair(
+        (vmap(case.ours)(many).double(), torch.stack([twin.reference(w.double()) for w in many])),
+        1e-3,
+    )
 
 
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
 def test_inputs_are_checked(phi):
     case = Pair(phi, False)
     case.w[0, 0, 0, 3] = torch.nan
-    for run in (lambda: jvp(case.ours, (case.w,), (case.t,)), lambda: vmap(case.ours)(case.w[None])):
+    for run in (
+        lambda: jvp(case.ours, (case.w,), (case.t,)),
+        lambda: vmap(case.ours)(case.w[None]),
+    ):
         with pytest.raises(ValueError, match="NaN, infinity"):
             run()
 
@@ -126,7 +173,9 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Pair(OPRF(), causal, torch.float32)
     monkeypatch.setattr("crt_exp.attention.call.plain", lambda *a: pytest.fail("plain operations"))
-    for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True))[:1 + causal]:
+    for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True))[
+        : 1 + causal
+    ]:
         w = case.w.clone().requires_grad_()
         f(w).sum().backward()
         assert w.grad.isfinite().all()
@@ -134,10 +183,17 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
 
 def test_noise_keeps_nothing_of_a_transform():
     """What a noise computes once would be a tensor of the transform, useless after it."""
-    noise, x = samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,)), torch.randn(1, 2, 5, 4)
+    noise, x = (
+        samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,)),
+        torch.randn(1, 2, 5, 4),
+    )
     f = lambda x: attention(x, x, x, OPRF(A=-0.1), noise, OPRF(A=-0.1).fit(None))
     tangent = jvp(f, (x,), (x,))[1]
-    assert not any(torch.func.debug_unwrap(t) is not t for t in vars(noise).values() if isinstance(t, torch.Tensor))
+    assert not any(
+        torch.func.debug_unwrap(t) is not t
+        for t in vars(noise).values()
+        if isinstance(t, torch.Tensor)
+    )
     f(x)
     torch.testing.assert_close(jvp(f, (x,), (x,))[1], tangent)
 
@@ -145,7 +201,10 @@ def test_noise_keeps_nothing_of_a_transform():
 @pytest.mark.parametrize("phi", [OPRF(), PoisRF()], ids=repr)
 def test_gradients_of_each_sample(phi):
     """Of a layer that fits its map to each sequence."""
-    layer, x = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double(), torch.randn(5, 6, 8).double()
+    layer, x = (
+        RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double(),
+        torch.randn(5, 6, 8).double(),
+    )
     weight = torch.randn(8, 24).double() / 3
 
     def loss(weight, x):
@@ -154,7 +213,9 @@ def test_gradients_of_each_sample(phi):
 
     ours = vmap(grad(loss), in_dims=(None, 0))(weight, x[:, None])
     leaf = weight.clone().requires_grad_()
-    assert_pair((ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x])))
+    assert_pair(
+        (ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x]))
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning")
@@ -173,12 +234,21 @@ def test_a_layer_that_would_change_under_a_transform_says_so(options):
 B, H, L, d, m = 2, 2, 150, 4, 8
 
 
-@pytest.mark.parametrize("phi, causal, masked", in_turn(
-    [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()], [False, True], [False, True], each=2),
-    ids=repr)
+@pytest.mark.parametrize(
+    "phi, causal, masked",
+    in_turn(
+        [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()],
+        [False, True],
+        [False, True],
+        each=2,
+    ),
+    ids=repr,
+)
 def test_gradients_to_rows_and_parameters_are_those_of_the_reference(phi, causal, masked):
     case = native_cases.Case(phi, L=150, S=150, masked=masked, learned=True)
-    assert_same(*(case.run(torch.float64, causal, function=f) for f in (attention, attention_reference)))
+    assert_same(
+        *(case.run(torch.float64, causal, function=f) for f in (attention, attention_reference))
+    )
 
 
 def with_log_sums(x, y, v, *given, **options):
@@ -193,13 +263,20 @@ def written_out(x, y, v, phi, noise, params, causal, key_mask):
 
 
 @pytest.mark.parametrize("most", [2**30, 0])
-@pytest.mark.parametrize("phi, causal", in_turn([OPRF(), Hedgehog(), GERF(s=1, A=-0.05)], [True, False]), ids=repr)
+@pytest.mark.parametrize(
+    "phi, causal", in_turn([OPRF(), Hedgehog(), GERF(s=1, A=-0.05)], [True, False]), ids=repr
+)
 def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeypatch):
     """By features that are kept and by features that are computed again."""
     monkeypatch.setattr(chunks, "MAX_SAVED", most)
     case = native_cases.Case(phi, L=150, S=150, learned=True)
     grad = torch.randn(2, 2, 150, 5)
-    assert_same(*(case.run(torch.float64, causal, grad=grad, function=f) for f in (with_log_sums, written_out)))
+    assert_same(
+        *(
+            case.run(torch.float64, causal, grad=grad, function=f)
+            for f in (with_log_sums, written_out)
+        )
+    )
 
 
 def test_gradients_to_rows_compiled_and_by_transforms():
@@ -208,7 +285,9 @@ def test_gradients_to_rows_compiled_and_by_transforms():
 
     def loss(rows, A):
         noise, params = DenseNoise(rows, True), type(case.params)(A)
-        return attention(case.x, case.y, case.v, case.phi, noise, params, causal=True).square().sum()
+        return (
+            attention(case.x, case.y, case.v, case.phi, noise, params, causal=True).square().sum()
+        )
 
     A = A.detach().requires_grad_()
     expected = torch.autograd.grad(loss(rows, A), [rows, A])
@@ -239,13 +318,17 @@ class Attend(torch.nn.Module):
         self.noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), batch=(2,))
 
     def forward(self, x, y, v, key_mask):
-        return attention(x, y, v, self.phi, self.noise, self.params, causal=self.causal, key_mask=key_mask)
+        return attention(
+            x, y, v, self.phi, self.noise, self.params, causal=self.causal, key_mask=key_mask
+        )
 
 
 def exported(module, *inputs, open_length=True, strict=False):
     """The program, saved and read again."""
     length = torch.export.Dim("length", min=2, max=8192)
-    shapes = tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs) if open_length else None
+    shapes = (
+        tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs) if open_length else None
+    )
     program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
     operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert not any("crt_exp" in name for name in operators)  # it runs where this package is not
@@ -257,16 +340,25 @@ def exported(module, *inputs, open_length=True, strict=False):
 
 def check_lengths(module, *more, causal, strict=False):
     """In both directions one program serves every length; a causal one serves its own."""
-    program = None if causal else exported(module, *qkv(150), *(f(150) for f in more), strict=strict)
+    program = (
+        None if causal else exported(module, *qkv(150), *(f(150) for f in more), strict=strict)
+    )
     for length in (150,) if causal else LENGTHS:
         inputs = *qkv(length), *(f(length) for f in more)
         run = exported(module, *inputs, open_length=False, strict=strict) if causal else program
         torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("phi, causal", in_turn([OPRF()], [True, False]) + [
-    pytest.param(phi, causal, marks=pytest.mark.slow) for causal in (False, True)
-    for phi in (TrigRF(), SDERF(), AngularHybrid(n=2), ClusteredHybrid())], ids=repr)
+@pytest.mark.parametrize(
+    "phi, causal",
+    in_turn([OPRF()], [True, False])
+    + [
+        pytest.param(phi, causal, marks=pytest.mark.slow)
+        for causal in (False, True)
+        for phi in (TrigRF(), SDERF(), AngularHybrid(n=2), ClusteredHybrid())
+    ],
+    ids=repr,
+)
 def test_layer_exports(phi, causal):
     layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4, causal=causal, fit_steps=1)
     if layer.running or phi.on_vectors:
@@ -304,7 +396,9 @@ def test_positive_maps_can_be_traced(causal):
     module = Attend(OPRF(A=-0.1), causal).eval()
     traced = torch.jit.trace(module, (*qkv(150), mask(150)), check_trace=False)
     for length in LENGTHS:
-        torch.testing.assert_close(traced(*qkv(length), mask(length)), module(*qkv(length), mask(length)))
+        torch.testing.assert_close(
+            traced(*qkv(length), mask(length)), module(*qkv(length), mask(length))
+        )
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

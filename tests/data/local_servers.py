@@ -44,7 +44,7 @@ class FileHandler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:self.server.cut])
+            self.wfile.write(body[: self.server.cut])
         self.wfile.flush()
         time.sleep(self.server.silence)
         return None
@@ -64,9 +64,18 @@ class HubHandler(FileHandler):
         if found := re.fullmatch("/(.+)/resolve/[^/]+/(.+)", path):
             body = content.get(f"{found[1]}/{found[2]}")
             self.send_body(body, X_Repo_Commit=COMMIT, ETag=hashlib.sha1(body or b"").hexdigest())
-        elif found := re.fullmatch("/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(/tree/[^/]+)?(/.*)?", path):
-            about = {"id": found[1].removeprefix("datasets/"), "sha": COMMIT, "private": False, "tags": []}
-            self.send_body(json.dumps(self.entries(found[1], found[3] or "") if found[2] else about).encode())
+        elif found := re.fullmatch(
+            "/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(/tree/[^/]+)?(/.*)?", path
+        ):
+            about = {
+                "id": found[1].removeprefix("datasets/"),
+                "sha": COMMIT,
+                "private": False,
+                "tags": [],
+            }
+            self.send_body(
+                json.dumps(self.entries(found[1], found[3] or "") if found[2] else about).encode()
+            )
         else:
             self.send_body(b"" if path == "/" else None)
 
@@ -74,21 +83,36 @@ class HubHandler(FileHandler):
 
     def entries(self, repository: str, folder: str) -> list[dict]:
         content, inside = self.server.content, f"{repository}{folder}/"
-        places = {inside + name.removeprefix(inside).split("/")[0] for name in content if name.startswith(inside)}
-        return [{"type": "file" if place in content else "directory", "path": place.removeprefix(f"{repository}/"),
-                 "size": len(content.get(place, b"")), "oid": COMMIT} for place in places]
+        places = {
+            inside + name.removeprefix(inside).split("/")[0]
+            for name in content
+            if name.startswith(inside)
+        }
+        return [
+            {
+                "type": "file" if place in content else "directory",
+                "path": place.removeprefix(f"{repository}/"),
+                "size": len(content.get(place, b"")),
+                "oid": COMMIT,
+            }
+            for place in places
+        ]
 
 
 @contextmanager
 def running_server(handler=FileHandler):
     with Server(handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield server
         server.shutdown()
 
 
 def held(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
 
 
 def zipped(entries: dict[str, bytes]) -> bytes:
@@ -106,4 +130,6 @@ def tarred(entries: dict[str, bytes]) -> bytes:
             info = tarfile.TarInfo("./" + name)
             info.size = len(body)
             archive.addfile(info, io.BytesIO(body))
-    return gzip.compress(stream.getvalue(), mtime=0)  # the same bytes in every process that collects the tests
+    return gzip.compress(
+        stream.getvalue(), mtime=0
+    )  # the same bytes in every process that collects the tests

@@ -15,7 +15,8 @@ from local_servers import HubHandler, held, running_server, tarred, zipped
 from small_bert import write_model
 
 from crt_exp.config import CONF
-from crt_exp.data import DataError, __main__ as command, corpora, sources
+from crt_exp.data import DataError, corpora, sources
+from crt_exp.data import __main__ as command
 from crt_exp.data.__main__ import MISSING, OK, SUBSET, WRONG, digest, fetch_source, inspect, main
 from crt_exp.data.sources import SOURCES, File, Source, is_on_hub, text_folder
 
@@ -53,13 +54,15 @@ def plain(server):
 def test_fetch_is_whole_and_quiet(server, plain, tmp_path, capfd):
     fetch_source(plain, tmp_path / "d")
     assert held(tmp_path / "d") == {"uci/t.data": ROWS}
-    assert capfd.readouterr().err == ""                          # no progress bar where stderr is no terminal
+    assert capfd.readouterr().err == ""  # no progress bar where stderr is no terminal
     fetch_source(plain, tmp_path / "d")
-    assert len(server.asked) == 1                                # what is good is not fetched again
+    assert len(server.asked) == 1  # what is good is not fetched again
 
 
-@pytest.mark.parametrize("body, problem", [(ROWS.replace(b"label2", b"label1", 1), "other content"),
-                                           (ROWS[:30000], "of 5000 rows")])
+@pytest.mark.parametrize(
+    "body, problem",
+    [(ROWS.replace(b"label2", b"label1", 1), "other content"), (ROWS[:30000], "of 5000 rows")],
+)
 def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_path):
     (tmp_path / "uci").mkdir()
     (tmp_path / "uci/t.data").write_bytes(ROWS[:5000])
@@ -68,7 +71,7 @@ def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_pat
     assert problem in message and plain.files[0].url in message
     assert held(tmp_path) == {"uci/t.data": ROWS[:5000]}
     server.content["t.data"] = ROWS
-    fetch_source(plain, tmp_path)                                # the published content replaces it
+    fetch_source(plain, tmp_path)  # the published content replaces it
     assert held(tmp_path) == {"uci/t.data": ROWS}
 
 
@@ -82,15 +85,24 @@ def test_servers_that_fail(server, plain, how, tmp_path, monkeypatch):
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
-PACKED = {"top/a.txt": b"1\n2\n", "top/b.txt": b"1\n2\n3\n", "top/set/x/1.flac": b"one", "top/set/y/2.flac": b"two",
-          "top/set/y/list.trans.txt": b"words", "other.txt": b"not wanted"}
+PACKED = {
+    "top/a.txt": b"1\n2\n",
+    "top/b.txt": b"1\n2\n3\n",
+    "top/set/x/1.flac": b"one",
+    "top/set/y/2.flac": b"two",
+    "top/set/y/list.trans.txt": b"words",
+    "other.txt": b"not wanted",
+}
 
 
 def packed_source(server, name: str, body: bytes, checksum: str = "") -> Source:
     server.content[name] = body
     url = server.url(name)
-    return source_of(File("s/a.txt", url, "top/a.txt", 2, archive_sha256=checksum),
-                     File("s/b.txt", url, "top/b.txt", 3), File("s/set", url, "top/set", 2))
+    return source_of(
+        File("s/a.txt", url, "top/a.txt", 2, archive_sha256=checksum),
+        File("s/b.txt", url, "top/b.txt", 3),
+        File("s/set", url, "top/set", 2),
+    )
 
 
 @pytest.mark.parametrize("name, pack", [("p.zip", zipped), ("p.tar.gz", tarred)])
@@ -98,20 +110,33 @@ def test_archive_gives_files_and_folders(server, name, pack, tmp_path):
     body = pack(PACKED)
     fetch_source(packed_source(server, name, body, hashlib.sha256(body).hexdigest()), tmp_path)
     assert held(tmp_path) == {
-        "s/a.txt": b"1\n2\n", "s/b.txt": b"1\n2\n3\n", "s/set/x/1.flac": b"one", "s/set/y/2.flac": b"two",
-        "s/set/y/list.trans.txt": b"words"}
+        "s/a.txt": b"1\n2\n",
+        "s/b.txt": b"1\n2\n3\n",
+        "s/set/x/1.flac": b"one",
+        "s/set/y/2.flac": b"two",
+        "s/set/y/list.trans.txt": b"words",
+    }
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("body, checksum", [(b"no archive", ""), (tarred(PACKED)[:-60], ""),
-                                            (tarred({"top/a.txt": b"1\n2\n"}), ""), (tarred(PACKED), "0" * 64)])
+@pytest.mark.parametrize(
+    "body, checksum",
+    [
+        (b"no archive", ""),
+        (tarred(PACKED)[:-60], ""),
+        (tarred({"top/a.txt": b"1\n2\n"}), ""),
+        (tarred(PACKED), "0" * 64),
+    ],
+)
 def test_bad_archive_leaves_nothing_behind(server, body, checksum, tmp_path):
     assert server.url("p.tgz") in refused(packed_source(server, "p.tgz", body, checksum), tmp_path)
     assert not held(tmp_path)
 
 
-@pytest.mark.parametrize("target, name", [("/etc/passwd", "link.txt"), ("../a.txt", "link.txt"),
-                                          (None, "../../../up.txt")])
+@pytest.mark.parametrize(
+    "target, name",
+    [("/etc/passwd", "link.txt"), ("../a.txt", "link.txt"), (None, "../../../up.txt")],
+)
 def test_nothing_leads_out_of_an_archive(server, target, name, tmp_path):
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
@@ -121,7 +146,9 @@ def test_nothing_leads_out_of_an_archive(server, target, name, tmp_path):
                 info.type, info.linkname = tarfile.SYMTYPE, target
             archive.addfile(info, io.BytesIO())
     server.content["p.tgz"] = gzip.compress(stream.getvalue())
-    fetch_source(source_of(File("s/set", server.url("p.tgz"), "top/set", ending=".txt")), tmp_path / "d")
+    fetch_source(
+        source_of(File("s/set", server.url("p.tgz"), "top/set", ending=".txt")), tmp_path / "d"
+    )
     assert set(held(tmp_path)) == {"d/s/set/one.txt"}
     assert not any(path.is_symlink() for path in tmp_path.rglob("*"))
 
@@ -140,14 +167,26 @@ def test_folder_of_the_user_is_left_alone(server, tmp_path):
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("file, body, state", [
-    (File("a/b.txt", rows=3), None, MISSING),
-    (File("a/b.txt", rows=3), b"1\r\n\n2\n3", OK),
-    (File("a/b.txt", rows=3), b"1\n2\n3\n4\n", WRONG),
-    (File("a/b.txt"), b"", WRONG),
-    (File("a/b.txt", digest="size:4"), b"abcde", WRONG),
-    (File("a/b.gz", digest="gunzip:" + hashlib.sha256(b"x").hexdigest()), gzip.compress(b"x", mtime=0), OK),
-    (File("a/b.gz", digest="gunzip:" + hashlib.sha256(b"x").hexdigest()), gzip.compress(b"x", mtime=0)[:-3], WRONG)])
+@pytest.mark.parametrize(
+    "file, body, state",
+    [
+        (File("a/b.txt", rows=3), None, MISSING),
+        (File("a/b.txt", rows=3), b"1\r\n\n2\n3", OK),
+        (File("a/b.txt", rows=3), b"1\n2\n3\n4\n", WRONG),
+        (File("a/b.txt"), b"", WRONG),
+        (File("a/b.txt", digest="size:4"), b"abcde", WRONG),
+        (
+            File("a/b.gz", digest="gunzip:" + hashlib.sha256(b"x").hexdigest()),
+            gzip.compress(b"x", mtime=0),
+            OK,
+        ),
+        (
+            File("a/b.gz", digest="gunzip:" + hashlib.sha256(b"x").hexdigest()),
+            gzip.compress(b"x", mtime=0)[:-3],
+            WRONG,
+        ),
+    ],
+)
 def test_states(file, body, state, tmp_path):
     path = tmp_path / "b"
     if body is not None:
@@ -182,21 +221,30 @@ def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert str(tmp_path) in out and all(source.page in out for source in SOURCES.values())
     here = {line.split()[0]: line for line in out.splitlines()}
-    assert "1 of 1" in here["uci/car"] and "0 of 1" in here["uci/cmc"] and "embedded" in here["uci/digits"]
+    assert (
+        "1 of 1" in here["uci/car"]
+        and "0 of 1" in here["uci/cmc"]
+        and "embedded" in here["uci/digits"]
+    )
 
 
 def test_verify_names_bad_files(tmp_path, capsys):
-    assert main(["verify", "--dir", str(tmp_path)]) == 0         # missing is not bad
+    assert main(["verify", "--dir", str(tmp_path)]) == 0  # missing is not bad
     (tmp_path / "uci").mkdir()
     (tmp_path / "uci/car.data").write_text("vhigh,vhigh,2,2,small,low,unacc\n")
     capsys.readouterr()
     assert main(["verify", "uci", "--dir", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert re.search("^wrong content +uci/car.data: 1 of 1728 rows$", out, re.M) and "glue" not in out
+    assert (
+        re.search("^wrong content +uci/car.data: 1 of 1728 rows$", out, re.M) and "glue" not in out
+    )
 
 
 def test_fetch_continues_after_a_set_that_fails(server, plain, tmp_path, monkeypatch, capsys):
-    sets = {"uci/a": source_of(File("uci/a.data"), name="uci/a"), "uci/t": source_of(*plain.files, name="uci/t")}
+    sets = {
+        "uci/a": source_of(File("uci/a.data"), name="uci/a"),
+        "uci/t": source_of(*plain.files, name="uci/t"),
+    }
     monkeypatch.setattr(command, "select", lambda _: sets.values())
     assert main(["fetch", "uci", "--dir", str(tmp_path)]) == 1
     err = capsys.readouterr().err
@@ -204,8 +252,10 @@ def test_fetch_continues_after_a_set_that_fails(server, plain, tmp_path, monkeyp
     assert held(tmp_path) == {"uci/t.data": ROWS}
 
 
-@pytest.mark.parametrize("arguments, message", [(["verify"], "--dir DIR"),
-                                                (["fetch", "ucy", "--dir", "x"], "unknown data set 'ucy'")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [(["verify"], "--dir DIR"), (["fetch", "ucy", "--dir", "x"], "unknown data set 'ucy'")],
+)
 def test_commands_that_are_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.delenv("CRT_DATA", raising=False)
     assert main(arguments) == 1 and message in capsys.readouterr().err
@@ -213,16 +263,30 @@ def test_commands_that_are_refused(arguments, message, monkeypatch, capsys):
 
 def test_importing_the_command_loads_no_heavy_library():
     code = "import sys, crt_exp.data.__main__; print(*{'torch', 'sklearn', 'pandas'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == ""
+    )
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 def test_the_table_has_every_file_that_a_recipe_names():
-    named = {path for file in (CONF / "experiment").glob("*.yaml")
-             for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text())}
-    known = {str(folder) for source in SOURCES.values() for file in source.files
-             for folder in (Path(file.path), *Path(file.path).parents)}
-    assert {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
+    named = {
+        path
+        for file in (CONF / "experiment").glob("*.yaml")
+        for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text())
+    }
+    known = {
+        str(folder)
+        for source in SOURCES.values()
+        for file in source.files
+        for folder in (Path(file.path), *Path(file.path).parents)
+    }
+    assert (
+        {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
+    )
 
 
 # ---- files, then the hub ---------------------------------------------------------------------------------------------
@@ -243,7 +307,7 @@ def test_the_network_is_asked_once(answers, server, monkeypatch):
 
 def test_files_come_first(tmp_path):
     assert not is_on_hub("auto", "ptb", tmp_path) and not is_on_hub("files", "ptb", None)
-    assert not is_on_hub("auto", "ptb", tmp_path / "none", tmp_path)     # a folder that the user named
+    assert not is_on_hub("auto", "ptb", tmp_path / "none", tmp_path)  # a folder that the user named
     assert is_on_hub("auto", "ptb", tmp_path / "none") and is_on_hub("auto", "ptb", None)
     assert is_on_hub("hub", "ptb", tmp_path)
     with pytest.raises(DataError, match="task.data_dir=x: not used by task.source=hub"):
@@ -263,10 +327,19 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = corpora.word_corpus("ptb", None, None)
-    assert found.words == ("<eos>", "a", "b") and found.parts["train"].tolist() == [2, 1, 0, 1, 0, 0]
-    assert asked == [("ptb-text-only/ptb_text_only", split, "refs/convert/parquet")
-                     for split in ("train", "validation", "test")]
-    assert len([*text_folder("auto", "ptb").iterdir()]) == 3 and len(asked) == 3     # read once
+    assert found.words == ("<eos>", "a", "b") and found.parts["train"].tolist() == [
+        2,
+        1,
+        0,
+        1,
+        0,
+        0,
+    ]
+    assert asked == [
+        ("ptb-text-only/ptb_text_only", split, "refs/convert/parquet")
+        for split in ("train", "validation", "test")
+    ]
+    assert len([*text_folder("auto", "ptb").iterdir()]) == 3 and len(asked) == 3  # read once
     text_folder("hub", "wikitext2")
     assert asked[3] == ("Salesforce/wikitext", "wikitext-2-v1", "train", None)
 
@@ -278,20 +351,47 @@ def small_hub(folder: Path) -> dict[str, bytes]:
     write_model(folder / "google-bert/bert-base-uncased")
     cola = folder / "datasets/nyu-mll/glue/cola"
     cola.mkdir(parents=True)
-    (cola.parent / "README.md").write_text("---\nconfigs:\n- config_name: cola\n  data_dir: cola\n---\n")
-    features = Features({"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])})
+    (cola.parent / "README.md").write_text(
+        "---\nconfigs:\n- config_name: cola\n  data_dir: cola\n---\n"
+    )
+    features = Features(
+        {"sentence": Value("string"), "label": ClassLabel(names=["unacceptable", "acceptable"])}
+    )
     rows = {"sentence": [f"the cat {i}" for i in range(40)], "label": [i % 2 for i in range(40)]}
     for split in ("train", "validation", "test"):
-        Dataset.from_dict(rows, features=features).to_parquet(cola / f"{split}-00000-of-00001.parquet")
+        Dataset.from_dict(rows, features=features).to_parquet(
+            cola / f"{split}-00000-of-00001.parquet"
+        )
     return held(folder)
 
 
 def run_glue(folder: Path, endpoint: str, *options: str) -> subprocess.CompletedProcess:
-    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}
+    own = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "0",
+        "no_proxy": "127.0.0.1",
+    }
     env = {key: value for key, value in os.environ.items() if key != "CRT_DATA"} | own
-    return subprocess.run([sys.executable, "-m", "crt_exp", "task=glue", "task.dataset=cola", "attention=favorpp",
-                           "features.m=16", "task.max_length=40", "trainer.steps=1", "logger=none", *options],
-                          env=env, cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "crt_exp",
+            "task=glue",
+            "task.dataset=cola",
+            "attention=favorpp",
+            "features.m=16",
+            "task.max_length=40",
+            "trainer.steps=1",
+            "logger=none",
+            *options,
+        ],
+        env=env,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -301,8 +401,12 @@ def test_glue_reads_from_the_hub_and_later_from_its_cache(tmp_path):
         run = run_glue(tmp_path, hub.url("").rstrip("/"), f"hydra.run.dir={tmp_path}/run")
     assert run.returncode == 0 and "40 examples" in run.stdout, run.stderr
     assert "glue/CoLA: nyu-mll/glue cola of the Hugging Face hub, 377 kB" in run.stderr
-    again = run_glue(tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/again")      # where nothing answers
-    assert again.returncode == 0 and again.stdout.split("[")[0] == run.stdout.split("[")[0], again.stderr
+    again = run_glue(
+        tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/again"
+    )  # where nothing answers
+    assert again.returncode == 0 and again.stdout.split("[")[0] == run.stdout.split("[")[0], (
+        again.stderr
+    )
 
 
 @pytest.mark.slow
@@ -313,5 +417,7 @@ def test_without_files_and_hub_one_line_names_both_ways(local, tmp_path):
     run = run_glue(tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/run", *model)
     [line] = [line for line in run.stderr.splitlines() if "error" in line]
     assert run.returncode == 2 and "Retrying" not in run.stderr, run.stderr
-    assert ("the Hugging Face hub" if local else "couldn't connect") in line and not (tmp_path / "run/model").exists()
+    assert ("the Hugging Face hub" if local else "couldn't connect") in line and not (
+        tmp_path / "run/model"
+    ).exists()
     assert ("fetch glue/CoLA --dir DIR" if local else "task.model=DIR") in line

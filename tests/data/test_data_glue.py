@@ -12,14 +12,23 @@ from crt_exp.data.plan import Plan, bucketed
 from crt_exp.data.text import bert_tokenizer
 
 # columns of train; MNLI's dev files have more labels
-HEADERS = {name: columns.split(",") for name, columns in (
-    ("cola", "source,label,mark,sentence"), ("sst2", "sentence,label"),
-    ("mrpc", "Quality,#1 ID,#2 ID,#1 String,#2 String"),
-    ("qqp", "id,qid1,qid2,question1,question2,is_duplicate"),
-    ("stsb", "index,genre,filename,year,old_index,source1,source2,sentence1,sentence2,score"),
-    ("mnli", "index,promptID,pairID,genre,sentence1_parse,sentence2_parse,sentence1,sentence2,label1,gold_label"),
-    ("qnli", "index,question,sentence,label"), ("rte", "index,sentence1,sentence2,label"),
-    ("wnli", "index,sentence1,sentence2,label"))}
+HEADERS = {
+    name: columns.split(",")
+    for name, columns in (
+        ("cola", "source,label,mark,sentence"),
+        ("sst2", "sentence,label"),
+        ("mrpc", "Quality,#1 ID,#2 ID,#1 String,#2 String"),
+        ("qqp", "id,qid1,qid2,question1,question2,is_duplicate"),
+        ("stsb", "index,genre,filename,year,old_index,source1,source2,sentence1,sentence2,score"),
+        (
+            "mnli",
+            "index,promptID,pairID,genre,sentence1_parse,sentence2_parse,sentence1,sentence2,label1,gold_label",
+        ),
+        ("qnli", "index,question,sentence,label"),
+        ("rte", "index,sentence1,sentence2,label"),
+        ("wnli", "index,sentence1,sentence2,label"),
+    )
+}
 PARTS = [(name, "train") for name in TASKS] + [("mnli", "dev_mm"), ("cola", "dev")]
 
 
@@ -33,7 +42,10 @@ def rows_of(name, split="train", n=7):
     task, header = TASKS[name], HEADERS[name]
     if name == "mnli" and split.startswith("dev"):
         header = [*header[:-1], *(f"label{i}" for i in range(2, 6)), "gold_label"]
-    rows = [[spelling(name, i) if column == task.label else f'{column}" {i}' for column in header] for i in range(n)]
+    rows = [
+        [spelling(name, i) if column == task.label else f'{column}" {i}' for column in header]
+        for i in range(n)
+    ]
     return rows if task.headless else [header, *rows]
 
 
@@ -56,7 +68,11 @@ def test_official_layout(name, split, tmp_path):
     write(tmp_path, name, split)
     found, task = load(name, split, tmp_path), TASKS[name]
     assert found.texts == [[f'{column}" {i}' for i in range(7)] for column in task.columns]
-    classes = [i % len(task.names) for i in range(7)] if task.names else [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    classes = (
+        [i % len(task.names) for i in range(7)]
+        if task.names
+        else [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    )
     assert found.labels == classes
 
 
@@ -70,7 +86,10 @@ def test_line_ends_blank_lines_and_byte_order_mark_do_not_matter(name, tmp_path)
 
 def test_broken_rows_that_are_published(tmp_path, caplog):
     write(tmp_path, "qqp", rows=rows_of("qqp", n=2000) + [["97931", "cut"]])
-    assert len(load("qqp", data_dir=tmp_path).labels) == 2000 and "skipped 1 broken rows" in caplog.text
+    assert (
+        len(load("qqp", data_dir=tmp_path).labels) == 2000
+        and "skipped 1 broken rows" in caplog.text
+    )
 
 
 def test_subsample_is_deterministic_and_nested(tmp_path):
@@ -81,19 +100,29 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
     assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]} and len(small.labels) == 50
     places = [whole.texts[0].index(text) for text in small.texts[0]]
     assert places == sorted(places) and small.labels == [whole.labels[i] for i in places]
-    assert whole.subsample(4).texts[0] == [f'sentence" {i}' for i in (40, 186, 225, 310)]   # the same on every machine
+    assert whole.subsample(4).texts[0] == [
+        f'sentence" {i}' for i in (40, 186, 225, 310)
+    ]  # the same on every machine
     train, apart = whole.hold_out(50, 3)
-    assert apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
+    assert (
+        apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
+    )
 
 
 # --------------------------------------------------------------------------------------------------- bad input
 def test_a_missing_file_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     message = refusal("rte", "dev", source="files")
-    assert "CRT_DATA" in message and "python -m crt_exp.data fetch glue/RTE" in message and "dev.tsv" in message
+    assert (
+        "CRT_DATA" in message
+        and "python -m crt_exp.data fetch glue/RTE" in message
+        and "dev.tsv" in message
+    )
     assert "task.source=hub" in message
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal("mnli", "dev_mm", source="files")
+    assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal(
+        "mnli", "dev_mm", source="files"
+    )
 
 
 @pytest.mark.parametrize("change", [lambda row: row[:-1], lambda row: [*row, "more"]])
@@ -105,8 +134,10 @@ def test_rows_of_another_width_are_refused(change, tmp_path):
     assert f"{path}, line 4: expected" in message and "fetch glue/" in message
 
 
-@pytest.mark.parametrize(("name", "bad"), [
-    ("cola", "2"), ("mnli", "-"), ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan")])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("cola", "2"), ("mnli", "-"), ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan")],
+)
 def test_other_labels_are_refused(name, bad, tmp_path):
     rows = rows_of(name)
     rows[4][HEADERS[name].index(TASKS[name].label)] = bad
@@ -124,27 +155,44 @@ def hub_set(name, labels, names=None):
     import datasets
 
     task = TASKS[name]
-    kind = datasets.ClassLabel(names=list(names or task.names)) if task.names else datasets.Value("float32")
+    kind = (
+        datasets.ClassLabel(names=list(names or task.names))
+        if task.names
+        else datasets.Value("float32")
+    )
     columns = task.hub_columns or task.columns
-    features = datasets.Features({column: datasets.Value("string") for column in columns} | {"label": kind})
+    features = datasets.Features(
+        {column: datasets.Value("string") for column in columns} | {"label": kind}
+    )
     rows = {column: [f"{column} {i}" for i in range(len(labels))] for column in columns}
     return datasets.Dataset.from_dict(rows | {"label": labels}, features=features)
 
 
 def test_the_copy_on_the_hub(monkeypatch):
     asked = []
-    sets = {("mnli", "validation_mismatched"): hub_set("mnli", [2, 0]),
-            ("stsb", "validation"): hub_set("stsb", [2.5, 5.0]),
-            ("rte", "train"): hub_set("rte", [0], ("not_entailment", "entailment"))}
-    monkeypatch.setattr("datasets.load_dataset", lambda path, name, split: asked.append(path) or sets[name, split])
+    sets = {
+        ("mnli", "validation_mismatched"): hub_set("mnli", [2, 0]),
+        ("stsb", "validation"): hub_set("stsb", [2.5, 5.0]),
+        ("rte", "train"): hub_set("rte", [0], ("not_entailment", "entailment")),
+    }
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda path, name, split: asked.append(path) or sets[name, split]
+    )
     mnli = load("mnli", "dev_mm", source="hub")
-    assert mnli.texts == [["premise 0", "premise 1"], ["hypothesis 0", "hypothesis 1"]] and mnli.labels == [2, 0]
+    assert mnli.texts == [
+        ["premise 0", "premise 1"],
+        ["hypothesis 0", "hypothesis 1"],
+    ] and mnli.labels == [2, 0]
     assert load("stsb", "dev", source="hub").labels == [2.5, 5.0] and asked[0] == "nyu-mll/glue"
     assert "expected the classes" in refusal("rte", source="hub")
     monkeypatch.undo()
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = refusal("rte", source="hub")
-    assert "network" in message and "python -m crt_exp.data fetch glue/RTE" in message and "CRT_DATA" in message
+    assert (
+        "network" in message
+        and "python -m crt_exp.data fetch glue/RTE" in message
+        and "CRT_DATA" in message
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- encoding
@@ -152,7 +200,9 @@ def test_the_copy_on_the_hub(monkeypatch):
 def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "sentence", "question", '"', "##s"]
-    path.write_text("\n".join([*words, *map(str, range(10)), *(f"##{i}" for i in range(10))]) + "\n")
+    path.write_text(
+        "\n".join([*words, *map(str, range(10)), *(f"##{i}" for i in range(10))]) + "\n"
+    )
     return bert_tokenizer(path)
 
 
@@ -162,8 +212,12 @@ def test_encoding_and_batches_equal_the_tokenizers_own(name, tokenizer, tmp_path
     examples = load(name, data_dir=tmp_path)
     for length in (6, 128):
         batch = collate(encode(examples, tokenizer, length, name != "stsb"), tokenizer.pad_token_id)
-        own = tokenizer(*examples.texts, truncation=True, max_length=length, padding=True, return_tensors="pt")
-        assert batch.keys() == {*own, "labels"} and all(torch.equal(batch[key], own[key]) for key in own)
+        own = tokenizer(
+            *examples.texts, truncation=True, max_length=length, padding=True, return_tensors="pt"
+        )
+        assert batch.keys() == {*own, "labels"} and all(
+            torch.equal(batch[key], own[key]) for key in own
+        )
         assert batch["labels"].tolist() == pytest.approx(examples.labels)
         assert batch["labels"].dtype == (torch.float32 if name == "stsb" else torch.int64)
     with pytest.raises(DataError, match="task.max_length=2: expected more than"):
@@ -187,11 +241,15 @@ def test_bucketed_batches_hold_the_rows_of_the_plan():
 def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
     whole = [*bucketed(LENGTHS, Plan(batch=8))]
     parts = [[*bucketed(LENGTHS, Plan(batch=8, micro=2, rank=rank, world=2))] for rank in range(2)]
-    assert np.array_equal(whole, np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1))
+    assert np.array_equal(
+        whole, np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1)
+    )
 
 
 def test_bucketing_saves_padding():
     plan = Plan(batch=10)
-    padded = [sum(10 * LENGTHS[rows].max() for rows in order)
-              for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))]
+    padded = [
+        sum(10 * LENGTHS[rows].max() for rows in order)
+        for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))
+    ]
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]

@@ -10,8 +10,19 @@ import torch
 from crt_exp.data import DataError, corpora, glue, text, vocabularies
 from crt_exp.data.corpora import Rows, TokenText, columns, word_corpus
 from crt_exp.data.files import cached
-from crt_exp.data.text import (IGNORED, HubText, Masking, bert_tokenizer, fingerprint, generator_of, lines_of,
-                               local_blocks, running_blocks, text_files, uniforms)
+from crt_exp.data.text import (
+    IGNORED,
+    HubText,
+    Masking,
+    bert_tokenizer,
+    fingerprint,
+    generator_of,
+    lines_of,
+    local_blocks,
+    running_blocks,
+    text_files,
+    uniforms,
+)
 from crt_exp.data.vocabularies import new_tokenizer
 from crt_exp.tasks.base import Plan
 
@@ -51,7 +62,9 @@ def refused(call, *arguments, **options) -> str:
 def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
     words = ["[CLS]", "a", "##b", "##c", "d", "[SEP]", "[UNK]", "e", "[SEP]"]
     assert tokenizer("Abc d", "[UNK] é")["input_ids"] == [WORDS.index(word) for word in words]
-    assert bert_tokenizer(vocabulary.parent).get_vocab() == {word: i for i, word in enumerate(WORDS)}
+    assert bert_tokenizer(vocabulary.parent).get_vocab() == {
+        word: i for i, word in enumerate(WORDS)
+    }
     assert bert_tokenizer(vocabulary, lowercase=False).tokenize("A a") == ["[UNK]", "a"]
 
 
@@ -60,7 +73,10 @@ def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokeni
     tokenizer(["a b c", "d"], truncation=True, max_length=3, padding="max_length")
     assert before == fingerprint(tokenizer) == fingerprint(bert_tokenizer(vocabulary))
     (tmp_path / "vocab.txt").write_text("\n".join([*WORDS, "!"]))
-    others = fingerprint(bert_tokenizer(tmp_path)), fingerprint(bert_tokenizer(vocabulary, lowercase=False))
+    others = (
+        fingerprint(bert_tokenizer(tmp_path)),
+        fingerprint(bert_tokenizer(vocabulary, lowercase=False)),
+    )
     assert len({before, *others}) == 3
 
 
@@ -68,7 +84,9 @@ def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokeni
 def test_decoding_inverts_encoding(kind, tmp_path, monkeypatch):
     """Also of adjacent blanks, line ends, and letters that the text lacks; the vocabulary is made once."""
     path = tmp_path / "a.txt"
-    path.write_text("".join(f"{' '.join(SENTENCES[i % 5:])} the old tree {i % 7}\n" for i in range(200)))
+    path.write_text(
+        "".join(f"{' '.join(SENTENCES[i % 5 :])} the old tree {i % 7}\n" for i in range(200))
+    )
     make = lambda size=310: new_tokenizer(kind, path, size, False, tmp_path / "cache")
     tokenizer = make()
     for line in ("who knows  the river\n", " by\n\nthe bird\n", "Über <unk> 1\n"):
@@ -88,8 +106,10 @@ def test_blocks_hold_the_text_in_order(tokenizer, tmp_path):
     blocks = local_blocks(tmp_path / "a.txt", tokenizer, 7)
     tokens = tokenizer(" ".join(SENTENCES), add_special_tokens=False)["input_ids"]
     assert blocks.dtype == np.int32 and blocks.shape == (len(tokens) // 5, 7)
-    assert (blocks[:, 0] == WORDS.index("[CLS]")).all() and (blocks[:, -1] == WORDS.index("[SEP]")).all()
-    assert blocks[:, 1:-1].ravel().tolist() == tokens[:len(tokens) // 5 * 5]
+    assert (blocks[:, 0] == WORDS.index("[CLS]")).all() and (
+        blocks[:, -1] == WORDS.index("[SEP]")
+    ).all()
+    assert blocks[:, 1:-1].ravel().tolist() == tokens[: len(tokens) // 5 * 5]
 
 
 def test_files_of_every_kind(tokenizer, tmp_path):
@@ -99,7 +119,9 @@ def test_files_of_every_kind(tokenizer, tmp_path):
     (tmp_path / "c.csv").write_text("z")
     (tmp_path / ".d.txt").write_text("z")
     assert [file.name for file in text_files(tmp_path)] == ["b.txt", "a.tokens"]
-    words = tokenizer.convert_ids_to_tokens(local_blocks(tmp_path, tokenizer, 17)[0])   # [UNK]: =, = and <unk>
+    words = tokenizer.convert_ids_to_tokens(
+        local_blocks(tmp_path, tokenizer, 17)[0]
+    )  # [UNK]: =, = and <unk>
     assert " ".join(words) == "[CLS] a b c [UNK] d [UNK] e - f [UNK] h , i . j [SEP]"
 
 
@@ -109,16 +131,22 @@ def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
     blocks = local_blocks(file, tokenizer, 7, cache)
     with monkeypatch.context() as patch:
         patch.setattr(text, "token_lists", None)
-        tokenizer("what comes between", truncation=True, max_length=3, padding="max_length")   # leaves traces in it
+        tokenizer(
+            "what comes between", truncation=True, max_length=3, padding="max_length"
+        )  # leaves traces in it
         assert (local_blocks(str(file), tokenizer, 7, str(cache)) == blocks).all()
     file.write_text("\n".join(SENTENCES[::-1]))
-    assert (local_blocks(file, tokenizer, 7, cache) != blocks).any() and len([*cache.iterdir()]) == 2
+    assert (local_blocks(file, tokenizer, 7, cache) != blocks).any() and len(
+        [*cache.iterdir()]
+    ) == 2
     running_blocks(file, tokenizer, 7, cache)
     assert len([*cache.iterdir()]) == 3
 
 
 def test_bad_text_is_refused(tokenizer, tmp_path):
-    assert f"{tmp_path}: expected a UTF-8 text file" in refused(local_blocks, tmp_path, tokenizer, 8)
+    assert f"{tmp_path}: expected a UTF-8 text file" in refused(
+        local_blocks, tmp_path, tokenizer, 8
+    )
     file = tmp_path / "a.txt"
     file.write_text("a b\n")
     assert "2 tokens, fewer than a block" in refused(local_blocks, file, tokenizer, 8)
@@ -134,8 +162,13 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     file.write_text("\n\n".join(SENTENCES))
     found = HubText.load("text", None, "train", "text", {"train": str(file)})
     assert [*lines_of(found)] == SENTENCES
-    assert (running_blocks(found, tokenizer, 7, tmp_path / "cache") == running_blocks(file, tokenizer, 7)).all()
-    assert "task.hub.column=body: expected a column" in refused(HubText.load, "text", None, "train", "body", str(file))
+    assert (
+        running_blocks(found, tokenizer, 7, tmp_path / "cache")
+        == running_blocks(file, tokenizer, 7)
+    ).all()
+    assert "task.hub.column=body: expected a column" in refused(
+        HubText.load, "text", None, "train", "body", str(file)
+    )
     file.write_text("another")
     assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -145,7 +178,7 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------------- masking
 def random_ids(rows: int, length: int) -> np.ndarray:
     ids = np.random.default_rng(5).integers(len(SPECIALS), len(WORDS), (rows, length), np.int32)
-    ids[:, 0], ids[:, -1], ids[:, 3] = 2, 3, 1               # [CLS], [SEP], [UNK]
+    ids[:, 0], ids[:, -1], ids[:, 3] = 2, 3, 1  # [CLS], [SEP], [UNK]
     return ids
 
 
@@ -170,7 +203,11 @@ def test_masking_has_berts_shares(tokenizer):
     assert near(int(hidden.sum()), total, 0.8 + 0.1 / len(WORDS))
     assert near(int(same.sum()), total, 0.1 + 0.1 / len(WORDS))
     replaced = inputs[chosen & ~hidden & ~same]
-    assert replaced.min() == 0 and replaced.max() == len(WORDS) - 1 and len(np.unique(replaced)) == len(WORDS) - 1
+    assert (
+        replaced.min() == 0
+        and replaced.max() == len(WORDS) - 1
+        and len(np.unique(replaced)) == len(WORDS) - 1
+    )
 
 
 def test_every_row_has_a_masked_token(tokenizer):
@@ -180,13 +217,17 @@ def test_every_row_has_a_masked_token(tokenizer):
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
     masking = replace(Masking.of(tokenizer), special=np.zeros(30522, bool))
-    assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [[30521]]
+    assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [
+        [30521]
+    ]
 
 
 def test_a_vocabulary_without_a_mask_or_a_start_is_refused(vocabulary):
     bare = bert_tokenizer(vocabulary)
     bare.mask_token = bare.cls_token = None
-    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
+    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(
+        local_blocks, vocabulary, bare, 7
+    )
 
 
 @pytest.mark.parametrize("kind", [generator_of, np.random.default_rng])
@@ -199,7 +240,9 @@ def test_uniforms_are_independent_by_row(kind):
 
 # ----------------------------------------------------------------------------------------------------- batches
 def equal(a: list[dict], b: list[dict]) -> bool:
-    return len(a) == len(b) and all(x.keys() == y.keys() and all((x[k] == y[k]).all() for k in x) for x, y in zip(a, b))
+    return len(a) == len(b) and all(
+        x.keys() == y.keys() and all((x[k] == y[k]).all() for k in x) for x, y in zip(a, b)
+    )
 
 
 @pytest.fixture
@@ -209,13 +252,19 @@ def blocks():
 
 def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
     masking, plan = Masking.of(tokenizer), Plan(**{"batch": 6, **plan})
-    return [masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
-            for rows in plan.rows(len(blocks), split)]
+    return [
+        masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
+        for rows in plan.rows(len(blocks), split)
+    ]
 
 
 def original(batches: list[dict]) -> torch.Tensor:
-    return torch.cat([torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
-                      for batch in batches])
+    return torch.cat(
+        [
+            torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
+            for batch in batches
+        ]
+    )
 
 
 def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
@@ -226,7 +275,13 @@ def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
     assert sorted(original(everything).tolist()) == sorted(blocks.tolist())
     for rank in range(2):
         part = batches_of(tokenizer, blocks, rank=rank, world=2)
-        assert equal(part, [{key: value[3 * rank:3 * rank + 3] for key, value in batch.items()} for batch in whole])
+        assert equal(
+            part,
+            [
+                {key: value[3 * rank : 3 * rank + 3] for key, value in batch.items()}
+                for batch in whole
+            ],
+        )
     assert (original(batches_of(tokenizer, blocks, split="validation")).numpy() == blocks).all()
 
 
@@ -239,12 +294,23 @@ def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n
 
 def test_words_of_official_files(tmp_path):
     found = word_corpus("ptb", write_ptb(tmp_path))
-    assert found.words == ("<eos>", "a", "<unk>", "b", "c") and found.parts["train"].dtype == np.int32
-    assert [part.tolist() for part in found.parts.values()] == [[1, 3, 1, 0, 4, 2, 0], [1, 2, 0], [3, 0]]
+    assert (
+        found.words == ("<eos>", "a", "<unk>", "b", "c") and found.parts["train"].dtype == np.int32
+    )
+    assert [part.tolist() for part in found.parts.values()] == [
+        [1, 3, 1, 0, 4, 2, 0],
+        [1, 2, 0],
+        [3, 0],
+    ]
     assert found.counts.tolist() == [2, 2, 1, 1, 1] and found.eos == 0
     message = refused(word_corpus, "wikitext2", tmp_path)
-    assert str(tmp_path / "wiki.train.tokens") in message and "python -m crt_exp.data fetch wikitext2" in message
-    assert "'z' and <unk> are not" in refused(word_corpus, "ptb", write_ptb(tmp_path, train="a b\n"))
+    assert (
+        str(tmp_path / "wiki.train.tokens") in message
+        and "python -m crt_exp.data fetch wikitext2" in message
+    )
+    assert "'z' and <unk> are not" in refused(
+        word_corpus, "ptb", write_ptb(tmp_path, train="a b\n")
+    )
     assert "too few lines" in refused(word_corpus, "ptb", write_ptb(tmp_path, test=""))
 
 
@@ -252,17 +318,26 @@ def test_rare_words_of_a_split_file_are_unknown(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("once a b\n" + "a b\n\n" * 18 + "a\n" + "b zebra\n")
     found = word_corpus(str(path))
-    assert found.words == ("<eos>", "a", "b", "<unk>") and found.parts["train"].tolist()[:4] == [3, 1, 2, 0]
-    assert found.parts["validation"].tolist() == [1, 2, 0, 1, 2, 0] and found.parts["test"].tolist() == [1, 0, 2, 3, 0]
+    assert found.words == ("<eos>", "a", "b", "<unk>") and found.parts["train"].tolist()[:4] == [
+        3,
+        1,
+        2,
+        0,
+    ]
+    assert found.parts["validation"].tolist() == [1, 2, 0, 1, 2, 0] and found.parts[
+        "test"
+    ].tolist() == [1, 0, 2, 3, 0]
 
 
-@pytest.mark.parametrize("n, count, whole", [(11, 3, True), (11, 3, False), (12, 3, True), (2, 5, True)])
+@pytest.mark.parametrize(
+    "n, count, whole", [(11, 3, True), (11, 3, False), (12, 3, True), (2, 5, True)]
+)
 def test_columns_hold_every_word_after_the_one_before_it(n, count, whole):
     words = np.arange(1, n + 1)
     tokens, labels = columns(words, count, eos=0, whole=whole).reshape(2, -1)
     predicted = labels[labels != IGNORED]
-    assert predicted.tolist() == (words if whole else words[:n // count * count]).tolist()
-    assert tokens[labels != IGNORED].tolist() == [0, *predicted][:len(predicted)]
+    assert predicted.tolist() == (words if whole else words[: n // count * count]).tolist()
+    assert tokens[labels != IGNORED].tolist() == [0, *predicted][: len(predicted)]
 
 
 # --------------------------------------------------------------------------------------------------- documents
@@ -280,7 +355,11 @@ def test_every_token_of_a_row_is_predicted_from_the_one_before_it():
 
 
 def test_held_out_parts_of_a_document():
-    document = TokenText(np.arange(100, dtype=np.int32), np.array([30, 60, 80, 90, 100]), np.full(100, 0.5, np.float32))
+    document = TokenText(
+        np.arange(100, dtype=np.int32),
+        np.array([30, 60, 80, 90, 100]),
+        np.full(100, 0.5, np.float32),
+    )
     found = document.held_out(0.1, apart=False)
     assert [len(found[split].tokens) for split in ("train", "validation", "test")] == [80, 10, 10]
     assert found["test"].tokens[0] == 90 and found["test"].words.sum() == 5
@@ -295,7 +374,9 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one two\n\nthree\n")
     found = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
-    assert found.words.sum() == 5 and found.tokens.dtype == np.uint16 and len(found.ends) == 1 + apart
+    assert (
+        found.words.sum() == 5 and found.tokens.dtype == np.uint16 and len(found.ends) == 1 + apart
+    )
     parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
     for part in (found.part(0, 4), found.part(4, len(found.tokens) - 1)):
@@ -303,7 +384,10 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
         assert part.words.sum() == len(words.split()) + words.count("\n"), words
     monkeypatch.setattr(corpora, "token_lists", None)
     again = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
-    assert all(np.array_equal(getattr(again, name), getattr(found, name)) for name in ("tokens", "ends", "words"))
+    assert all(
+        np.array_equal(getattr(again, name), getattr(found, name))
+        for name in ("tokens", "ends", "words")
+    )
     assert found.counts(300).tolist() == np.bincount(found.tokens, minlength=300).tolist()
 
 
@@ -312,7 +396,9 @@ def test_ids_beyond_16_bits_and_empty_files(byte_pairs, tmp_path):
     path.write_text("one two\n")
     assert TokenText.read([path], byte_pairs, 70_000, False).tokens[-1] == 70_000
     path.write_text("\n \n")
-    assert "a.txt: empty" in refused(TokenText.read, [path], byte_pairs, 7, False, tmp_path / "cache")
+    assert "a.txt: empty" in refused(
+        TokenText.read, [path], byte_pairs, 7, False, tmp_path / "cache"
+    )
     assert [*(tmp_path / "cache").iterdir()] == []
 
 
@@ -340,10 +426,17 @@ def test_parts_of_qnli_share_no_question(data):
 
 def test_no_row_of_a_part_of_sst2_is_a_phrase_of_the_other_part(data):
     words = [f"a{i} b{i} c{i} good film" for i in range(9)]
-    rows = [*words, *(line[:8] for line in words), "good film", "film", *(line[-11:] for line in words)]
+    rows = [
+        *words,
+        *(line[:8] for line in words),
+        "good film",
+        "film",
+        *(line[-11:] for line in words),
+    ]
     (data / "glue/SST-2").mkdir(parents=True)
     (data / "glue/SST-2/train.tsv").write_text(
-        "sentence\tlabel\n" + "".join(f"{line}\t{i % 2}\n" for i, line in enumerate(rows)))
+        "sentence\tlabel\n" + "".join(f"{line}\t{i % 2}\n" for i, line in enumerate(rows))
+    )
     folder = corpora.FOLDER / "sst2-9"
     corpora.prepare([f"task.data_dir={folder}"])
     train, dev = (glue.load("sst2", split, folder).texts[0] for split in ("train", "dev"))
@@ -362,7 +455,7 @@ def test_a_stopped_process_leaves_no_half_written_array(tmp_path, monkeypatch):
 
     def stop(*arguments):
         save(*arguments)
-        assert not (tmp_path / "cache/key").exists()         # what kill -9 would leave
+        assert not (tmp_path / "cache/key").exists()  # what kill -9 would leave
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -378,4 +471,6 @@ def test_damage_and_folders_that_cannot_be_written_are_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-1])
     assert "remove this folder" in refused(cached, tmp_path / "cache", "key", some_arrays)
     (tmp_path / "file").write_text("")
-    assert "expected a writable folder, or null" in refused(cached, tmp_path / "file", "key", some_arrays)
+    assert "expected a writable folder, or null" in refused(
+        cached, tmp_path / "file", "key", some_arrays
+    )

@@ -33,14 +33,20 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     found = images.load("stripes")
     assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
     train = found["train"]
-    assert train.classes == ("class0", "class1", "class2") and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    assert (
+        train.classes == ("class0", "class1", "class2")
+        and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    )
     assert np.array_equal(np.asarray(train.read(train.sources[9])), np.asarray(picture(1, 1)))
 
 
 def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
     train = images.load("mine", write_images(tmp_path))["train"]
     left, held_out = train.held_out(0.25)
-    assert not set(left.sources.tolist()) & set(held_out.sources.tolist()) and len(left) + len(held_out) == 24
+    assert (
+        not set(left.sources.tolist()) & set(held_out.sources.tolist())
+        and len(left) + len(held_out) == 24
+    )
     assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
     with pytest.raises(DataError, match="task.held_out=0.01: no images left to hold out of 24"):
         train.held_out(0.01)
@@ -50,16 +56,33 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     root = write_images(tmp_path, train=10) / "train"
     (root / "class1").rename(root / "bullet_train")
     found = images.load("mine", root)
-    assert np.bincount(found["val"].labels).tolist() == [2, 2, 2] and "bullet_train" in found["val"].classes
+    assert (
+        np.bincount(found["val"].labels).tolist() == [2, 2, 2]
+        and "bullet_train" in found["val"].classes
+    )
     assert f"{root}: no train/ and val/; using a fifth" in caplog.text
 
 
-@pytest.mark.parametrize("moves, words", [
-    ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
-    ({"train/class2/images": "images"}, "train/class2: no images"),
-    *[({"train": train, "val": val}, "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only")
-      for train, val in (("training_set", "test_set"), ("seg_train", "seg_test"), ("TrainingSet", "Val2017"),
-                         ("bus", "val"), ("cats/train", "cats/val"))]])
+@pytest.mark.parametrize(
+    "moves, words",
+    [
+        ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
+        ({"train/class2/images": "images"}, "train/class2: no images"),
+        *[
+            (
+                {"train": train, "val": val},
+                "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only",
+            )
+            for train, val in (
+                ("training_set", "test_set"),
+                ("seg_train", "seg_test"),
+                ("TrainingSet", "Val2017"),
+                ("bus", "val"),
+                ("cats/train", "cats/val"),
+            )
+        ],
+    ],
+)
 def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
     source, root = write_images(tmp_path / "source", inner="images"), tmp_path / "a"
     for old, new in moves.items():
@@ -73,7 +96,9 @@ def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
 
 def test_a_missing_folder_is_named_with_its_source(monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    with pytest.raises(DataError, match="CRT_DATA is not set.*crt_exp.data fetch images/imagenette2-320"):
+    with pytest.raises(
+        DataError, match="CRT_DATA is not set.*crt_exp.data fetch images/imagenette2-320"
+    ):
         images.load("imagenette2-320")
 
 
@@ -97,12 +122,25 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
 # ---- single images -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode, suffix, tolerance", [
-    ("1", "png", 255), ("P", "png", 0), ("LA", "png", 0), ("I;16", "png", 0), ("CMYK", "jpg", 8), ("RGB", "webp", 8)])
+@pytest.mark.parametrize(
+    "mode, suffix, tolerance",
+    [
+        ("1", "png", 255),
+        ("P", "png", 0),
+        ("LA", "png", 0),
+        ("I;16", "png", 0),
+        ("CMYK", "jpg", 8),
+        ("RGB", "webp", 8),
+    ],
+)
 def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
     grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
-    image = Image.fromarray(grey.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(grey).convert(mode)
+    image = (
+        Image.fromarray(grey.astype(np.uint16) * 257)
+        if mode == "I;16"
+        else Image.fromarray(grey).convert(mode)
+    )
     image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
     found = images.read_image(path)
     assert found.mode == "RGB" and found.size == (16, 16)
@@ -110,7 +148,12 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
 
-TURNED = {3: lambda x: np.rot90(x, 2), 5: lambda x: x.swapaxes(0, 1), 6: np.rot90, 8: lambda x: np.rot90(x, -1)}
+TURNED = {
+    3: lambda x: np.rot90(x, 2),
+    5: lambda x: x.swapaxes(0, 1),
+    6: np.rot90,
+    8: lambda x: np.rot90(x, -1),
+}
 
 
 @pytest.mark.parametrize("orientation", [3, 5, 6, 8])
@@ -130,8 +173,13 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     (tmp_path / "text.jpg").write_text("This is no image.")
     (tmp_path / "empty.png").write_bytes(b"")
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
-    for name, words in (("cut.jpg", "truncated"), ("text.jpg", "no image"), ("empty.png", "no image"),
-                        ("gone.jpg", "No such file"), ("fractions.tiff", "mode F")):
+    for name, words in (
+        ("cut.jpg", "truncated"),
+        ("text.jpg", "no image"),
+        ("empty.png", "no image"),
+        ("gone.jpg", "No such file"),
+        ("fractions.tiff", "mode F"),
+    ):
         with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
             images.read_image(tmp_path / name)
 
@@ -151,11 +199,16 @@ def together(pixels, labels, draws):
 
 def batches(part, plan, workers=0, repeats=1):
     micro = Micro(part.read, noisy, together, plan.rng)
-    return [batch for batch, _ in by_workers(micro, listed_batches(part, "train", plan, repeats), workers)]
+    return [
+        batch
+        for batch, _ in by_workers(micro, listed_batches(part, "train", plan, repeats), workers)
+    ]
 
 
 def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a[key], b[key]) for a, b in zip(one, other) for key in a)
+    return len(one) == len(other) and all(
+        torch.equal(a[key], b[key]) for a, b in zip(one, other) for key in a
+    )
 
 
 @pytest.fixture
@@ -170,7 +223,9 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_start
     assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
     assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
     parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
-    assert torch.equal(torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"])
+    assert torch.equal(
+        torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -189,17 +244,31 @@ def test_without_workers_nothing_is_augmented_beside_training(part):
 
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
     found = batches(part, Plan(6), repeats=3)
-    assert len(found) == 4                                   # the epoch keeps its length
-    assert found[0]["labels"].tolist() == [each for each in found[0]["labels"][::3].tolist() for _ in range(3)]
-    shifts = found[0]["images"][0] - found[0]["images"][1]   # the same image, another draw added to it
+    assert len(found) == 4  # the epoch keeps its length
+    assert found[0]["labels"].tolist() == [
+        each for each in found[0]["labels"][::3].tolist() for _ in range(3)
+    ]
+    shifts = (
+        found[0]["images"][0] - found[0]["images"][1]
+    )  # the same image, another draw added to it
     assert shifts.std() < 1e-5 and shifts.mean() != 0
 
 
 # ---- streams -------------------------------------------------------------------------------------------------------
 
 
-HUB = {"name": "webdataset", "config": None, "split": "train", "validation": "validation", "image": "png",
-       "label": "cls", "classes": 3, "data_files": None, "buffer": 0, "validation_images": 12}
+HUB = {
+    "name": "webdataset",
+    "config": None,
+    "split": "train",
+    "validation": "validation",
+    "image": "png",
+    "label": "cls",
+    "classes": 3,
+    "data_files": None,
+    "buffer": 0,
+    "validation_images": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -214,22 +283,29 @@ def three_files(request, tmp_path_factory):
     files = write_shards(folder, shards=3)
     for place in folder.glob("train-*.tar") if request.param == "parquet" else ():
         with tarfile.open(place) as tar:
-            images, labels = ([tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
-                              for kind in ("png", "cls"))
-        table = pa.table({"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]})
+            images, labels = (
+                [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                for kind in ("png", "cls")
+            )
+        table = pa.table(
+            {"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]}
+        )
         pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
         files["train"] = str(folder / "train-*.parquet")
     return {"name": request.param, "data_files": files}
 
 
-@pytest.mark.parametrize("three_files, buffer, repeats", [("webdataset", 5, 2), ("parquet", 0, 1)],
-                         indirect=["three_files"])
+@pytest.mark.parametrize(
+    "three_files, buffer, repeats",
+    [("webdataset", 5, 2), ("parquet", 0, 1)],
+    indirect=["three_files"],
+)
 def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
     hub = HUB | three_files | {"buffer": buffer}
     whole = Streamed(hub)
     feed = whole.training(Plan(4), repeats)
     alone, states = [], []
-    for step in range(1, 13):                                # of 18 images: the third pass has begun, without repeats
+    for step in range(1, 13):  # of 18 images: the third pass has begun, without repeats
         alone.append(next(feed))
         whole.trained(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
@@ -242,16 +318,30 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
 
 def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
     """Three files, two processes: all rows, each read by one."""
-    keys = [[each["__key__"] if "__key__" in each else each["png"]["bytes"]
-             for each in iter(partial(next, Streamed(HUB | three_files | {"buffer": 5}).passes(
-                 Plan(4, rank=rank, world=2), Mark())), None)] for rank in (0, 1)]
+    keys = [
+        [
+            each["__key__"] if "__key__" in each else each["png"]["bytes"]
+            for each in iter(
+                partial(
+                    next,
+                    Streamed(HUB | three_files | {"buffer": 5}).passes(
+                        Plan(4, rank=rank, world=2), Mark()
+                    ),
+                ),
+                None,
+            )
+        ]
+        for rank in (0, 1)
+    ]
     assert sorted(map(len, keys)) == [6, 12] and len({*keys[0], *keys[1]}) == 18
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DataError, match="task.hub.split=train: 3 files, expected at least 4"):
         Streamed(HUB | three_files)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for state, message in (({}, "no position in the training stream"),
-                           ({"stream": "{}", "processes": 1}, "of 1 process, expected 2;")):
+    for state, message in (
+        ({}, "no position in the training stream"),
+        ({"stream": "{}", "processes": 1}, "of 1 process, expected 2;"),
+    ):
         with pytest.raises(DataError, match=message):
             Streamed(HUB | three_files).load_state_dict(state)
 
@@ -259,20 +349,28 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
 def test_streamed_validation_is_read_in_order_by_all(shards):
     source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
     keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
-    alone, both = keys(Plan(4)), [key for rank in (0, 1) for key in keys(Plan(4, rank=rank, world=2))]
+    alone, both = (
+        keys(Plan(4)),
+        [key for rank in (0, 1) for key in keys(Plan(4, rank=rank, world=2))],
+    )
     assert len(alone) == 9 and both == alone
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
-    ({"image": "jpg"}, "jpg is missing.*png"),
-    ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
-    ({"cut": 12000}, "webdataset: not readable"),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
+        ({"image": "jpg"}, "jpg is missing.*png"),
+        ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
+        ({"cut": 12000}, "webdataset: not readable"),
+    ],
+)
 def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
     options = dict(options)
     if size := options.pop("cut", 0):
-        (tmp_path / "cut.tar").write_bytes(Path(shards["validation"].replace("*", "0")).read_bytes()[:size])
+        (tmp_path / "cut.tar").write_bytes(
+            Path(shards["validation"].replace("*", "0")).read_bytes()[:size]
+        )
         shards = shards | {"validation": str(tmp_path / "cut.tar")}
     with pytest.raises(DataError, match=words):
         list(Streamed(HUB | {"data_files": shards} | options).validation(Plan(12)))

@@ -11,15 +11,21 @@ from crt_exp.data import DataError, protein
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
 
+
 def name(i):
     return f"A{i:05d}"
 
 
 def write(path, sequences, kind="tr", width=10, end="\n"):
     """A FASTA file with lines of `width` letters, packed where its name says so."""
-    lines = [line for i, s in enumerate(sequences) for line in
-             (f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
-              *(s[j:j + width] for j in range(0, len(s), width)))]
+    lines = [
+        line
+        for i, s in enumerate(sequences)
+        for line in (
+            f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
+            *(s[j : j + width] for j in range(0, len(s), width)),
+        )
+    ]
     content = "".join(line + end for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
@@ -37,7 +43,9 @@ def decode(tokens):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file, kind, end", [("a.faa.gz", "sp", "\n"), ("a.fa", "sp", "\r\n"), ("a.FAA", "tr", "\r")])
+@pytest.mark.parametrize(
+    "file, kind, end", [("a.faa.gz", "sp", "\n"), ("a.fa", "sp", "\r\n"), ("a.FAA", "tr", "\r")]
+)
 def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     wanted = sequences(20)
     found = list(entries(write(tmp_path / file, wanted, kind, end=end)))
@@ -45,9 +53,16 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     assert [accession.decode() for accession, _ in found] == [name(i) for i in range(20)]
 
 
-@pytest.mark.parametrize("header, accession", [
-    ("sp|Q6GZX4.12|001R_FRG3G Putative protein", "Q6GZX4"), ("tr|P12345-2|X_Y", "P12345-2"), ("tr|A00001", "A00001"),
-    ("sp|Q6GZX4.1 Putative", "Q6GZX4"), ("  NP_1.1 x", "NP_1.1")])
+@pytest.mark.parametrize(
+    "header, accession",
+    [
+        ("sp|Q6GZX4.12|001R_FRG3G Putative protein", "Q6GZX4"),
+        ("tr|P12345-2|X_Y", "P12345-2"),
+        ("tr|A00001", "A00001"),
+        ("sp|Q6GZX4.1 Putative", "Q6GZX4"),
+        ("  NP_1.1 x", "NP_1.1"),
+    ],
+)
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
     assert [found.decode() for found, _ in entries(tmp_path / "a.fasta")] == [accession]
@@ -56,17 +71,24 @@ def test_any_header_names_a_sequence(header, accession, tmp_path):
 GOOD = ">tr|A00000|X_Y\nACD\n"
 
 
-@pytest.mark.parametrize("content, words", [
-    ("ACD\n>tr|A1|X_Y\nACD\n", ["starts with >"]), (GOOD + ">tr||X_Y\nACD\n", [">tr||X_Y", "empty name"]),
-    (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["A00001", "or sequence"]),
-    (GOOD + ">tr|A00001|X_Y\nACD\nACJD\n", ["A00001|X_Y has 'J'", LETTERS])])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("ACD\n>tr|A1|X_Y\nACD\n", ["starts with >"]),
+        (GOOD + ">tr||X_Y\nACD\n", [">tr||X_Y", "empty name"]),
+        (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["A00001", "or sequence"]),
+        (GOOD + ">tr|A00001|X_Y\nACD\nACJD\n", ["A00001|X_Y has 'J'", LETTERS]),
+    ],
+)
 def test_malformed_files_are_refused(content, words, tmp_path):
     path = tmp_path / "a.fasta"
     path.write_text(content)
     with pytest.raises(DataError) as error:
         read_files([path], tmp_path / "cache")
     assert all(word in str(error.value) for word in [str(path), *words]), error.value
-    assert all(each.suffix == ".lock" for each in (tmp_path / "cache").iterdir())     # nothing half-written
+    assert all(
+        each.suffix == ".lock" for each in (tmp_path / "cache").iterdir()
+    )  # nothing half-written
 
 
 def test_a_truncated_gz_is_refused(tmp_path):
@@ -84,7 +106,9 @@ def test_files_are_read_once_and_mapped(tmp_path, monkeypatch):
         found = read_files(files, cache)
         assert [decode(found[i]) for i in range(50)] == first + second
         assert isinstance(found.tokens, np.memmap) and found.names == ("a", "b")
-        assert found.files.tolist() == [0] * 30 + [1] * 20 and found.lengths.tolist() == [*map(len, first + second)]
+        assert found.files.tolist() == [0] * 30 + [1] * 20 and found.lengths.tolist() == [
+            *map(len, first + second)
+        ]
     monkeypatch.setattr(protein, "write_arrays", lambda *_: pytest.fail("read again"))
     assert len(read_files(files, tmp_path / "cache")) == 50
 
@@ -92,7 +116,7 @@ def test_files_are_read_once_and_mapped(tmp_path, monkeypatch):
 def test_a_file_that_changed_is_read_again(tmp_path):
     path, cache = write(tmp_path / "a.fasta", ["ACDE", "FGH"]), tmp_path / "cache"
     read_files([path], cache)
-    write(path, ["ACDE", "FGK"])                                          # of the same size
+    write(path, ["ACDE", "FGK"])  # of the same size
     os.utime(path, ns=(1, 1))
     assert decode(read_files([path], cache)[1]) == "FGK"
 
@@ -111,11 +135,16 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
         index = read_files([write(tmp_path / f"{name}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
-        found.append({split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()})
+        found.append(
+            {split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()}
+        )
         assert sorted(sum(found[-1].values(), [])) == sorted(made)
     whole, repeated = found
     assert "ood" not in whole and set(repeated["ood"]) == set(made[950:1000])
-    assert abs(len(whole["validation"]) / 2000 - 0.1) < 0.03 and abs(len(whole["test"]) / 2000 - 0.2) < 0.04
+    assert (
+        abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
+        and abs(len(whole["test"]) / 2000 - 0.2) < 0.04
+    )
     assert all({*repeated[split]} == {*whole[split]} - {*repeated["ood"]} for split in whole)
 
 
@@ -124,11 +153,18 @@ def test_held_out_families(tmp_path, monkeypatch):
     monkeypatch.setattr(protein, "LINES", 3)
     path, table = tmp_path / "a.fasta", tmp_path / "regions.tsv"
     path.write_text("".join(f">tr|{name(i)}{'-2' * (i == 21)}|X\nACD\n" for i in range(50)))
-    rows = [f"{name(i)}\t1\tcrc\t{'PF18369' if i % 7 == 0 else 'PF183690'}\t3\t9" for i in range(0, 60, 3)]
+    rows = [
+        f"{name(i)}\t1\tcrc\t{'PF18369' if i % 7 == 0 else 'PF183690'}\t3\t9"
+        for i in range(0, 60, 3)
+    ]
     rows += [f"{name(5)}\t1\tcrc\t{family}\t1\t2" for family in ("PF00001", "PF04680", "PF04680")]
-    table.write_text("\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows]))
+    table.write_text(
+        "\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows])
+    )
     expected = [i in (0, 5, 21, 42) for i in range(50)]
-    assert protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
+    assert (
+        protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
+    )
     with pytest.raises(DataError, match="expected some sequences of PF9"):
         protein.held_out_by_family(read_files([path]), table, ["PF9"])
     table.write_text("A00000\tPF1\n")
@@ -138,11 +174,15 @@ def test_held_out_families(tmp_path, monkeypatch):
 
 def test_held_out_files(tmp_path):
     index = read_files([write(tmp_path / f"{n}.fasta", sequences(3)) for n in "ab"])
-    assert protein.held_out_by_file(index, None).tolist() == [False] * 3 + [True] * 3   # the last of several
+    assert (
+        protein.held_out_by_file(index, None).tolist() == [False] * 3 + [True] * 3
+    )  # the last of several
     assert protein.held_out_by_file(index, ["a"]).tolist() == [True] * 3 + [False] * 3
     assert not protein.held_out_by_file(index, []).any()
     for names in (["c"], ["a", "b"]):
-        with pytest.raises(ConfigError, match="task.held_out_files.*expected some, not all, of a, b"):
+        with pytest.raises(
+            ConfigError, match="task.held_out_files.*expected some, not all, of a, b"
+        ):
             protein.held_out_by_file(index, names)
 
 
@@ -164,7 +204,7 @@ def test_chains_are_all_sequences_with_ends_between(longest, tmp_path):
     rows = Chains(index, chosen, longest)
     assert len(rows) == len(chain) // longest
     for i in range(len(rows)):
-        assert rows[i].tolist() == chain[i * longest:(i + 1) * longest].tolist()
+        assert rows[i].tolist() == chain[i * longest : (i + 1) * longest].tolist()
 
 
 def test_each_token_is_predicted_from_those_before_it():
@@ -181,8 +221,13 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     """The same in every batch; letters alone are masked, and become letters; 15% of them are."""
     index = index_of(tmp_path, 300)
     rows, masking, plan = Singles(index, np.arange(300), 30), protein.masking(0.15), Plan(8)
-    assert all(rows[i].tolist() == index[i][:30].tolist() and rows.lengths[i] == len(rows[i]) for i in range(300))
-    take = lambda numbers: protein.masked_tokens([rows[i] for i in numbers], map(plan.rng, numbers), masking)
+    assert all(
+        rows[i].tolist() == index[i][:30].tolist() and rows.lengths[i] == len(rows[i])
+        for i in range(300)
+    )
+    take = lambda numbers: protein.masked_tokens(
+        [rows[i] for i in numbers], map(plan.rng, numbers), masking
+    )
     alone, among = take([4]), take([9, 4, 200])
     n = len(rows[4])
     assert among["tokens"][1, :n].tolist() == alone["tokens"][0].tolist()

@@ -13,6 +13,7 @@ from crt_exp.data import DataError, speech, warn
 from crt_exp.data.speech import AudioPart, BadAudio, Faults, Utterance, decode_audio, seconds_of
 from crt_exp.data.vocabularies import Symbols
 
+
 @pytest.fixture(autouse=True)
 def forgetful():
     """A warning appears once in each test."""
@@ -32,7 +33,9 @@ def read(root, found=None):
 
 def test_a_missing_folder_is_named_with_its_source(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    with pytest.raises(DataError, match="CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"):
+    with pytest.raises(
+        DataError, match="CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"
+    ):
         list(speech.official(["dev-clean"], None, faults()))
     (tmp_path / "own").mkdir()
     with pytest.raises(DataError, match="own: expected an audio file, or a folder of audio files"):
@@ -51,21 +54,33 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
     noted = faults()
     found = read(tmp_path, noted)
-    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"] and found[0].name == "7-9-0000"
-    assert found[0].seconds == pytest.approx(0.1 * len(TEXTS[0])) and Path(found[0].parts[0].name).is_file()
+    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"] and found[
+        0
+    ].name == "7-9-0000"
+    assert (
+        found[0].seconds == pytest.approx(0.1 * len(TEXTS[0]))
+        and Path(found[0].parts[0].name).is_file()
+    )
     assert not noted.noted and len(speech.audio_files(tmp_path, "input")) == len(TEXTS) + 3
 
 
 # ---- bad input: named and counted, an error or, where that was chosen, left out ---------------------------
 
 
-@pytest.mark.parametrize("transcript, audio, words", [
-    ("7-9-0001 \n", None, "7-9-0001.flac: no transcript"), ("", None, "7-9-0001.flac: no transcript"),
-    ("7-9-0001 A CAB\n", "", "7-9-0001: a transcript without audio beside it"),
-    ("7-9-0001 A CAB\n", "no audio at all", "7-9-0001.flac: not readable"),
-    ("7-9-0001 A CAB\n", 9.0, "7-9-0001.flac: 9.000 s, expected 0.1 to 5 s"),
-    ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected 0.1 to 5 s")])
-def test_bad_input_is_named_and_counted_and_left_out_on_request(transcript, audio, words, tmp_path, caplog):
+@pytest.mark.parametrize(
+    "transcript, audio, words",
+    [
+        ("7-9-0001 \n", None, "7-9-0001.flac: no transcript"),
+        ("", None, "7-9-0001.flac: no transcript"),
+        ("7-9-0001 A CAB\n", "", "7-9-0001: a transcript without audio beside it"),
+        ("7-9-0001 A CAB\n", "no audio at all", "7-9-0001.flac: not readable"),
+        ("7-9-0001 A CAB\n", 9.0, "7-9-0001.flac: 9.000 s, expected 0.1 to 5 s"),
+        ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected 0.1 to 5 s"),
+    ],
+)
+def test_bad_input_is_named_and_counted_and_left_out_on_request(
+    transcript, audio, words, tmp_path, caplog
+):
     folder, found = write_librispeech(tmp_path), faults("skip")
     lines, file = folder / "7-9.trans.txt", folder / "7-9-0001.flac"
     lines.write_text(lines.read_text().replace("7-9-0001 A CAB\n", transcript))
@@ -94,7 +109,7 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
     """A WAV's header tells; a FLAC's does not, so reading does."""
     path = tmp_path / f"a{suffix}"
     soundfile.write(path, tone(400, 1.0), 8000)
-    path.write_bytes(path.read_bytes()[:path.stat().st_size * 3 // 5])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
     with pytest.raises(BadAudio, match="truncated|not readable"):
         speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
 
@@ -102,7 +117,9 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
 @pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (np.nan, "nan"), (1.5, None)])
 def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_path):
     path = tmp_path / "a.wav"
-    soundfile.write(path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT")
+    soundfile.write(
+        path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT"
+    )
     if peak:
         with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
             decode_audio(AudioPart(str(path), 0.5), 8000)
@@ -119,15 +136,22 @@ def digits(tmp_path_factory):
 
 
 def test_strings_of_digits(digits):
-    found = {split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")}
+    found = {
+        split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")
+    }
     for split, utterances in found.items():
-        assert len(utterances) == 60 and {len(each.parts) for each in utterances} == set(range(3, 9))
+        assert len(utterances) == 60 and {len(each.parts) for each in utterances} == set(
+            range(3, 9)
+        )
         for each in utterances:
             names = [Path(part.name).stem.split("_") for part in each.parts]
-            assert len({speaker for _, speaker, _ in names}) == 1 and len(each.gaps) == len(each.parts) - 1
+            assert (
+                len({speaker for _, speaker, _ in names}) == 1
+                and len(each.gaps) == len(each.parts) - 1
+            )
             assert each.text == " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
             assert all(int(index) in speech.SPLITS[split] for _, _, index in names)
-    assert found["train"][:10] == speech.digit_strings(digits, "train", 10)            # always the same
+    assert found["train"][:10] == speech.digit_strings(digits, "train", 10)  # always the same
 
 
 def test_the_audio_of_a_string_is_that_of_its_parts(digits):
@@ -135,9 +159,9 @@ def test_the_audio_of_a_string_is_that_of_its_parts(digits):
     audio, start = speech.audio_of(each, 8000), 0
     for part, gap in zip(each.parts, (*each.gaps, 0.0)):
         own = soundfile.read(part.name, dtype="float32")[0]
-        assert np.array_equal(audio[start:start + len(own)], own)
+        assert np.array_equal(audio[start : start + len(own)], own)
         start += len(own) + round(8000 * gap)
-        assert (audio[start - round(8000 * gap):start] == 0).all()
+        assert (audio[start - round(8000 * gap) : start] == 0).all()
     assert len(audio) == start and start / 8000 == pytest.approx(each.seconds, abs=0.001)
 
 
@@ -149,14 +173,29 @@ SAMPLES = np.arange(16000) % 100
 
 def write_wav(path, riff, data, chunks=b""):
     """riff, data: the two sizes in the header."""
-    header = b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
-    path.write_bytes(header + chunks + b"data" + struct.pack("<I", data) + SAMPLES.astype("<i2").tobytes())
+    header = (
+        b"RIFF"
+        + struct.pack("<I", riff)
+        + b"WAVEfmt "
+        + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
+    )
+    path.write_bytes(
+        header + chunks + b"data" + struct.pack("<I", data) + SAMPLES.astype("<i2").tobytes()
+    )
     return path
 
 
-@pytest.mark.parametrize("riff, data, chunks", [
-    (2**32 - 1, 2**32 - 1, b""), (2**31 + 36, 2**31, b""), (0, 2**32 - 1, b""), (2**31 - 4060, 2**31 - 4096, b""),
-    (2**32 - 1, 32000, b""), (2**32 - 1, 2**32 - 37, b"LIST" + struct.pack("<I", 4) + b"abcd")])
+@pytest.mark.parametrize(
+    "riff, data, chunks",
+    [
+        (2**32 - 1, 2**32 - 1, b""),
+        (2**31 + 36, 2**31, b""),
+        (0, 2**32 - 1, b""),
+        (2**31 - 4060, 2**31 - 4096, b""),
+        (2**32 - 1, 32000, b""),
+        (2**32 - 1, 2**32 - 37, b"LIST" + struct.pack("<I", 4) + b"abcd"),
+    ],
+)
 def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
     path = write_wav(tmp_path / "a.wav", riff, data, chunks)
@@ -170,7 +209,9 @@ def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path)
 
 
 def test_random_intervals_reach_both_ends_and_their_share():
-    found = np.concatenate([speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)])
+    found = np.concatenate(
+        [speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)]
+    )
     widths = found[:, 1] - found[:, 0]
     assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
 
@@ -179,28 +220,40 @@ def test_random_intervals_reach_both_ends_and_their_share():
 def test_another_rate_is_resampled(own, tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(440, 1.0, own), own)
     audio = decode_audio(AudioPart(str(tmp_path / "a.wav"), 1.0), 16000)
-    assert audio.dtype == np.float32 and len(audio) == 16000 and np.abs(np.fft.rfft(audio)).argmax() == 440
+    assert (
+        audio.dtype == np.float32
+        and len(audio) == 16000
+        and np.abs(np.fft.rfft(audio)).argmax() == 440
+    )
 
 
 def test_channels_are_averaged(tmp_path):
     both = np.stack([tone(300, 0.5, seed=1), tone(900, 0.5, seed=2)], 1)
     soundfile.write(tmp_path / "a.wav", both, 8000, subtype="FLOAT")
-    np.testing.assert_allclose(speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1),
-                               atol=1e-6)
+    np.testing.assert_allclose(
+        speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("speed", [0.9, 1.1])
 def test_speed_changes_length_and_pitch(speed, tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(500, 2.0), 8000)
-    audio = speech.audio_of(Utterance("a", "A", (AudioPart(str(tmp_path / "a.wav"), 2.0),)), 8000, speed)
+    audio = speech.audio_of(
+        Utterance("a", "A", (AudioPart(str(tmp_path / "a.wav"), 2.0),)), 8000, speed
+    )
     assert len(audio) == pytest.approx(16000 / speed, abs=1)
-    assert np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000 == pytest.approx(500 * speed, rel=0.01)
+    assert np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000 == pytest.approx(
+        500 * speed, rel=0.01
+    )
 
 
 def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
-    samples = np.random.default_rng(0).integers(-2**15, 2**15, 4000).astype(np.int16)
+    samples = np.random.default_rng(0).integers(-(2**15), 2**15, 4000).astype(np.int16)
     soundfile.write(tmp_path / "a.flac", samples, 8000)
-    assert np.array_equal(speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)), samples)
+    assert np.array_equal(
+        speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)),
+        samples,
+    )
 
 
 # ---- symbols -----------------------------------------------------------------------------------------------
@@ -228,14 +281,30 @@ def test_a_set_of_the_hub(tmp_path):
     folder = write_librispeech(tmp_path)
     local = read(tmp_path)
     (folder / "7-9-0002.flac").write_bytes(b"no audio")
-    rows = {"audio": [{"bytes": file.read_bytes(), "path": file.name} for file in sorted(folder.glob("*.flac"))],
-            "text": ["", *TEXTS[1:]]}
-    Dataset.from_dict(rows).cast_column("audio", Audio(decode=False)).to_parquet(tmp_path / "a.parquet")
-    hub = {"name": "parquet", "config": None, "data_files": str(tmp_path / "a.parquet"), "train": "train",
-           "audio": "audio", "text": "text"}
+    rows = {
+        "audio": [
+            {"bytes": file.read_bytes(), "path": file.name}
+            for file in sorted(folder.glob("*.flac"))
+        ],
+        "text": ["", *TEXTS[1:]],
+    }
+    Dataset.from_dict(rows).cast_column("audio", Audio(decode=False)).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    hub = {
+        "name": "parquet",
+        "config": None,
+        "data_files": str(tmp_path / "a.parquet"),
+        "train": "train",
+        "audio": "audio",
+        "text": "text",
+    }
     noted = faults()
     found = list(speech.hub_utterances(hub, "train", noted))
-    assert noted.noted[0] == "7-9-0000.flac: no transcript" and "7-9-0002.flac: not readable" in noted.noted[1]
+    assert (
+        noted.noted[0] == "7-9-0000.flac: no transcript"
+        and "7-9-0002.flac: not readable" in noted.noted[1]
+    )
     for each, own in zip(found, [local[1], *local[3:]], strict=True):
         assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
         assert np.array_equal(speech.audio_of(each, 16000), speech.audio_of(own, 16000))
@@ -253,17 +322,28 @@ def folder(tmp_path):
     return tmp_path
 
 
-COMMON_VOICE = [('"Come, he said, it is late', "0.wav"), ("Yes.", "1.wav"), ('No," she  said', "2.wav"),
-                ('"Never', "3.wav"), ("a\u2028b\x85c", "4.wav"), ("007", "5.wav")]
+COMMON_VOICE = [
+    ('"Come, he said, it is late', "0.wav"),
+    ("Yes.", "1.wav"),
+    ('No," she  said', "2.wav"),
+    ('"Never', "3.wav"),
+    ("a\u2028b\x85c", "4.wav"),
+    ("007", "5.wav"),
+]
 
 
 @pytest.mark.parametrize("name", ["t.tsv", "t.jsonl", "t.csv"])
 def test_tables_of_every_kind_give_the_same(name, folder):
     """Quotation marks, commas and line ends of Unicode cut no transcript."""
-    objects = [json.dumps({"text": text, "audio": audio, "split": "test"}) for text, audio in COMMON_VOICE]
+    objects = [
+        json.dumps({"text": text, "audio": audio, "split": "test"}) for text, audio in COMMON_VOICE
+    ]
     cells = ['"{}",{},test'.format(text.replace('"', '""'), audio) for text, audio in COMMON_VOICE]
-    lines = {"t.tsv": ["text\taudio\tsplit", *("\t".join([*line, "test"]) for line in COMMON_VOICE)],
-             "t.jsonl": objects, "t.csv": ["text,audio,split", *cells]}
+    lines = {
+        "t.tsv": ["text\taudio\tsplit", *("\t".join([*line, "test"]) for line in COMMON_VOICE)],
+        "t.jsonl": objects,
+        "t.csv": ["text,audio,split", *cells],
+    }
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
     found = list(speech.table_utterances(folder / name, "test", faults()))
     assert [each.text for each in found] == [" ".join(text.split()) for text, _ in COMMON_VOICE]
@@ -280,12 +360,21 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
     assert 750 < counts[0] < 850 and min(counts) > 70
 
 
-@pytest.mark.parametrize("name, text, message", [
-    ("t.txt", "0.wav x\n1.wav y\n", "row 1: expected one line of text"),
-    ("t.csv", "audio,text,split\n0.wav,x,train\n1.wav,y,\n", "split='': expected test, validation, train"),
-    ("t.jsonl", "{\n", "expected a .csv, .tsv or .jsonl table"), ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
-    ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
-    ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line")])
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("t.txt", "0.wav x\n1.wav y\n", "row 1: expected one line of text"),
+        (
+            "t.csv",
+            "audio,text,split\n0.wav,x,train\n1.wav,y,\n",
+            "split='': expected test, validation, train",
+        ),
+        ("t.jsonl", "{\n", "expected a .csv, .tsv or .jsonl table"),
+        ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
+        ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
+        ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
+    ],
+)
 def test_malformed_tables_are_refused(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}.*{message}"):

@@ -19,16 +19,24 @@ from crt_exp.tasks.books import Books
 from crt_exp.tasks.mlm import MLM
 
 # name: (rows, width by ordinal, width by onehot, number of classes), from UCI's pages
-PUBLISHED = {"abalone": (4177, 10, 10, 28), "car": (1728, 6, 21, 4), "yeast": (1484, 8, 8, 10),
-             "cmc": (1473, 12, 24, 3), "wine": (178, 13, 13, 3), "boston": (506, 13, 14, None)}
+PUBLISHED = {
+    "abalone": (4177, 10, 10, 28),
+    "car": (1728, 6, 21, 4),
+    "yeast": (1484, 8, 8, 10),
+    "cmc": (1473, 12, 24, 3),
+    "wine": (178, 13, 13, 3),
+    "boston": (506, 13, 14, None),
+}
 
 
 @functools.cache
 def valid_rows(name: str) -> list[list[str]]:
     """A made-up table in the layout of `name`, with as many rows as published."""
     levels = [field.levels.split() for field in LAYOUTS[name]]
-    return [[each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
-            for i in range(PUBLISHED[name][0])]
+    return [
+        [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
+        for i in range(PUBLISHED[name][0])
+    ]
 
 
 def write(folder: Path, name: str, rows: list[list[str]], end: str = "\n", begin: str = "") -> Path:
@@ -53,35 +61,109 @@ def test_a_file_gives_the_documented_shape(name, tmp_path):
     assert len(table) == rows and str(tmp_path) in table.source
     for coding, width in (("ordinal", ordinal), ("onehot", onehot)):
         encoded = table.encode(coding)
-        assert encoded.shape == (rows, width) and encoded.dtype == np.float64 and np.isfinite(encoded).all()
+        assert (
+            encoded.shape == (rows, width)
+            and encoded.dtype == np.float64
+            and np.isfinite(encoded).all()
+        )
     assert (table.classes and len(table.classes)) == classes
     assert table.target.dtype == (np.int64 if table.classes else np.float64)
-    write(tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff")
+    write(
+        tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff"
+    )
     other = load(name, tmp_path)
-    assert (other.encode("onehot") == table.encode("onehot")).all() and (other.target == table.target).all()
+    assert (other.encode("onehot") == table.encode("onehot")).all() and (
+        other.target == table.target
+    ).all()
 
 
 CLASS_ROWS = {
-    "abalone": [1, 1, 15, 57, 115, 259, 391, 568, 689, 634, 487, 267, 203, 126, 103, 67, 58, 42, 32, 26, 14, 6, 9, 2, 1,
-                1, 2, 1], "banknote": [762, 610], "car": [1210, 384, 69, 65], "cmc": [629, 333, 511],
-    "chess": [2796, 27, 78, 246, 81, 198, 471, 592, 683, 1433, 1712, 1985, 2854, 3597, 4194, 4553, 2166, 390],
-    "nursery": [4320, 2, 328, 4266, 4044], "wifi": [500, 500, 500, 500], "wine": [59, 71, 48],
-    "yeast": [463, 429, 244, 163, 51, 44, 35, 30, 20, 5]}
+    "abalone": [
+        1,
+        1,
+        15,
+        57,
+        115,
+        259,
+        391,
+        568,
+        689,
+        634,
+        487,
+        267,
+        203,
+        126,
+        103,
+        67,
+        58,
+        42,
+        32,
+        26,
+        14,
+        6,
+        9,
+        2,
+        1,
+        1,
+        2,
+        1,
+    ],
+    "banknote": [762, 610],
+    "car": [1210, 384, 69, 65],
+    "cmc": [629, 333, 511],
+    "chess": [
+        2796,
+        27,
+        78,
+        246,
+        81,
+        198,
+        471,
+        592,
+        683,
+        1433,
+        1712,
+        1985,
+        2854,
+        3597,
+        4194,
+        4553,
+        2166,
+        390,
+    ],
+    "nursery": [4320, 2, 328, 4266, 4044],
+    "wifi": [500, 500, 500, 500],
+    "wine": [59, 71, 48],
+    "yeast": [463, 429, 244, 163, 51, 44, 35, 30, 20, 5],
+}
 
 
-@pytest.mark.skipif(not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed")
+@pytest.mark.skipif(
+    not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed"
+)
 @pytest.mark.parametrize("name", CLASS_ROWS)
 def test_rows_of_each_class_are_as_published(name):
     table = load(name, Path(os.environ["CRT_DATA"]) / "uci")
     assert np.bincount(table.target).tolist() == CLASS_ROWS[name]
 
 
-@pytest.mark.parametrize("name, change, problem", [
-    ("car", lambda rows: rows[2].pop(), "row 3, column class: '' is not one of unacc"),
-    ("car", lambda rows: rows[4].append("1"), "line 5, saw 8"), ("car", lambda rows: rows.pop(), "expected (1728, 7)"),
-    ("car", list.clear, "No columns"),
-    *[("yeast", lambda rows, text=text: rows[9].__setitem__(1, text), f"row 10, column mcg: '{text}' is not a finite")
-      for text in ("abc", "nan", "1e999")]])
+@pytest.mark.parametrize(
+    "name, change, problem",
+    [
+        ("car", lambda rows: rows[2].pop(), "row 3, column class: '' is not one of unacc"),
+        ("car", lambda rows: rows[4].append("1"), "line 5, saw 8"),
+        ("car", lambda rows: rows.pop(), "expected (1728, 7)"),
+        ("car", list.clear, "No columns"),
+        *[
+            (
+                "yeast",
+                lambda rows, text=text: rows[9].__setitem__(1, text),
+                f"row 10, column mcg: '{text}' is not a finite",
+            )
+            for text in ("abc", "nan", "1e999")
+        ],
+    ],
+)
 def test_faults_of_a_file_are_named(name, change, problem, tmp_path):
     rows = [list(row) for row in valid_rows(name)]
     change(rows)
@@ -99,10 +181,27 @@ def test_orders_are_the_documented_ones(tmp_path):
     write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
     table = load("car", tmp_path)
     assert table.encode("ordinal")[0].tolist() == [0, 3, 3, 2, 0, 2] and table.target[0] == 3
-    assert table.encode("onehot")[0].tolist() == [1, 0, 0, 0, *[0, 0, 0, 1] * 2, 0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert table.encode("onehot")[0].tolist() == [
+        1,
+        0,
+        0,
+        0,
+        *[0, 0, 0, 1] * 2,
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
     write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
-    table = load("abalone", tmp_path)                  # a category without order is never a number
-    assert table.columns[0].levels == ("M", "F", "I") and table.encode("ordinal")[0, :3].tolist() == [0, 0, 1]
+    table = load("abalone", tmp_path)  # a category without order is never a number
+    assert table.columns[0].levels == ("M", "F", "I") and table.encode("ordinal")[
+        0, :3
+    ].tolist() == [0, 0, 1]
 
 
 def task_with(**options) -> SimpleNamespace:
@@ -110,13 +209,23 @@ def task_with(**options) -> SimpleNamespace:
     return SimpleNamespace(**defaults | options)
 
 
-@pytest.mark.parametrize("read, by", [
-    (lambda folder: load("iris", folder), "task.dataset=iris, which is embedded"),
-    (lambda folder: corpora.word_files("some.txt", folder), "task.corpus=some.txt"),
-    (lambda folder: arena.load("pathfinder", folder, {}, "small", None), "task.dataset=pathfinder"),
-    (lambda folder: Books.files(task_with(data_dir=folder, text="some.txt")), "task.text"),
-    (lambda folder: MLM.named_texts(task_with(data_dir=folder, text="some.txt")), "task.text"),
-    (lambda folder: MLM.named_texts(task_with(data_dir=folder, hub={"name": "some/set"})), "task.hub.name")])
+@pytest.mark.parametrize(
+    "read, by",
+    [
+        (lambda folder: load("iris", folder), "task.dataset=iris, which is embedded"),
+        (lambda folder: corpora.word_files("some.txt", folder), "task.corpus=some.txt"),
+        (
+            lambda folder: arena.load("pathfinder", folder, {}, "small", None),
+            "task.dataset=pathfinder",
+        ),
+        (lambda folder: Books.files(task_with(data_dir=folder, text="some.txt")), "task.text"),
+        (lambda folder: MLM.named_texts(task_with(data_dir=folder, text="some.txt")), "task.text"),
+        (
+            lambda folder: MLM.named_texts(task_with(data_dir=folder, hub={"name": "some/set"})),
+            "task.hub.name",
+        ),
+    ],
+)
 def test_a_folder_that_is_not_used_is_refused(read, by):
     with pytest.raises(DataError, match=f"task.data_dir=/some/folder: not used by {by}"):
         read("/some/folder")
@@ -124,7 +233,10 @@ def test_a_folder_that_is_not_used_is_refused(read, by):
 
 # ---- a csv file of one's own -----------------------------------------------------------------------------------------
 def write_own(path, header, *columns, separator=","):
-    quoted = [separator.join('"{}"'.format(str(cell).replace('"', '""')) for cell in row) for row in zip(*columns)]
+    quoted = [
+        separator.join('"{}"'.format(str(cell).replace('"', '""')) for cell in row)
+        for row in zip(*columns)
+    ]
     path.write_text("\n".join([header, *quoted]), encoding="utf-8")
     return path
 
@@ -134,9 +246,15 @@ def homes(tmp_path):
     rng = np.random.default_rng(0)
     area, city = rng.integers(20, 200, 60), ["Ulm", "Bonn", "Kiel"] * 20
     price = [f"{1000 * a + 5000 * (i % 3):.0f}.5" for i, a in enumerate(area)]
-    return write_own(tmp_path / "homes.csv", "area,rooms,city,id,price",
-                     ["NA" if i == 3 else a for i, a in enumerate(area)], [i % 5 + 1 for i in range(60)],
-                     ["?" if i == 5 else each for i, each in enumerate(city)], [f"h{i}" for i in range(60)], price)
+    return write_own(
+        tmp_path / "homes.csv",
+        "area,rooms,city,id,price",
+        ["NA" if i == 3 else a for i, a in enumerate(area)],
+        [i % 5 + 1 for i in range(60)],
+        ["?" if i == 5 else each for i, each in enumerate(city)],
+        [f"h{i}" for i in range(60)],
+        price,
+    )
 
 
 def test_values_decide_the_kind_of_a_column(homes):
@@ -145,8 +263,11 @@ def test_values_decide_the_kind_of_a_column(homes):
     assert [column.name for column in table.columns] == ["area", "rooms", "city"]
     area, _, city = table.columns
     assert np.isnan(area.values).sum() == 1 and city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
-    for part in ("area: 1 of 60 values are missing", "city: 1 of 60 values are missing",
-                 "id has 60 different texts and is left out"):
+    for part in (
+        "area: 1 of 60 values are missing",
+        "city: 1 of 60 values are missing",
+        "id has 60 different texts and is left out",
+    ):
         assert part in notes
     classes, _ = read_own(homes, "rooms")
     assert classes.classes == ("1", "2", "3", "4", "5") and classes.target.dtype == np.int64
@@ -155,10 +276,26 @@ def test_values_decide_the_kind_of_a_column(homes):
 
 @pytest.mark.parametrize("separator", [";", "\t"])
 def test_separators_quotes_and_gzip(separator, tmp_path):
-    cells = ['\ufeffa', '"b c"', "y\n1", "x", "p\n2", f'"x{separator}y"', "q\n3", "x", "p\n4", "x\u2028", "q\n\n"]
+    cells = [
+        "\ufeffa",
+        '"b c"',
+        "y\n1",
+        "x",
+        "p\n2",
+        f'"x{separator}y"',
+        "q\n3",
+        "x",
+        "p\n4",
+        "x\u2028",
+        "q\n\n",
+    ]
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(separator.join(cells).encode()))
     table, _ = read_own(tmp_path / "t.csv.gz", "y")
-    assert table.name == "t" and table.classes == ("p", "q") and table.columns[0].values.tolist() == [1, 2, 3, 4]
+    assert (
+        table.name == "t"
+        and table.classes == ("p", "q")
+        and table.columns[0].values.tolist() == [1, 2, 3, 4]
+    )
 
 
 def test_one_way_to_read_numbers(tmp_path):
@@ -171,10 +308,18 @@ def test_one_way_to_read_numbers(tmp_path):
 MANY = [i / 4 for i in range(38)]
 
 
-@pytest.mark.parametrize("cells, message", [
-    ([*MANY, "<0.1", "low"], "column x, row 39: '<0.1'"), (["1,5", "1.5", "2.5", "3"] * 10, "row 1: '1,5'"),
-    (["1.234,5", "7"] * 20, "'1.234,5'"), (["$5"] * 40, r"'\$5'"), (["12 EUR"] * 40, "'12 EUR'"),
-    (["1'234"] * 40, '"1\'234"'), ([*MANY, "inf", "1"], "row 39: 'inf'")])
+@pytest.mark.parametrize(
+    "cells, message",
+    [
+        ([*MANY, "<0.1", "low"], "column x, row 39: '<0.1'"),
+        (["1,5", "1.5", "2.5", "3"] * 10, "row 1: '1,5'"),
+        (["1.234,5", "7"] * 20, "'1.234,5'"),
+        (["$5"] * 40, r"'\$5'"),
+        (["12 EUR"] * 40, "'12 EUR'"),
+        (["1'234"] * 40, '"1\'234"'),
+        ([*MANY, "inf", "1"], "row 39: 'inf'"),
+    ],
+)
 def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_path):
     with pytest.raises(DataError, match=message):
         read_own(write_own(tmp_path / "t.csv", "x,y", cells, ["p", "q"] * 20), "y")
@@ -182,21 +327,31 @@ def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_pat
         read_own(write_own(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
 
 
-@pytest.mark.parametrize("cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["none", "Attchd"], ["1", "b"]])
+@pytest.mark.parametrize(
+    "cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["none", "Attchd"], ["1", "b"]]
+)
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
     assert table.classes == table.columns[0].levels == tuple(sorted(cells))
     assert table.columns[0].values.tolist() == table.target.tolist()
 
 
-@pytest.mark.parametrize("text, target, message", [
-    ("a,y\n1,2\n3", "y", "row 2 has fewer cells"), ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
-    ("a,a,y\n1,2,3\n", "y", "names each column"), ("1,2\n3,4\n", "y", "names each column"), ("a,y\n", "y", "0 rows"),
-    ("a,price\n1,2\n2,3\n", "prise", "did you mean price"), ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 row"),
-    ("a,y\n,0\n,1\n,0\n,1\n", "y", "a is empty and is left out"),
-    ("a,y\n1,2.5\n3,NA\n", "y", "column y, row 2 has no value"),
-    ('a,y\nu,1\n"u,2\nu,3\nu,4\nu",5\n', "y", "column a, row 2: line end inside a cell"),
-    ("a,y\nu,1\n\udcff,2\n", "y", "UTF-8")])
+@pytest.mark.parametrize(
+    "text, target, message",
+    [
+        ("a,y\n1,2\n3", "y", "row 2 has fewer cells"),
+        ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
+        ("a,a,y\n1,2,3\n", "y", "names each column"),
+        ("1,2\n3,4\n", "y", "names each column"),
+        ("a,y\n", "y", "0 rows"),
+        ("a,price\n1,2\n2,3\n", "prise", "did you mean price"),
+        ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 row"),
+        ("a,y\n,0\n,1\n,0\n,1\n", "y", "a is empty and is left out"),
+        ("a,y\n1,2.5\n3,NA\n", "y", "column y, row 2 has no value"),
+        ('a,y\nu,1\n"u,2\nu,3\nu,4\nu",5\n', "y", "column a, row 2: line end inside a cell"),
+        ("a,y\nu,1\n\udcff,2\n", "y", "UTF-8"),
+    ],
+)
 def test_refusals_name_column_and_row(text, target, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises((DataError, ValueError), match=message):
@@ -205,23 +360,44 @@ def test_refusals_name_column_and_row(text, target, message, tmp_path):
 
 def test_kind_decides(tmp_path):
     with pytest.raises(DataError, match="column city, .*task.kind=regression"):
-        read_own(write_own(tmp_path / "t.csv", "x,city", range(6), ["Ulm", "Bonn"] * 3), "city", "regression")
-    for labels, classes in ((["1", "1.0", "2", "2.00"], ("1", "2")), (["1", "2", "3", "x"], ("1", "2", "3", "x"))):
+        read_own(
+            write_own(tmp_path / "t.csv", "x,city", range(6), ["Ulm", "Bonn"] * 3),
+            "city",
+            "regression",
+        )
+    for labels, classes in (
+        (["1", "1.0", "2", "2.00"], ("1", "2")),
+        (["1", "2", "3", "x"], ("1", "2", "3", "x")),
+    ):
         file = write_own(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
         assert read_own(file, "y", "classification")[0].classes == classes
 
 
 def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
-    run = ["task=uci", f"task.csv={homes}", "logger=none", "task.repeats=2", "task.split=[0.6,0.2,0.2]",
-           "features=trig", "features.m=128", f"hydra.run.dir={tmp_path / 'run'}"]
-    check_refused(typed(*run, "task.target=price", "task.scaling=none"), ["values are missing"], tmp_path / "run")
+    run = [
+        "task=uci",
+        f"task.csv={homes}",
+        "logger=none",
+        "task.repeats=2",
+        "task.split=[0.6,0.2,0.2]",
+        "features=trig",
+        "features.m=128",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    check_refused(
+        typed(*run, "task.target=price", "task.scaling=none"),
+        ["values are missing"],
+        tmp_path / "run",
+    )
     code, out, err = typed(*run, "task.target=price")
     assert code == 0, err
     assert "homes: r2 0." in out and "area: 1 of 60 values are missing" in out
 
 
 def task_of(path, sigmas):
-    return uci.UCI("wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, sigmas, csv=str(path), target="y")
+    return uci.UCI(
+        "wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, sigmas, csv=str(path), target="y"
+    )
 
 
 def test_columns_are_scaled_before_they_are_rounded(tmp_path):
@@ -235,15 +411,25 @@ def test_columns_are_scaled_before_they_are_rounded(tmp_path):
 
 def test_the_scale_is_that_of_the_training_part(tmp_path):
     x = np.random.default_rng(0).normal(size=50)
-    train, *others = task_of(write_own(tmp_path / "t.csv", "x,y", x, np.sin(2 * x)), [5.0]).divide(0, 0)[0]
-    assert abs(train.mean()) < 1e-6 and abs(train.std() - 1) < 1e-6 and all(abs(part.mean()) > 1e-3 for part in others)
+    train, *others = task_of(write_own(tmp_path / "t.csv", "x,y", x, np.sin(2 * x)), [5.0]).divide(
+        0, 0
+    )[0]
+    assert (
+        abs(train.mean()) < 1e-6
+        and abs(train.std() - 1) < 1e-6
+        and all(abs(part.mean()) > 1e-3 for part in others)
+    )
 
 
 @pytest.mark.parametrize("number", [True, False])
 def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
     noise, x = np.random.default_rng(0).normal(size=(2, 100))
-    for y, worse in ((noise if number else ["aaaab"[i % 5] for i in range(100)], True),
-                     (x if number else np.where(x > 0, "a", "b"), False)):
+    for y, worse in (
+        (noise if number else ["aaaab"[i % 5] for i in range(100)], True),
+        (x if number else np.where(x > 0, "a", "b"), False),
+    ):
         task = task_of(write_own(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
         summary = task.summary(list(task.records(Mechanism.of("exact"), 0)))
-        assert ("of the training part" in summary) == worse and len(summary.splitlines()) == 1 + worse
+        assert ("of the training part" in summary) == worse and len(
+            summary.splitlines()
+        ) == 1 + worse

@@ -9,8 +9,8 @@ from covering import in_turn
 from maps import HYBRIDS, map_names
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
-from sklearn.kernel_approximation import RBFSampler
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
+from sklearn.kernel_approximation import RBFSampler
 from sklearn.linear_model import RidgeClassifier
 from sklearn.metrics.pairwise import laplacian_kernel
 from sklearn.model_selection import GridSearchCV
@@ -20,31 +20,54 @@ from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with
 
 from crt_exp import RandomFeatureClassifier
 from crt_exp.estimators import RandomFeatures
-from crt_exp.estimators.kernel_regression import KernelRegressionClassifier, KernelRegressionRegressor
+from crt_exp.estimators.kernel_regression import (
+    KernelRegressionClassifier,
+    KernelRegressionRegressor,
+)
 from crt_exp.features import OPRF, ArcCosineRF, PosRF, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
-TWO_SIDES = dict.fromkeys(("gerf", "complex"), "its maps for the two sides of the kernel differ") | HYBRIDS
+TWO_SIDES = (
+    dict.fromkeys(("gerf", "complex"), "its maps for the two sides of the kernel differ") | HYBRIDS
+)
 OTHER_KERNEL = {"smreg": "estimates another kernel"} | HYBRIDS
-NO_WEIGHTS = TWO_SIDES | {"sderf": "it moves the data first"} | dict.fromkeys(
-    ("pois", "geom", "pois_plus", "geom_plus", "pois_coord"), "powers of the data in place of exponentials")
+NO_WEIGHTS = (
+    TWO_SIDES
+    | {"sderf": "it moves the data first"}
+    | dict.fromkeys(
+        ("pois", "geom", "pois_plus", "geom_plus", "pois_coord"),
+        "powers of the data in place of exponentials",
+    )
+)
 ONE_MAP, WITH_WEIGHTS = map_names(TWO_SIDES), map_names(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]
 
 
-@parametrize_with_checks([RandomFeatures("trig", n_components=7), KernelRegressionClassifier(n_components=400),
-                          KernelRegressionRegressor("exact")])
+@parametrize_with_checks(
+    [
+        RandomFeatures("trig", n_components=7),
+        KernelRegressionClassifier(n_components=400),
+        KernelRegressionRegressor("exact"),
+    ]
+)
 def test_scikit_learn_compatible(estimator, check):
     check(estimator)
 
 
 @pytest.mark.slow
-@parametrize_with_checks([
-    *(RandomFeatures(m, n_components=20) for m in (*ONE_MAP, "laplace", "rational_quadratic", "arc_cosine")),
-    KernelRegressionClassifier("exact"), KernelRegressionClassifier("clustered", n_components=256),
-    KernelRegressionRegressor(n_components=2000)])
+@parametrize_with_checks(
+    [
+        *(
+            RandomFeatures(m, n_components=20)
+            for m in (*ONE_MAP, "laplace", "rational_quadratic", "arc_cosine")
+        ),
+        KernelRegressionClassifier("exact"),
+        KernelRegressionClassifier("clustered", n_components=256),
+        KernelRegressionRegressor(n_components=2000),
+    ]
+)
 def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
 
@@ -60,7 +83,9 @@ def test_labels_of_another_type_later(make):
 
 
 def test_clusters_of_one_sample_are_refused_as_by_scikit_learn():
-    check_fit2d_1sample("KernelRegressionRegressor", KernelRegressionRegressor("clustered", n_components=256))
+    check_fit2d_1sample(
+        "KernelRegressionRegressor", KernelRegressionRegressor("clustered", n_components=256)
+    )
 
 
 @pytest.mark.parametrize("mechanism", map_names(TWO_SIDES | OTHER_KERNEL))
@@ -76,24 +101,37 @@ def test_classifier_approaches_exact(mechanism):
     X, y = load_iris(return_X_y=True)
     X = (X - X.mean(0)) / X.std(0)
     exact = KernelRegressionClassifier("exact", gamma=0.1).fit(X, y).predict_proba(X)
-    model = KernelRegressionClassifier(mechanism, n_components=10_000, gamma=0.1, random_state=0).fit(X, y)
+    model = KernelRegressionClassifier(
+        mechanism, n_components=10_000, gamma=0.1, random_state=0
+    ).fit(X, y)
     assert np.abs(model.predict_proba(X) - exact).mean() < 0.03
 
 
-@pytest.mark.parametrize("mechanism, kernel", [("exact", "gaussian"), ("trig", "gaussian"),
-                                               *((name, "softmax") for name in NOT_FITTED),
-                                               (OPRF("softmax", A=-0.05), "softmax")], ids=str)
+@pytest.mark.parametrize(
+    "mechanism, kernel",
+    [
+        ("exact", "gaussian"),
+        ("trig", "gaussian"),
+        *((name, "softmax") for name in NOT_FITTED),
+        (OPRF("softmax", A=-0.05), "softmax"),
+    ],
+    ids=str,
+)
 def test_partial_fit_equals_fit(mechanism, kernel):
     """Parameters, noise and centre stay as the first batch made them;
     where they do not depend on it, the sums are equal."""
     X, y = load_iris(return_X_y=True)
-    whole = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1).fit(X, y)
+    whole = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1).fit(
+        X, y
+    )
     parts = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1)
     for rows in np.array_split(np.random.default_rng(0).permutation(len(X)), 4):
         parts.partial_fit(X[rows], y[rows], classes=[0, 1, 2])
     np.testing.assert_allclose(parts.predict_proba(X), whole.predict_proba(X), atol=1e-9)
     X, y = make_regression(200, 4, noise=0.1, random_state=0)
-    whole = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1).fit(X, y)
+    whole = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1).fit(
+        X, y
+    )
     parts = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1)
     parts.partial_fit(X[:70], y[:70]).partial_fit(X[70:], y[70:])
     np.testing.assert_allclose(parts.predict(X), whole.predict(X), rtol=1e-6)
@@ -121,7 +159,9 @@ def test_pickles_and_repeats(mechanism):
 def test_large_gamma_does_not_underflow():
     X, y = load_iris(return_X_y=True)
     assert (KernelRegressionClassifier("exact", gamma=1e6).fit(X, y).predict(X) == y).mean() > 0.99
-    assert np.isfinite(KernelRegressionClassifier("oprf", gamma=1e3, random_state=0).fit(X, y).predict_proba(X)).all()
+    assert np.isfinite(
+        KernelRegressionClassifier("oprf", gamma=1e3, random_state=0).fit(X, y).predict_proba(X)
+    ).all()
 
 
 X, Y = load_iris(return_X_y=True)
@@ -129,7 +169,8 @@ BAD = {
     "gamma=0: expected a positive number": lambda: RandomFeatures(gamma=0).fit(X),
     "n_components=8.0": lambda: RandomFeatures(n_components=8.0).fit(X),
     "n_components=7: Sum supports 6 or 9": lambda: RandomFeatures(
-        Sum(TrigRF("gaussian"), PosRF("gaussian")), n_components=7).fit(X),
+        Sum(TrigRF("gaussian"), PosRF("gaussian")), n_components=7
+    ).fit(X),
     "unknown features 'oprff'; did you mean oprf": lambda: RandomFeatures("oprff").fit(X),
     "queries and keys": lambda: RandomFeatures("gerf").fit_transform(X),
     r"margin=1.0": lambda: RandomFeatures("pois_plus").fit(X).transform(X - 1),
@@ -137,10 +178,12 @@ BAD = {
     "classes=None": lambda: KernelRegressionClassifier().partial_fit(X, Y),
     "gamma=0.5: not supported by matern": lambda: RandomFeatures("matern", gamma=0.5).fit(X),
     "gamma=1.0: cannot be combined": lambda: KernelRegressionClassifier(
-        "exact", gamma=1.0, length_scale=2.0).fit(X, Y),
+        "exact", gamma=1.0, length_scale=2.0
+    ).fit(X, Y),
     "kernel=softmax: not supported": lambda: RandomFeatures("matern", kernel="softmax").fit(X),
-    r"length_scale=\[1, 2, 3\]: expected a positive number, or one for each of the 4": lambda: RandomFeatures(
-        length_scale=[1, 2, 3]).fit(X),
+    r"length_scale=\[1, 2, 3\]: expected a positive number, or one for each of the 4": lambda: (
+        RandomFeatures(length_scale=[1, 2, 3]).fit(X)
+    ),
 }
 
 
@@ -152,7 +195,9 @@ def test_bad_input(message):
 
 def test_no_mass_is_reported():
     with pytest.warns(UserWarning, match="no positive kernel mass"):
-        KernelRegressionRegressor("trig", n_components=8, gamma=50, random_state=0).fit(X, Y).predict(X)
+        KernelRegressionRegressor("trig", n_components=8, gamma=50, random_state=0).fit(
+            X, Y
+        ).predict(X)
 
 
 @pytest.mark.filterwarnings("ignore:.*no positive kernel mass:UserWarning")
@@ -162,11 +207,16 @@ def test_an_average_lies_between_the_targets(mechanism):
     rng = np.random.default_rng(0)
     x, y, far = rng.normal(size=(300, 6)), rng.normal(size=(300, 2)), 2 * rng.normal(size=(300, 6))
     columns = Mechanism.of(features=mechanism).map("gaussian").width(5)
-    found = KernelRegressionRegressor(mechanism, n_components=columns, gamma=1.0, random_state=0).fit(x, y).predict(far)
+    found = (
+        KernelRegressionRegressor(mechanism, n_components=columns, gamma=1.0, random_state=0)
+        .fit(x, y)
+        .predict(far)
+    )
     assert (found >= y.min(0)).all() and (found <= y.max(0)).all()
 
 
 # In the place of RBFSampler.
+
 
 def points(n=30, d=5, seed=0):
     """Rows on the simplex, as RBFSampler's own tests take them."""
@@ -174,9 +224,15 @@ def points(n=30, d=5, seed=0):
     return P / P.sum(1, keepdims=True)
 
 
-@pytest.mark.parametrize("mechanism, container, gamma", [
-    ("trig", scipy.sparse.csr_array, 0.7), ("oprf", scipy.sparse.csr_matrix, "scale"),
-    ("pois_plus", scipy.sparse.csc_array, 0.7), ("sderf", scipy.sparse.csr_array, "scale")])
+@pytest.mark.parametrize(
+    "mechanism, container, gamma",
+    [
+        ("trig", scipy.sparse.csr_array, 0.7),
+        ("oprf", scipy.sparse.csr_matrix, "scale"),
+        ("pois_plus", scipy.sparse.csc_array, 0.7),
+        ("sderf", scipy.sparse.csr_array, "scale"),
+    ],
+)
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
     monkeypatch.setattr("crt_exp.estimators.SPARSE_ENTRIES", 40)  # blocks of eight rows
     dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
@@ -190,21 +246,27 @@ def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
     np.testing.assert_allclose(single, expected, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("mechanism, n", in_turn([*WITH_WEIGHTS, OPRF("gaussian", antithetic=True)], [7, 2, 1]),
-                         ids=str)
+@pytest.mark.parametrize(
+    "mechanism, n", in_turn([*WITH_WEIGHTS, OPRF("gaussian", antithetic=True)], [7, 2, 1]), ids=str
+)
 def test_weights_and_offsets_are_the_features(mechanism, n):
     P = points()
     model = RandomFeatures(mechanism, n_components=n, gamma=0.7, random_state=0).fit(P)
     phase = P @ model.random_weights_ + model.random_offset_
-    Z = np.sqrt(2 / n) * np.cos(phase) if mechanism == "trig" else np.exp(
-        phase - 1.4 * ((P - model.center_) ** 2).sum(1, keepdims=True))
+    Z = (
+        np.sqrt(2 / n) * np.cos(phase)
+        if mechanism == "trig"
+        else np.exp(phase - 1.4 * ((P - model.center_) ** 2).sum(1, keepdims=True))
+    )
     assert model.random_weights_.shape == (5, n) and model.random_offset_.shape == (n,)
     np.testing.assert_allclose(model.transform(P), Z, rtol=1e-9, atol=1e-12)
 
 
 def test_scale_is_that_of_rbf_sampler():
     for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
-        assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(RBFSampler(gamma="scale").fit(P)._gamma)
+        assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(
+            RBFSampler(gamma="scale").fit(P)._gamma
+        )
         sparse = scipy.sparse.csr_array(P)
         theirs = RBFSampler(gamma="scale").fit(sparse)._gamma
         assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
@@ -216,7 +278,9 @@ def test_lengths_stand_in_the_place_of_gamma(mechanism):
     make = lambda **options: RandomFeatures(mechanism, n_components=8, random_state=0, **options)
     Z = make(length_scale=lengths).fit_transform(P)
     np.testing.assert_allclose(Z, make(gamma=0.5).fit_transform(P / lengths), rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(make(length_scale=2.0).fit_transform(P), make(gamma=1 / 8).fit_transform(P), rtol=1e-9)
+    np.testing.assert_allclose(
+        make(length_scale=2.0).fit_transform(P), make(gamma=1 / 8).fit_transform(P), rtol=1e-9
+    )
 
 
 def arc_cosine(X, order=1):
@@ -227,22 +291,38 @@ def arc_cosine(X, order=1):
     return np.outer(size, size) * (np.sin(theta) + (np.pi - theta) * np.cos(theta)) / np.pi
 
 
-OWN_KERNELS = {"matern": Matern(nu=1.5), "laplace": lambda X: laplacian_kernel(X, gamma=1.0),
-               "rational_quadratic": RationalQuadratic(), "arc_cosine": arc_cosine,
-               ArcCosineRF(order=0): lambda X: arc_cosine(X, order=0)}
+OWN_KERNELS = {
+    "matern": Matern(nu=1.5),
+    "laplace": lambda X: laplacian_kernel(X, gamma=1.0),
+    "rational_quadratic": RationalQuadratic(),
+    "arc_cosine": arc_cosine,
+    ArcCosineRF(order=0): lambda X: arc_cosine(X, order=0),
+}
 
 
-@pytest.mark.parametrize("mechanism, sampler, n", [
-    ("matern", "orthogonal", 11), ("laplace", "iid", 10), ("rational_quadratic", "orthogonal", 10),
-    ("arc_cosine", "orthogonal", 11), (ArcCosineRF(order=0), "iid", 11)], ids=str)
+@pytest.mark.parametrize(
+    "mechanism, sampler, n",
+    [
+        ("matern", "orthogonal", 11),
+        ("laplace", "iid", 10),
+        ("rational_quadratic", "orthogonal", 10),
+        ("arc_cosine", "orthogonal", 11),
+        (ArcCosineRF(order=0), "iid", 11),
+    ],
+    ids=str,
+)
 def test_kernels_of_their_own_are_unbiased(mechanism, sampler, n):
     """Over draws of the features, for rows over their lengths; of an odd number of columns too."""
     P, lengths = np.random.default_rng(0).normal(size=(4, 3)), np.array([1.0, 2.0, 3.0])
-    make = lambda seed, **options: RandomFeatures(mechanism, sampler, n, random_state=seed, **options)
+    make = lambda seed, **options: RandomFeatures(
+        mechanism, sampler, n, random_state=seed, **options
+    )
     drawn = np.array([make(seed, length_scale=lengths).fit_transform(P) for seed in range(200)])
     gram, exact = drawn @ drawn.transpose(0, 2, 1), OWN_KERNELS[mechanism](P / lengths)
     error = gram.std(0) / 200**0.5
-    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (error < 0.06 * exact.max()).all()
+    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (
+        error < 0.06 * exact.max()
+    ).all()
     model = make(0).fit(P.astype(np.float32))
     Z = model.transform(P.astype(np.float32))
     assert Z.dtype == np.float32 and (model.scale_ == 1).all()
@@ -255,8 +335,10 @@ def test_kernels_of_their_own_are_unbiased(mechanism, sampler, n):
 def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
     P = np.random.default_rng(0).normal(size=(5000, 3))
     P[7::2] *= 3
-    one, two = (RandomFeatures(mechanism, n_components=4, gamma=0.01, random_state=0).fit(rows)
-                for rows in (P, np.random.default_rng(1).permutation(P)))
+    one, two = (
+        RandomFeatures(mechanism, n_components=4, gamma=0.01, random_state=0).fit(rows)
+        for rows in (P, np.random.default_rng(1).permutation(P))
+    )
     np.testing.assert_allclose(one.transform(P), two.transform(P), rtol=1e-9, atol=1e-12)
     if mechanism != "trig":
         np.testing.assert_allclose(one.center_, P.mean(0))
@@ -265,9 +347,18 @@ def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
 def test_in_a_pipeline():
     """Cloned, searched over numbers of NumPy, with named columns."""
     X, y = load_iris(return_X_y=True, as_frame=True)
-    model = make_pipeline(StandardScaler(), RandomFeatures("pos", gamma=0.1, random_state=0), RidgeClassifier())
+    model = make_pipeline(
+        StandardScaler(), RandomFeatures("pos", gamma=0.1, random_state=0), RidgeClassifier()
+    )
     sizes = {"randomfeatures__n_components": np.array([16, 33])}
     search = GridSearchCV(clone(model), sizes, cv=3, error_score="raise").fit(X, y)
     assert search.best_score_ > 0.8
-    Z = RandomFeatures("pos", n_components=np.int64(3)).set_output(transform="pandas").fit(X).transform(X)
-    assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(Z) == len(X)
+    Z = (
+        RandomFeatures("pos", n_components=np.int64(3))
+        .set_output(transform="pandas")
+        .fit(X)
+        .transform(X)
+    )
+    assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(
+        Z
+    ) == len(X)

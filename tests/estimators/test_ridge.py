@@ -1,5 +1,4 @@
-"""Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come.
-"""
+"""Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come."""
 
 import itertools
 import pickle
@@ -26,12 +25,16 @@ def rows(n=600, d=3, seed=0, dtype=np.float64):
     return X.astype(dtype), mean + 0.3 * r.normal(size=n), LABELS[np.digitize(mean, [-0.7, 0.7])]
 
 
-@parametrize_with_checks([RandomFeatureRidge(n_components=101), RandomFeatureClassifier(n_components=100)])
+@parametrize_with_checks(
+    [RandomFeatureRidge(n_components=101), RandomFeatureClassifier(n_components=100)]
+)
 def test_scikit_learn_compatible(estimator, check):
     check(estimator)
 
 
-@pytest.mark.parametrize("mechanism, sampler", [("trig", "orthogonal"), ("oprf", "hadamard"), ("trig", "sobol")])
+@pytest.mark.parametrize(
+    "mechanism, sampler", [("trig", "orthogonal"), ("oprf", "hadamard"), ("trig", "sobol")]
+)
 def test_is_ridge_on_the_same_features(mechanism, sampler):
     X, y, _ = rows()
     weight = np.random.default_rng(1).uniform(0, 2, len(y))
@@ -42,8 +45,11 @@ def test_is_ridge_on_the_same_features(mechanism, sampler):
     np.testing.assert_allclose(model.coef_, theirs.coef_, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(model.predict(X), theirs.predict(Z), rtol=1e-6, atol=1e-6)
     unweighted = RandomFeatureRidge(mechanism, sampler, alpha=0.01, **options).fit(X, y)
-    np.testing.assert_allclose(RandomFeatures(mechanism, sampler, **options).fit_transform(X),
-                               unweighted.features_.transform(X), rtol=1e-9)
+    np.testing.assert_allclose(
+        RandomFeatures(mechanism, sampler, **options).fit_transform(X),
+        unweighted.features_.transform(X),
+        rtol=1e-9,
+    )
 
 
 @pytest.mark.parametrize("alpha", ["gcv", "evidence"])
@@ -70,9 +76,11 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
         np.testing.assert_allclose(one, two, rtol=1e-6)
 
 
-@pytest.mark.parametrize("alpha, n, places, order", [
-    ("gcv", 60, range(1, 60), 1), (1e-3, 600, [1, 8, 257, 511], 1), ("gcv", 600, [100, 400], -1)],
-    ids=["one by one", "odd", "backwards"])
+@pytest.mark.parametrize(
+    "alpha, n, places, order",
+    [("gcv", 60, range(1, 60), 1), (1e-3, 600, [1, 8, 257, 511], 1), ("gcv", 600, [100, 400], -1)],
+    ids=["one by one", "odd", "backwards"],
+)
 def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, n, places, order):
     X, y, labels = rows(n)
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
@@ -82,7 +90,9 @@ def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, n, places, ord
             parts.partial_fit(X[part], target[part])
         np.testing.assert_allclose(parts.coef_, whole.coef_, rtol=1e-8, atol=1e-8)
         np.testing.assert_allclose(parts.intercept_, whole.intercept_, rtol=1e-8, atol=1e-8)
-        assert (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == n
+        assert (
+            (parts.predict(X) == whole.predict(X)).all() if target is labels else parts.rows_ == n
+        )
 
 
 def test_a_row_left_out_is_predicted_as_by_a_fit_without_it():
@@ -92,24 +102,37 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it():
     Z = model.features_.transform(X)
     found = model._solve().leave_one_out(*map(torch.from_numpy, (Z, y[:, None])))[:, 0]
     for i, others in enumerate(~np.eye(40, dtype=bool)):
-        expected = Ridge(alpha=0.5, solver="cholesky").fit(Z[others], y[others]).predict(Z[i:i + 1])
+        expected = (
+            Ridge(alpha=0.5, solver="cholesky").fit(Z[others], y[others]).predict(Z[i : i + 1])
+        )
         np.testing.assert_allclose(found[i], expected[0], rtol=1e-6)
 
 
 def test_a_fit_takes_the_scale_of_all_rows_in_any_order():
     X, y, _ = rows(6000)
     sorted_rows = np.argsort(X[:, 0])
-    gammas = [RandomFeatureRidge(n_components=20).fit(X[order], y[order]).features_.gamma_
-              for order in (np.arange(6000), sorted_rows)]
+    gammas = [
+        RandomFeatureRidge(n_components=20).fit(X[order], y[order]).features_.gamma_
+        for order in (np.arange(6000), sorted_rows)
+    ]
     np.testing.assert_allclose(gammas, 1 / (X.shape[1] * X.var()))
 
 
-@pytest.mark.parametrize("make, sentinel, place", [
-    (RandomFeatureRidge, -999999999, 0), (RandomFeatureRidge, 1e15, 600), (RandomFeatureClassifier, 1e15, 0)])
+@pytest.mark.parametrize(
+    "make, sentinel, place",
+    [
+        (RandomFeatureRidge, -999999999, 0),
+        (RandomFeatureRidge, 1e15, 600),
+        (RandomFeatureClassifier, 1e15, 0),
+    ],
+)
 def test_rows_of_weight_0_change_nothing(make, sentinel, place):
     X, y, labels = rows()
     target, wrong = (y, sentinel) if make is RandomFeatureRidge else (labels, "z")
-    more = np.insert(X, place, sentinel, 0), np.insert(target.astype(object), place, wrong).astype(target.dtype)
+    more = (
+        np.insert(X, place, sentinel, 0),
+        np.insert(target.astype(object), place, wrong).astype(target.dtype),
+    )
     weight = np.insert(np.ones(600), place, 0)
     plain = make(n_components=40, **FIXED).fit(X, target)
     fitted = make(n_components=40, **FIXED).fit(*more, weight)
@@ -144,8 +167,15 @@ def test_intervals_cover():
     assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
 
 
-@pytest.mark.parametrize("d, alpha, dtype", [
-    (5, "gcv", np.float64), (5, "evidence", np.float32), (20, "evidence", np.float64), (20, "gcv", np.float32)])
+@pytest.mark.parametrize(
+    "d, alpha, dtype",
+    [
+        (5, "gcv", np.float64),
+        (5, "evidence", np.float32),
+        (20, "evidence", np.float64),
+        (20, "gcv", np.float32),
+    ],
+)
 def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
     X, y, _ = rows(560, d, dtype=dtype)
     found = []
@@ -163,7 +193,9 @@ def test_deviations_are_numbers_where_features_underflow(mechanism):
     X, y, _ = rows()
     new = np.concatenate([X, 1e3 * X, 0 * X])
     for alpha, target in itertools.product(("gcv", "evidence", 0.1), (y, 0 * y)):
-        model = RandomFeatureRidge(mechanism, n_components=20, gamma=1e4, alpha=alpha, random_state=0).fit(X, target)
+        model = RandomFeatureRidge(
+            mechanism, n_components=20, gamma=1e4, alpha=alpha, random_state=0
+        ).fit(X, target)
         mean, std = model.predict(new, return_std=True)
         assert np.isfinite(mean).all() and not np.isnan(std).any()
 
@@ -172,7 +204,11 @@ def test_targets_of_several_columns_are_fitted_as_if_each_were_alone():
     X, y, _ = rows()
     Y = np.stack([y, 100 + X[:, 2] ** 2], 1)
     both = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y)
-    assert both.predict(X).shape == Y.shape and both.coef_.shape == (2, 40) and both.alpha_.shape == (2,)
+    assert (
+        both.predict(X).shape == Y.shape
+        and both.coef_.shape == (2, 40)
+        and both.alpha_.shape == (2,)
+    )
     for k in (0, 1):
         one = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y[:, k])
         mean, std = one.predict(X, return_std=True)
@@ -185,7 +221,9 @@ def test_pickled_models_go_on():
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
         model = make(n_components=40, **FIXED).partial_fit(X[:250], target[:250])
         again = pickle.loads(pickle.dumps(model)).partial_fit(X[250:], target[250:])
-        np.testing.assert_allclose(again.coef_, make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-7)
+        np.testing.assert_allclose(
+            again.coef_, make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-7
+        )
 
 
 def test_a_constant_column_and_a_large_mean_change_nothing():
@@ -194,7 +232,12 @@ def test_a_constant_column_and_a_large_mean_change_nothing():
     model = RandomFeatureRidge(n_components=40, gamma=0.3, random_state=0).fit(X, y + 1e6)
     np.testing.assert_allclose(model.predict(X) - 1e6, plain.predict(X), atol=1e-6)
     constant = np.column_stack([X, np.full(len(X), 7.0)])
-    assert RandomFeatureRidge(n_components=200, gamma=0.3, random_state=0).fit(constant, y).score(constant, y) > 0.85
+    assert (
+        RandomFeatureRidge(n_components=200, gamma=0.3, random_state=0)
+        .fit(constant, y)
+        .score(constant, y)
+        > 0.85
+    )
 
 
 def test_probabilities_of_two_gaussian_classes_are_calibrated():
@@ -202,8 +245,11 @@ def test_probabilities_of_two_gaussian_classes_are_calibrated():
     r = np.random.default_rng(0)
     y = r.random(20_000) < 0.3
     X = r.normal(size=(20_000, 2)) + 1.2 * y[:, None]
-    P = RandomFeatureClassifier(n_components=100, gamma=0.05, random_state=0).fit(X[:4000], y[:4000]).predict_proba(
-        X[4000:])[:, 1]
+    P = (
+        RandomFeatureClassifier(n_components=100, gamma=0.05, random_state=0)
+        .fit(X[:4000], y[:4000])
+        .predict_proba(X[4000:])[:, 1]
+    )
     tenth, y = np.floor(10 * P), y[4000:]
     gaps = [abs((P - y)[tenth == k].sum()) for k in range(10)]
     assert sum(gaps) / len(y) < 0.04
@@ -218,7 +264,9 @@ def test_a_label_that_comes_later_is_a_new_class():
         parts.partial_fit(X[part], labels[part])
     assert parts.classes_.tolist() == ["a", "b", "c"]
     np.testing.assert_allclose(parts.coef_, whole.coef_, rtol=1e-9, atol=1e-9)
-    known = RandomFeatureClassifier(n_components=40, **FIXED).partial_fit(X, labels, classes=["a", "b", "c", "d"])
+    known = RandomFeatureClassifier(n_components=40, **FIXED).partial_fit(
+        X, labels, classes=["a", "b", "c", "d"]
+    )
     np.testing.assert_allclose(known.predict_proba(X)[:, :3], whole.predict_proba(X), atol=1e-9)
     assert (known.predict_proba(X)[:, 3] == 0).all()
 
@@ -231,16 +279,26 @@ def later(model, *batch):
 SMALL = {"n_components": 10}
 X, Y, L = rows()
 BAD = {
-    "sample_weight: -1": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.where(np.arange(600) == 3, -1, 1)),
-    "Sample weights must contain at least one non-zero": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.zeros(600)),
+    "sample_weight: -1": lambda: RandomFeatureRidge(**SMALL).fit(
+        X, Y, np.where(np.arange(600) == 3, -1, 1)
+    ),
+    "Sample weights must contain at least one non-zero": lambda: RandomFeatureRidge(**SMALL).fit(
+        X, Y, np.zeros(600)
+    ),
     "sample_weight sums to 1": lambda: RandomFeatureRidge(**SMALL).fit(X, Y, np.full(600, 1 / 600)),
-    "X has 2 features, but RandomFeatureRidge is expecting 3": lambda: later(RandomFeatureRidge(**SMALL), X[:, :2], Y),
+    "X has 2 features, but RandomFeatureRidge is expecting 3": lambda: later(
+        RandomFeatureRidge(**SMALL), X[:, :2], Y
+    ),
     "y: shape .*2.* in the first batch": lambda: later(
-        RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)),
+        RandomFeatureRidge(**SMALL), X, np.stack([Y, Y], 1)
+    ),
     "y: one class only": lambda: RandomFeatureClassifier(**SMALL).fit(X, ["a"] * 600),
-    "alpha='aic': expected a number >= 0, 'gcv' or 'evidence'":
-        lambda: RandomFeatureRidge(alpha="aic", **SMALL).fit(X, Y),
-    "features overflow": lambda: RandomFeatureRidge("trig", kernel="softmax", gamma=1.0, **SMALL).fit(100 * X, Y),
+    "alpha='aic': expected a number >= 0, 'gcv' or 'evidence'": lambda: RandomFeatureRidge(
+        alpha="aic", **SMALL
+    ).fit(X, Y),
+    "features overflow": lambda: RandomFeatureRidge(
+        "trig", kernel="softmax", gamma=1.0, **SMALL
+    ).fit(100 * X, Y),
 }
 
 

@@ -7,17 +7,56 @@ import pytest
 import scipy.stats
 import torch
 from covering import in_turn
-from maps import COMPOSITE, EXPONENTIAL, HYBRID, KERNELS, MAPS, ONE_KERNEL, OTHER_KERNELS, POSITIVE, SIMPLE, SPECTRAL
-from maps import independent, map_names
+from maps import (
+    COMPOSITE,
+    EXPONENTIAL,
+    HYBRID,
+    KERNELS,
+    MAPS,
+    ONE_KERNEL,
+    OTHER_KERNELS,
+    POSITIVE,
+    SIMPLE,
+    SPECTRAL,
+    independent,
+    map_names,
+)
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.metrics.pairwise import laplacian_kernel
 
 from crt_exp import samplers
 from crt_exp.config import ConfigError, choices
-from crt_exp.features import (CERF, GERF, OPRF, SMREG, AngularHybrid, ArcCosineRF, GaussianCoefficient, GaussianHybrid,
-                              GeomRF, GeomRFPlus, Hybrid, HypRF, LaplaceRF, MaternRF, PoisCoordRF, PoisRF, PoisRFPlus,
-                              PosRF, Product, RationalQuadraticRF, Statistics, Sum, TrigRF)
-from crt_exp.features.exponential import gerf_log_relative_second_moment, optimal_a, optimal_a_trig, search_complex_a
+from crt_exp.features import (
+    CERF,
+    GERF,
+    OPRF,
+    SMREG,
+    AngularHybrid,
+    ArcCosineRF,
+    GaussianCoefficient,
+    GaussianHybrid,
+    GeomRF,
+    GeomRFPlus,
+    Hybrid,
+    HypRF,
+    LaplaceRF,
+    MaternRF,
+    PoisCoordRF,
+    PoisRF,
+    PoisRFPlus,
+    PosRF,
+    Product,
+    RationalQuadraticRF,
+    Statistics,
+    Sum,
+    TrigRF,
+)
+from crt_exp.features.exponential import (
+    gerf_log_relative_second_moment,
+    optimal_a,
+    optimal_a_trig,
+    search_complex_a,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import leaves
 
@@ -32,7 +71,9 @@ def pairs(d, n=3, scale=0.5, seed=0):
 def estimates(phi, x, y, params, m, draws, sampler, seed=0):
     """(draws, L, S) kernel estimates, float64."""
     g = torch.Generator().manual_seed(seed)
-    noise = independent(phi, lambda: sampler(m, x.shape[-1], g, batch=(draws,), dtype=torch.float64))
+    noise = independent(
+        phi, lambda: sampler(m, x.shape[-1], g, batch=(draws,), dtype=torch.float64)
+    )
     return phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
 
 
@@ -43,10 +84,16 @@ def exact_matrix(phi, x, y):
     return phi.log_kernel(x[:, None], y[None]).exp()
 
 
-
-@pytest.mark.parametrize("phi, place", in_turn(
-    MAPS + OTHER_KERNELS, [(2, samplers.orthogonal), (1, samplers.iid), (4, samplers.orthogonal), (2, samplers.iid)]),
-    ids=lambda value: f"{value[0]}-{value[1].__name__}" if isinstance(value, tuple) else repr(value))
+@pytest.mark.parametrize(
+    "phi, place",
+    in_turn(
+        MAPS + OTHER_KERNELS,
+        [(2, samplers.orthogonal), (1, samplers.iid), (4, samplers.orthogonal), (2, samplers.iid)],
+    ),
+    ids=lambda value: (
+        f"{value[0]}-{value[1].__name__}" if isinstance(value, tuple) else repr(value)
+    ),
+)
 def test_unbiased(phi, place):
     """Errors of signs and norms fade with d."""
     d, sampler = place
@@ -78,7 +125,9 @@ def test_batches_are_one_by_one(phi):
     g = torch.Generator().manual_seed(0)
     params = phi.fit(Statistics.of(x, y))
     for batch in [(), (3,), (2, 3)]:
-        noise = independent(phi, lambda batch=batch: samplers.iid(7, 4, g, batch, dtype=torch.float64))
+        noise = independent(
+            phi, lambda batch=batch: samplers.iid(7, 4, g, batch, dtype=torch.float64)
+        )
         fx, fy = phi.phi_q(x, noise, params).exp(), phi.phi_k(y, noise, params).exp()
         assert fx.shape == (2, 3, 5, phi.width(7)) and fy.shape == (2, 3, 6, phi.width(7))
         written = torch.full_like(fx, torch.nan)
@@ -107,8 +156,9 @@ def test_dtypes_and_gradients(phi):
         torch.testing.assert_close(out.double(), reference, rtol=tolerance, atol=tolerance * 0.1)
     small = x64[:2].clone().requires_grad_()
     for side in (phi.phi_q, phi.phi_k):
-        assert torch.autograd.gradcheck(lambda t, side=side: side(t, noise, params).exp(), (small,),
-                                        fast_mode=phi in HYBRID)
+        assert torch.autograd.gradcheck(
+            lambda t, side=side: side(t, noise, params).exp(), (small,), fast_mode=phi in HYBRID
+        )
 
 
 def test_positive():
@@ -139,7 +189,12 @@ def test_fit_is_optimal(cls, kernel):
     """Perturbing a fitted parameter never lowers the variance of the pair that it was fitted to."""
     phi = cls(kernel=kernel)
     for scale in (0.1, 0.5, 2.0):
-        x, y = torch.randn(2, 20, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
+        x, y = (
+            torch.randn(
+                2, 20, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+            )
+            * scale
+        )
         params = phi.fit(Statistics.of(x, y))
         fitted = phi.log_variance(x, y, params)
         for factor in (0.9, 0.99, 1.01, 1.1):
@@ -153,10 +208,25 @@ def test_fit_is_optimal(cls, kernel):
 
 def test_fitted_order():
     """GERF <= min(OPRF, Trig), OPRF <= Pos, per-coordinate Poisson <= Poisson and geometric, antithetic <= half."""
-    x, y = torch.randn(2, 200, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.7
+    x, y = (
+        torch.randn(2, 200, 1, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        * 0.7
+    )
     stats = Statistics.of(x, y)
-    v = {phi: phi.log_variance(x, y, phi.fit(stats)) for phi in
-         (GERF(), OPRF(), TrigRF(), PosRF(), HypRF(), PoisRF(), GeomRF(), PoisCoordRF(), OPRF(antithetic=True))}
+    v = {
+        phi: phi.log_variance(x, y, phi.fit(stats))
+        for phi in (
+            GERF(),
+            OPRF(),
+            TrigRF(),
+            PosRF(),
+            HypRF(),
+            PoisRF(),
+            GeomRF(),
+            PoisCoordRF(),
+            OPRF(antithetic=True),
+        )
+    }
     assert (v[GERF()] <= torch.minimum(v[OPRF()], v[TrigRF()]) + 1e-9).all()
     assert (v[OPRF()] <= v[PosRF()] + 1e-12).all()
     assert (v[PoisCoordRF()] <= torch.minimum(v[PoisRF()], v[GeomRF()]) + 1e-12).all()
@@ -167,7 +237,9 @@ def test_fitted_order():
 def test_special_cases():
     x, y = pairs(4)
     noise = samplers.iid(9, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = lambda phi, params: phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    product = lambda phi, params: (
+        phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    )
     for kernel in KERNELS:
         for s, other in ((1, PosRF(kernel)), (-1, TrigRF(kernel))):
             phi = GERF(kernel, s=s, A=0)
@@ -183,7 +255,9 @@ def test_oprf_check_value():
     x = torch.zeros(1, 64, dtype=torch.float64)
     x[0, 0] = 5
     params = OPRF().fit(Statistics.of(x, x))
-    gain = PosRF().log_relative_second_moment(x, x) - OPRF().log_relative_second_moment(x, x, params)
+    gain = PosRF().log_relative_second_moment(x, x) - OPRF().log_relative_second_moment(
+        x, x, params
+    )
     assert gain.item() == pytest.approx(61.22, abs=5e-3)
 
 
@@ -217,19 +291,27 @@ def test_gerf_optimum_is_real_and_found():
 
 @pytest.mark.parametrize("s", [1, -1])
 def test_complex_gerf_is_real_on_the_axis_and_its_search_reaches_the_optimum(s):
-    A, sizes = torch.linspace(-2, 0.1, 50, dtype=torch.float64), torch.tensor([0.0, 1e-4, 3.0, 300.0]).double()
+    A, sizes = (
+        torch.linspace(-2, 0.1, 50, dtype=torch.float64),
+        torch.tensor([0.0, 1e-4, 3.0, 300.0]).double(),
+    )
     of = lambda A: gerf_log_relative_second_moment(A[:, None], s, sizes, 16)
     torch.testing.assert_close(of(A.to(torch.complex128)), of(A), rtol=1e-9, atol=1e-11)
     few = sizes[2:3]
     best = optimal_a(few / 16) if s == 1 else optimal_a_trig(few, 16)
-    torch.testing.assert_close(search_complex_a(best - 0.2, few, s, 16), best + 0j, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        search_complex_a(best - 0.2, few, s, 16), best + 0j, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_statistics_equal_all_pairs_and_skip_masked():
     x, y = torch.randn(3, 7, 4), torch.randn(3, 5, 4)
     x_mask, y_mask = torch.rand(3, 7) > 0.3, torch.rand(3, 5) > 0.3
     x_mask[:, 0] = y_mask[:, 0] = True
-    x, y = x.masked_fill(~x_mask[..., None], torch.nan), y.masked_fill(~y_mask[..., None], torch.nan)
+    x, y = (
+        x.masked_fill(~x_mask[..., None], torch.nan),
+        y.masked_fill(~y_mask[..., None], torch.nan),
+    )
     stats = Statistics.of(x, y, x_mask, y_mask)
     for b in range(3):
         a, c = x[b][x_mask[b]].double(), y[b][y_mask[b]].double()
@@ -250,7 +332,9 @@ def test_statistics_of_scaled_vectors():
         ours = phi.fit(Statistics.of(x, y, None, mask, scale=0.4))
         whole = phi.fit(Statistics.of(0.4 * x, 0.4 * y, None, mask))
         for a, b in zip(leaves(ours), leaves(whole), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda text, phi=phi: f"{phi}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=1e-4, atol=1e-6, msg=lambda text, phi=phi: f"{phi}: {text}"
+            )
 
 
 def test_empty_set_gives_defaults():
@@ -258,7 +342,9 @@ def test_empty_set_gives_defaults():
     stats = Statistics.of(x, x, none, none)
     assert (OPRF().fit(stats).A == 0).all()
     assert (PoisRF().fit(stats).rate == 1e-8).all()
-    torch.testing.assert_close(GeomRF().fit(stats).rate, torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64))
+    torch.testing.assert_close(
+        GeomRF().fit(stats).rate, torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64)
+    )
 
 
 def test_plus_maps_sign_points_below_the_shift():
@@ -267,7 +353,10 @@ def test_plus_maps_sign_points_below_the_shift():
     low = x - 0.4
     for phi in (PoisRFPlus("gaussian"), GeomRFPlus("gaussian")):
         params = phi.fit(Statistics.of(x, y))
-        estimate, exact = estimates(phi, low, y, params, 4, 40_000, samplers.iid), exact_matrix(phi, low, y)
+        estimate, exact = (
+            estimates(phi, low, y, params, 4, 40_000, samplers.iid),
+            exact_matrix(phi, low, y),
+        )
         assert ((estimate.mean(0) - exact).abs() < 5 * estimate.std(0) / len(estimate) ** 0.5).all()
 
 
@@ -285,16 +374,25 @@ BAD = {
     "A=.* with s='auto'": lambda: GERF(A=0.1),
     "has 5 dimensions, expected 4": lambda: PosRF().phi_q(torch.zeros(3, 5), samplers.iid(2, 4)),
     "mask: 4": lambda: Statistics.of(torch.zeros(3, 5), torch.zeros(3, 5), torch.ones(4) > 0),
-    "A: not finite": lambda: OPRF().fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2))),
+    "A: not finite": lambda: OPRF().fit(
+        Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2))
+    ),
     "(p|shift): not finite": lambda: GeomRFPlus().fit(
-        Statistics.of(torch.full((3, 2), torch.nan), torch.zeros(3, 2))),
-    "needs exactly Gaussian": lambda: PoisRF().phi_q(torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"),
-                                                   PoisRF(rate=1.0).fit(None)),
+        Statistics.of(torch.full((3, 2), torch.nan), torch.zeros(3, 2))
+    ),
+    "needs exactly Gaussian": lambda: PoisRF().phi_q(
+        torch.ones(3, 4), samplers.orthogonal(4, 4, lengths="sqrt_d"), PoisRF(rate=1.0).fit(None)
+    ),
     "weights: 2": lambda: Sum(PosRF(), weights=(1, 2)),
     "MaternRF needs chi-distributed lengths": lambda: MaternRF().phi_q(
-        torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")),
-    "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(torch.ones(2, 4), samplers.hadamard(8, 4)),
-    "Poisson rate": lambda: PoisRF(rate=1e5).phi_q(torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)),
+        torch.ones(2, 4), samplers.orthogonal(8, 4, lengths="sqrt_d")
+    ),
+    "LaplaceRF needs exactly Gaussian": lambda: LaplaceRF().phi_q(
+        torch.ones(2, 4), samplers.hadamard(8, 4)
+    ),
+    "Poisson rate": lambda: PoisRF(rate=1e5).phi_q(
+        torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)
+    ),
     "expected a number, d numbers": lambda: CERF(M="a"),
     "shape \\(1, 2\\)": lambda: CERF(M=[[1.0, 2.0]]),
     "expected finite entries": lambda: CERF(M=math.inf),
@@ -324,6 +422,7 @@ def test_a_sum_of_shared_projections_has_no_closed_form_variance():
 
 # What noise a map takes.
 
+
 def named():
     """A draw for `FeatureMap.noise` and the names that it was called with."""
     g, names = torch.Generator().manual_seed(0), []
@@ -331,6 +430,7 @@ def named():
     def draw(p):
         names.append(p.name)
         return samplers.iid(p.m, 4, g)
+
     return draw, names
 
 
@@ -339,7 +439,9 @@ def test_every_part_has_a_noise_of_its_own_or_all_share_one():
     noise = Sum(TrigRF(), Product(TrigRF("gaussian"), PosRF())).noise(6, draw)
     assert names == ["0", "1_0", "1_1"] and len({id(n) for n in leaves(noise)}) == 3
     draw, names = named()
-    (a, b), (c, d) = Sum(Product(TrigRF(), PosRF()), Product(PosRF(), TrigRF()), shared=True).noise(6, draw)
+    (a, b), (c, d) = Sum(Product(TrigRF(), PosRF()), Product(PosRF(), TrigRF()), shared=True).noise(
+        6, draw
+    )
     assert names == ["0", "1"] and a is c and b is d and a is not b
 
 
@@ -370,9 +472,11 @@ def test_every_part_needs_its_parameters():
 
 # ---- kernels with one map
 
-EXACT = {MaternRF(nu=nu): Matern(nu=nu) for nu in (0.5, 1.5, 2.5)} | {
-    RationalQuadraticRF(alpha=a): RationalQuadratic(alpha=a) for a in (0.3, 1.0, 7.0)} | {
-    LaplaceRF(): lambda x, y: laplacian_kernel(x, y, gamma=1.0)}
+EXACT = (
+    {MaternRF(nu=nu): Matern(nu=nu) for nu in (0.5, 1.5, 2.5)}
+    | {RationalQuadraticRF(alpha=a): RationalQuadratic(alpha=a) for a in (0.3, 1.0, 7.0)}
+    | {LaplaceRF(): lambda x, y: laplacian_kernel(x, y, gamma=1.0)}
+)
 
 
 @pytest.mark.parametrize("phi", SPECTRAL, ids=repr)
@@ -382,11 +486,22 @@ def test_kernels_are_those_of_scikit_learn(phi):
     np.testing.assert_allclose(ours, EXACT[phi](x, y), rtol=1e-9)
 
 
-@pytest.mark.parametrize("phi, d", [(MaternRF(nu=0.5), 1), (MaternRF(nu=2.5), 40), (RationalQuadraticRF(alpha=0.3), 1),
-                                    (RationalQuadraticRF(alpha=7.0), 3)], ids=repr)
+@pytest.mark.parametrize(
+    "phi, d",
+    [
+        (MaternRF(nu=0.5), 1),
+        (MaternRF(nu=2.5), 40),
+        (RationalQuadraticRF(alpha=0.3), 1),
+        (RationalQuadraticRF(alpha=7.0), 3),
+    ],
+    ids=repr,
+)
 def test_squared_lengths_of_spectral_rows(phi, d):
     """F of Student's distribution, and a product of two gamma variables."""
-    r, rows = np.random.default_rng(0), samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64)
+    r, rows = (
+        np.random.default_rng(0),
+        samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64),
+    )
     found = phi.directions(rows).rows().square().sum(1).numpy()
     if isinstance(phi, MaternRF):
         expected = d * scipy.stats.f(d, 2 * phi.nu).rvs(20_000, random_state=r)
@@ -420,25 +535,40 @@ def test_every_kernel_of_conf_is_under_the_laws():
     assert own and not {*own} & {*map_names()}
     assert {Mechanism.of(features=name).kernel_map() for name in own} <= {*OTHER_KERNELS}
     assert Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map() == MaternRF(nu=2.5)
-    assert Mechanism.of(features="matern").estimates and Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
+    assert (
+        Mechanism.of(features="matern").estimates
+        and Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
+    )
     for name in own:
         with pytest.raises(ConfigError, match="has its own kernel"):
             Mechanism.of("favorp", features=name).layer(2, 8)
 
 
 def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
-    code, out, err = typed("task=uci", "features=matern", "features.m=64", "task.repeats=1", "task.sigmas=[0.3,0.6]",
-                           "logger=none", "hydra.run.dir=run")
+    code, out, err = typed(
+        "task=uci",
+        "features=matern",
+        "features.m=64",
+        "task.repeats=1",
+        "task.sigmas=[0.3,0.6]",
+        "logger=none",
+        "hydra.run.dir=run",
+    )
     assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", "features=matern", "logger=none")
     assert code == 2 and "features=matern: has its own kernel" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("phi", [Sum(OPRF(), GeomRF()), AngularHybrid(), GaussianHybrid()],
-                         ids=["sum", "angular", "gaussian"])
+@pytest.mark.parametrize(
+    "phi",
+    [Sum(OPRF(), GeomRF()), AngularHybrid(), GaussianHybrid()],
+    ids=["sum", "angular", "gaussian"],
+)
 def test_second_moment_is_one_and_the_relative_variance(phi):
     x, y = pairs(3)
     x, y = x[:, None], y[None]
     params = phi.fit(Statistics.of(*pairs(3)))
     relative = phi.log_variance(x, y, params) - 2 * phi.log_kernel(x, y)
-    torch.testing.assert_close(phi.log_relative_second_moment(x, y, params), torch.log1p(relative.exp()))
+    torch.testing.assert_close(
+        phi.log_relative_second_moment(x, y, params), torch.log1p(relative.exp())
+    )

@@ -9,9 +9,25 @@ import torch
 from torch.testing import assert_close
 
 from crt_exp import Mechanism, calibrate_attention, describe_attention, samplers, swap_attention
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference, exact_attention
-from crt_exp.features import (GERF, OPRF, SDERF, AutoRF, Hedgehog, HypRF, Mixture, Moments, PosRF, Statistics,
-                              mixture)
+from crt_exp.attention import (
+    RandomFeatureAttention,
+    attention,
+    attention_reference,
+    exact_attention,
+)
+from crt_exp.features import (
+    GERF,
+    OPRF,
+    SDERF,
+    AutoRF,
+    Hedgehog,
+    HypRF,
+    Mixture,
+    Moments,
+    PosRF,
+    Statistics,
+    mixture,
+)
 from crt_exp.features.base import NotFinite
 from crt_exp.features.dense import SDERFParams, balance
 from crt_exp.features.mixture import MixtureParams
@@ -19,7 +35,12 @@ from crt_exp.features.statistics import Mirrored
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import map_leaves
 
-DENSE = [SDERF("gaussian"), SDERF(balance=False), SDERF(antithetic=True), SDERF(diagonal=True, centred=False)]
+DENSE = [
+    SDERF("gaussian"),
+    SDERF(balance=False),
+    SDERF(antithetic=True),
+    SDERF(diagonal=True, centred=False),
+]
 
 
 def vectors(d=6, n=60, seed=0, apart=0.5):
@@ -38,19 +59,35 @@ def moment(phi, x, y, params=None):
 
 # ---- the fit
 
+
 @pytest.mark.parametrize("seed", range(2))
 def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
     x, y = vectors(seed=seed)
     plain = {"centred": False, "balance": False}
-    order = [SDERF(), SDERF(balance=False), SDERF(**plain), SDERF(diagonal=True, **plain), OPRF(), PosRF()]
+    order = [
+        SDERF(),
+        SDERF(balance=False),
+        SDERF(**plain),
+        SDERF(diagonal=True, **plain),
+        OPRF(),
+        PosRF(),
+    ]
     found = [moment(phi, x, y) for phi in order]
     assert found == sorted(found) and found[-1] > found[0] + 1
     diagonal = [moment(SDERF(diagonal=True, balance=balanced), x, y) for balanced in (None, False)]
     assert found[0] < diagonal[0] < diagonal[1]
 
 
-@pytest.mark.parametrize("phi", [SDERF(balance=False), SDERF(balance=False, centred=False), SDERF(diagonal=True),
-                                 SDERF("gaussian")], ids=repr)
+@pytest.mark.parametrize(
+    "phi",
+    [
+        SDERF(balance=False),
+        SDERF(balance=False, centred=False),
+        SDERF(diagonal=True),
+        SDERF("gaussian"),
+    ],
+    ids=repr,
+)
 def test_no_other_root_or_shift_is_better(phi):
     """Whatever G is: R and h are the best ones for it."""
     x, y = vectors()
@@ -59,10 +96,19 @@ def test_no_other_root_or_shift_is_better(phi):
     for size in (1e-3, 0.1):
         for _ in range(5):
             change = size * torch.randn(params.root.shape, generator=g, dtype=torch.float64)
-            root = params.root + (change if phi.diagonal else change + change.mT) * params.root.mean()
-            assert moment(phi, x, y, params._replace(root=root.clamp(min=0.8) if phi.diagonal else root)) >= best
+            root = (
+                params.root + (change if phi.diagonal else change + change.mT) * params.root.mean()
+            )
+            assert (
+                moment(
+                    phi, x, y, params._replace(root=root.clamp(min=0.8) if phi.diagonal else root)
+                )
+                >= best
+            )
             if params.shift is not None:
-                shift = params.shift + size * torch.randn(params.shift.shape, generator=g, dtype=torch.float64)
+                shift = params.shift + size * torch.randn(
+                    params.shift.shape, generator=g, dtype=torch.float64
+                )
                 assert moment(phi, x, y, params._replace(shift=shift)) >= best
 
 
@@ -84,7 +130,9 @@ def test_balance_of_one_side_that_lies_in_a_plane_is_finite_and_moderate():
     sizes = torch.linalg.eigvalsh(G)
     assert (sizes > 1e-3).all() and (sizes < 1e3).all()
     none = torch.zeros(2, 4, 4, dtype=torch.float64)
-    torch.testing.assert_close(balance(none, none), torch.eye(4, dtype=torch.float64).expand(2, 4, 4))
+    torch.testing.assert_close(
+        balance(none, none), torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
+    )
 
 
 def test_parameters_of_nothing_are_those_of_favor_plus():
@@ -105,28 +153,44 @@ def test_any_parameters_are_unbiased(phi):
     move = lambda t: t + 0.1 * torch.randn(t.shape, generator=g, dtype=torch.float64)
     for own in (params, phi.admitted(map_leaves(move, params))):
         estimate = phi.phi_q(x, noise, own).exp() @ phi.phi_k(y, noise, own).exp().mT
-        exact, sem = phi.log_kernel(x[:, None], y[None]).exp(), estimate.std(0) / len(estimate) ** 0.5
-        assert ((estimate.mean(0) - exact).abs() < 5 * sem).all() and (sem < 0.2 * exact).float().mean() > 0.5
+        exact, sem = (
+            phi.log_kernel(x[:, None], y[None]).exp(),
+            estimate.std(0) / len(estimate) ** 0.5,
+        )
+        assert ((estimate.mean(0) - exact).abs() < 5 * sem).all() and (
+            sem < 0.2 * exact
+        ).float().mean() > 0.5
 
 
 # ---- what leaves softmax unchanged
+
 
 @pytest.mark.parametrize("phi", [SDERF(diagonal=True), SDERF(antithetic=True)], ids=repr)
 def test_shifts_change_no_error_and_no_attention(phi):
     x, y = vectors(d=4)
     shift = torch.tensor([3.0, -2.0, 1.0, 5.0], dtype=torch.float64)
     assert moment(phi, x + shift, y - 2 * shift) == pytest.approx(moment(phi, x, y), rel=1e-9)
-    noise, v = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), dtype=torch.float64), torch.randn(60, 3)
+    noise, v = (
+        samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), dtype=torch.float64),
+        torch.randn(60, 3),
+    )
 
     def run(y):
-        return attention(x[None, None], y[None, None], v[None, None], phi, noise, phi.fit(Statistics.of(x, y)))
+        return attention(
+            x[None, None], y[None, None], v[None, None], phi, noise, phi.fit(Statistics.of(x, y))
+        )
+
     torch.testing.assert_close(run(y + shift), run(y), rtol=1e-8, atol=1e-10)
 
 
 # ---- statistics
 
+
 def test_covariances_of_all_kinds_of_moments():
-    x, mask = torch.randn(3, 9, 4) + 2, torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) > 0.3
+    x, mask = (
+        torch.randn(3, 9, 4) + 2,
+        torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) > 0.3,
+    )
     own = Moments.of(x.masked_fill(~mask[..., None], torch.nan), mask, scale=0.5)
     for i in range(3):
         expected = torch.cov(0.5 * x[i][mask[i]].double().mT, correction=0)
@@ -134,7 +198,9 @@ def test_covariances_of_all_kinds_of_moments():
     known = Moments.known(mean=own.mean, second=own.second)
     torch.testing.assert_close(known.covariance, own.covariance, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(Mirrored(own).covariance, own.second)
-    torch.testing.assert_close(own.second.diagonal(dim1=-2, dim2=-1), own.mean_sq.double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        own.second.diagonal(dim1=-2, dim2=-1), own.mean_sq.double(), rtol=1e-5, atol=1e-6
+    )
 
 
 # ---- attention layers
@@ -150,13 +216,17 @@ def qkv(seed=0, kv_heads=H):
 
 
 def layer(phi=None, **options):
-    return RandomFeatureAttention(phi or SDERF(antithetic=True), samplers.orthogonal, 16, H, D, **options)
+    return RandomFeatureAttention(
+        phi or SDERF(antithetic=True), samplers.orthogonal, 16, H, D, **options
+    )
 
 
 def test_a_causal_layer_is_fitted_to_earlier_batches_alone():
     module = layer(causal=True)
     first = module(*qkv(0))
-    torch.testing.assert_close(first, layer(PosRF(antithetic=True), causal=True)(*qkv(0)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        first, layer(PosRF(antithetic=True), causal=True)(*qkv(0)), rtol=1e-4, atol=1e-5
+    )
     module(*qkv(1))
     q, k, _ = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in qkv(0))
     ours, expected = module._running_params(), SDERF().fit(Statistics.of(q, k))
@@ -176,10 +246,15 @@ def test_padding_is_no_part_of_what_a_layer_sees(causal):
 
 
 def test_favorsharp_is_dense_centred_balanced_and_antithetic():
-    assert Mechanism.of("favorsharp").map() == SDERF(antithetic=True) and SDERF().centred and SDERF().balanced
+    assert (
+        Mechanism.of("favorsharp").map() == SDERF(antithetic=True)
+        and SDERF().centred
+        and SDERF().balanced
+    )
 
 
 # ---- the choice of a map for each head
+
 
 def three_kinds(seed=0):
     """Heads (B, 3, L, D) that vary alike in all directions, by coordinates, and in other directions."""
@@ -202,10 +277,12 @@ def test_each_head_of_auto_is_its_own_map(causal):
     out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
     for h, (name, own) in enumerate(phi.candidates(D).items()):
         assert name == KINDS[h]
-        alone = map_leaves(lambda t, h=h: t[h:h + 1], own.fit(stats))
-        of_head = (t[:, h:h + 1] for t in (q, k, v))
-        expected = attention(*of_head, own, DenseNoise(noise.rows()[h:h + 1], True), alone, causal=causal)
-        torch.testing.assert_close(out[:, h:h + 1], expected, rtol=1e-3, atol=1e-4)
+        alone = map_leaves(lambda t, h=h: t[h : h + 1], own.fit(stats))
+        of_head = (t[:, h : h + 1] for t in (q, k, v))
+        expected = attention(
+            *of_head, own, DenseNoise(noise.rows()[h : h + 1], True), alone, causal=causal
+        )
+        torch.testing.assert_close(out[:, h : h + 1], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_layer_chooses_once_and_keeps_its_choice():
@@ -235,19 +312,27 @@ def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
 
 
 def test_describe_attention_says_what_each_layer_chose():
-    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2,
-                                          enable_nested_tensor=False).eval()
+    encoder = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
     swap_attention(encoder, "favorpp", features="auto", m=8)
     assert describe_attention(encoder)["chosen"].isna().all()
-    calibrate_attention(encoder, [torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))])
+    calibrate_attention(
+        encoder, [torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))]
+    )
     for chosen in describe_attention(encoder)["chosen"]:
         assert sum(int(part.rsplit(" ", 1)[1]) for part in chosen.split(", ")) == 4
 
 
 # ---- Hedgehog, and layers that train
 
-TRAINED = [(Hedgehog(), "none"), (PosRF(), "projections"), (OPRF(), "parameters"),
-           (SDERF(antithetic=True), "parameters"), (SDERF(diagonal=True, centred=False), "projections")]
+TRAINED = [
+    (Hedgehog(), "none"),
+    (PosRF(), "projections"),
+    (OPRF(), "parameters"),
+    (SDERF(antithetic=True), "parameters"),
+    (SDERF(diagonal=True, centred=False), "projections"),
+]
 each = pytest.mark.parametrize("phi, learn", TRAINED, ids=lambda value: str(value))
 
 
@@ -264,7 +349,11 @@ def test_hedgehog_is_two_softmaxes(scale):
     x = scale * torch.randn(5, 4, dtype=torch.float64)
     for side, rows in ((phi.phi_q, noise[0]), (phi.phi_k, noise[1])):
         f = side(x, noise)
-        assert f.exp().shape == (5, phi.width(6)) and f.log_scale.isfinite().all() and (f.log_scale <= 0).all()
+        assert (
+            f.exp().shape == (5, phi.width(6))
+            and f.log_scale.isfinite().all()
+            and (f.log_scale <= 0).all()
+        )
         u = x @ rows.rows().mT
         assert_close(f.exp(), torch.cat([u.softmax(-1), (-u).softmax(-1)], -1))
         assert_close(f.exp().sum(-1), torch.full((5,), 2.0, dtype=torch.float64))
@@ -288,10 +377,14 @@ def test_gradients_are_those_of_the_materialised_twin(phi, learn):
     q, k, v = (t.double().requires_grad_() for t in module_cases.qkv(1))
     wanted = [q, k, v, *layer.parameters()]
     assert len(wanted) > 3
-    twin = attention_reference(layer.scaled(q), layer.scaled(k), v, phi, layer.noise, layer.fitted_params(q, k, None))
+    twin = attention_reference(
+        layer.scaled(q), layer.scaled(k), v, phi, layer.noise, layer.fitted_params(q, k, None)
+    )
     assert_close(layer(q, k, v), twin)
-    for ours, theirs in zip(torch.autograd.grad(layer(q, k, v).sin().sum(), wanted),
-                            torch.autograd.grad(twin.sin().sum(), wanted)):
+    for ours, theirs in zip(
+        torch.autograd.grad(layer(q, k, v).sin().sum(), wanted),
+        torch.autograd.grad(twin.sin().sum(), wanted),
+    ):
         assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
         assert ours.abs().max() > 0
 
@@ -304,14 +397,18 @@ def test_no_future_padding_or_gradient_changes_outputs(phi, learn):
     length = q.shape[2]
     with torch.no_grad():
         whole = layer(q, k, v)
-        assert_close(layer(q[:, :, :7], k[:, :, :7], v[:, :, :7]), whole[:, :, :7], rtol=1e-4, atol=1e-5)
+        assert_close(
+            layer(q[:, :, :7], k[:, :, :7], v[:, :, :7]), whole[:, :, :7], rtol=1e-4, atol=1e-5
+        )
     assert_close(layer(q, k, v), whole, rtol=1e-4, atol=1e-5)
     past = layer.past()
-    steps = [past.step(*(t[:, :, i:i + 1] for t in (q, k, v))) for i in range(length)]
+    steps = [past.step(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(length)]
     assert_close(torch.cat(steps, 2), whole, rtol=1e-4, atol=1e-5)
     keep = torch.arange(length) < 9
     with torch.no_grad():
-        assert_close(layer(q, k, v, keep.expand(2, length))[:, :, :9], whole[:, :, :9], rtol=1e-4, atol=1e-5)
+        assert_close(
+            layer(q, k, v, keep.expand(2, length))[:, :, :9], whole[:, :, :9], rtol=1e-4, atol=1e-5
+        )
 
 
 @each
@@ -340,31 +437,46 @@ def test_training_fits_better_and_a_calibration_leaves_it(phi, learn):
 # ---- mixtures
 
 UNBIASED = Mixture(weights="unbiased", size=6)
+
+
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def fit_of(phi, centre=0.7, seed=1):
     """To queries and keys around opposite or equal means."""
-    return phi.fit(Statistics.of(0.5 * normal(40, 3, seed=seed) + centre, 0.5 * normal(50, 3, seed=seed + 1)))
+    return phi.fit(
+        Statistics.of(0.5 * normal(40, 3, seed=seed) + centre, 0.5 * normal(50, 3, seed=seed + 1))
+    )
 
 
 def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
-    noise = sampler(phi.size, x.shape[-1], torch.Generator().manual_seed(0), batch=(draws,), dtype=torch.float64)
-    return (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(-1).squeeze(-1)
+    noise = sampler(
+        phi.size, x.shape[-1], torch.Generator().manual_seed(0), batch=(draws,), dtype=torch.float64
+    )
+    return (
+        (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp())
+        .sum(-1)
+        .squeeze(-1)
+    )
 
 
 # ---- the unbiased map
 
-@pytest.mark.parametrize("params, sampler", [
-    (fit_of(UNBIASED, centre=0.3, seed=5), samplers.iid),
-    (fit_of(UNBIASED)._replace(centres=normal(6, 3, seed=9)), samplers.orthogonal)],
-    ids=["fitted to other vectors", "any centres"])
+
+@pytest.mark.parametrize(
+    "params, sampler",
+    [
+        (fit_of(UNBIASED, centre=0.3, seed=5), samplers.iid),
+        (fit_of(UNBIASED)._replace(centres=normal(6, 3, seed=9)), samplers.orthogonal),
+    ],
+    ids=["fitted to other vectors", "any centres"],
+)
 def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
     x, y = 0.5 * normal(1, 3, seed=3) + 0.5, 0.5 * normal(1, 3, seed=4)
     found = estimates(x, y, params, 100_000, sampler)
-    assert found.std() / found.numel()**0.5 < 0.02 * found.mean()
-    assert abs(found.mean() - (x * y).sum().exp()) < 4.5 * found.std() / found.numel()**0.5
+    assert found.std() / found.numel() ** 0.5 < 0.02 * found.mean()
+    assert abs(found.mean() - (x * y).sum().exp()) < 4.5 * found.std() / found.numel() ** 0.5
 
 
 def test_one_centre_has_the_closed_form():
@@ -374,15 +486,20 @@ def test_one_centre_has_the_closed_form():
     found = estimates(x, y, params, 100_000, phi=phi)
     of_square = (found / (x * y).sum().exp()).square()
     expected = phi.log_relative_second_moment(x[0], y[0], params).exp()
-    assert abs(of_square.mean() - expected) < 4.5 * of_square.std() / found.numel()**0.5
+    assert abs(of_square.mean() - expected) < 4.5 * of_square.std() / found.numel() ** 0.5
     torch.testing.assert_close(expected, torch.tensor(math.exp(3 * 0.09), dtype=torch.float64))
 
 
 def test_error_of_several_centres_by_quadrature():
     """With a row for each centre the variance is the integral of N(w; s, 1)^2 / sum_i N(w; c_i, 1), less the squares of
     what each row gives in the mean."""
-    centres, x, y = (torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]]))
-    params, points = MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3)), torch.linspace(-12, 12, 4801)
+    centres, x, y = (
+        torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]])
+    )
+    params, points = (
+        MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3)),
+        torch.linspace(-12, 12, 4801),
+    )
     log_normal = lambda mean: -(points.double() - mean).square() / 2 - math.log(2 * math.pi) / 2
     own, aim = log_normal(centres), 2 * log_normal(x + y)
     means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
@@ -393,6 +510,7 @@ def test_error_of_several_centres_by_quadrature():
 
 
 # ---- fitted weights
+
 
 def divergence(log_weights, x, y, rows, exact, seen):
     log_weights = log_weights - rows.square().sum(-1) / 2
@@ -414,7 +532,9 @@ def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
     params, seen = phi.fit_sequences(x, y, causal=True), torch.ones(30, 30, dtype=torch.bool).tril()
     exact = (x[0] @ y[0].mT).masked_fill(~seen, -torch.inf).softmax(-1)
     of = lambda log_weights: divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
-    for moved in params.log_weights + 0.05 * torch.cat([torch.eye(4), -torch.eye(4)]).double().unsqueeze(1):
+    for moved in params.log_weights + 0.05 * torch.cat(
+        [torch.eye(4), -torch.eye(4)]
+    ).double().unsqueeze(1):
         assert of(moved) > of(params.log_weights[0]) - 1e-5
 
 
@@ -434,13 +554,17 @@ def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch
 
 # ---- a layer
 
+
 def clustered(heads=2, length=64, d=8, seed=0):
     """Queries and keys in clusters of their own for each head, (2, heads, length, d)."""
     g = torch.Generator().manual_seed(seed)
     centres = 2.5 * torch.randn(heads, 6, d, generator=torch.Generator().manual_seed(7))
     at = torch.randint(6, (2, heads, length), generator=g)
-    q, k = (torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
-            + 0.5 * torch.randn(2, heads, length, d, generator=g) for _ in range(2))
+    q, k = (
+        torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
+        + 0.5 * torch.randn(2, heads, length, d, generator=g)
+        for _ in range(2)
+    )
     return q, k, torch.randn(2, heads, length, d, generator=g)
 
 
@@ -461,20 +585,30 @@ def calibrated(name, causal=False, kv_heads=2, **options):
 def test_a_mixture_is_nearer_than_one_gaussian_on_clusters(causal):
     others = error(calibrated("favorsharp", causal), *clustered())
     for weights in ("fitted", "unbiased"):
-        assert error(calibrated("favormix", causal, **{"features.weights": weights}), *clustered()) < 0.8 * others
+        assert (
+            error(calibrated("favormix", causal, **{"features.weights": weights}), *clustered())
+            < 0.8 * others
+        )
 
 
 def test_calibration_passes_are_exact_and_the_map_is_that_of_all_of_them():
     layer = Mechanism.of("favormix", m=16).layer(2, 8).eval()
     q, k, v = clustered(seed=1)
     with layer.calibration(), torch.no_grad():
-        torch.testing.assert_close(layer(q, k, v), exact_attention(layer.scale * q, layer.scale * k, v))
+        torch.testing.assert_close(
+            layer(q, k, v), exact_attention(layer.scale * q, layer.scale * k, v)
+        )
         layer(*clustered(seed=2))
         assert int(layer.clusters.fits) == 0
     assert int(layer.clusters.fits) == 1
-    x, y = (torch.cat([clustered(seed=seed)[side] * layer.scale for seed in (1, 2)]).transpose(0, 1) for side in (0, 1))
+    x, y = (
+        torch.cat([clustered(seed=seed)[side] * layer.scale for seed in (1, 2)]).transpose(0, 1)
+        for side in (0, 1)
+    )
     expected = Mixture(size=16).fit_sequences(x, y)
-    torch.testing.assert_close(layer.clusters.params().centres, expected.centres, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        layer.clusters.params().centres, expected.centres, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_padding_is_no_part_of_the_fit_of_a_mixture():
@@ -514,11 +648,17 @@ def test_sequences_of_the_first_training_pass_and_a_mixture_for_each_query_head(
 
 @pytest.mark.parametrize("weights", ["fitted", "unbiased"])
 def test_parameters_of_a_mixture_are_trained_as_those_of_other_maps(weights):
-    layer = Mechanism.of("favormix", m=16, learn="parameters", **{"features.weights": weights}).layer(2, 8)
+    layer = Mechanism.of(
+        "favormix", m=16, learn="parameters", **{"features.weights": weights}
+    ).layer(2, 8)
     for seed in range(2):
         out = layer(*clustered(seed=seed))
     out.square().sum().backward()
-    names = {name for name, p in layer.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    names = {
+        name
+        for name, p in layer.named_parameters()
+        if p.grad is not None and p.grad.abs().sum() > 0
+    }
     assert {"clusters.fitted_0", "clusters.fitted_1"} <= names
 
 
@@ -528,14 +668,19 @@ def test_a_mixture_of_the_gaussian_kernel():
     params = phi.fit(Statistics.of(x, x))
     found = estimates(x[:1], x[1:2], params, 5_000, phi=phi)
     exact = (-(x[0] - x[1]).square().sum() / 2).exp()
-    assert params.balance is None and abs(found.mean() - exact) < 4.5 * found.std() / found.numel()**0.5
+    assert (
+        params.balance is None
+        and abs(found.mean() - exact) < 4.5 * found.std() / found.numel() ** 0.5
+    )
 
 
 # ---- what is refused
 
 WITHOUT_SECOND = Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3))
 BAD = {
-    "d=257: expected at most 256": lambda: SDERF().fit(Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))),
+    "d=257: expected at most 256": lambda: SDERF().fit(
+        Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))
+    ),
     "balance=True: expected kernel='softmax'": lambda: SDERF("gaussian", balance=True),
     "no 'covariance'": lambda: SDERF().fit(Statistics(WITHOUT_SECOND, WITHOUT_SECOND)),
     "estimate no kernel": lambda: Hedgehog().log_kernel(torch.ones(2), torch.ones(2)),
@@ -543,7 +688,8 @@ BAD = {
     "antithetic=true": lambda: Mixture(antithetic=True),
     "size=None": lambda: Mixture().fit(Statistics.of(torch.ones(9, 3), torch.ones(9, 3))),
     "no closed-form variance": lambda: UNBIASED.log_relative_second_moment(
-        torch.ones(3), torch.ones(3), fit_of(UNBIASED)),
+        torch.ones(3), torch.ones(3), fit_of(UNBIASED)
+    ),
 }
 
 
@@ -562,12 +708,17 @@ def test_vectors_that_are_not_finite_are_refused_and_the_diagonal_has_no_limit()
     assert isinstance(SDERF().fit(Statistics.of(wide[:, :256], wide[:, :256])), SDERFParams)
 
 
-@pytest.mark.parametrize("phi, options, words", [
-    (GERF(), {"learn": "parameters"}, "GERF has no trainable"),
-    (HypRF(), {"learn": "parameters"}, "has none; use learn=projections"),
-    (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every=3: expected 0"),
-    (Hedgehog(), {"redraw_every": 1}, "redraw_every=1: expected 0"),
-    (OPRF(), {"learn": "all"}, "attention.learn=all: expected none, parameters or projections")], ids=str)
+@pytest.mark.parametrize(
+    "phi, options, words",
+    [
+        (GERF(), {"learn": "parameters"}, "GERF has no trainable"),
+        (HypRF(), {"learn": "parameters"}, "has none; use learn=projections"),
+        (OPRF(), {"learn": "projections", "redraw_every": 3}, "redraw_every=3: expected 0"),
+        (Hedgehog(), {"redraw_every": 1}, "redraw_every=1: expected 0"),
+        (OPRF(), {"learn": "all"}, "attention.learn=all: expected none, parameters or projections"),
+    ],
+    ids=str,
+)
 def test_what_cannot_be_trained_is_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):
         module_cases.make(phi, **options)

@@ -1,6 +1,5 @@
 """Hybrid random features: laws of their estimates, their algebra, complex exponential features."""
 
-
 import pytest
 import torch
 from covering import in_turn
@@ -8,8 +7,19 @@ from hybrid_cases import draw, vectors
 from maps import HYBRID
 
 from crt_exp import samplers
-from crt_exp.features import (CERF, AngularHybrid, BipolarGaussianCoefficient, ClusteredHybrid, GaussianHybrid,
-                              GaussianMixtureHybrid, Hybrid, HypRF, PosRF, Statistics, TrigRF)
+from crt_exp.features import (
+    CERF,
+    AngularHybrid,
+    BipolarGaussianCoefficient,
+    ClusteredHybrid,
+    GaussianHybrid,
+    GaussianMixtureHybrid,
+    Hybrid,
+    HypRF,
+    PosRF,
+    Statistics,
+    TrigRF,
+)
 from crt_exp.features.complex_exponential import diagonal_by_centres, diagonal_by_moments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -24,7 +34,9 @@ def at_angle(theta, r=1.0, d=3):
 
 @pytest.mark.parametrize("phi, d", in_turn(HYBRID, [3, 1]), ids=lambda value: repr(value))
 def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
-    cut = lambda t: 0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)  # of long vectors the tails are too heavy
+    cut = lambda t: (
+        0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)
+    )  # of long vectors the tails are too heavy
     x, y, draws = cut(vectors(5, d)), cut(vectors(6, d, seed=1)), 15_000
     params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, 1, d, (draws,), seed=2)
@@ -64,16 +76,24 @@ def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
     for phi in (AngularHybrid(n=3), AngularHybrid(n=3, base="pos", shared=False)):
         assert (phi.log_variance(x, y, phi.fit(None)) == -torch.inf).tolist() == [True, False, True]
         noise = draw(phi, 2, 4)
-        found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
+        found = (
+            phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()
+        ).sum(-1)
         torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
 
 
 def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
     """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0."""
-    x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    x = 3 * torch.nn.functional.normalize(
+        torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1
+    )
     y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
-    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m)))
-    found = (phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()).sum(-1)
+    noise = phi.noise(
+        16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m))
+    )
+    found = (
+        phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()
+    ).sum(-1)
     torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
 
 
@@ -82,7 +102,9 @@ def test_gaussian_coefficients_are_never_clipped():
     phi = BipolarGaussianCoefficient(sigma=1.0, r=1.0)
     x, y = at_angle(torch.tensor(2.5, dtype=torch.float64))
     params, noise = phi.fit(None), draw(phi, 1, 3, (40_000,))
-    found = (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(-1)
+    found = (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(
+        -1
+    )
     exact, spread = float(phi.mean(x, y, params)), float(phi.variance(x, y, params))
     assert abs(found.mean() - exact) < 5 * (spread / len(found)) ** 0.5
     assert abs(found.clamp(0, 1).mean() - exact) > 20 * (spread / len(found)) ** 0.5
@@ -95,7 +117,11 @@ def test_zero_vectors_and_ties():
         params = phi.fit(Statistics.of(x, x))
         noise = draw(phi, 3, 3)
         for a, b in ((zero, x), (x, zero), (zero, zero)):
-            assert (phi.phi_q(a, noise, params).exp() @ phi.phi_k(b, noise, params).exp().mT).isfinite().all()
+            assert (
+                (phi.phi_q(a, noise, params).exp() @ phi.phi_k(b, noise, params).exp().mT)
+                .isfinite()
+                .all()
+            )
         assert not phi.log_variance(zero, x, params).isnan().any()
     nothing = GaussianHybrid().fit(Statistics.of(zero, zero))[0][0]
     assert nothing.norm == 1 and nothing.sigma == 1
@@ -104,8 +130,11 @@ def test_zero_vectors_and_ties():
 # ---- the algebra -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phi", [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
-                         ids=repr)
+@pytest.mark.parametrize(
+    "phi",
+    [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
+    ids=repr,
+)
 def test_a_hybrid_is_the_sum_of_its_products(phi):
     (coefficient,), bases = phi.components()
     x, y = vectors(5, 3), vectors(6, 3, seed=1)
@@ -117,21 +146,31 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
 
     shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
     torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))
-    expected = sum(share * (base.phi_q(x, n, p).exp() @ base.phi_k(y, n, p).exp().mT)
-                   for share, base, n, p in zip(shares, bases, noise[1], params[1]))
-    torch.testing.assert_close(phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT, expected)
+    expected = sum(
+        share * (base.phi_q(x, n, p).exp() @ base.phi_k(y, n, p).exp().mT)
+        for share, base, n, p in zip(shares, bases, noise[1], params[1])
+    )
+    torch.testing.assert_close(
+        phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT, expected
+    )
 
 
 def test_ranks():
-    assert AngularHybrid(n=8).rank(8) == 4 * 8 * 9 and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
+    assert (
+        AngularHybrid(n=8).rank(8) == 4 * 8 * 9
+        and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
+    )
     assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9
     assert ClusteredHybrid().rank(64) == ClusteredHybrid().width(64) == 256
 
 
 def test_one_projection_serves_all_or_each_has_its_own():
-    for phi, names in [(AngularHybrid(), ["coefficient", "base"]),
-                       (AngularHybrid(shared=False), ["coefficient", "base_0", "base_1"]),
-                       (ClusteredHybrid(), [""]), (GaussianMixtureHybrid(), ["coefficient", "base"])]:
+    for phi, names in [
+        (AngularHybrid(), ["coefficient", "base"]),
+        (AngularHybrid(shared=False), ["coefficient", "base_0", "base_1"]),
+        (ClusteredHybrid(), [""]),
+        (GaussianMixtureHybrid(), ["coefficient", "base"]),
+    ]:
         found = []
         phi.noise(4, lambda p, found=found: found.append(p.name) or samplers.iid(p.m, 2))
         assert found == names
@@ -143,13 +182,22 @@ def test_one_projection_serves_all_or_each_has_its_own():
 def test_complex_exponential_features_contain_the_others():
     x, y = vectors(3, 4), vectors(5, 4, seed=1)
     noise = samplers.iid(6, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = lambda f: f.phi_q(x, noise, f.fit(None)).exp() @ f.phi_k(y, noise, f.fit(None)).exp().mT
+    product = lambda f: (
+        f.phi_q(x, noise, f.fit(None)).exp() @ f.phi_k(y, noise, f.fit(None)).exp().mT
+    )
     for kernel in ("softmax", "gaussian"):
-        for twin, options in ((PosRF, {"M": 1}), (HypRF, {"M": 1, "antithetic": True}), (TrigRF, {"M": 1j}),
-                              (TrigRF, {"M": [1j] * 4}), (PosRF, {"M": torch.eye(4)})):
+        for twin, options in (
+            (PosRF, {"M": 1}),
+            (HypRF, {"M": 1, "antithetic": True}),
+            (TrigRF, {"M": 1j}),
+            (TrigRF, {"M": [1j] * 4}),
+            (PosRF, {"M": torch.eye(4)}),
+        ):
             phi, twin = CERF(kernel, **options), twin(kernel)
             torch.testing.assert_close(product(phi), product(twin))
-            torch.testing.assert_close(phi.log_variance(x, y[:3], phi.fit(None)), twin.log_variance(x, y[:3]))
+            torch.testing.assert_close(
+                phi.log_variance(x, y[:3], phi.fit(None)), twin.log_variance(x, y[:3])
+            )
 
 
 def test_variance_for_dense_complex_matrices():
@@ -170,7 +218,10 @@ def test_real_parts_that_cancel_are_not_enough_for_no_variance():
     """M = iI: Re(M) x + Re(M^-T) y = 0 for all pairs, but only w = 0 makes the estimate exact."""
     x, y = vectors(1, 3), vectors(1, 3, seed=1)
     phi = CERF(M=1j)
-    assert phi.log_variance(x, y, phi.fit(None)) > -20 and phi.log_variance(x, x, phi.fit(None)) == -torch.inf
+    assert (
+        phi.log_variance(x, y, phi.fit(None)) > -20
+        and phi.log_variance(x, x, phi.fit(None)) == -torch.inf
+    )
 
 
 def test_matrices_in_closed_form():
@@ -180,15 +231,22 @@ def test_matrices_in_closed_form():
     assert found.size.tolist() == [2, 1, 1, 100, 0.01]
     assert found.imaginary.tolist() == [False, True, False, False, False]
     assert not diagonal_by_centres(r, t, "real").imaginary.any()
-    x, y = vectors(50, 4) + 0.3, vectors(60, 4, seed=1) * torch.tensor([0.2, 1, 2, 3.0]) - torch.tensor([1, -1, 0, 0.5])
+    x, y = (
+        vectors(50, 4) + 0.3,
+        vectors(60, 4, seed=1) * torch.tensor([0.2, 1, 2, 3.0]) - torch.tensor([1, -1, 0, 0.5]),
+    )
     mean = lambda t: (t.mean(0), t.square().mean(0))
     for field in ("real", "complex"):
-        moments, centres = diagonal_by_moments(*mean(x), *mean(y), field), diagonal_by_centres(
-            x.mean(0), y.mean(0), field)
+        moments, centres = (
+            diagonal_by_moments(*mean(x), *mean(y), field),
+            diagonal_by_centres(x.mean(0), y.mean(0), field),
+        )
         loss = lambda M: (M.matrix * x[:, None] + y / M.matrix).abs().square().mean((0, 1))
         assert (loss(moments) <= loss(centres) + 1e-9).all()
         for factor in (0.99, 1.01):
-            assert (loss(moments) <= loss(moments._replace(size=moments.size * factor)) + 1e-6).all()
+            assert (
+                loss(moments) <= loss(moments._replace(size=moments.size * factor)) + 1e-6
+            ).all()
 
 
 def test_a_covariance_that_is_not_known_is_said_to_be():

@@ -7,18 +7,28 @@ import warnings
 from itertools import product
 
 import torch
+from values import attempt, numbers
 
 from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
-from values import attempt, numbers
 
 B, H, KV, D = 2, 4, 2, 16
 SMALL = "nearfar block=16 heavy=8 cells=16"
-OPTIONS = {"linformer": " length=1024 rank=16", "reformer": " chunk=16 buckets=8 hashes=2",
-           "window": " block=32 first=2"}
-NEAR_FAR = [f"{SMALL} exact_until=64", f"{SMALL} exact_until=0 first_order=true",
-            "nearfar preset=cheap exact_until=128", "nearfar preset=quality exact_until=128"]
-RETRIEVED = [f"{SMALL} open=16 exact_until=64", f"{SMALL} open=48 exact_until=0 first_order=true"]  # causal alone
+OPTIONS = {
+    "linformer": " length=1024 rank=16",
+    "reformer": " chunk=16 buckets=8 hashes=2",
+    "window": " block=32 first=2",
+}
+NEAR_FAR = [
+    f"{SMALL} exact_until=64",
+    f"{SMALL} exact_until=0 first_order=true",
+    "nearfar preset=cheap exact_until=128",
+    "nearfar preset=quality exact_until=128",
+]
+RETRIEVED = [
+    f"{SMALL} open=16 exact_until=64",
+    f"{SMALL} open=48 exact_until=0 first_order=true",
+]  # causal alone
 DIRECTIONS = {"both": {}, "causal": {"causal": True}, "cross": {"cross": True}}
 LENGTHS = {50: 41, 700: 520}  # queries: keys of cross-attention
 DTYPES = {"C": torch.float32, "PyTorch": torch.float64}
@@ -28,8 +38,16 @@ MASKS = ("none", "right", "left")
 def groups() -> list[str]:
     """The attentions, as `Mechanism.parse` reads them, but favormix, whose fit differs between processors."""
     named = [name + OPTIONS.get(name, "") for name in choices("attention") if name != "favormix"]
-    return [*named, *NEAR_FAR, *RETRIEVED, "favorpp learn=parameters", "favorpp learn=projections",
-            "favorpp sampler=hadamard", "favorp normalize_qk=true", "favorpp features=geom"]
+    return [
+        *named,
+        *NEAR_FAR,
+        *RETRIEVED,
+        "favorpp learn=parameters",
+        "favorpp learn=projections",
+        "favorpp sampler=hadamard",
+        "favorp normalize_qk=true",
+        "favorpp features=geom",
+    ]
 
 
 def cases(name: str) -> dict:
@@ -46,7 +64,8 @@ def cases(name: str) -> dict:
                 continue
             for mask in MASKS:
                 found[f"{direction} {length} {engine} {mask}"] = attempt(
-                    _outputs, layer, length, S, dtype, _mask(mask, S))
+                    _outputs, layer, length, S, dtype, _mask(mask, S)
+                )
     return found
 
 
@@ -84,8 +103,12 @@ def _outputs(layer, length: int, S: int, dtype, mask) -> dict:
     q, k, v = (t.requires_grad_() for t in _qkv(length, S, dtype, 3))
     torch.manual_seed(3)
     out = layer(q, k, v, mask)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(dtype)
+    weight = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    ).to(dtype)
     learned = [p for p in layer.parameters() if p.requires_grad]
     grads = torch.autograd.grad((out * weight).sum(), [q, k, v, *learned], allow_unused=True)
     names = ["dq", "dk", "dv", *(f"d{i}" for i in range(len(learned)))]
-    return {"out": numbers(out)} | {name: None if g is None else numbers(g) for name, g in zip(names, grads)}
+    return {"out": numbers(out)} | {
+        name: None if g is None else numbers(g) for name, g in zip(names, grads)
+    }

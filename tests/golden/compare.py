@@ -39,7 +39,10 @@ def load(section):
 def machine():
     """The processor, and the release of torch."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     return f"{model}, torch {torch.__version__}"
 
 
@@ -49,13 +52,18 @@ def differences(expected, found, tolerance, path=""):
         for key in sorted(expected.keys() | found.keys()):
             pair = expected.get(key, "(none)"), found.get(key, "(none)")
             yield from differences(*pair, tolerance, f"{path}/{key}")
-    elif isinstance(expected, list) and isinstance(found, list) and not are_numbers(expected + found):
+    elif (
+        isinstance(expected, list) and isinstance(found, list) and not are_numbers(expected + found)
+    ):
         yield from differences(dict(enumerate(expected)), dict(enumerate(found)), tolerance, path)
     elif isinstance(expected, float) and are_numbers([found]):
         yield from differences([expected], [found], tolerance, path)
     elif isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         scale = max((abs(x) for x in expected if math.isfinite(x)), default=0) + 1e-12
-        if not all(a == b or abs(a - b) <= tolerance * scale or (a != a and b != b) for a, b in zip(expected, found)):
+        if not all(
+            a == b or abs(a - b) <= tolerance * scale or (a != a and b != b)
+            for a, b in zip(expected, found)
+        ):
             yield f"{path}: expected {expected}, found {found}"
     elif expected != found:
         yield f"{path}: expected {expected!r}, found {found!r}"

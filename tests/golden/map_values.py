@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from sklearn.datasets import load_diabetes, load_wine
 from sklearn.preprocessing import StandardScaler
+from values import attempt, numbers
 
 from crt_exp import KernelRegressionClassifier, RandomFeatures
 from crt_exp.config import choices
+from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
-from values import attempt, numbers
 
 D, M = 8, 16
 ESTIMATORS = "estimators"
@@ -27,8 +27,11 @@ def cases(name: str) -> dict:
         warnings.simplefilter("ignore")
         if name == ESTIMATORS:
             return {label: attempt(make) for label, make in _estimators().items()}
-        return {f"{sampler} {kernel}": attempt(_features, name, sampler, kernel)
-                for sampler in choices("sampler") for kernel in ("softmax", "gaussian")}
+        return {
+            f"{sampler} {kernel}": attempt(_features, name, sampler, kernel)
+            for sampler in choices("sampler")
+            for kernel in ("softmax", "gaussian")
+        }
 
 
 def _features(name: str, sampler: str, kernel: str) -> dict:
@@ -54,31 +57,54 @@ def _estimators() -> dict:
     A = StandardScaler().fit_transform(A)
     values = lambda *arrays: [numbers(torch.as_tensor(np.asarray(a))) for a in arrays]
     made = {}
-    features = {name: {"mechanism": name, "n_components": 64, "gamma": 0.05}
-                for name in ("trig", "oprf", "pos", "geom", "angular")}
-    features |= {f"kernel={kernel}": {"mechanism": name, "n_components": 32, "length_scale": 0.1**-0.5}
-                 for kernel, name in (("matern32", "matern"), ("arccos1", "arc_cosine"), ("laplace", "laplace"),
-                                      ("rational_quadratic", "rational_quadratic"))}
+    features = {
+        name: {"mechanism": name, "n_components": 64, "gamma": 0.05}
+        for name in ("trig", "oprf", "pos", "geom", "angular")
+    }
+    features |= {
+        f"kernel={kernel}": {"mechanism": name, "n_components": 32, "length_scale": 0.1**-0.5}
+        for kernel, name in (
+            ("matern32", "matern"),
+            ("arccos1", "arc_cosine"),
+            ("laplace", "laplace"),
+            ("rational_quadratic", "rational_quadratic"),
+        )
+    }
     features["kernel=softmax"] = {"kernel": "softmax", "n_components": 32, "gamma": 0.05}
     for label, options in features.items():
         made[f"RandomFeatures {label}"] = lambda options=options: values(
-            RandomFeatures(**options, random_state=0).fit_transform(X))
+            RandomFeatures(**options, random_state=0).fit_transform(X)
+        )
     for name in ("trig", "oprf", "pos", "geom", "gerf", "angular", "exact"):
         columns = 128 if name == "exact" else Mechanism.of(features=name).map("gaussian").width(128)
         made[f"KernelRegressionClassifier {name}"] = lambda name=name, columns=columns: _classified(
-            KernelRegressionClassifier(name, n_components=columns, random_state=0), X, labels, values)
+            KernelRegressionClassifier(name, n_components=columns, random_state=0),
+            X,
+            labels,
+            values,
+        )
     matern = {"mechanism": "matern", "length_scale": 0.2**-0.5}
-    kinds = {"trig": {"gamma": 0.1}, "oprf": {"mechanism": "oprf", "gamma": 0.1}, "matern32": matern}
+    kinds = {
+        "trig": {"gamma": 0.1},
+        "oprf": {"mechanism": "oprf", "gamma": 0.1},
+        "matern32": matern,
+    }
     for label, kind in kinds.items():
         options = kind | {"n_components": 48, "random_state": 0}
         for alpha in ("gcv", "evidence", 0.5):
-            made[f"RandomFeatureRidge {label} {alpha}"] = lambda options=options, alpha=alpha: values(
-                *RandomFeatureRidge(alpha=alpha, **options).fit(A, y).predict(A[:50], return_std=True))
+            made[f"RandomFeatureRidge {label} {alpha}"] = lambda options=options, alpha=alpha: (
+                values(
+                    *RandomFeatureRidge(alpha=alpha, **options)
+                    .fit(A, y)
+                    .predict(A[:50], return_std=True)
+                )
+            )
         made[f"RandomFeatureRidge {label} partial_fit"] = lambda options=options: values(
             _in_parts(RandomFeatureRidge(**options), A, y).predict(A[:50])
         )
         made[f"RandomFeatureClassifier {label}"] = lambda options=options: _classified(
-            RandomFeatureClassifier(**options), X, labels, values)
+            RandomFeatureClassifier(**options), X, labels, values
+        )
     return made
 
 

@@ -29,8 +29,10 @@ from crt_exp.runner.command_line import compose
 from crt_exp.tasks.trembl import TrEMBL
 from crt_exp.train import main
 
-UNTOLD = re.compile("time|second|memory|mib|_ms|ms$|speed|faster|date|version|path|commit|^ratio$|^best$|recommend"
-                    "|^inference$|^training$")  # of task=speed, ms
+UNTOLD = re.compile(
+    "time|second|memory|mib|_ms|ms$|speed|faster|date|version|path|commit|^ratio$|^best$|recommend"
+    "|^inference$|^training$"
+)  # of task=speed, ms
 SEQUENCES = "+task.sizes.heads=2 +task.sizes.layers=1 +task.sizes.d_ff=32 +task.sizes.d=16"
 ENCODER = """task.sizes.hidden_size=32 task.sizes.num_hidden_layers=2 task.sizes.num_attention_heads=2 trainer.batch=8
     task.sizes.intermediate_size=48 task.block=16 trainer.epochs=1 task.text={text}"""
@@ -51,52 +53,90 @@ RUNS = {
     "uci": ["task=uci task.repeats=2 task.sigmas=[0.1,0.3] features.m=16"],
     "uci exact": ["task=uci task.repeats=1 task.sigmas=[0.3] attention=exact task.dataset=digits"],
     "uci matern": ["task=uci task.repeats=1 task.sigmas=[0.3] features=matern features.m=16"],
-    "glue": [f"""task=glue task.dataset=sst2 task.data_dir={{glue}} task.model={{bert}} task.max_length=40
-        trainer.batch=8 trainer.epochs=1 trainer.lr=5e-3 {FAVORPP}"""],
+    "glue": [
+        f"""task=glue task.dataset=sst2 task.data_dir={{glue}} task.model={{bert}} task.max_length=40
+        trainer.batch=8 trainer.epochs=1 trainer.lr=5e-3 {FAVORPP}"""
+    ],
     "mlm": [f"task=mlm {ENCODER} task.vocabulary_size=150 {FAVORPP}"],
-    "mlm causal nearfar": [f"""{DECODER} attention=nearfar attention.block=4 attention.exact_until=4 attention.open=2
-        attention.cells=2 attention.heavy=1"""],
-    "transfer": [f"{DECODER} attention=exact",
-                 """task=transfer task.causal=true task.text={text} task.block=16 trainer.batch=8 trainer.steps=4
-                    task.init={before} attention=hedgehog features.m=8"""],
-    "adapted by LoRA": [f"{DECODER} attention=exact",
-                        f"{DECODER} task.init=uptrain task.model={{before}}/model {FAVORPP} trainer.adapt=lora"],
-    "librispeech": [f"""task=librispeech task.corpus=fsdd task.data_dir={{digits}} task.strings.train=24
+    "mlm causal nearfar": [
+        f"""{DECODER} attention=nearfar attention.block=4 attention.exact_until=4 attention.open=2
+        attention.cells=2 attention.heavy=1"""
+    ],
+    "transfer": [
+        f"{DECODER} attention=exact",
+        """task=transfer task.causal=true task.text={text} task.block=16 trainer.batch=8 trainer.steps=4
+                    task.init={before} attention=hedgehog features.m=8""",
+    ],
+    "adapted by LoRA": [
+        f"{DECODER} attention=exact",
+        f"{DECODER} task.init=uptrain task.model={{before}}/model {FAVORPP} trainer.adapt=lora",
+    ],
+    "librispeech": [
+        f"""task=librispeech task.corpus=fsdd task.data_dir={{digits}} task.strings.train=24
         task.strings.validation=6 task.strings.test=9 task.batch_seconds=12 trainer.epochs=1 +task.sizes.layers=2
         +task.sizes.dim=16 +task.sizes.ffn=32 +task.sizes.heads=2 +task.sizes.kernel=5 +task.sizes.predictor=16
-        +task.sizes.joiner=16 {FAVORPP}"""],
+        +task.sizes.joiner=16 {FAVORPP}"""
+    ],
     "imagenet": [f"task=imagenet {VIT} {FAVORPP} task.augment.mixup=0.8 task.drop_path=0.2"],
-    "mae": [f"""task=mae {VIT} task.sizes.decoder_width=16 task.sizes.decoder_depth=1 task.sizes.decoder_heads=2
-        attention=favorp features.m=8"""],
+    "mae": [
+        f"""task=mae {VIT} task.sizes.decoder_width=16 task.sizes.decoder_depth=1 task.sizes.decoder_heads=2
+        attention=favorp features.m=8"""
+    ],
     "trembl": [f"{PROTEINS} trainer.steps=6 {FAVORPP}"],
     "trembl masked": [f"{PROTEINS} trainer.steps=6 attention=relu task.direction=bidirectional"],
     "pixels": [f"task=pixels trainer.steps=4 task.evaluated=10 {SEQUENCES} {FAVORPP}"],
-    "books": [f"""task=books task.text={{text}} trainer.steps=4 task.vocabulary_size=300 task.max_length=16
-        trainer.batch=8 {SEQUENCES} {FAVORPP}"""],
-    "lra": [f"""task=lra +task.rules.train=60 +task.rules.validation=20 +task.rules.test=20 +task.rules.longest=24
-        trainer.steps=6 trainer.batch=8 {SEQUENCES} {FAVORPP}"""],
-    "recall": [f"""task=recall task.symbols=8 task.rows=64 task.evaluated=8 trainer.batch=8 attention=window
-        attention.block=4 attention.first=2 {SEQUENCES}"""],
+    "books": [
+        f"""task=books task.text={{text}} trainer.steps=4 task.vocabulary_size=300 task.max_length=16
+        trainer.batch=8 {SEQUENCES} {FAVORPP}"""
+    ],
+    "lra": [
+        f"""task=lra +task.rules.train=60 +task.rules.validation=20 +task.rules.test=20 +task.rules.longest=24
+        trainer.steps=6 trainer.batch=8 {SEQUENCES} {FAVORPP}"""
+    ],
+    "recall": [
+        f"""task=recall task.symbols=8 task.rows=64 task.evaluated=8 trainer.batch=8 attention=window
+        attention.block=4 attention.first=2 {SEQUENCES}"""
+    ],
     "ptb": [PTB],
     "ptb sampled": [f"{PTB} task.softmax=features features=oprf features.m=16"],
     "locomotion": [f"task=locomotion {ROBOT} task.seconds=1.5"],
     "sweep": [f"task=sweep {ROBOT} task.particles=4 task.strokes=1"],
-    "advise": ["""task=advise task.model={bert} task.text={text} task.length=32 task.samples=2 task.calibration=1
-        task.rounds=1 task.attentions=[exact,uniform,window,relu]"""],
-    "fidelity": ["""task=fidelity task.model={bert} task.text={text} task.length=24 task.texts=3 task.draws=2
-        attention=favorpp features.m=8"""],
+    "advise": [
+        """task=advise task.model={bert} task.text={text} task.length=32 task.samples=2 task.calibration=1
+        task.rounds=1 task.attentions=[exact,uniform,window,relu]"""
+    ],
+    "fidelity": [
+        """task=fidelity task.model={bert} task.text={text} task.length=24 task.texts=3 task.draws=2
+        attention=favorpp features.m=8"""
+    ],
     "variance": ["task=variance task.pairs=20 task.sigmas=[0.3,0.9]"],
     "projections": ["task=projections task.length=32 task.ms=[8,16] task.samples=3"],
-    "approximation": ["""task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8 task.pairs=4
-        task.heads=2 task.d=16 task.depth=2 attention=favorpp"""],
-    "pointwise": ["task=pointwise task.d=8 task.lengths=[1.0] task.angles=3 task.groups=2 task.draws=4"],
+    "approximation": [
+        """task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8 task.pairs=4
+        task.heads=2 task.d=16 task.depth=2 attention=favorpp"""
+    ],
+    "pointwise": [
+        "task=pointwise task.d=8 task.lengths=[1.0] task.angles=3 task.groups=2 task.draws=4"
+    ],
     "qmc": ["task=qmc task.pairs=20 task.groups=2 task.draws=2 features.m=16"],
     "clusters": ["task=clusters task.d=8 task.points=20 task.ms=[20] task.pairs=20 task.repeats=2"],
     "flops": ["task=flops task.budgets=[1000] task.d=16 task.angles=3 task.groups=2 task.draws=4"],
     "speed": ["task=speed task.lengths=[16] task.rounds=1"],
 }
-TRAINING = {"glue", "mlm", "transfer", "librispeech", "imagenet", "mae", "trembl", "pixels", "books", "lra", "recall",
-            "ptb"}
+TRAINING = {
+    "glue",
+    "mlm",
+    "transfer",
+    "librispeech",
+    "imagenet",
+    "mae",
+    "trembl",
+    "pixels",
+    "books",
+    "lra",
+    "recall",
+    "ptb",
+}
 CACHING = {"mlm", "transfer", "trembl", "books", "lra", "advise", "fidelity"}
 
 
@@ -119,9 +159,15 @@ def _files() -> dict[str, Path]:
     """Text, a GLUE task, an encoder, images and spoken digits, written once in a process."""
     root = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return {"text": write_text(root / "text.txt", 300), "glue": write_glue(root / "glue/SST-2", "sst2"),
-            "bert": write_model(root / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
-            "images": write_images(root / "images"), "digits": write_digits(root / "digits")}
+    return {
+        "text": write_text(root / "text.txt", 300),
+        "glue": write_glue(root / "glue/SST-2", "sst2"),
+        "bert": write_model(
+            root / "bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        ),
+        "images": write_images(root / "images"),
+        "digits": write_digits(root / "digits"),
+    }
 
 
 def _arguments(line: str, directory: Path, **places: Path) -> list[str]:
@@ -157,16 +203,22 @@ def _last(directory: Path) -> dict:
 def _plain(node):
     """Without what depends on the clock, the place or the wording; numbers have nine digits."""
     if isinstance(node, dict):
-        return {key: _plain(value) for key, value in node.items()
-                if not UNTOLD.search(key) and not (isinstance(value, str) and len(value) > 40)}
+        return {
+            key: _plain(value)
+            for key, value in node.items()
+            if not UNTOLD.search(key) and not (isinstance(value, str) and len(value) > 40)
+        }
     if isinstance(node, list):
         return [_plain(each) for each in node]
     return float(f"{node:.9g}") if isinstance(node, float) else node
 
 
 def _sweep(folder: Path) -> dict:
-    out = _typed(f"""-m task=uci task.repeats=1 task.sigmas=[0.3] features=trig,oprf features.m=8,16
-                 hydra.sweep.dir={folder}/sweep""", folder / "unused")
+    out = _typed(
+        f"""-m task=uci task.repeats=1 task.sigmas=[0.3] features=trig,oprf features.m=8,16
+                 hydra.sweep.dir={folder}/sweep""",
+        folder / "unused",
+    )
     runs = sorted(path.parent for path in folder.rglob("metrics.jsonl"))
     rows = len(re.findall(r"^.*(?:trig|oprf)", out, re.M))
     return {"metrics": {path.name: _last(path) for path in runs}, "rows": rows}
@@ -178,17 +230,29 @@ def _resumed(folder: Path) -> dict:
     _typed(line, folder / "whole")
     with pytest.MonkeyPatch.context() as patch:
         stopped_and_continued(_started, patch, TrEMBL, 9, *_arguments(line, folder / "stopped"))
-    one, two = (load_file(folder / name / "model/model.safetensors") for name in ("whole", "stopped"))
-    return {"metrics": _last(folder / "stopped"), "equal": all(bool((one[key] == two[key]).all()) for key in one)}
+    one, two = (
+        load_file(folder / name / "model/model.safetensors") for name in ("whole", "stopped")
+    )
+    return {
+        "metrics": _last(folder / "stopped"),
+        "equal": all(bool((one[key] == two[key]).all()) for key in one),
+    }
 
 
 def _processes(folder: Path) -> dict:
-    done = torchrun(*_arguments(f"{PROTEINS} trainer.steps=6 {FAVORPP} task.dropout=0", folder / "run"), cwd=folder)
+    done = torchrun(
+        *_arguments(f"{PROTEINS} trainer.steps=6 {FAVORPP} task.dropout=0", folder / "run"),
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return {"metrics": _last(folder / "run")}
 
 
-OTHERS = {"a sweep and its table": _sweep, "stopped and resumed": _resumed, "two processes": _processes}
+OTHERS = {
+    "a sweep and its table": _sweep,
+    "stopped and resumed": _resumed,
+    "two processes": _processes,
+}
 
 # ---- configurations: what differs from the one without arguments
 
@@ -196,19 +260,28 @@ BASE = "python -m crt_exp"
 
 
 def configurations() -> list[str]:
-    return [BASE, *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("report", "hydra"))]
+    return [
+        BASE,
+        *sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name not in ("report", "hydra")),
+    ]
 
 
 def configuration(group: str) -> dict:
     """The composed configuration of every choice of a group."""
     base = _composed()
-    return base if group == BASE else {name: _changes(base, _composed(f"{group}={name}")) for name in choices(group)}
+    return (
+        base
+        if group == BASE
+        else {name: _changes(base, _composed(f"{group}={name}")) for name in choices(group)}
+    )
 
 
 def _composed(*overrides: str) -> dict:
     """{"task.dataset": "wine", ...}, interpolations of paths and dates as they are written."""
     cfg = compose([*overrides])
-    plain = yaml.safe_load(OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])))
+    plain = yaml.safe_load(
+        OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
+    )
     return dict(_flat(plain))
 
 

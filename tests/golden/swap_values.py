@@ -3,21 +3,54 @@
 import tempfile
 import warnings
 
+import swap_models
 import torch
 import transformers
-
-import swap_models
-from crt_exp import calibrate_attention, from_pretrained, swap_attention
 from tiny_models import NotBuilt, of_timm, of_torch, of_torchaudio, of_transformers, outputs
 from values import attempt, numbers
 
+from crt_exp import calibrate_attention, from_pretrained, swap_attention
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-MECHANISMS = {"favorpp": "favorpp m=16", "hrf_angular": "hrf_angular m=8",
-              "nearfar": "nearfar block=4 heavy=2 cells=4 exact_until=5"}
-TYPES = ["albert", "bart", "bert", "bloom", "clip", "deit", "dinov2", "distilbert", "electra", "gemma2", "gpt2",
-         "gpt_neox", "hubert", "llama", "marian", "mbart", "mistral", "modernbert", "mpnet", "opt", "pegasus", "phi3",
-         "qwen2", "qwen3", "roberta", "smollm3", "t5", "vit", "wav2vec2", "whisper", "xlm-roberta"]
+MECHANISMS = {
+    "favorpp": "favorpp m=16",
+    "hrf_angular": "hrf_angular m=8",
+    "nearfar": "nearfar block=4 heavy=2 cells=4 exact_until=5",
+}
+TYPES = [
+    "albert",
+    "bart",
+    "bert",
+    "bloom",
+    "clip",
+    "deit",
+    "dinov2",
+    "distilbert",
+    "electra",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "hubert",
+    "llama",
+    "marian",
+    "mbart",
+    "mistral",
+    "modernbert",
+    "mpnet",
+    "opt",
+    "pegasus",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "roberta",
+    "smollm3",
+    "t5",
+    "vit",
+    "wav2vec2",
+    "whisper",
+    "xlm-roberta",
+]
 OTHERS = {
     "timm vit_tiny_patch16_224": (of_timm, "vit_tiny_patch16_224"),
     "torch MultiheadAttention": (of_torch, "MultiheadAttention"),
@@ -64,7 +97,9 @@ def _logits(make, kind: str, name: str) -> dict:
     found = {}
     for padding, given in _padded(batch).items():
         values = attempt(lambda given=given: outputs(model, given)[:2])
-        found[f"{name} {padding}"] = values if isinstance(values, str) else [numbers(t) for t in values]
+        found[f"{name} {padding}"] = (
+            values if isinstance(values, str) else [numbers(t) for t in values]
+        )
     return found
 
 
@@ -75,22 +110,45 @@ def _padded(batch: dict) -> dict:
     mask = torch.ones_like(batch["input_ids"])
     right, left = mask.clone(), mask.clone()
     right[0, -3:], left[0, :3] = 0, 0
-    return {"whole": batch, "right": batch | {"attention_mask": right}, "left": batch | {"attention_mask": left}}
+    return {
+        "whole": batch,
+        "right": batch | {"attention_mask": right},
+        "left": batch | {"attention_mask": left},
+    }
 
 
 STATIC = {"cache_implementation": "static"}
-WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "greedy, static": STATIC, "beam, static": STATIC | {"num_beams": 3},
-        "greedy, no cache": {"use_cache": False}}
+WAYS = {
+    "greedy": {},
+    "beam": {"num_beams": 3},
+    "greedy, static": STATIC,
+    "beam, static": STATIC | {"num_beams": 3},
+    "greedy, no cache": {"use_cache": False},
+}
 
 
 def _generator(kind: str):
     torch.manual_seed(0)
     if kind == "whisper":
         config = transformers.WhisperConfig(
-            d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-            encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=20, max_target_positions=40,
-            vocab_size=40, pad_token_id=0, bos_token_id=0, eos_token_id=None, decoder_start_token_id=1,
-            suppress_tokens=None, begin_suppress_tokens=None)
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_mel_bins=8,
+            max_source_positions=20,
+            max_target_positions=40,
+            vocab_size=40,
+            pad_token_id=0,
+            bos_token_id=0,
+            eos_token_id=None,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
         return transformers.WhisperForConditionalGeneration(config)
     return swap_models.CAUSAL[kind]()
 
@@ -120,7 +178,9 @@ def _saved(name: str) -> dict:
     for mechanism in MECHANISMS:
         kind = swap_models.HF[name]
         model = swap_attention(swap_models.made(kind), MECHANISMS[mechanism])
-        attempt(lambda model=model, kind=kind: calibrate_attention(model, [swap_models.inputs(kind)]))
+        attempt(
+            lambda model=model, kind=kind: calibrate_attention(model, [swap_models.inputs(kind)])
+        )
         batch = swap_models.inputs(kind, seed=1)
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             model.save_pretrained(folder)

@@ -14,7 +14,10 @@ def numbers(t: Tensor) -> list[float]:
     flat = t.detach().to(torch.float64 if not t.is_complex() else torch.complex128).flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
     places = torch.linspace(0, max(len(flat) - 1, 0), ENTRIES).long() if len(flat) else []
-    return [rounded(x) for x in (float(flat.norm()), float(flat.sum()), *(float(flat[i]) for i in places))]
+    return [
+        rounded(x)
+        for x in (float(flat.norm()), float(flat.sum()), *(float(flat[i]) for i in places))
+    ]
 
 
 def rounded(value: float) -> float:

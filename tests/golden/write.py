@@ -7,7 +7,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT), *(str(HERE.parent / name) for name in ("", "data", "models", "runner", "tasks"))]
+sys.path[:0] = [
+    str(HERE),
+    str(ROOT),
+    *(str(HERE.parent / name) for name in ("", "data", "models", "runner", "tasks")),
+]
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
 
 
@@ -20,7 +24,9 @@ def main() -> None:
         section, _, group = wanted.partition(":")
         names, cases = compare.SECTIONS[section]
         old = compare.load(section)["groups"] if group else {}
-        groups = {name: old[name] if name in old and name != group else cases(name) for name in names()}
+        groups = {
+            name: old[name] if name in old and name != group else cases(name) for name in names()
+        }
         save(compare, section, json.loads(json.dumps(groups)))
         print(f"{compare.file_of(section)}: {len(groups)} groups")
 
@@ -29,7 +35,9 @@ def save(compare, section: str, groups: dict) -> None:
     """A line for each case."""
     parts = []
     for group, cases in groups.items():
-        lines = ",\n".join(f"    {json.dumps(case)}: {json.dumps(value)}" for case, value in cases.items())
+        lines = ",\n".join(
+            f"    {json.dumps(case)}: {json.dumps(value)}" for case, value in cases.items()
+        )
         parts.append(f"  {json.dumps(group)}: {{\n{lines}\n  }}")
     tolerance = {"same machine": compare.SAME, "other": compare.OTHER}
     head = f'"machine": {json.dumps(compare.machine())},\n"tolerance": {json.dumps(tolerance)},\n"groups": {{\n'

@@ -8,10 +8,10 @@ import torch
 from torch.testing import assert_close
 
 from crt_exp.data.text import IGNORED
-from crt_exp.mechanism import Mechanism
 from crt_exp.measure import adapt
 from crt_exp.measure.adapt import Adapt, AdaptPretrained, training_rows
 from crt_exp.measure.whisper import Whisper
+from crt_exp.mechanism import Mechanism
 
 
 @pytest.fixture
@@ -47,7 +47,10 @@ STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 
 def losses(setting, method, **steps):
-    return {row["stage"]: row["loss"] for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)}
+    return {
+        row["stage"]: row["loss"]
+        for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)
+    }
 
 
 @pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
@@ -71,13 +74,28 @@ def test_a_method_at_each_stage(setting, at_home):
 # ---- a pretrained language model
 
 
-LANGUAGE = {"model": "", "texts": ["new", "repeated"], "length": 64, "tested": 2, "captured": 2,
-         "transfer": 3, "steps": [0, 3, 4, 5], "transfer_lr": 1e-2, "lora_lr": 1e-2, "rank": 2, "bf16": False}
+LANGUAGE = {
+    "model": "",
+    "texts": ["new", "repeated"],
+    "length": 64,
+    "tested": 2,
+    "captured": 2,
+    "transfer": 3,
+    "steps": [0, 3, 4, 5],
+    "transfer_lr": 1e-2,
+    "lora_lr": 1e-2,
+    "rank": 2,
+    "bf16": False,
+}
 STEPS = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "repeated")]
 
 
 def above(method, seed=0):
-    found = [row for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed) if "text" in row]
+    found = [
+        row
+        for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed)
+        if "text" in row
+    ]
     assert all(len(row["above"]) == 2 for row in found)
     return {(row["text"], row["step"]): row["above"] for row in found}
 
@@ -88,24 +106,36 @@ def test_a_language_model_at_each_step(reader):
     before = {name: p.clone() for name, p in reader.named_parameters()}
     exact, window, hedgehog = map(above, ("exact", "window block=8 first=2", "hedgehog m=4"))
     assert [*exact] == [*window] == [*hedgehog] == STEPS
-    assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact["new", 4] != [0, 0]
+    assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact[
+        "new", 4
+    ] != [0, 0]
     assert above("hedgehog m=4") == hedgehog != above("hedgehog m=4", 1)
     assert window["new", 3] == window["new", 0] != window["new", 5]
     assert hedgehog["new", 3] != hedgehog["new", 0]
-    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters()
+    )
 
 
 def test_rows_are_of_the_seed(reader):
     rows, others = training_rows("", 64, 0, 20), training_rows("", 64, 1, 20)
     assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
-    with pytest.raises(ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"):
+    with pytest.raises(
+        ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"
+    ):
         training_rows("", 64, 0, 438)
 
 
 def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
     hedgehog = Mechanism.parse("hedgehog m=4")
-    plain, lower = ([row["above"] for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
-                     if "text" in row] for bf16 in (False, True))
+    plain, lower = (
+        [
+            row["above"]
+            for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
+            if "text" in row
+        ]
+        for bf16 in (False, True)
+    )
     assert lower[:4] == plain[:4] and lower[4:] != plain[4:]
     torch.testing.assert_close(torch.tensor(lower), torch.tensor(plain), atol=0.1, rtol=0)
 
@@ -113,7 +143,14 @@ def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
 # ---- Whisper
 
 
-SPEECH = {"model": "", "subset": "train", "speakers": ["1", "3"], "tested": 2, "steps": [0, 2, 4], "lr": 1e-2}
+SPEECH = {
+    "model": "",
+    "subset": "train",
+    "speakers": ["1", "3"],
+    "tested": 2,
+    "steps": [0, 2, 4],
+    "lr": 1e-2,
+}
 
 
 def spoken(method, **changes):
@@ -125,9 +162,12 @@ def test_each_method_is_evaluated_after_each_step(speaker):
     model that all start from stays."""
     before = {name: p.clone() for name, p in speaker.named_parameters()}
     exact, other = spoken("exact"), spoken("favorpp m=8")
-    assert [row["steps"] for row in exact] == [0, 2, 4] and all(len(row[key]) == 2 for row in [*exact, *other]
-                                                               for key in ("above", "agrees", "wer"))
-    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6) and other[0]["above"] != pytest.approx([0, 0])
+    assert [row["steps"] for row in exact] == [0, 2, 4] and all(
+        len(row[key]) == 2 for row in [*exact, *other] for key in ("above", "agrees", "wer")
+    )
+    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6) and other[0][
+        "above"
+    ] != pytest.approx([0, 0])
     assert exact[0]["above"] != exact[2]["above"] and other[0]["above"] != other[2]["above"]
     assert other == spoken("favorpp m=8")
     assert_close(dict(speaker.named_parameters()), before)
@@ -135,9 +175,13 @@ def test_each_method_is_evaluated_after_each_step(speaker):
 
 def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
     read, loss = set(), Whisper.loss
-    monkeypatch.setattr(Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each))
+    monkeypatch.setattr(
+        Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each)
+    )
     spoken("uniform")
-    assert read == {"0", "2", "4"} and [each.name for each in Whisper(**SPEECH).utterances()[0]] == ["1", "3"]
+    assert read == {"0", "2", "4"} and [
+        each.name for each in Whisper(**SPEECH).utterances()[0]
+    ] == ["1", "3"]
     for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
         with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
             spoken("uniform", **changes)

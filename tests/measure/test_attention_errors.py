@@ -11,8 +11,15 @@ from crt_exp.config import CONF
 from crt_exp.data import DataError
 from crt_exp.data.protein import STANDARD
 from crt_exp.measure import attention_errors
-from crt_exp.measure.attention_errors import (PAIRS, ErrorByLayer, KernelBias, attention_matrices, blosum62,
-                                              correlation, similarity)
+from crt_exp.measure.attention_errors import (
+    PAIRS,
+    ErrorByLayer,
+    KernelBias,
+    attention_matrices,
+    blosum62,
+    correlation,
+    similarity,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.trembl import TrEMBL
 
@@ -37,16 +44,26 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
 
 
 def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
-    [biased], [exact] = (KernelBias(16, 4000).rows(Mechanism.parse(f"pos sampler={sampler}"), 0)
-                         for sampler in ("hadamard sampler.blocks=1", "orthogonal"))
+    [biased], [exact] = (
+        KernelBias(16, 4000).rows(Mechanism.parse(f"pos sampler={sampler}"), 0)
+        for sampler in ("hadamard sampler.blocks=1", "orthogonal")
+    )
     assert biased["at_unit"] < 0.7 and abs(exact["at_unit"] - 1) < 4 * exact["at_unit_error"]
 
 
 def protein_task(direction="bidirectional"):
     given = OmegaConf.to_container(OmegaConf.load(CONF / "task" / "trembl.yaml").task)
     given = {key: value for key, value in given.items() if not key.startswith("_")}
-    return TrEMBL(**given | {"direction": direction, "max_length": 16, "dropout": 0.0, "cache_dir": None,
-                             "sizes": {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}})
+    return TrEMBL(
+        **given
+        | {
+            "direction": direction,
+            "max_length": 16,
+            "dropout": 0.0,
+            "cache_dir": None,
+            "sizes": {"heads": 2, "layers": 2, "d_ff": 32, "d": 16},
+        }
+    )
 
 
 # ---- which amino acids are alike
@@ -55,7 +72,7 @@ def protein_task(direction="bidirectional"):
 def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     rng = np.random.default_rng(0)
     shares = rng.random((8, 20)) + 0.1
-    shares[:, 3] = 2 * shares[:, 2]                       # E always gets twice what D gets
+    shares[:, 3] = 2 * shares[:, 2]  # E always gets twice what D gets
     found = similarity(shares)
     assert found[2, 3] == pytest.approx(1) == found[attention_errors.PAIRS].max()
     np.testing.assert_allclose(similarity(shares * rng.random(20)), found, atol=1e-9)
@@ -71,9 +88,11 @@ def test_permutations_move_rows_and_columns_alike():
     assert correlation(-matrix, matrix, permutations=99)["p"] > 0.9
     first, second = rng.random((2, 20, 20))
     r = correlation(first + first.T, second + second.T)["r"]
-    assert r == pytest.approx(np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1])
+    assert r == pytest.approx(
+        np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1]
+    )
     ps = []
-    for _ in range(100):                                  # a matrix of distances: its pairs are far from independent
+    for _ in range(100):  # a matrix of distances: its pairs are far from independent
         one, two = (similarity(rng.random((4, 20))) for _ in range(2))
         ps.append(correlation(one, two, permutations=99)["p"])
     assert np.mean(np.array(ps) <= 0.05) <= 0.12 and abs(np.mean(ps) - 0.5) < 0.1
@@ -98,13 +117,15 @@ def test_matrices_of_a_sequence_model(causal, one_thread):
     assert len(found) == 2 and torch.allclose(found[0], logits.softmax(-1), atol=1e-6)
     uniform = attention_matrices(task.build(Mechanism.of("uniform")).eval(), tokens)[1]
     seen = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
-    assert torch.allclose(uniform, (seen / seen.sum(1, keepdim=True)).expand(1, 2, -1, -1), atol=1e-6)
+    assert torch.allclose(
+        uniform, (seen / seen.sum(1, keepdim=True)).expand(1, 2, -1, -1), atol=1e-6
+    )
 
 
 @torch.no_grad()
 def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
     task = protein_task()
-    sequences = [[0, 0, 1, 19], [1, 2, 2, 24]]            # U is none of the 20
+    sequences = [[0, 0, 1, 19], [1, 2, 2, 24]]  # U is none of the 20
     found = attention_errors.shares(task.build(Mechanism.of("uniform")).eval(), sequences)
     expected = np.zeros(20)
     expected[[0, 1, 2, 19]] = np.array([2, 2, 2, 1]) / 7
@@ -117,8 +138,9 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     """Errors and matrices of uniform attention, similarity of exact attention; a wrong entry is refused."""
     rng, folder = np.random.default_rng(0), tmp_path / "protein"
     folder.mkdir()
-    (folder / "made.fasta").write_text("".join(f">sp|P{i:05d}|X\n{''.join(rng.choice([*STANDARD], 40))}\n"
-                                               for i in range(20)))
+    (folder / "made.fasta").write_text(
+        "".join(f">sp|P{i:05d}|X\n{''.join(rng.choice([*STANDARD], 40))}\n" for i in range(20))
+    )
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     built = protein_task().build(Mechanism.of("exact"))
     monkeypatch.setattr(attention_errors, "of_proteins", lambda start: Kept(built, protein_task()))
@@ -126,10 +148,22 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     task = attention_errors.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(Mechanism.of("uniform"), 0)
     assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]
-    assert drawn[0]["row"][0].split() == ["0.0625"] * 16 and last["layer"] == [0, 1] and min(last["error"]) > 0
+    assert (
+        drawn[0]["row"][0].split() == ["0.0625"] * 16
+        and last["layer"] == [0, 1]
+        and min(last["error"]) > 0
+    )
     rows = [*task.rows(Mechanism.of("exact"), 0)]
-    assert [row["by"] for row in rows if "r" in row] == ["attention", "random weights", "composition", "frequency"]
-    assert rows[-1]["mean_error"] == 0 and len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
+    assert [row["by"] for row in rows if "r" in row] == [
+        "attention",
+        "random weights",
+        "composition",
+        "frequency",
+    ]
+    assert (
+        rows[-1]["mean_error"] == 0
+        and len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
+    )
     task.entry = "nobody"
     with pytest.raises(DataError, match="no entry nobody"):
         next(task.rows(Mechanism.of("exact"), 0))

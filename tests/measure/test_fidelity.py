@@ -13,21 +13,46 @@ from small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
-from crt_exp.mechanism import Mechanism
 from crt_exp.measure.fidelity import Fidelity, Subject, SwapLoss
+from crt_exp.mechanism import Mechanism
 from crt_exp.runner.run import read_records
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-         "vocab_size": len(VOCABULARY), "max_position_embeddings": 64}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": len(VOCABULARY), "n_positions": 64,
-        "bos_token_id": 0, "eos_token_id": 0}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": len(VOCABULARY),
+    "max_position_embeddings": 64,
+}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": len(VOCABULARY),
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 MODELS = {
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=1)),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+    ),
     "bare": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
-    "albert": lambda: transformers.AlbertForMaskedLM(transformers.AlbertConfig(embedding_size=8, **SIZES))}
-OPTIONS = {"calibration": None, "tokenizer": None, "length": 24, "texts": 3, "calibration_texts": 2, "seed": 0}
+    "albert": lambda: transformers.AlbertForMaskedLM(
+        transformers.AlbertConfig(embedding_size=8, **SIZES)
+    ),
+}
+OPTIONS = {
+    "calibration": None,
+    "tokenizer": None,
+    "length": 24,
+    "texts": 3,
+    "calibration_texts": 2,
+    "seed": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +60,9 @@ def folder(tmp_path_factory, saved_models):
     """Tiny models of random weights, a tokenizer beside each, and texts."""
     root = tmp_path_factory.mktemp("models")
     write_text(root / "text.txt", 80)
-    (root / "other.txt").write_text("".join(reversed((root / "text.txt").read_text().splitlines(keepends=True))))
+    (root / "other.txt").write_text(
+        "".join(reversed((root / "text.txt").read_text().splitlines(keepends=True)))
+    )
     saved_models(root, MODELS, VOCABULARY)
     return root
 
@@ -54,7 +81,9 @@ def test_exact_attention_has_no_error(folder, name):
         found = source.measured(Mechanism.parse(text))
         assert found["hidden"].shape == found["attention"].shape == (3, 2)
         assert ((found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()) == true
-        assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (name != "bare")
+        assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (
+            name != "bare"
+        )
         assert name == "bare" or np.allclose(found["above"], 0, atol=1e-4) == true
     assert not any("swapped" in path for path, _ in source.model.named_modules())
 
@@ -92,7 +121,9 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
     assert found["above"][0] == pytest.approx(float(model(ids, labels=ids).loss) - exact, abs=1e-4)
     with pytest.raises(ValueError, match="task.calibration"):
         subject(folder, "gpt2").measured(Mechanism.of("favorpp", m=8))
-    assert "above" in subject(folder, "gpt2").measured(Mechanism.of("favorp", m=8))  # has nothing to fit
+    assert "above" in subject(folder, "gpt2").measured(
+        Mechanism.of("favorp", m=8)
+    )  # has nothing to fit
     with pytest.raises(ValueError, match="task.calibration: .* expected disjoint"):
         subject(folder, "gpt2", calibration=str(folder / "text.txt"))
 
@@ -109,13 +140,25 @@ def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
 
 
 def test_a_run_and_its_rows(folder, typed, tmp_path):
-    code, out, err = typed("task=fidelity", f"task.model={folder / 'gpt2'}", f"task.text={folder / 'text.txt'}",
-                           f"task.calibration={folder / 'other.txt'}", "task.length=24", "task.texts=3", "task.draws=2",
-                           "task.calibration_texts=2",
-                           "task.cache_dir=null", "attention=favorpp", "features.m=8", "logger=none",
-                           f"hydra.run.dir={tmp_path / 'run'}")
+    code, out, err = typed(
+        "task=fidelity",
+        f"task.model={folder / 'gpt2'}",
+        f"task.text={folder / 'text.txt'}",
+        f"task.calibration={folder / 'other.txt'}",
+        "task.length=24",
+        "task.texts=3",
+        "task.draws=2",
+        "task.calibration_texts=2",
+        "task.cache_dir=null",
+        "attention=favorpp",
+        "features.m=8",
+        "logger=none",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    )
     assert code == 0 and "hidden_error" in out, err
-    texts, *layers, last = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    texts, *layers, last = map(
+        json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     assert len(texts["above"]) == 3 and [row["layer"] for row in layers] == [0, 1]
     assert last["cost"] == pytest.approx(np.mean(texts["above"]))
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
@@ -124,7 +167,10 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
 
 
 def test_what_is_refused(folder, tmp_path):
-    for options, said in (({"length": 65}, "length=65: expected 1 to 64 tokens"), ({"texts": 500}, "task.texts=500")):
+    for options, said in (
+        ({"length": 65}, "length=65: expected 1 to 64 tokens"),
+        ({"texts": 500}, "task.texts=500"),
+    ):
         with pytest.raises(ValueError, match=said):
             subject(folder, "bert", **options)
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert")
@@ -140,14 +186,27 @@ def test_a_saved_run_on_its_own_text(typed, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
     for part, lines in {"train": 300, "valid": 290, "test": 280}.items():
         write_text(tmp_path / "data/wikitext2" / f"wiki.{part}.tokens", lines)
-    code, _, err = typed("task=mlm", "attention=exact", "task.sizes.hidden_size=16", "task.sizes.num_attention_heads=2",
-                         "task.sizes.num_hidden_layers=2", "task.cache_dir=null", "task.vocabulary_size=300",
-                         "task.block=32", "trainer.batch=4", "trainer.steps=2", "logger=none", "hydra.run.dir=run")
+    code, _, err = typed(
+        "task=mlm",
+        "attention=exact",
+        "task.sizes.hidden_size=16",
+        "task.sizes.num_attention_heads=2",
+        "task.sizes.num_hidden_layers=2",
+        "task.cache_dir=null",
+        "task.vocabulary_size=300",
+        "task.block=32",
+        "trainer.batch=4",
+        "trainer.steps=2",
+        "logger=none",
+        "hydra.run.dir=run",
+    )
     assert code == 0, err
     probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
     for method, seed in (("exact", 0), ("favorpp m=8", 1)):
         texts, *layers, last = probe.rows(Mechanism.parse(method), seed)
-        assert len(texts["above"]) == len(texts["cosine"]) == 3 and [row["layer"] for row in layers] == [0, 1]
+        assert len(texts["above"]) == len(texts["cosine"]) == 3 and [
+            row["layer"] for row in layers
+        ] == [0, 1]
         assert last["cost"] == pytest.approx(np.mean(texts["above"]))
         assert (max(texts["hidden_error"]) < 1e-6) == ("loss" in last) == (method == "exact")
 
@@ -157,14 +216,28 @@ def test_a_saved_run_on_its_own_text(typed, tmp_path, monkeypatch):
 
 def test_a_saved_run_with_another_attention(typed, one_thread):
     """Exact attention has the losses of the run itself, and projections are those of the seed beyond the offset."""
-    code, _, errors = typed("task=imagenet", "task.dataset=digits", "task.size=8", "task.workers=0", "attention=exact",
-                            "task.sizes.patch=2", "task.sizes.width=16", "task.sizes.depth=1", "task.sizes.heads=2",
-                            "trainer.steps=1", "logger=none", "hydra.run.dir=start")
+    code, _, errors = typed(
+        "task=imagenet",
+        "task.dataset=digits",
+        "task.size=8",
+        "task.workers=0",
+        "attention=exact",
+        "task.sizes.patch=2",
+        "task.sizes.width=16",
+        "task.sizes.depth=1",
+        "task.sizes.heads=2",
+        "trainer.steps=1",
+        "logger=none",
+        "hydra.run.dir=start",
+    )
     assert code == 0, errors
-    found = lambda name, offset, seed, **own: [*SwapLoss("start", ["val"], offset).rows(
-        Mechanism.of(name, **own), seed)][0]
+    found = lambda name, offset, seed, **own: [
+        *SwapLoss("start", ["val"], offset).rows(Mechanism.of(name, **own), seed)
+    ][0]
     own = read_records(Path("start/metrics.jsonl"))[-1]
     exact, swapped = found("exact", 0, 0), found("favorpp", 2, 1, m=8)
     assert exact["accuracy"] == pytest.approx(own["accuracy"]) and exact["split"] == "val"
-    assert exact["loss"] != pytest.approx(swapped["loss"]) and swapped == found("favorpp", 0, 3, m=8)
+    assert exact["loss"] != pytest.approx(swapped["loss"]) and swapped == found(
+        "favorpp", 0, 3, m=8
+    )
     assert swapped != found("favorpp", 0, 1, m=8)

@@ -16,21 +16,48 @@ from crt_exp.models.language import LanguageDescription, LanguageModel, Rotary, 
 from crt_exp.swap.calibration import fill_statistics
 
 SIZES = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
-NAMES = ["exact", "identity", "uniform", "window", "favor", "favorp", "favorpp", "smreg", "relu", "elu", "reformer",
-         "nearfar"]
+NAMES = [
+    "exact",
+    "identity",
+    "uniform",
+    "window",
+    "favor",
+    "favorp",
+    "favorpp",
+    "smreg",
+    "relu",
+    "elu",
+    "reformer",
+    "nearfar",
+]
 POSITIONS = ["learned", "rotary", "none"]
 
 
 def mechanism(name, **options):
-    features = name not in ("exact", "identity", "uniform", "window", "linformer", "elu", "reformer", "nearfar")
-    own = {"window": {"block": 4}, "reformer": {"buckets": 2, "chunk": 8}, "linformer": {"length": 32, "rank": 8},
-           "nearfar": {"block": 3, "heavy": 2, "cells": 4}}
+    features = name not in (
+        "exact",
+        "identity",
+        "uniform",
+        "window",
+        "linformer",
+        "elu",
+        "reformer",
+        "nearfar",
+    )
+    own = {
+        "window": {"block": 4},
+        "reformer": {"buckets": 2, "chunk": 8},
+        "linformer": {"length": 32, "rank": 8},
+        "nearfar": {"block": 3, "heavy": 2, "cells": 4},
+    }
     return Mechanism.of(name, **({"m": 16} if features else {}), **own.get(name, {}), **options)
 
 
 def model_of(name="exact", causal=True, **options):
     torch.manual_seed(0)
-    changes = {key: options.pop(key) for key in ("positions", "tied", "dropout", "sizes") if key in options}
+    changes = {
+        key: options.pop(key) for key in ("positions", "tied", "dropout", "sizes") if key in options
+    }
     description = LanguageDescription(11, 32, **{"sizes": SIZES, "causal": causal} | changes)
     return LanguageModel(description, mechanism(name).layer, **options)
 
@@ -80,7 +107,10 @@ def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
     """A prompt at once, then one by one."""
     model, ids = calibrated(name, positions=positions), tokens()
     whole, pasts = model(ids), model.begin()
-    parts = [model(ids[:, :6], pasts=pasts), *(model(ids[:, i:i + 1], pasts=pasts) for i in range(6, 20))]
+    parts = [
+        model(ids[:, :6], pasts=pasts),
+        *(model(ids[:, i : i + 1], pasts=pasts) for i in range(6, 20)),
+    ]
     torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
@@ -131,7 +161,9 @@ def test_learned_positions_and_the_order_of_symbols():
 def test_tied_embeddings_are_one_parameter():
     for tied in (True, False):
         names = dict(model_of(tied=tied).named_parameters())
-        assert ("head.weight" in names) != tied and names["symbol.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+        assert ("head.weight" in names) != tied and names[
+            "symbol.weight"
+        ].std().item() == pytest.approx(0.02, rel=0.2)
 
 
 # ---- drawing sequences ----------------------------------------------------------------------------------------------
@@ -149,7 +181,9 @@ def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
         whole = model(torch.cat([PROMPT, torch.tensor(row)])[None])[0, 2:-1]
         whole[:, 0] = -torch.inf
         generator = torch.Generator().manual_seed(seed)
-        uniform = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for _ in row])
+        uniform = torch.stack(
+            [torch.rand((), generator=generator, dtype=torch.float64) for _ in row]
+        )
         assert len(row) == 20 and 0 not in row and choice.draw(whole, uniform).tolist() == row
 
 
@@ -165,9 +199,11 @@ def test_frequencies_are_the_chances():
 
 def test_the_end_ends_a_sequence():
     model = calibrated("exact")
-    free, ended = (generate(model, PROMPT, 25, TokenChoice(), range(6), end=end) for end in (None, 7))
+    free, ended = (
+        generate(model, PROMPT, 25, TokenChoice(), range(6), end=end) for end in (None, 7)
+    )
     for whole, cut in zip(free, ended):
-        assert cut == whole[:whole.index(7) if 7 in whole else None]
+        assert cut == whole[: whole.index(7) if 7 in whole else None]
     assert any(7 in row for row in free)
 
 
@@ -176,14 +212,20 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 def test_temperature_and_nuclei_of_the_chances():
     order = torch.tensor([2, 0, 3, 1])
-    for choice, expected in [(TokenChoice(), [0.4, 0.3, 0.2, 0.1]), (TokenChoice(temperature=0), [1, 0, 0, 0]),
-                             (TokenChoice(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
-                             (TokenChoice(top_k=2), [4 / 7, 3 / 7, 0, 0]),
-                             (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
-                             (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
-                             (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0])]:
-        torch.testing.assert_close(choice.probabilities(LOGITS[:, order])[0], torch.tensor(expected).double()[order],
-                                   msg=str(choice))
+    for choice, expected in [
+        (TokenChoice(), [0.4, 0.3, 0.2, 0.1]),
+        (TokenChoice(temperature=0), [1, 0, 0, 0]),
+        (TokenChoice(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        (TokenChoice(top_k=2), [4 / 7, 3 / 7, 0, 0]),
+        (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
+        (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
+        (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
+    ]:
+        torch.testing.assert_close(
+            choice.probabilities(LOGITS[:, order])[0],
+            torch.tensor(expected).double()[order],
+            msg=str(choice),
+        )
 
 
 def test_a_symbol_without_a_chance_is_never_drawn():
@@ -197,16 +239,23 @@ def test_a_symbol_without_a_chance_is_never_drawn():
 
 def kept(tmp_path, name="favorpp", **options):
     model = calibrated(name, **options).float()
-    language.save_model(model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path)
+    language.save_model(
+        model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path
+    )
     return model
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name, tied", in_turn(["exact", "favorpp", "linformer", "reformer"], [True, False]))
+@pytest.mark.parametrize(
+    "name, tied", in_turn(["exact", "favorpp", "linformer", "reformer"], [True, False])
+)
 def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
     model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
     loaded = language.load(tmp_path, "run")
-    assert loaded.symbols == {"kind": "letters"} and loaded.mechanism.describe() == mechanism(name).describe()
+    assert (
+        loaded.symbols == {"kind": "letters"}
+        and loaded.mechanism.describe() == mechanism(name).describe()
+    )
     assert torch.equal(loaded.build()(tokens()), model(tokens()))
 
 
@@ -215,15 +264,20 @@ def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
     exact = kept(tmp_path, "exact")
     loaded = language.load(tmp_path, "task.init")
     far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
-    assert torch.equal(near.symbol.weight, exact.symbol.weight) and near.body.blocks[0].attention.m == 4096
+    assert (
+        torch.equal(near.symbol.weight, exact.symbol.weight)
+        and near.body.blocks[0].attention.m == 4096
+    )
     error = lambda model: (model(tokens()) - exact(tokens())).norm()
     assert error(near) < error(far) / 5
 
 
 def test_loaded_projections_are_used_whatever_the_seed():
     """Those of the draw that training had come to, and no new draw."""
-    model, other = (LanguageModel(model_of().description, mechanism("favorp", redraw_every=2, seed=seed).layer)
-                    for seed in (0, 7))
+    model, other = (
+        LanguageModel(model_of().description, mechanism("favorp", redraw_every=2, seed=seed).layer)
+        for seed in (0, 7)
+    )
     for _ in range(5):
         model.train()(tokens())
     other.load_state_dict(model.state_dict())
@@ -243,8 +297,11 @@ def test_what_cannot_be_loaded(tmp_path):
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)
-    for wrong, words in [(fields | {"kind": "bert"}, "run=.*kind=bert"), ("{", "not readable"),
-                         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing")]:
+    for wrong, words in [
+        (fields | {"kind": "bert"}, "run=.*kind=bert"),
+        ("{", "not readable"),
+        (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing"),
+    ]:
         config.write_text(wrong if wrong == "{" else json.dumps(wrong))
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
@@ -258,7 +315,12 @@ def test_what_cannot_be_loaded(tmp_path):
 
 
 def test_bad_sizes():
-    assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {"heads": 8, "layers": 3, "d_ff": 1024, "d": 512}
+    assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {
+        "heads": 8,
+        "layers": 3,
+        "d_ff": 1024,
+        "d": 512,
+    }
     with pytest.raises(ConfigError, match="d=64: expected a multiple of heads=3"):
         sizes_of("tiny", {"heads": 3}, "task.sizes")
     with pytest.raises(ValueError, match="33 symbols: expected at most 32"):
@@ -269,8 +331,14 @@ def test_bad_sizes():
 
 # ---- encoders of transformers ----------------------------------------------------------------------------------------
 
-ENCODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-           "vocab_size": 60, "max_position_embeddings": 40}
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 60,
+    "max_position_embeddings": 40,
+}
 
 
 @pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38)])
@@ -280,21 +348,37 @@ def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
     model = transformers.AutoModel.from_config(config).eval()
     model(input_ids=torch.full((1, longest), 7))
     encoders.check_length(config, longest, "task.block")
-    with pytest.raises(ConfigError, match=f"task.block={longest + 1}: expected at most {longest} tokens"):
+    with pytest.raises(
+        ConfigError, match=f"task.block={longest + 1}: expected at most {longest} tokens"
+    ):
         encoders.check_length(config, longest + 1, "task.block")
 
 
-@pytest.mark.parametrize("kind, head", [("Roberta", "AutoModelForMaskedLM"),
-                                        ("DistilBert", "AutoModelForSequenceClassification")])
+@pytest.mark.parametrize(
+    "kind, head",
+    [("Roberta", "AutoModelForMaskedLM"), ("DistilBert", "AutoModelForSequenceClassification")],
+)
 def test_encoders_that_are_not_bert(kind, head, tmp_path):
     """Pretrained weights with another attention, and a head made anew."""
-    names = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
-             "intermediate_size": "hidden_dim"}
-    sizes = {names.get(key, key): value for key, value in ENCODER.items()} if kind == "DistilBert" else ENCODER
-    saved = transformers.AutoModelForMaskedLM.from_config(getattr(transformers, f"{kind}Config")(**sizes))
+    names = {
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "intermediate_size": "hidden_dim",
+    }
+    sizes = (
+        {names.get(key, key): value for key, value in ENCODER.items()}
+        if kind == "DistilBert"
+        else ENCODER
+    )
+    saved = transformers.AutoModelForMaskedLM.from_config(
+        getattr(transformers, f"{kind}Config")(**sizes)
+    )
     saved.save_pretrained(tmp_path)
     origin = encoders.origin_of(str(tmp_path), "uptrain")
-    model = encoders.load_model(head, encoders.load_config(origin), origin, Mechanism.of("favorpp", m=8)).eval()
+    model = encoders.load_model(
+        head, encoders.load_config(origin), origin, Mechanism.of("favorpp", m=8)
+    ).eval()
     assert model(input_ids=torch.full((2, 9), 7)).logits.isfinite().all()
     loaded, weights = model.base_model.state_dict(), saved.base_model.state_dict()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)

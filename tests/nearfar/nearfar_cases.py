@@ -9,9 +9,9 @@ from itertools import product
 import torch
 
 from crt_exp.nearfar import native
+from crt_exp.nearfar.causal import Causal, options_of, renewals, unmasked_keys
 from crt_exp.nearfar.choice import MAX_GAP
 from crt_exp.nearfar.retrieval import retrieved_positions
-from crt_exp.nearfar.causal import Causal, options_of, renewals, unmasked_keys
 
 EMPTY = float("-inf")
 
@@ -29,7 +29,9 @@ def same(out, expected, inputs, seed=3, **close):
     """Outputs, and gradients of one random sum of them."""
     torch.testing.assert_close(out, expected, **close)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
-    for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), inputs) for t in (out, expected))):
+    for ours, theirs in zip(
+        *(torch.autograd.grad((t * weight).sum(), inputs) for t in (out, expected))
+    ):
         torch.testing.assert_close(ours, theirs, **close)
 
 
@@ -42,7 +44,9 @@ def as_integers(t):
         run *= 2
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while len(hadamard) < run:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard)
+        hadamard = torch.kron(
+            torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), hadamard
+        )
     high = [(p + 1) * 2654435769 % 2**32 >= 2**31 for p in range(d)]
     signs = torch.tensor([-1.0 if each else 1.0 for each in high], dtype=torch.float64)
     turned = ((t * signs).unflatten(-1, (-1, run)) @ hadamard).flatten(-2)
@@ -58,11 +62,11 @@ def read_in_c(x, y, v, given):
     native._InC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
-        gaps = plain["gaps"][z, plain["gap_offset"][z, g, i]:].numpy()
-        gaps = gaps[:(gaps == 0).argmax()].astype(int)
+        gaps = plain["gaps"][z, plain["gap_offset"][z, g, i] :].numpy()
+        gaps = gaps[: (gaps == 0).argmax()].astype(int)
         ends = gaps < MAX_GAP
         own = (gaps - ~ends).cumsum()[ends] - 1
-        places[z, g, i, :len(own)] = torch.from_numpy(own)
+        places[z, g, i, : len(own)] = torch.from_numpy(own)
     return places
 
 
@@ -79,9 +83,11 @@ def choices(x, y, v, sizes, keep=None):
     for i in range(start, S):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
-        member = torch.cat([epoch.member, kept[:, epoch.member.shape[1]:far]], 1)
-        read = retrieved_positions(y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start))
-        theirs[:, :, i - start, :read.shape[-1]] = read
+        member = torch.cat([epoch.member, kept[:, epoch.member.shape[1] : far]], 1)
+        read = retrieved_positions(
+            y[:, :far], member.unsqueeze(1), x[:, :, i], sizes.opens(epoch.start)
+        )
+        theirs[:, :, i - start, : read.shape[-1]] = read
     return ours.sort(-1).values, theirs.sort(-1).values
 
 
@@ -108,7 +114,7 @@ def picked(z, w, pool, K):
     D = (z - (u[:, None] * z).sum(0) / u.sum().clamp(min=1e-30)).square().sum(-1)
     centres = []
     while len(centres) < K:
-        for j in (u * D).argsort(descending=True)[:min(8, K - len(centres))].tolist():
+        for j in (u * D).argsort(descending=True)[: min(8, K - len(centres))].tolist():
             centres.append(z[j])
         D = torch.stack([D, *((z - p).square().sum(-1) for p in centres)]).amin(0)
     centres = torch.stack(centres)
@@ -129,7 +135,9 @@ def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cros
         c, tilt = y[keep].detach().mean(0), torch.zeros_like(y[0])
         centred = (y[keep] - c).detach()
         moments = centred.T @ centred / keep.sum()
-        root = torch.linalg.cholesky(moments + 1e-4 * moments.diagonal().mean() * torch.eye(len(c), dtype=y.dtype))
+        root = torch.linalg.cholesky(
+            moments + 1e-4 * moments.diagonal().mean() * torch.eye(len(c), dtype=y.dtype)
+        )
     else:
         c, tilt, root = measure(queries[:, keep].flatten(0, 1), y, keep)
     y = y - c
@@ -148,9 +156,17 @@ def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cros
     virtual, values = cell_logits(x, y, v, z, root, tilt, pool, far, cell, len(centres))
     out, share = mixed(logits, v, virtual, values)
     if first_order:
-        u = torch.where(pool, torch.exp(y @ tilt - w[pool].max()), 0.0) if pool.any() else torch.zeros(S).to(y)
-        means = torch.stack([(u[cell == k, None] * y[cell == k]).sum(0) / u[cell == k].sum().clamp(min=1e-30)
-                             for k in range(len(centres))])
+        u = (
+            torch.where(pool, torch.exp(y @ tilt - w[pool].max()), 0.0)
+            if pool.any()
+            else torch.zeros(S).to(y)
+        )
+        means = torch.stack(
+            [
+                (u[cell == k, None] * y[cell == k]).sum(0) / u[cell == k].sum().clamp(min=1e-30)
+                for k in range(len(centres))
+            ]
+        )
         C = (u[:, None] * v).T @ (y - means[cell]) / u.sum().clamp(min=1e-30)
         out = out + share * ((x - tilt) @ C.T)
     return out
@@ -167,7 +183,7 @@ def cell_logits(x, y, v, z, root, tilt, pool, far, cell, K):
         u = torch.where(mine, torch.exp(y @ tilt - level), 0.0)
         mu = u @ y / u.sum()
         tau = (u * ((y - mu) @ root).square().sum(-1)).sum() / u.sum()
-        N = (far * u).sum(1)                                                          # (L,)
+        N = (far * u).sum(1)  # (L,)
         there = (far & mine).any(1)
         logit = (x - tilt) @ mu + level + torch.where(there, N, 1.0).log() + torch.log1p(tau / 2)
         logits.append(torch.where(there, logit, EMPTY))
@@ -191,6 +207,6 @@ def all_pairs(x, y, v, keep=None, **sizes):
     for i in range(len(x)):
         mask = torch.ones(y.shape[2], dtype=torch.bool) if keep is None else keep[i]
         for h in range(x.shape[1]):
-            group = x[i, h // G * G:h // G * G + G]
+            group = x[i, h // G * G : h // G * G + G]
             rows.append(head(x[i, h], y[i, h // G], v[i, h // G], mask, group, **sizes))
     return torch.stack(rows).view(*x.shape[:3], v.shape[-1])

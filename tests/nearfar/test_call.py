@@ -9,7 +9,8 @@ from torch.autograd import forward_ad
 
 from crt_exp.attention import exact_attention, softmax_attention, uniform_attention
 from crt_exp.features.base import NotFinite
-from crt_exp.nearfar import call as nearfar, native, near_far_attention
+from crt_exp.nearfar import call as nearfar
+from crt_exp.nearfar import native, near_far_attention
 from crt_exp.nearfar.choice import Sizes, centres_of
 from crt_exp.nearfar.decoding import RecallState
 
@@ -26,14 +27,17 @@ def engine(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("sizes, options, masked", [
-    (Sizes(3, 4, 9, True), {"H": 4}, True),
-    (Sizes(4, 0, 5), {"kv_heads": 1}, False),
-    (Sizes(64, 4, 9), {}, True),
-    (Sizes(3, 20, 90), {"L": 12}, False),
-    (Sizes(3, 4, 5), {"L": 9, "S": 23}, True),
-    (Sizes(3, 4, 9, True), {"L": 9, "S": 23, "H": 4}, False),
-])
+@pytest.mark.parametrize(
+    "sizes, options, masked",
+    [
+        (Sizes(3, 4, 9, True), {"H": 4}, True),
+        (Sizes(4, 0, 5), {"kv_heads": 1}, False),
+        (Sizes(64, 4, 9), {}, True),
+        (Sizes(3, 20, 90), {"L": 12}, False),
+        (Sizes(3, 4, 5), {"L": 9, "S": 23}, True),
+        (Sizes(3, 4, 9, True), {"L": 9, "S": 23, "H": 4}, False),
+    ],
+)
 def test_outputs_and_gradients_are_those_of_all_pairs(sizes, options, masked):
     """In both directions, and to another sequence where S is given."""
     x, y, v, keep = tensors(**options)
@@ -56,7 +60,7 @@ def test_a_tangent_of_one_alone(which, causal):
         out, tangent = forward_ad.unpack_dual(near_far_attention(*inputs, sizes, causal=causal))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert tangent.shape == out.shape
-    if which == 2:      # weights are a mean's
+    if which == 2:  # weights are a mean's
         torch.testing.assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
@@ -73,8 +77,15 @@ def test_derivatives_under_transforms(causal):
 # ---- sets and cells
 
 
-@pytest.mark.parametrize("sizes, masked", [(Sizes(23, 0, 1), True), (Sizes(2, 23, 1), True), (Sizes(1, 0, 23), True),
-                                           (Sizes(1, 0, 23, True), False)])
+@pytest.mark.parametrize(
+    "sizes, masked",
+    [
+        (Sizes(23, 0, 1), True),
+        (Sizes(2, 23, 1), True),
+        (Sizes(1, 0, 23), True),
+        (Sizes(1, 0, 23, True), False),
+    ],
+)
 def test_exact_where_every_key_has_its_own(sizes, masked):
     x, y, v, keep = tensors()
     keep = keep if masked else None
@@ -89,10 +100,18 @@ def test_each_key_is_in_one_set(causal):
     g = torch.Generator().manual_seed(0)
     for L, block, heavy, cells in torch.randint(1, 40, (12, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
-        keep, x, sizes = keep if L % 2 else None, torch.zeros_like(x), Sizes(1 + block // 4, heavy // 3, cells, open=3)
+        keep, x, sizes = (
+            keep if L % 2 else None,
+            torch.zeros_like(x),
+            Sizes(1 + block // 4, heavy // 3, cells, open=3),
+        )
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
-        close = {"rtol": 0, "atol": 1e-6} if causal else {}             # logits of cells deviate by MIN_SD at least
-        torch.testing.assert_close(out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close)
+        close = (
+            {"rtol": 0, "atol": 1e-6} if causal else {}
+        )  # logits of cells deviate by MIN_SD at least
+        torch.testing.assert_close(
+            out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close
+        )
 
 
 @torch.no_grad()
@@ -102,8 +121,13 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     x, y, v, _ = tensors(L=40, d=4)
     s = torch.randn(4).double()
     shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5))
-    more = torch.cat([x, torch.ones_like(x[..., :1])], -1), torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
-    torch.testing.assert_close(near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5)
+    more = (
+        torch.cat([x, torch.ones_like(x[..., :1])], -1),
+        torch.cat([y, (y * s).sum(-1, keepdim=True)], -1),
+    )
+    torch.testing.assert_close(
+        near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5
+    )
 
 
 @torch.no_grad()
@@ -115,7 +139,9 @@ def test_a_shift_of_all_keys_changes_nothing(cross):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=needs_library, id="C"), torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=needs_library, id="C"), torch.float64]
+)
 def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
     """In the distances of keys within a cell, of values that are linear in keys: half of them leave a quarter."""
     x, y, _, _ = tensors(B=1, L=120, dtype=dtype)
@@ -124,16 +150,31 @@ def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
 
     def gain(first_order):
         """By what factor half the distances change the error."""
-        wide, narrow = ((near_far_attention(x, s * y, v, Sizes(2, 0, 1, first_order), cross=True)
-                         - softmax_attention(x, s * y, v)).norm() for s in (0.1, 0.05))
+        wide, narrow = (
+            (
+                near_far_attention(x, s * y, v, Sizes(2, 0, 1, first_order), cross=True)
+                - softmax_attention(x, s * y, v)
+            ).norm()
+            for s in (0.1, 0.05)
+        )
         return float(wide / narrow)
+
     assert gain(True) == pytest.approx(4, rel=0.1) and gain(False) == pytest.approx(2, rel=0.1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("more, causal", [
-    ({"block": 32}, False), ({"heavy": 64}, False), ({"cells": 48}, False),
-    ({"heavy": 64}, True), ({"cells": 48}, True), ({"open": 32}, True)], ids=str)
+@pytest.mark.parametrize(
+    "more, causal",
+    [
+        ({"block": 32}, False),
+        ({"heavy": 64}, False),
+        ({"cells": 48}, False),
+        ({"heavy": 64}, True),
+        ({"cells": 48}, True),
+        ({"open": 32}, True),
+    ],
+    ids=str,
+)
 def test_more_of_anything_is_nearer_to_exact(more, causal):
     """On average over heads of queries and keys that are alike in places, as those of models are."""
     g = torch.Generator().manual_seed(0)
@@ -143,28 +184,45 @@ def test_more_of_anything_is_nearer_to_exact(more, causal):
     exact = softmax_attention(x, y, v, causal=causal)
     error = lambda out: float((out - exact).norm())
     few = Sizes(8, 4, 8, open=4)
-    least, many = (error(near_far_attention(x, y, v, sizes, causal=causal)) for sizes in (few, few._replace(**more)))
+    least, many = (
+        error(near_far_attention(x, y, v, sizes, causal=causal))
+        for sizes in (few, few._replace(**more))
+    )
     assert many < 0.9 * least < 0.9 * error(uniform_attention(x, y, v, causal=causal))
 
 
 # ---- padding and the future
 
 
-@pytest.mark.parametrize("causal, lead, dtype", [(True, 3, torch.float64), (False, 5, torch.float64),
-                                                 (False, 12, torch.float64), (True, 12, torch.float32),
-                                                 (False, 3, torch.float32)])     # float32: in C, where it is for that
+@pytest.mark.parametrize(
+    "causal, lead, dtype",
+    [
+        (True, 3, torch.float64),
+        (False, 5, torch.float64),
+        (False, 12, torch.float64),
+        (True, 12, torch.float32),
+        (False, 3, torch.float32),
+    ],
+)  # float32: in C, where it is for that
 def test_padding_is_truncation(causal, lead, dtype):
     """On both sides: `lead` places of padding before the first token of row 0, seven behind those of row 1."""
     x, y, v, keep = tensors(L=24, H=4, dtype=dtype)
     keep[:] = True
     keep[0, :lead], keep[1, 17:] = False, False
     bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
-    call = lambda *t, **mask: near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
+    call = lambda *t, **mask: near_far_attention(
+        *t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask
+    )
     out = call(*bad, key_mask=keep)
     close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     rows = slice(lead, 24), slice(0, 17)
     alone = [call(*(t[[i], :, at] for t in (x, y, v))) for i, at in enumerate(rows)]
-    same(torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2), torch.cat(alone, 2), (x, y, v), **close)
+    same(
+        torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2),
+        torch.cat(alone, 2),
+        (x, y, v),
+        **close,
+    )
     assert out.isfinite().all()
 
 
@@ -180,9 +238,11 @@ def test_queries_behind_the_padding_of_their_rows():
 def test_no_key_gives_no_output_and_no_gradient():
     x, y, v, _ = tensors(L=12)
     keep = torch.zeros(2, 12, dtype=torch.bool)
-    keep[1, 4:8] = True                                       # the blocks around it are padding alone
+    keep[1, 4:8] = True  # the blocks around it are padding alone
     for causal in (False, True):
-        out = near_far_attention(x, y, v, Sizes(4, 2, 3, True, open=2), causal=causal, key_mask=keep)
+        out = near_far_attention(
+            x, y, v, Sizes(4, 2, 3, True, open=2), causal=causal, key_mask=keep
+        )
         grads = torch.autograd.grad(out.square().sum(), (x, y, v))
         assert (out[0] == 0).all() and all((g[0] == 0).all() and g.isfinite().all() for g in grads)
         assert (out[1, :, :4] == 0).all() == causal
@@ -194,14 +254,22 @@ def test_no_key_gives_no_output_and_no_gradient():
 @pytest.mark.parametrize("causal, dtype", [(False, torch.float32), (True, torch.bfloat16)])
 def test_large_scores(causal, dtype):
     x, y, v, _ = tensors(L=40, d=8, dtype=torch.float32)
-    x, y, v = ((t.detach() * s).to(dtype).requires_grad_() for t, s in ((x, 20.0), (y, 20.0), (v, 1.0)))
+    x, y, v = (
+        (t.detach() * s).to(dtype).requires_grad_() for t, s in ((x, 20.0), (y, 20.0), (v, 1.0))
+    )
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
     for sizes in (Sizes(4, 4, 5, open=3), Sizes(4, 4, 5, True, open=3), Sizes(40, 0, 1, open=1)):
         out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
-        assert out.dtype == dtype and out.isfinite().all() and all(t.grad.isfinite().all() for t in (x, y, v))
+        assert (
+            out.dtype == dtype
+            and out.isfinite().all()
+            and all(t.grad.isfinite().all() for t in (x, y, v))
+        )
     expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
-    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-3)
+    torch.testing.assert_close(
+        out.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-3
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -212,13 +280,19 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
     assert (low.float() - whole).norm() < 0.02 * whole.norm()
-    monkeypatch.setattr(native, "applies", lambda *tensors: False)   # which takes all heads in one call
+    monkeypatch.setattr(
+        native, "applies", lambda *tensors: False
+    )  # which takes all heads in one call
     monkeypatch.setattr(nearfar, "PART", 80)
     for kept in (2**17, 100):
         monkeypatch.setattr(nearfar, "MAX_SAVED_KEYS", kept)
         weight = torch.randn_like(whole)
-        for ours, theirs in zip(*(torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)
-                                  for t in (call(x, y, v), whole))):
+        for ours, theirs in zip(
+            *(
+                torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)
+                for t in (call(x, y, v), whole)
+            )
+        ):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -259,7 +333,9 @@ def test_keys_times_a_number_and_queries_over_it(engine, causal):
 def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
     expected = gradients(*drawn(), 1, lambda *t: exact_attention(*t, causal=True))
     for scale in (1e-3, 1.0, 1e3):
-        for ours, own in zip(gradients(*drawn(), scale, lambda *t: attend(*t, SMALL._replace(open=S))), expected):
+        for ours, own in zip(
+            gradients(*drawn(), scale, lambda *t: attend(*t, SMALL._replace(open=S))), expected
+        ):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
 
@@ -299,7 +375,10 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     many, all_keys = (SMALL._replace(**{name: n}) for n in (size, S))
     whole, state = attend(x, y, v, many), RecallState(many, 2)
     assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
-    parts = [state.step(*(t[:, :, at] for t in (x, y, v))) for at in (slice(0, 200), slice(200, 201), slice(201, S))]
+    parts = [
+        state.step(*(t[:, :, at] for t in (x, y, v)))
+        for at in (slice(0, 200), slice(200, 201), slice(201, S))
+    ]
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
 
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
-from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import NearFar, layer as nearfar_layer, near_far_attention
 from crt_exp.features.base import NotFinite
+from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import NearFar, near_far_attention
+from crt_exp.nearfar import layer as nearfar_layer
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.decoding import RecallState
 from crt_exp.swap.call import attend
@@ -22,14 +23,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def layer_of(causal=True, dtype=torch.float64, **options):
     options = {"block": 3, "heavy": 4, "cells": 3, "open": 5, "exact_until": 0} | options
-    return Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
+    return (
+        Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
+    )
 
 
 @pytest.mark.parametrize("cross", [False, True])
 def test_short_sequences_are_exact(cross):
     """And no row's outputs depend on how long the others are."""
-    make = lambda until: NearFar(4, 4, kv_heads=2, cross=cross, block=2, heavy=1, cells=2, scaling=1.0,
-                                 exact_until=until).double().eval()
+    make = lambda until: (
+        NearFar(
+            4, 4, kv_heads=2, cross=cross, block=2, heavy=1, cells=2, scaling=1.0, exact_until=until
+        )
+        .double()
+        .eval()
+    )
     x, y, v, keep = tensors(H=4, L=9 if cross else 40, S=40)
     keep[0, 15:], keep[1] = False, True
     exact = softmax_attention(x, y, v, key_mask=keep)
@@ -40,7 +48,7 @@ def test_short_sequences_are_exact(cross):
     torch.testing.assert_close(out[0], exact[0])
     torch.testing.assert_close(out[1], make(0)(x, y, v, keep)[1])
     assert (out[1] - exact[1]).abs().max() > 1e-2
-    gradient, = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
+    (gradient,) = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
     torch.testing.assert_close(gradient[0], torch.autograd.grad(exact.square().sum(), v)[0][0])
     at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
     torch.testing.assert_close(at_once[0], out)
@@ -101,8 +109,14 @@ def test_a_short_call_is_one_of_the_kernel(causal):
     call = lambda: attend(layer, q, k, v, causal=causal)
     with Operators() as seen:
         call()
-    assert seen.names == ["_scaled_dot_product_flash_attention_for_cpu", "sum", "_local_scalar_dense"]
-    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    assert seen.names == [
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "sum",
+        "_local_scalar_dense",
+    ]
+    sys.setprofile(
+        lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         call()
     finally:
@@ -115,7 +129,9 @@ def test_a_short_call_is_one_of_the_kernel(causal):
 def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
     q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
-    torch.testing.assert_close(layer(q, k, v), exact_attention(q, k, v, causal=causal, scale=8**-0.5))
+    torch.testing.assert_close(
+        layer(q, k, v), exact_attention(q, k, v, causal=causal, scale=8**-0.5)
+    )
     for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
         with pytest.raises(ValueError):
             layer(*wrong)
@@ -129,7 +145,9 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_empty_batch(causal):
     layer = layer_of(causal)
-    q, k, v = (torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
     out.sum().backward()
     assert out.shape == q.shape and v.grad.shape == v.shape
@@ -138,17 +156,23 @@ def test_an_empty_batch(causal):
 
 def test_vmap_and_derivatives():
     layer = layer_of(causal=False)
-    q, k, v = (torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3))))
+    q, k, v = (
+        torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3)))
+    )
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
     for given in ((q, k, v, keep), (q, k, v)):
-        torch.testing.assert_close(torch.func.vmap(layer)(*given), torch.stack([layer(*row) for row in zip(*given)]))
+        torch.testing.assert_close(
+            torch.func.vmap(layer)(*given), torch.stack([layer(*row) for row in zip(*given)])
+        )
     causal = layer_of()
     with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
         torch.func.vmap(causal)(q, k, v, keep)
-    out, tangent = torch.func.jvp(lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),))
+    out, tangent = torch.func.jvp(
+        lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),)
+    )
     torch.testing.assert_close(out, causal(q[0], k[0], v[0]))
-    torch.testing.assert_close(tangent, torch.ones_like(out))            # weights sum to 1
+    torch.testing.assert_close(tangent, torch.ones_like(out))  # weights sum to 1
 
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -159,7 +183,9 @@ def test_export_is_of_a_fixed_length(causal):
     if not causal:
         open_length = {2: torch.export.Dim("length", min=2, max=99)}
         with pytest.raises(ValueError, match="fixed length"):
-            torch.export.export(layer, tuple(inputs), dynamic_shapes=(open_length,) * 3, strict=False)
+            torch.export.export(
+                layer, tuple(inputs), dynamic_shapes=(open_length,) * 3, strict=False
+            )
 
 
 def test_a_graph_for_any_length_ends_before_keys_are_opened():
@@ -181,7 +207,11 @@ def test_names_and_sizes():
     with pytest.raises(ValueError, match="heavy"):
         sizes(heavy=-1)
     x, y, v, _ = tensors()
-    for given, said in (({"block": 0}, "block=0"), ({"heavy": -1}, "heavy=-1"), ({"open": 0}, "open=0")):
+    for given, said in (
+        ({"block": 0}, "block=0"),
+        ({"heavy": -1}, "heavy=-1"),
+        ({"open": 0}, "open=0"),
+    ):
         with pytest.raises(ValueError, match=said):
             near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
     with pytest.raises(ValueError, match="cross=True"):
@@ -195,9 +225,24 @@ def test_names_and_sizes():
 def test_a_swapped_decoder_generates_as_without_a_cache():
     """Rows of two lengths, padded on the left: greedy text, and that of each row alone."""
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=50, max_position_embeddings=512, pad_token_id=0, eos_token_id=None, bos_token_id=1)).double().eval()
+    model = (
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                vocab_size=50,
+                max_position_embeddings=512,
+                pad_token_id=0,
+                eos_token_id=None,
+                bos_token_id=1,
+            )
+        )
+        .double()
+        .eval()
+    )
     for p in model.parameters():
         p.normal_(std=0.4) if p.ndim > 1 else None
     swap_attention(model, "nearfar", block=4, cells=6, heavy=2, open=8, exact_until=16)

@@ -11,13 +11,16 @@ import torch
 
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
-from crt_exp.nearfar import native as near_far, near_far_attention
+from crt_exp.features.base import NotFinite
+from crt_exp.nearfar import native as near_far
+from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.both_directions import Both, ChosenSets
 from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
-from crt_exp.features.base import NotFinite
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0"),
+]
 CASES = {
     "usual": (Sizes(32, 16, 64, True), dict(S=300, d=64, dv=64, scale=0.35)),
     "grouped": (Sizes(5, 5, 7, True), dict(S=151, G=3, dv=17, masked=True)),
@@ -42,7 +45,7 @@ def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
     x, y, v, grad = scale * draw(G, L, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, L, dv)
     keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
     if masked:
-        keep[0, -1], keep[1, :S // 2] = True, False
+        keep[0, -1], keep[1, : S // 2] = True, False
     return x, y, v, grad, keep
 
 
@@ -67,14 +70,17 @@ def test_equals_float64(name):
     assert not near_far.applies(*exact) and near_far.applies(*inputs)
     single = lambda t: t.float() if t.is_floating_point() else t
     double = lambda t: single(t).double() if t.is_floating_point() else t
-    sets = [[kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)] for to in (single, double)]
+    sets = [
+        [kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)]
+        for to in (single, double)
+    ]
     out = call.attend(*exact, keep, ChosenSets(*sets[1]))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
     found = near_far.attend(*inputs, *sets[0], sizes, cross=call.cross)
-    if keep is not None and not call.cross:    # what padded queries see depends on no law
+    if keep is not None and not call.cross:  # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
     assert_near([found * (grad != 0)], [out * (grad != 0)])
     assert_near(gradients(found, inputs, grad), gradients(out, exact, grad))
@@ -88,14 +94,19 @@ def test_chooses_what_float64_does(name):
     call = Both(sizes, "L" in shape, None)
     metric, choice = replace(call, native=True).choose(x, y, keep, slice(None))
     exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
-    enough = (expected.pool.sum(1) >= expected.centres.shape[1]).all()      # or some centres are any keys
+    enough = (
+        expected.pool.sum(1) >= expected.centres.shape[1]
+    ).all()  # or some centres are any keys
     for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
         if ours is choice.centres and not enough:
             continue
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
     assert torch.equal(choice.pool, expected.pool)
     for z in range(len(y)):
-        assert set(choice.heavy[z].tolist()) == set(expected.heavy[z].tolist()) or not choice.there[z].all()
+        assert (
+            set(choice.heavy[z].tolist()) == set(expected.heavy[z].tolist())
+            or not choice.there[z].all()
+        )
         assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
     z = (y.double() - exact.shift) @ exact.root
     distances = torch.cdist(z, choice.centres.double())
@@ -110,27 +121,43 @@ def repeated_keys(seed, across, masked, most):
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
     draw = lambda n, k: torch.randn(1, 2, n, k, generator=g)
     d, dv, S, kinds = pick(2, 40), pick(1, 20), pick(150, 300), pick(3, 12)
-    sizes = Sizes(pick(1, 6), pick(0, 16), kinds if most is None else pick(1, most), open=pick(1, 8))
+    sizes = Sizes(
+        pick(1, 6), pick(0, 16), kinds if most is None else pick(1, most), open=pick(1, 8)
+    )
     L, scale = pick(1, S) if across else S, (1, 3, 8)[seed % 3] * d**-0.25
-    kind = torch.cat([torch.arange(kinds).repeat(2), torch.randint(kinds, (S - 2 * kinds,), generator=g)])
-    x, y, v, weight = scale * draw(L, d), scale * draw(kinds, d)[:, :, kind], draw(S, dv), draw(L, dv)
+    kind = torch.cat(
+        [torch.arange(kinds).repeat(2), torch.randint(kinds, (S - 2 * kinds,), generator=g)]
+    )
+    x, y, v, weight = (
+        scale * draw(L, d),
+        scale * draw(kinds, d)[:, :, kind],
+        draw(S, dv),
+        draw(L, dv),
+    )
     keep = torch.rand(1, S, generator=g) < 0.7 if masked else None
     if masked and not across:
         weight = weight * keep[:, None, :, None]
     return (x, y, v), weight, keep, sizes
 
 
-@pytest.mark.parametrize("way, masked, seed", [
-    (way, masked, 4 * n + 2 * masked + odd) for n, way in enumerate(("both", "across", "causal"))
-    for masked in (False, True) for odd in (0, 1)])
+@pytest.mark.parametrize(
+    "way, masked, seed",
+    [
+        (way, masked, 4 * n + 2 * masked + odd)
+        for n, way in enumerate(("both", "across", "causal"))
+        for masked in (False, True)
+        for odd in (0, 1)
+    ],
+)
 def test_repeated_keys(way, masked, seed):
     """Of equal keys the first is heavy, and each kind has a centre: outputs and gradients."""
     most, causal, across = 8 if seed % 2 else None, way == "causal", way == "across"
     tensors, weight, keep, sizes = repeated_keys(seed, across, masked, most)
 
     def near_far(*t):
-        return near_far_attention(*t, sizes._replace(exact_until=60 * causal), causal=causal, cross=across,
-                                  key_mask=keep)
+        return near_far_attention(
+            *t, sizes._replace(exact_until=60 * causal), causal=causal, cross=across, key_mask=keep
+        )
 
     def exact(*t):
         return exact_attention(*t, causal=causal, key_mask=keep)
@@ -142,7 +169,7 @@ def test_repeated_keys(way, masked, seed):
 
     ours = found(near_far, torch.float64)
     assert_near(found(near_far, torch.float32), ours, 1e-4)
-    if most is None and not causal:        # what a causal query reads is chosen by logits in 8 bits
+    if most is None and not causal:  # what a causal query reads is chosen by logits in 8 bits
         assert_near(ours[:1], found(exact, torch.float64)[:1], 1e-9)
 
 
@@ -171,7 +198,9 @@ def test_no_batch_another_type_another_device(served, monkeypatch):
     sizes = Sizes(8, 4, 4)
     assert near_far_attention(x[:0], y[:0], v[:0], sizes).shape == (0, 2, 50, 8)
     out = near_far_attention(x, y, v, sizes)
-    torch.testing.assert_close(near_far_attention(x, y, v.double(), sizes), out.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        near_far_attention(x, y, v.double(), sizes), out.double(), rtol=1e-4, atol=1e-5
+    )
     if served:
         with torch.device("meta"):
             assert torch.equal(near_far_attention(x, y, v, sizes), out)
@@ -207,8 +236,10 @@ def test_large_shifts_and_long_vectors():
     assert all(t.isfinite().all() for t in ours)
 
 
-@pytest.mark.parametrize("side, rank, causal", [
-    ("queries", 0, False), ("queries", 3, True), ("keys", 0, True), ("keys", 1, False)])
+@pytest.mark.parametrize(
+    "side, rank, causal",
+    [("queries", 0, False), ("queries", 3, True), ("keys", 0, True), ("keys", 1, False)],
+)
 def test_queries_and_keys_of_few_directions(side, rank, causal):
     """What float32 rounds away of their second moments is more than their least eigenvalues, and sets are chosen."""
     g = torch.Generator().manual_seed(rank)
@@ -217,18 +248,26 @@ def test_queries_and_keys_of_few_directions(side, rank, causal):
     many = draw(1, 2, 800, 48)
     x, y = (0.3 * few, many) if side == "queries" else (0.3 * many, 3 * few)
     v, sizes = draw(1, 2, 800, 48), Sizes(16, 24, 32, open=16, exact_until=256 * causal)
-    ours, wide = (near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal)
-                  for t in (torch.float32, torch.float64))
+    ours, wide = (
+        near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal)
+        for t in (torch.float32, torch.float64)
+    )
     exact = exact_attention(x.double(), y.double(), v.double(), causal=causal)
-    off, allowed = ((out - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1)) for out in (ours, wide))
+    off, allowed = (
+        (out - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1)) for out in (ours, wide)
+    )
     assert (off <= 1.1 * allowed + 1e-3).all(), (off, allowed)
 
 
 def test_a_matrix_that_rounding_left_without_a_root_is_no_metric_of_half():
-    moments = torch.tensor([[[1.0, 2.0], [2.0, 1.0]], [[4.0, 2.0], [2.0, 3.0]]], dtype=torch.float64)
+    moments = torch.tensor(
+        [[[1.0, 2.0], [2.0, 1.0]], [[4.0, 2.0], [2.0, 3.0]]], dtype=torch.float64
+    )
     roots = _root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
     torch.testing.assert_close(roots[0], 4.0001**0.5 * torch.eye(2), check_dtype=False)
-    torch.testing.assert_close(roots[1] @ roots[1].T, moments[1] + 1e-4 * torch.eye(2), check_dtype=False)
+    torch.testing.assert_close(
+        roots[1] @ roots[1].T, moments[1] + 1e-4 * torch.eye(2), check_dtype=False
+    )
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -263,7 +302,9 @@ def test_another_sequence_by_known_moments():
     x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
     keep = torch.rand(2, 90, generator=g) < 0.7
     keep[1] = False
-    metric = KeyMetric.of(torch.randn(4, 40, 8, generator=g) + 0.3, torch.randn(4, 40, 8, generator=g), None, None)
+    metric = KeyMetric.of(
+        torch.randn(4, 40, 8, generator=g) + 0.3, torch.randn(4, 40, 8, generator=g), None, None
+    )
     found = []
     for dtype in (torch.float32, torch.float64):
         t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
@@ -312,14 +353,25 @@ def test_nothing_is_read_or_written_beyond_its_end(tmp_path):
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc, whose sanitisers are used, is not there")
-    find = lambda name: subprocess.run([gcc, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    find = lambda name: subprocess.run(
+        [gcc, f"-print-file-name={name}"], capture_output=True, text=True
+    ).stdout.strip()
     libraries = [find("libasan.so"), find("libubsan.so")]
     if not all(map(os.path.isabs, libraries)):
         pytest.skip("this gcc has no sanitisers")
-    env = os.environ | {"CC": "gcc -g -fsanitize=address,undefined -fno-sanitize=alignment", "OMP_NUM_THREADS": "2",
-                        "XDG_CACHE_HOME": str(tmp_path), "LD_PRELOAD": " ".join(libraries),
-                        "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=900)
+    env = os.environ | {
+        "CC": "gcc -g -fsanitize=address,undefined -fno-sanitize=alignment",
+        "OMP_NUM_THREADS": "2",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=900
+    )
     if "ReserveShadowMemoryRange failed" in done.stderr:
-        pytest.skip("the address space is limited (ulimit -v): the sanitisers cannot reserve their shadow memory")
+        pytest.skip(
+            "the address space is limited (ulimit -v): the sanitisers cannot reserve their shadow memory"
+        )
     assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr[-4000:]

@@ -8,7 +8,9 @@ from nearfar_cases import as_integers, choices, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention
-from crt_exp.nearfar import causal as recall, decoding as past, native, near_far_attention, retrieval
+from crt_exp.nearfar import causal as recall
+from crt_exp.nearfar import decoding as past
+from crt_exp.nearfar import native, near_far_attention, retrieval
 from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes
 from crt_exp.nearfar.decoding import RecallState
 
@@ -47,21 +49,27 @@ def dense(x, y, v, sizes, keep):
     for i in range(S):
         past = keep & (torch.arange(S) <= i)
         if i < places[0]:
-            out.append(((x[i] @ y[past].T).softmax(-1) @ v[past]) if past.any() else torch.zeros_like(v[0]))
+            out.append(
+                ((x[i] @ y[past].T).softmax(-1) @ v[past]) if past.any() else torch.zeros_like(v[0])
+            )
             continue
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         t, z = i // b, lambda k, e=epoch: (k - e.metric.shift[0]) @ e.metric.root[0]
         near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
-        read = retrieval.retrieved_positions(y[None], far[None, None], x[i][None, None], sizes.open).flatten()
+        read = retrieval.retrieved_positions(
+            y[None], far[None, None], x[i][None, None], sizes.open
+        ).flatten()
         read = read[read >= 0]
         numbers, step = as_integers(y)
-        look = ((numbers @ as_integers(x[i])[0]).float() * step.float()).masked_fill(~far, -torch.inf)
+        look = ((numbers @ as_integers(x[i])[0]).float() * step.float()).masked_fill(
+            ~far, -torch.inf
+        )
         best = look.topk(min(sizes.open, int(far.sum()))).indices
         assert set(read.tolist()) == set(best.tolist())
         assert len(read) <= sizes.open and len(read.unique()) == len(read)
-        assert far[read].all()                                       # each key counts once
+        assert far[read].all()  # each key counts once
         is_read = torch.zeros(S, dtype=torch.bool)
         is_read[read] = True
         logits, values = [x[i] @ y[near | heavy | is_read].T], [v[near | heavy | is_read]]
@@ -79,13 +87,17 @@ def dense(x, y, v, sizes, keep):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("masked, sizes", [(False, SIZES), (True, SIZES._replace(heavy=0, open=5, block=8))])
+@pytest.mark.parametrize(
+    "masked, sizes", [(False, SIZES), (True, SIZES._replace(heavy=0, open=5, block=8))]
+)
 def test_outputs_and_gradients_are_those_of_all_pairs(masked, sizes):
     x, y, v = (t.requires_grad_() for t in drawn(B=1, S=90))
     keep = torch.rand(1, 90, generator=torch.Generator().manual_seed(1)) < (0.7 if masked else 2.0)
     keep[:, 0] = True
     out = attend(x, y, v, sizes, keep if masked else None)
-    expected = torch.stack([dense(x[0, h], y[0, 0], v[0, 0], sizes, keep[0]) for h in range(2)])[None]
+    expected = torch.stack([dense(x[0, h], y[0, 0], v[0, 0], sizes, keep[0]) for h in range(2)])[
+        None
+    ]
     same(out, expected, (x, y, v))
 
 
@@ -114,11 +126,15 @@ def test_outputs_depend_on_places_and_past_alone():
         for n in (1, 9, 100):
             first = attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes)
             torch.testing.assert_close(first, whole[:, :, :n], rtol=0, atol=1e-10)
-            torch.testing.assert_close(attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:], rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:], rtol=0, atol=1e-10
+            )
     padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], 2) for t in (x, y, v)]
-    padded = [torch.cat([p[:1], torch.cat([t[1:], t[1:, :, :7]], 2)]) for p, t in zip(padded, (x, y, v))]
+    padded = [
+        torch.cat([p[:1], torch.cat([t[1:], t[1:, :, :7]], 2)]) for p, t in zip(padded, (x, y, v))
+    ]
     keep = torch.ones(2, LENGTH + 7, dtype=torch.bool)
-    keep[0, :7], keep[1, LENGTH:] = False, False                    # on the left, and on the right
+    keep[0, :7], keep[1, LENGTH:] = False, False  # on the left, and on the right
     found = attend(*padded, keep=keep)
     torch.testing.assert_close(found[0, :, 7:], whole[0], rtol=0, atol=1e-10)
     torch.testing.assert_close(found[1, :, :LENGTH], whole[1], rtol=0, atol=1e-10)
@@ -137,12 +153,17 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
         whole, state, start, parts = attend(x, y, v, keep=mask), RecallState(SIZES, 2), 0, []
         for n in (3, 40, 1, 1, 90, 1, 7, 120, 1, 66):
             at = slice(start, start + n)
-            parts.append(state.step(x[:, :, at], y[:, :, at], v[:, :, at], None if mask is None else mask[:, at]))
+            parts.append(
+                state.step(
+                    x[:, :, at], y[:, :, at], v[:, :, at], None if mask is None else mask[:, at]
+                )
+            )
             start += n
         real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
         for row in range(2):
-            torch.testing.assert_close(torch.cat(parts, 2)[row][:, real[row]], whole[row][:, real[row]], rtol=0,
-                                       atol=1e-10)
+            torch.testing.assert_close(
+                torch.cat(parts, 2)[row][:, real[row]], whole[row][:, real[row]], rtol=0, atol=1e-10
+            )
 
 
 @needs_library
@@ -152,10 +173,20 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     alike, the twins may read another."""
     g = torch.Generator().manual_seed(seed)
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
-    group, kv_heads, S, d, dv = pick(1, 3), pick(1, 2), pick(40, 1200 if seed > 5 else 700), pick(1, 70), pick(1, 70)
+    group, kv_heads, S, d, dv = (
+        pick(1, 3),
+        pick(1, 2),
+        pick(40, 1200 if seed > 5 else 700),
+        pick(1, 70),
+        pick(1, 70),
+    )
     open = pick(1, 90) if seed % 5 else 1000
-    sizes = Sizes(8 * 2**pick(0, 3), pick(0, 20), pick(1, 80), open=open, exact_until=pick(0, 200))
-    x, y, v = drawn(2, group * kv_heads, kv_heads, S, (S, pick(1, S), 1)[seed % 3], d, dv, seed, torch.float32)
+    sizes = Sizes(
+        8 * 2 ** pick(0, 3), pick(0, 20), pick(1, 80), open=open, exact_until=pick(0, 200)
+    )
+    x, y, v = drawn(
+        2, group * kv_heads, kv_heads, S, (S, pick(1, S), 1)[seed % 3], d, dv, seed, torch.float32
+    )
     inputs, found = [t.requires_grad_() for t in (x, y, v)], []
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
     for in_c in (True, False):
@@ -176,15 +207,18 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     keep = torch.ones(3, LENGTH, dtype=torch.bool)
     keep[1, :5] = False
     whole, first = attend(x, y, v, sizes, keep), RecallState(sizes, 1)
-    token = lambda t, i, rows=slice(None): t[rows, :, i:i + 1]
-    out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])                       # a prompt
+    token = lambda t, i, rows=slice(None): t[rows, :, i : i + 1]
+    out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])  # a prompt
     torch.testing.assert_close(out, whole[:, :, :150], **close)
-    if in_c:                                                        # what is known after it serves the next tokens
-        assert all(int(known.state.kept[0, :2].view(torch.int64)) == 149 // 8 for known in first.known.values())
+    if in_c:  # what is known after it serves the next tokens
+        assert all(
+            int(known.state.kept[0, :2].view(torch.int64)) == 149 // 8
+            for known in first.known.values()
+        )
     first.take(y[:, :, 150:200], v[:, :, 150:200], keep[:, 150:200])
     first.step(*(token(t, 200) for t in (x, y, v)))
     other = first.copy()
-    other.step(*(token(t, 5) for t in (x, y, v)))                   # another token, in the same buffer
+    other.step(*(token(t, 5) for t in (x, y, v)))  # another token, in the same buffer
     out = first.step(*(token(t, 201) for t in (x, y, v)))
     torch.testing.assert_close(out, whole[:, :, 201:202], **close)
     assert all(isinstance(known, past.KnownInC) == in_c for known in first.known.values())
@@ -192,15 +226,17 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     first.select(rows)
     for i in range(202, 230):
         out = first.step(*(token(t, i, rows) for t in (x, y, v)))
-        torch.testing.assert_close(out, whole[rows, :, i:i + 1], **close)
-        if i == 215:                                                # a copy that goes on does not change what is here
+        torch.testing.assert_close(out, whole[rows, :, i : i + 1], **close)
+        if i == 215:  # a copy that goes on does not change what is here
             ahead = first.copy()
             for j in range(216, 226):
                 ahead.step(*(token(t, j - 200, rows) for t in (x, y, v)))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("d, dv, before, after", [(16, 16, 1, 16), (24, 7, 16, 1), (16, 16, 16, 16)])
+@pytest.mark.parametrize(
+    "d, dv, before, after", [(16, 16, 1, 16), (24, 7, 16, 1), (16, 16, 16, 16)]
+)
 def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     """One row with few heads for 16 threads, then four."""
     x, y, v = drawn(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
@@ -211,8 +247,8 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     state.select(torch.zeros(4, dtype=torch.long))
     torch.set_num_threads(after)
     for i in range(251, 270):
-        out = state.step(*(t[:, :, i:i + 1].expand(4, -1, -1, -1) for t in (x, y, v)))
-        torch.testing.assert_close(out, whole[:, :, i:i + 1].expand_as(out))
+        out = state.step(*(t[:, :, i : i + 1].expand(4, -1, -1, -1) for t in (x, y, v)))
+        torch.testing.assert_close(out, whole[:, :, i : i + 1].expand_as(out))
 
 
 # ---- what is found ----
@@ -246,15 +282,25 @@ def test_centres_are_of_keys_from_everywhere():
 def test_keys_are_measured_about_the_means_of_their_blocks(masked):
     y = drawn()[1].flatten(0, 1)
     keep = torch.ones(y.shape[:2], dtype=torch.bool)
-    keep[:, 1:7] = not masked                       # a block without a key beside one with one
+    keep[:, 1:7] = not masked  # a block without a key beside one with one
     sizes = SIZES._replace(exact_until=200)
-    metric, far = recall.metric_of(y, keep if masked else None, sizes), recall.renewals(sizes, 0)[0] - sizes.block
+    metric, far = (
+        recall.metric_of(y, keep if masked else None, sizes),
+        recall.renewals(sizes, 0)[0] - sizes.block,
+    )
     for z in range(len(y)):
-        apart = torch.cat([rows - rows.mean(0) for at in range(0, far, sizes.block)
-                           if len(rows := y[z, at:at + sizes.block][keep[z, at:at + sizes.block]])])
+        apart = torch.cat(
+            [
+                rows - rows.mean(0)
+                for at in range(0, far, sizes.block)
+                if len(rows := y[z, at : at + sizes.block][keep[z, at : at + sizes.block]])
+            ]
+        )
         moments = apart.T @ apart
         moments += RIDGE * moments.diagonal().mean() * torch.eye(y.shape[-1])
-        torch.testing.assert_close(metric.root[z] @ metric.root[z].T, moments / torch.linalg.matrix_norm(moments))
+        torch.testing.assert_close(
+            metric.root[z] @ metric.root[z].T, moments / torch.linalg.matrix_norm(moments)
+        )
 
 
 def test_tokens_that_do_not_fit_a_state_are_refused():
@@ -272,10 +318,15 @@ def test_tokens_that_do_not_fit_a_state_are_refused():
 
 @pytest.mark.parametrize("d", [1, 5, 64, 96])
 def test_numbers_are_those_of_the_definition(d):
-    t = torch.randn(200, d, generator=torch.Generator().manual_seed(d)) * 10.0 ** torch.linspace(-12, 12, 200)[:, None]
+    t = (
+        torch.randn(200, d, generator=torch.Generator().manual_seed(d))
+        * 10.0 ** torch.linspace(-12, 12, 200)[:, None]
+    )
     numbers, step = retrieval.Integers.of(t)
     expected, width = as_integers(t)
-    assert (numbers - expected).abs().max() <= 1 and (numbers != expected).double().mean() < 1e-3   # at halves alone
+    assert (numbers - expected).abs().max() <= 1 and (
+        numbers != expected
+    ).double().mean() < 1e-3  # at halves alone
     torch.testing.assert_close(step.double(), width, rtol=1e-6, atol=0)
     assert numbers.abs().amax(-1).eq(127).all()
 
@@ -285,9 +336,11 @@ def test_scores_are_near_to_logits():
     g = torch.Generator().manual_seed(0)
     q, y = torch.randn(1, 400, 64, generator=g), torch.randn(1, 500, 64, generator=g)
     q[..., 7], y[..., 7] = 30 * q[..., 7], 30 * y[..., 7]
-    step = retrieval.Integers.of(q).step.unsqueeze(-1) / 64        # turning makes vectors 8 times as long
+    step = retrieval.Integers.of(q).step.unsqueeze(-1) / 64  # turning makes vectors 8 times as long
     logits = retrieval.eight_bit_scores(q, y) * step
-    size = torch.linalg.vector_norm(q, dim=-1).unsqueeze(-1) * torch.linalg.vector_norm(y, dim=-1).unsqueeze(1)
+    size = torch.linalg.vector_norm(q, dim=-1).unsqueeze(-1) * torch.linalg.vector_norm(
+        y, dim=-1
+    ).unsqueeze(1)
     assert ((logits - q @ y.mT) / size).square().mean().sqrt() < 2e-3
 
 
@@ -300,7 +353,10 @@ def vectors(kind, Z, G, S, d, seed):
     elif kind == "few different":
         y = y[:, torch.randint(0, 7, (S,), generator=g)]
     elif kind == "huge and tiny":
-        x, y = x * 10.0 ** (20 * draw(Z, G, S, 1)).clamp(-12, 12), y * 10.0 ** (20 * draw(Z, S, 1)).clamp(-12, 12)
+        x, y = (
+            x * 10.0 ** (20 * draw(Z, G, S, 1)).clamp(-12, 12),
+            y * 10.0 ** (20 * draw(Z, S, 1)).clamp(-12, 12),
+        )
     elif kind == "zeros":
         x[:, :, ::3], y[:, ::2] = 0, 0
     elif kind == "one far":
@@ -312,14 +368,22 @@ def vectors(kind, Z, G, S, d, seed):
 def test_more_keys_are_read_of_a_longer_past():
     """The root of it more than `open`, from 2304 tokens on: in C, in PyTorch, and as a state goes on."""
     sizes = Sizes(16, 2, 3, open=50, exact_until=2900)
-    assert [sizes.opens(place) for place in (0, 2304, 2912, 9216, 2**40)] == [50, 50, 56, 100, 50 * 2**20 // 48]
+    assert [sizes.opens(place) for place in (0, 2304, 2912, 9216, 2**40)] == [
+        50,
+        50,
+        56,
+        100,
+        50 * 2**20 // 48,
+    ]
     x, y, v = vectors("normal", 1, 1, 2960, 8, seed=0)
     ours, theirs = choices(x, y, v, sizes)
     assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
     call, state = recall.Causal(sizes, native=True), RecallState(sizes, 1)
     whole = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
-    parts = [state.step(x[:, :, at], y[:, None, at], v[:, None, at])
-             for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))]
+    parts = [
+        state.step(x[:, :, at], y[:, None, at], v[:, None, at])
+        for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))
+    ]
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
 
 
@@ -328,7 +392,7 @@ def test_more_keys_are_read_of_a_longer_past():
 def test_c_and_pytorch_choose_the_same_keys(seed):
     g = torch.Generator().manual_seed(seed)
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
-    sizes = Sizes(8 * 2**pick(0, 3), 0, pick(1, 30), open=pick(1, 120), exact_until=pick(0, 200))
+    sizes = Sizes(8 * 2 ** pick(0, 3), 0, pick(1, 30), open=pick(1, 120), exact_until=pick(0, 200))
     kind = ("normal", "few different", "huge and tiny", "zeros", "equal keys", "one far")[seed % 6]
     S = pick(300, 2500) if seed > 5 else 210 + 10 * seed
     x, y, v = vectors(kind, pick(1, 2), pick(1, 3), S, pick(1, 130), seed)

@@ -29,8 +29,16 @@ def at_root(monkeypatch):
 def test_the_committed_page_is_that_of_its_rows(name):
     module, rows = pages.load(name), read_rows(name)
     page, frame = module.page, rows.frame
-    made = pages.page_text(page, rows, pages.verdicts(module, rows), module.tables(rows), hasattr(module, "figure"),
-                           FOLDER, "small", "")
+    made = pages.page_text(
+        page,
+        rows,
+        pages.verdicts(module, rows),
+        module.tables(rows),
+        hasattr(module, "figure"),
+        FOLDER,
+        "small",
+        "",
+    )
     assert made == (FOLDER / f"{name}.md").read_text()
     assert (FOLDER / f"{name}.png").is_file() == hasattr(module, "figure")
     pages.check(page)
@@ -42,10 +50,14 @@ def test_the_committed_results_are_those_of_the_pages(monkeypatch):
     written = {}
     monkeypatch.setattr(results, "write_atomic", lambda path, text: written.update({path: text}))
     monkeypatch.setattr(results, "save_figure", lambda figure, path: None)
-    results.write(FOLDER, {name: pages.verdicts(pages.load(name), read_rows(name)) for name in NAMES})
+    results.write(
+        FOLDER, {name: pages.verdicts(pages.load(name), read_rows(name)) for name in NAMES}
+    )
     claims = FOLDER / "claims.csv"
     pd.testing.assert_frame_equal(pd.read_csv(StringIO(written.pop(claims))), pd.read_csv(claims))
-    assert written == {path: path.read_text() for path in (FOLDER / "results.md", FOLDER / "index.md")}
+    assert written == {
+        path: path.read_text() for path in (FOLDER / "results.md", FOLDER / "index.md")
+    }
 
 
 def sweeps_of(name):
@@ -55,8 +67,14 @@ def sweeps_of(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_accept_every_method_of_their_page(name):
-    runs = [dict(each.partition("=")[::2] for each in run.overrides) for sweep in sweeps_of(name) for run in sweep]
-    for task_name, attention in {(run["task"], run["attention"]) for run in runs if {"task", "attention"} <= {*run}}:
+    runs = [
+        dict(each.partition("=")[::2] for each in run.overrides)
+        for sweep in sweeps_of(name)
+        for run in sweep
+    ]
+    for task_name, attention in {
+        (run["task"], run["attention"]) for run in runs if {"task", "attention"} <= {*run}
+    }:
         conf = yaml.safe_load((ROOT / f"conf/task/{task_name}.yaml").read_text())
         task = import_object((conf if "_target_" in conf else conf["task"])["_target_"])
         mechanism = Mechanism.parse(attention)
@@ -64,19 +82,36 @@ def test_measurements_accept_every_method_of_their_page(name):
             assert task.measures_whole(mechanism), (task_name, attention)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
-    runs, checked = [(page, i, run) for page in NAMES for i, each in enumerate(sweeps_of(page)) for run in each], set()
+    runs, checked = (
+        [
+            (page, i, run)
+            for page in NAMES
+            for i, each in enumerate(sweeps_of(page))
+            for run in each
+        ],
+        set(),
+    )
     for page, i, run in sorted(runs, key=lambda each: -len(each[-1].overrides)):
         task = next((each for each in run.overrides if each.startswith("task=")), "of a recipe")
         keys = [each.partition("=")[0] for each in run.overrides]
-        parts = {(page, i, run.columns.get("method", ""))} if every else {
-            (key, task if key.startswith("task") else "") for key in keys}
+        parts = (
+            {(page, i, run.columns.get("method", ""))}
+            if every
+            else {(key, task if key.startswith("task") else "") for key in keys}
+        )
         if not parts <= checked:
             checked |= parts
-            check_command_line([*(override.replace("{runs}", str(tmp_path)) for override in run.overrides),
-                                f"hydra.run.dir={tmp_path}/run"])
+            check_command_line(
+                [
+                    *(override.replace("{runs}", str(tmp_path)) for override in run.overrides),
+                    f"hydra.run.dir={tmp_path}/run",
+                ]
+            )
 
 
 def test_make_targets_are_sweeps():

@@ -12,18 +12,44 @@ from scipy import stats
 from crt_exp.config import ConfigError
 from crt_exp.report import pages, sweeps
 from crt_exp.report.pages import Page, check
-from crt_exp.report.rows import (CONFLICT, UNDECIDED, Claim, geometric_mean_ci, holm, judge, mean_ci, read_rows,
-                                 rows_path, share, write_rows)
+from crt_exp.report.rows import (
+    CONFLICT,
+    UNDECIDED,
+    Claim,
+    geometric_mean_ci,
+    holm,
+    judge,
+    mean_ci,
+    read_rows,
+    rows_path,
+    share,
+    write_rows,
+)
 from crt_exp.report.sweeps import RunsFailed, is_finished, rows_of_runs, run_missing, sweep
 
 # ---- rows
 
 
-ORIGIN = {"seconds": "", "commit": "0123456789ab", "date": "2026-01-01", "versions": "torch 1, numpy 2"}
+ORIGIN = {
+    "seconds": "",
+    "commit": "0123456789ab",
+    "date": "2026-01-01",
+    "versions": "torch 1, numpy 2",
+}
 COLUMNS = ("method", "m", "sample", "metric", "value")
-ROWS = pd.DataFrame([dict(zip(COLUMNS, row)) | ORIGIN for row in [
-    ("exact", "", "", "loss", 1.0), ("pos", 8, "0", "loss", 2.0), ("pos", 8, "1", "loss", 4.0),
-    ("pos", 16, "1", "loss", 6.0), ("oprf", 8, "1", "loss", 3.0), ("oprf", 8, "2", "loss", 9.0)]])
+ROWS = pd.DataFrame(
+    [
+        dict(zip(COLUMNS, row)) | ORIGIN
+        for row in [
+            ("exact", "", "", "loss", 1.0),
+            ("pos", 8, "0", "loss", 2.0),
+            ("pos", 8, "1", "loss", 4.0),
+            ("pos", 16, "1", "loss", 6.0),
+            ("oprf", 8, "1", "loss", 3.0),
+            ("oprf", 8, "2", "loss", 9.0),
+        ]
+    ]
+)
 
 
 def test_values_are_means_of_a_sample_and_pairs_share_samples(tmp_path):
@@ -32,8 +58,13 @@ def test_values_are_means_of_a_sample_and_pairs_share_samples(tmp_path):
     assert rows.values("loss", "pos").to_dict() == {"0": 2.0, "1": 5.0}
     assert rows.values("loss", "pos", m=8).to_dict() == {"0": 2.0, "1": 4.0}
     assert rows.paired("pos", "oprf", "loss", m=8).to_dict() == {"1": 1.0}
-    assert rows.paired("pos", "exact", "loss").to_dict() == {"0": 1.0, "1": 4.0}  # exact has no sample
-    assert rows.methods("loss") == ["exact", "pos", "oprf"] and rows.methods("loss", m="") == ["exact"]
+    assert rows.paired("pos", "exact", "loss").to_dict() == {
+        "0": 1.0,
+        "1": 4.0,
+    }  # exact has no sample
+    assert rows.methods("loss") == ["exact", "pos", "oprf"] and rows.methods("loss", m="") == [
+        "exact"
+    ]
     assert len(rows.select("loss", "pos", m=[8, 16])) == 3
     again = pd.read_csv(tmp_path / "page.csv", keep_default_na=False)
     assert write_rows("page", again, tmp_path).read_bytes() == written
@@ -46,7 +77,9 @@ def test_values_are_means_of_a_sample_and_pairs_share_samples(tmp_path):
 def test_a_file_that_is_cut_off_is_refused(packed, part, tmp_path):
     text = ROWS.to_csv(index=False, lineterminator="\n").encode()
     content = gzip.compress(text) if packed else text
-    (tmp_path / ("page.csv.gz" if packed else "page.csv")).write_bytes(content[:int(part * len(content))])
+    (tmp_path / ("page.csv.gz" if packed else "page.csv")).write_bytes(
+        content[: int(part * len(content))]
+    )
     with pytest.raises(ValueError, match="page.csv.*truncated or damaged"):
         read_rows("page", tmp_path)
 
@@ -70,7 +103,9 @@ def test_mean_ci_equals_scipy():
     values = np.random.default_rng(0).normal(1, 2, 9)
     found, test = mean_ci(values, against=0.5), stats.ttest_1samp(values, 0.5)
     low, high = test.confidence_interval(0.95)
-    assert np.allclose([found.mean - found.half, found.mean + found.half, found.p], [low, high, test.pvalue])
+    assert np.allclose(
+        [found.mean - found.half, found.mean + found.half, found.p], [low, high, test.pvalue]
+    )
     assert mean_ci([0.0, 0.0]).p == 1 and mean_ci([1.0, 1.0]).p == 0
     with pytest.raises(ValueError, match="sample 1: expected a finite value"):
         mean_ci([1.0, math.nan, 2.0])
@@ -94,21 +129,38 @@ def test_holm_by_hand():
 
 
 def test_all_verdicts():
-    cases = {"up": [1.0, 1.1, 0.9, 1.0], "down": [-1.0, -1.1, -0.9, -1.0], "none": [1.0, -1.0, 0.5, -0.4]}
+    cases = {
+        "up": [1.0, 1.1, 0.9, 1.0],
+        "down": [-1.0, -1.1, -0.9, -1.0],
+        "none": [1.0, -1.0, 0.5, -0.4],
+    }
     assert verdicts([Claim("above", cases)]) == ["supported", "contradicted", UNDECIDED]
     assert verdicts([Claim("below", cases, below=0)]) == ["contradicted", "supported", UNDECIDED]
     assert verdicts([Claim("above", cases)], reduced=True)[0] == "supported (reduced scale)"
-    assert verdicts([Claim("above", cases, theory={"up": -1.0, "down": -1.0})])[:2] == [CONFLICT, "contradicted"]
-    assert verdicts([Claim("above", cases, fails={"up": "uniform attention costs 0"})])[0] == UNDECIDED
-    assert verdicts([Claim("closed", {"": -61.2}, below=-60), Claim("closed", {"": -61.2}, above=-60)]) == [
-        "supported", "contradicted"]
-    assert verdicts([Claim("one sample", {"": [3.0]}), Claim("none", {"": []}),
-                     Claim("no sample", not_measured="too large")]) == [UNDECIDED, "not measured"]
+    assert verdicts([Claim("above", cases, theory={"up": -1.0, "down": -1.0})])[:2] == [
+        CONFLICT,
+        "contradicted",
+    ]
+    assert (
+        verdicts([Claim("above", cases, fails={"up": "uniform attention costs 0"})])[0] == UNDECIDED
+    )
+    assert verdicts(
+        [Claim("closed", {"": -61.2}, below=-60), Claim("closed", {"": -61.2}, above=-60)]
+    ) == ["supported", "contradicted"]
+    assert verdicts(
+        [
+            Claim("one sample", {"": [3.0]}),
+            Claim("none", {"": []}),
+            Claim("no sample", not_measured="too large"),
+        ]
+    ) == [UNDECIDED, "not measured"]
 
 
 def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():
     values = [-60.0, *np.linspace(0.5, 1.5, 11)]
-    by_signs, by_mean = judge([Claim("above", {"": values}, sign_test=True), Claim("above", {"": values})])
+    by_signs, by_mean = judge(
+        [Claim("above", {"": values}, sign_test=True), Claim("above", {"": values})]
+    )
     assert np.isclose(by_signs.estimate.p, stats.binomtest(11, 12).pvalue)
     assert (by_signs.verdict, by_mean.verdict) == ("supported", UNDECIDED)
     assert by_signs.to_text() == "+0.95 (median; 11 of 12 samples above the threshold)"
@@ -117,20 +169,32 @@ def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():
 def test_ratios_are_tested_as_logarithms():
     values = np.log([0.5, 0.6, 0.55, 0.45])
     (found,) = judge([Claim("half", {"": values}, below=0.8, log=True, unit="times")])
-    assert found.verdict == "supported" and found.to_text().startswith(f"{np.exp(values.mean()):.3g} [")
+    assert found.verdict == "supported" and found.to_text().startswith(
+        f"{np.exp(values.mean()):.3g} ["
+    )
     assert found.number == pytest.approx(geometric_mean_ci(np.exp(values))[0])
 
 
 def test_an_interval_excludes_the_threshold_exactly_where_the_verdict_is_decided():
     for seed in range(20):
         rng = np.random.default_rng(seed)
-        cases = {str(i): rng.normal(mean, size=rng.integers(3, 12))
-                 for i, mean in enumerate(rng.uniform(0, 2, size=rng.integers(2, 9)))}
-        for each in judge([Claim("above", cases), Claim("overlap", cases, overlap=0.05),
-                           Claim("ratio", cases, below=1.5, log=True)]):
+        cases = {
+            str(i): rng.normal(mean, size=rng.integers(3, 12))
+            for i, mean in enumerate(rng.uniform(0, 2, size=rng.integers(2, 9)))
+        }
+        for each in judge(
+            [
+                Claim("above", cases),
+                Claim("overlap", cases, overlap=0.05),
+                Claim("ratio", cases, below=1.5, log=True),
+            ]
+        ):
             threshold = 1.5 if each.claim.log else 0.0
             low, high = each.ends
-            assert (low > threshold or high < threshold) == (each.verdict != UNDECIDED), (seed, each.claim)
+            assert (low > threshold or high < threshold) == (each.verdict != UNDECIDED), (
+                seed,
+                each.claim,
+            )
 
 
 def test_a_share_has_the_mean_of_the_ratio_and_an_interval_that_covers():
@@ -158,20 +222,48 @@ def in_empty_folder(tmp_path, monkeypatch):
 
 
 def page_of(**small):
-    return Page("mine", "", "", small=small, columns=["method", "d", "sum"], metrics=["gain"], measured=[])
+    return Page(
+        "mine", "", "", small=small, columns=["method", "d", "sum"], metrics=["gain"], measured=[]
+    )
 
 
 def test_a_sweep_is_the_product_of_its_axes():
     runs = sweep(FAST, features=["pos", "oprf sampler=iid"], **{"task.d": [4, 8]})
-    assert [run.name for run in runs] == ["pos_4", "pos_8", "oprf-sampler=iid_4", "oprf-sampler=iid_8"]
-    assert runs[2].overrides == ("task=variance_by_length", "task.most=3", "features=oprf", "sampler=iid", "task.d=4")
-    (run,) = sweep("task=glue trainer.lr=1", attention=["favorpp m=64 redraw_every=10"], seed=[3],
-                   data={"SST-2": "task.dataset=sst2 trainer.lr=2"})
-    assert run.overrides == ("task=glue", "trainer.lr=2", "attention=favorpp", "features.m=64",
-                             "attention.redraw_every=10", "seed=3", "task.dataset=sst2")
+    assert [run.name for run in runs] == [
+        "pos_4",
+        "pos_8",
+        "oprf-sampler=iid_4",
+        "oprf-sampler=iid_8",
+    ]
+    assert runs[2].overrides == (
+        "task=variance_by_length",
+        "task.most=3",
+        "features=oprf",
+        "sampler=iid",
+        "task.d=4",
+    )
+    (run,) = sweep(
+        "task=glue trainer.lr=1",
+        attention=["favorpp m=64 redraw_every=10"],
+        seed=[3],
+        data={"SST-2": "task.dataset=sst2 trainer.lr=2"},
+    )
+    assert run.overrides == (
+        "task=glue",
+        "trainer.lr=2",
+        "attention=favorpp",
+        "features.m=64",
+        "attention.redraw_every=10",
+        "seed=3",
+        "task.dataset=sst2",
+    )
     assert run.columns == {"method": "favorpp m=64 redraw_every=10", "seed": 3, "data": "SST-2"}
     with pytest.raises(ConfigError, match="two different runs have the name x"):
-        check(page_of(a=sweep("seed=0", task={"x": "task=uci"}) + sweep("seed=1", task={"x": "task=uci"})))
+        check(
+            page_of(
+                a=sweep("seed=0", task={"x": "task=uci"}) + sweep("seed=1", task={"x": "task=uci"})
+            )
+        )
 
 
 def test_missing_runs_are_made_and_finished_ones_stay(tmp_path):
@@ -196,18 +288,34 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, capsys):
 
 def test_a_run_that_diverged_is_a_result(tmp_path):
     """It is not started again, and its row states it."""
-    runs = sweep(f"{TRAINED} trainer.lr=1e30 trainer.warmup=0 trainer.clip=null trainer.schedule=constant",
-                 attention=["exact"], seed=[0])
+    runs = sweep(
+        f"{TRAINED} trainer.lr=1e30 trainer.warmup=0 trainer.clip=null trainer.schedule=constant",
+        attention=["exact"],
+        seed=[0],
+    )
     run_missing(runs, tmp_path / "runs", tmp_path)
-    assert (tmp_path / "runs/exact_0" / sweeps.DIVERGED).is_file() and is_finished(tmp_path / "runs/exact_0")
-    (row,) = rows_of_runs(runs, tmp_path / "runs", "a", ["method"], ["diverged", "loss"]).to_dict("records")
-    assert (row["metric"], row["value"], row["method"], row["sample"]) == ("diverged", 1, "exact", 0)
+    assert (tmp_path / "runs/exact_0" / sweeps.DIVERGED).is_file() and is_finished(
+        tmp_path / "runs/exact_0"
+    )
+    (row,) = rows_of_runs(runs, tmp_path / "runs", "a", ["method"], ["diverged", "loss"]).to_dict(
+        "records"
+    )
+    assert (row["metric"], row["value"], row["method"], row["sample"]) == (
+        "diverged",
+        1,
+        "exact",
+        0,
+    )
 
 
 def test_training_runs_give_curves_and_speed(tmp_path):
-    runs = sweep(f"{TRAINED} trainer.eval_every=2 trainer.log_every=1", attention=["exact"], seed=[0])
+    runs = sweep(
+        f"{TRAINED} trainer.eval_every=2 trainer.log_every=1", attention=["exact"], seed=[0]
+    )
     run_missing(runs, tmp_path / "runs", tmp_path)
-    with_steps = rows_of_runs(runs, tmp_path / "runs", "a", ["method", "step"], ["loss", "steps_per_s"])
+    with_steps = rows_of_runs(
+        runs, tmp_path / "runs", "a", ["method", "step"], ["loss", "steps_per_s"]
+    )
     end = rows_of_runs(runs, tmp_path / "runs", "a", ["method"], ["loss", "steps_per_s"])
     assert [*end.metric] == ["loss", "steps_per_s"] and (end.value > 0).all()
     assert len(with_steps[with_steps.metric == "loss"]) > 1
@@ -215,11 +323,15 @@ def test_training_runs_give_curves_and_speed(tmp_path):
 
 def test_part_of_a_page():
     """METHODS and SEEDS choose runs; their rows go to a folder of their own, and rows of other sweeps stay."""
-    page = page_of(**{"a": RUNS, "b/c": sweep(FAST, features=["hyp"])}, b=sweep(FAST, features=["trig"]))
+    page = page_of(
+        **{"a": RUNS, "b/c": sweep(FAST, features=["hyp"])}, b=sweep(FAST, features=["trig"])
+    )
     assert page.targets == ["a", "b"] and [*page.sweeps("small", "b")] == ["b/c", "b"]
-    for refused, message in [(lambda: page.sweeps("small", "c"), "unknown sweep of the page mine 'c'"),
-                             (lambda: page.sweeps("full"), "SIZE=full: page mine has only small"),
-                             (lambda: page.run(methods=["nope"]), "unknown method 'nope'")]:
+    for refused, message in [
+        (lambda: page.sweeps("small", "c"), "unknown sweep of the page mine 'c'"),
+        (lambda: page.sweeps("full"), "SIZE=full: page mine has only small"),
+        (lambda: page.run(methods=["nope"]), "unknown method 'nope'"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             refused()
     assert page.run(wanted="a", methods=["pos"]) == Path("outputs/report/part")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from crt_exp.options import annotations_in_source, describe, parameters
 from crt_exp.config import CONF, ConfigError, choices, import_object
+from crt_exp.options import annotations_in_source, describe, parameters
 from crt_exp.runner import command_line
-from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain_config
 from crt_exp.runner.command_line import comments, lines_of
+from crt_exp.runner.configuration import GROUPS, check_composed, check_plain, plain_config
 
 
 def composed(*overrides):
@@ -22,8 +22,10 @@ def composed(*overrides):
 
 # as many configurations as the largest group has choices: each takes one of every group
 CHOICES = {group: choices(group) for group in GROUPS}
-EVERY = [tuple(f"{group}={names[i % len(names)]}" for group, names in CHOICES.items())
-         for i in range(max(map(len, CHOICES.values())))]
+EVERY = [
+    tuple(f"{group}={names[i % len(names)]}" for group, names in CHOICES.items())
+    for i in range(max(map(len, CHOICES.values())))
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,14 @@ def configurations():
     for overrides in EVERY:
         cfg = command_line.compose([*overrides])
         whole = plain_config(cfg)
-        nodes = {group: [n for n in (whole[group], *whole[group].values()) if isinstance(n, dict) and "_target_" in n]
-                 for group in GROUPS}
+        nodes = {
+            group: [
+                n
+                for n in (whole[group], *whole[group].values())
+                if isinstance(n, dict) and "_target_" in n
+            ]
+            for group in GROUPS
+        }
         found[overrides] = cfg, whole, nodes
     return found
 
@@ -45,31 +53,46 @@ def test_every_choice_is_valid_and_every_key_has_its_comment(overrides, configur
     check_plain(whole)
     assert all(each and each[0]["_target_"].startswith("crt_exp.") for each in nodes.values())
     words = comments(cfg)
-    names = [line.split("=")[0] for line in lines_of(whole, words, "")
-             if not line.startswith(" ") and "=" in line.split()[0]]
+    names = [
+        line.split("=")[0]
+        for line in lines_of(whole, words, "")
+        if not line.startswith(" ") and "=" in line.split()[0]
+    ]
     assert not {key for key in names if key not in words and key.rpartition(".")[0] not in words}
 
 
 def test_the_source_states_what_the_class_states(configurations):
     """For most options; some annotations need an import. Other classes are left to the other check."""
     known = read = 0
-    for target in {node["_target_"] for *_, nodes in configurations.values() for each in nodes.values()
-                   for node in each}:
+    for target in {
+        node["_target_"]
+        for *_, nodes in configurations.values()
+        for each in nodes.values()
+        for node in each
+    }:
         source, real = annotations_in_source(target), parameters(import_object(target))
         assert source.keys() - {"self"} == real.keys(), target
-        found = {key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"}
+        found = {
+            key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"
+        }
         assert found == {key: describe(real[key].hint) for key in found}, target
         known, read = known + len(real), read + len(found)
     assert read > 0.8 * known > 240
-    for target in ("mine.tasks.Task", "crt_exp.nowhere.Task", "crt_exp.tasks.uci.Nothing", "json.JSONDecoder"):
+    for target in (
+        "mine.tasks.Task",
+        "crt_exp.nowhere.Task",
+        "crt_exp.tasks.uci.Nothing",
+        "json.JSONDecoder",
+    ):
         assert annotations_in_source(target) == {}
 
 
-WRONG = {"task=glue +task.epochs=1": "unknown key 'task.epochs'; did you mean task.parts?",
-         "task=uci trainer.optimizer=adamww": "trainer.optimizer=adamww: expected adamw or adam; did you mean adamw?",
-         "-m seed=0 task.repeats=1,0": "task.repeats=0: expected an integer >= 1",
-         "-m attention=exact,favorpp features.m=4,8":
-         "attention=exact: does not use features.m=4; remove it"}
+WRONG = {
+    "task=glue +task.epochs=1": "unknown key 'task.epochs'; did you mean task.parts?",
+    "task=uci trainer.optimizer=adamww": "trainer.optimizer=adamww: expected adamw or adam; did you mean adamw?",
+    "-m seed=0 task.repeats=1,0": "task.repeats=0: expected an integer >= 1",
+    "-m attention=exact,favorpp features.m=4,8": "attention=exact: does not use features.m=4; remove it",
+}
 LIGHT = """
 import sys
 from crt_exp import __main__
@@ -90,11 +113,17 @@ print("torch" in sys.modules)
 
 
 def test_version_help_and_mistakes_do_without_the_import_of_torch(tmp_path):
-    done = subprocess.run([sys.executable, "-c", LIGHT.format(wrong=[*WRONG])], capture_output=True, text=True,
-                          cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(wrong=[*WRONG])],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     lines = done.stdout.splitlines()
-    assert lines[:2] == [f"crt_exp {version('crt_exp')}, torch {version('torch')}", "False"], done.stderr
-    assert lines[-len(WRONG) - 1:] == [*WRONG.values(), "False"] and not done.stderr
+    assert lines[:2] == [f"crt_exp {version('crt_exp')}, torch {version('torch')}", "False"], (
+        done.stderr
+    )
+    assert lines[-len(WRONG) - 1 :] == [*WRONG.values(), "False"] and not done.stderr
 
 
 BAD = [
@@ -121,12 +150,21 @@ def test_bad_configurations_are_refused(overrides, message):
 
 
 def test_a_group_takes_code_of_its_kind_alone(configurations):
-    whole = next(whole for overrides, (_, whole, _) in configurations.items() if "task=mlm" in overrides)
+    whole = next(
+        whole for overrides, (_, whole, _) in configurations.items() if "task=mlm" in overrides
+    )
     for group in GROUPS:
-        for other in ("os.system", "crt_exp.runner.run.write_atomic", "crt_exp.runner.configuration.re.sub", 5):
+        for other in (
+            "os.system",
+            "crt_exp.runner.run.write_atomic",
+            "crt_exp.runner.configuration.re.sub",
+            5,
+        ):
             with pytest.raises(ConfigError, match=rf"^{group}\._target_="):
                 check_plain(whole | {group: {"_target_": other}})
-    with pytest.raises(ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"):
+    with pytest.raises(
+        ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"
+    ):
         check_plain(whole | {"task": {"_target_": "nowhere.Task"}})
 
 
@@ -154,7 +192,12 @@ def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "conf" / "task").mkdir(parents=True)
     (tmp_path / "conf" / "task" / "own.yaml").write_text("_target_: own.Own\nn: 3\n")
-    args = [f"--config-dir={tmp_path}/conf", "task=own", "logger=none", f"hydra.run.dir={tmp_path}/run"]
+    args = [
+        f"--config-dir={tmp_path}/conf",
+        "task=own",
+        "logger=none",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
     code, _, err = typed(*args, "task.n=1.5")
     assert code == 2 and "task.n=1.5: expected an integer" in err and "Traceback" not in err
     code, out, err = typed(*args)

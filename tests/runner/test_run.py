@@ -26,20 +26,37 @@ SHORT = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]"]
 
 
 def records(directory):
-    return [{key: value for key, value in record.items() if key != "time_s"}
-            for record in read_records(directory / "metrics.jsonl")]
+    return [
+        {key: value for key, value in record.items() if key != "time_s"}
+        for record in read_records(directory / "metrics.jsonl")
+    ]
 
 
 def test_same_seed_same_numbers_and_resume(typed, tmp_path):
-    args = ["task=uci", "features=geom", "seed=3", "logger=none", "task.repeats=3", "task.sigmas=[0.2,0.5]"]
+    args = [
+        "task=uci",
+        "features=geom",
+        "seed=3",
+        "logger=none",
+        "task.repeats=3",
+        "task.sigmas=[0.2,0.5]",
+    ]
     code, out, err = typed(*args, f"hydra.run.dir={tmp_path}/a")
-    assert code == 0 and "wine: accuracy 0." in out and "approximate sampler" not in out and err == ""
+    assert (
+        code == 0 and "wine: accuracy 0." in out and "approximate sampler" not in out and err == ""
+    )
     whole = records(tmp_path / "a")
     assert [r["split"] for r in whole] == ["split"] * 3 + ["test"] and whole[-1]["final"] is True
     assert whole[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in whole[:3]) / 3)
     versions = json.loads((tmp_path / "a" / "versions.json").read_text())
-    assert versions["seed"] == 3 and versions["packages"]["torch"] and "seed=3" in versions["overrides"]
-    assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", versions["commit"] or 40 * "0")  # None outside a checkout
+    assert (
+        versions["seed"] == 3
+        and versions["packages"]["torch"]
+        and "seed=3" in versions["overrides"]
+    )
+    assert re.fullmatch(
+        r"[0-9a-f]{40}(\+changes)?", versions["commit"] or 40 * "0"
+    )  # None outside a checkout
     # a run cut off in the middle of its third line continues to the same numbers
     (tmp_path / "b").mkdir()
     lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -66,9 +83,16 @@ def test_help_is_of_what_stands_beside_it(typed):
     out = typed("task=mlm", "task.block=64", "attention=favorp", "--help")[1]
     groups = out.partition("Groups")[2].partition("Keys")[0]
     assert "features: angular" in groups and "report" not in groups and "base" not in groups
-    assert "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n" in out
+    assert (
+        "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n"
+        in out
+    )
     assert "\ntask.hub.*                              a set of the Hugging Face hub" in out
-    assert "\nattention.learn=none " in out and "_target_" not in out and max(map(len, out.splitlines())) <= 120
+    assert (
+        "\nattention.learn=none " in out
+        and "_target_" not in out
+        and max(map(len, out.splitlines())) <= 120
+    )
 
 
 BAD = [
@@ -81,10 +105,15 @@ BAD = [
     ("task.split=[0.00001,0.99998,0.00001]", "a part of the 178 rows is empty"),
     ("attention=exact features.m=64", "does not use features.m=64"),
     ("attention=relu", "has no feature map"),
-    ("task=uci trainer.batch=4 trainer.steps=3", "task=uci: does not use trainer.batch=4 trainer.steps=3"),
+    (
+        "task=uci trainer.batch=4 trainer.steps=3",
+        "task=uci: does not use trainer.batch=4 trainer.steps=3",
+    ),
     ("hydra.run.dir=/proc/nowhere", "hydra.run.dir=/proc/nowhere: No such file"),
-    ("features=pois sampler=orthogonal sampler.lengths=sqrt_d",
-     "sampler: PoisRF needs exactly Gaussian projections; use iid, orthogonal with lengths=chi"),
+    (
+        "features=pois sampler=orthogonal sampler.lengths=sqrt_d",
+        "sampler: PoisRF needs exactly Gaussian projections; use iid, orthogonal with lengths=chi",
+    ),
     ("task.csv=a#b", """special characters twice, 'task.csv="..."'"""),
     ("~name", "Could not delete from config. 'name' does not exist."),
     ("features=null", "Config group override must be a string"),
@@ -116,18 +145,28 @@ def test_broken_files_are_named_and_stay_and_nothing_in_them_is_built(typed, tmp
     """A run directory may come from anybody: what its config.yaml names is compared, never called."""
     args = ["features=geom", *SHORT, f"hydra.run.dir={tmp_path}/a"]
     assert typed(*args)[0] == 0
-    whole = {name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    whole = {
+        name: (tmp_path / "a" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")
+    }
     trap = f"task:\n  _target_: os.mkdir\n  path: {tmp_path}/sprung\n".encode()
-    broken = [("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml: not valid YAML"),
-              ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
-              ("config.yaml", trap, "these keys differ"),
-              ("metrics.jsonl", whole["metrics.jsonl"] + b"{\"step\": 1,}\n", "metrics.jsonl, from line 3 on: not"),
-              ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: expected a JSON object")]
+    broken = [
+        ("config.yaml", b"seed: 0\ntask: [1,\n", "config.yaml: not valid YAML"),
+        ("config.yaml", b"seed: ${nowhere}\n", "seed (it was ${nowhere}, now 0)"),
+        ("config.yaml", trap, "these keys differ"),
+        (
+            "metrics.jsonl",
+            whole["metrics.jsonl"] + b'{"step": 1,}\n',
+            "metrics.jsonl, from line 3 on: not",
+        ),
+        ("metrics.jsonl", b"[]\n", "metrics.jsonl, line 1: expected a JSON object"),
+    ]
     for name, content, message in broken:
         (tmp_path / "a" / name).write_bytes(content)
         code, _, err = typed(*args, "resume=auto")
         assert code == 2 and f"{message}" in err and len(err.splitlines()) == 1, err
-        assert (tmp_path / "a" / name).read_bytes() == content and not (tmp_path / "sprung").exists()
+        assert (tmp_path / "a" / name).read_bytes() == content and not (
+            tmp_path / "sprung"
+        ).exists()
         (tmp_path / "a" / name).write_bytes(whole[name])
 
 
@@ -169,15 +208,25 @@ def rewrite(path):
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
 
 
-CHANGES = {"other": lambda data: rewrite(data / "b.txt"), "gone": lambda data: (data / "a.txt").unlink(),
-           "renamed": lambda data: (data / "a.txt").rename(data / "z.txt")}
+CHANGES = {
+    "other": lambda data: rewrite(data / "b.txt"),
+    "gone": lambda data: (data / "a.txt").unlink(),
+    "renamed": lambda data: (data / "a.txt").rename(data / "z.txt"),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_change_of_inputs_is_seen(change, data):
-    options, task = {"text": [str(data)], "hub": {"data_files": str(data)}}, SimpleNamespace(inputs=lambda: [data])
+    options, task = (
+        {"text": [str(data)], "hub": {"data_files": str(data)}},
+        SimpleNamespace(inputs=lambda: [data]),
+    )
     before = input_states(options, task)
-    assert before == input_states(options, task) and [*before] == ["task.text", "task.hub.data_files", "data"]
+    assert before == input_states(options, task) and [*before] == [
+        "task.text",
+        "task.hub.data_files",
+        "data",
+    ]
     change(data)
     after = input_states(options, task)
     assert all(before[key] != after[key] for key in before)
@@ -197,7 +246,13 @@ def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(typed, tmp_path)
     x = np.random.default_rng(0).normal(size=60)
     table = tmp_path / "t.csv"
     table.write_text("x,y\n" + "".join(f"{each:.3f},{each > 0}\n" for each in x))
-    args = [*SHORT, f"task.csv={table}", "task.target=y", "features=trig", f"hydra.run.dir={tmp_path / 'run'}"]
+    args = [
+        *SHORT,
+        f"task.csv={table}",
+        "task.target=y",
+        "features=trig",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
     assert typed(*args)[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     content, changed = table.read_bytes(), table.stat().st_mtime_ns
@@ -221,10 +276,14 @@ def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
     speech.splits = {"train": SpokenSplit(spoken, [], np.zeros(2))}
     assert advise.inputs() == list(speech.inputs()) == files
     (tmp_path / "uci").mkdir()
-    lines = [f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)) for i in range(178)]
+    lines = [
+        f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)) for i in range(178)
+    ]
     (tmp_path / "uci" / "wine.data").write_text("\n".join(lines))
     options = ("wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, [0.5])
-    assert UCI(*options, data_dir=str(tmp_path / "uci")).inputs() == [tmp_path / "uci" / "wine.data"]
+    assert UCI(*options, data_dir=str(tmp_path / "uci")).inputs() == [
+        tmp_path / "uci" / "wine.data"
+    ]
     assert UCI(*options).inputs() == [None]
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     for task in (ImageNet.__new__(ImageNet), Pixels.__new__(Pixels)):
@@ -239,15 +298,27 @@ def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
 def test_curves_are_those_of_the_records(tmp_path, monkeypatch):
     def record(step, split, **values):
         return {"step": step, "epoch": 0, "split": split, **values}
-    lines = [record(1, "train", loss=2.0), record(2, "train", loss=None), record(3, "train", loss=1.0),
-             record(3, "validation", accuracy=0.5), record(6, "validation", accuracy=0.7),
-             record(6, "test", accuracy=0.6, final=True)]
+
+    lines = [
+        record(1, "train", loss=2.0),
+        record(2, "train", loss=None),
+        record(3, "train", loss=1.0),
+        record(3, "validation", accuracy=0.5),
+        record(6, "validation", accuracy=0.7),
+        record(6, "test", accuracy=0.6, final=True),
+    ]
     figures, save = [], crt_exp.drawing.save_figure
-    monkeypatch.setattr(crt_exp.drawing, "save_figure", lambda figure, path: (figures.append(figure),
-                                                                              save(figure, path)))
+    monkeypatch.setattr(
+        crt_exp.drawing,
+        "save_figure",
+        lambda figure, path: (figures.append(figure), save(figure, path)),
+    )
     draw_curves(lines, "accuracy", tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.lines[0].get_xydata().tolist() for axes in figures[0].axes] == [[[1, 2], [3, 1]], [[3, 0.5], [6, 0.7]]]
+    assert [axes.lines[0].get_xydata().tolist() for axes in figures[0].axes] == [
+        [[1, 2], [3, 1]],
+        [[3, 0.5], [6, 0.7]],
+    ]
     draw_curves(lines[-1:], "accuracy", tmp_path / "none")  # nothing to draw a line through
     assert not (tmp_path / "none").exists()
 
@@ -255,7 +326,9 @@ def test_curves_are_those_of_the_records(tmp_path, monkeypatch):
 def noted_by_wandb(directory):
     """What the runs in a folder noted for the server."""
     for _ in range(300):  # another process writes the file, up to the record of the run's end
-        noted = b"".join(path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb"))
+        noted = b"".join(
+            path.read_bytes() for path in directory.glob("**/wandb/offline-run-*/*.wandb")
+        )
         if b"test/accuracy" in noted:
             break
         time.sleep(0.1)
@@ -263,9 +336,17 @@ def noted_by_wandb(directory):
 
 
 def test_wandb_gets_names_the_axis_and_the_group_of_a_sweep(typed, tmp_path):
-    args = ["-m", "logger=wandb", "logger.entity=some-team", "logger.name=some-name", "logger.job_type=some-job",
-            "logger.tags=[tag-one,tag-two]", "task.repeats=1", "task.sigmas=[0.3]",
-            f"hydra.sweep.dir={tmp_path}/some-sweep"]
+    args = [
+        "-m",
+        "logger=wandb",
+        "logger.entity=some-team",
+        "logger.name=some-name",
+        "logger.job_type=some-job",
+        "logger.tags=[tag-one,tag-two]",
+        "task.repeats=1",
+        "task.sigmas=[0.3]",
+        f"hydra.sweep.dir={tmp_path}/some-sweep",
+    ]
     code, _, err = typed(*args)
     assert code == 0 and "`wandb sync " in err, err
     noted = noted_by_wandb(tmp_path)
@@ -275,11 +356,21 @@ def test_wandb_gets_names_the_axis_and_the_group_of_a_sweep(typed, tmp_path):
     assert RunRecord(run_group="some-sweep").SerializeToString() in noted
     run = tmp_path / "some-sweep" / "0"
     own = (run / "wandb_id").read_text()
-    assert typed(*args, "resume=auto")[0] == 0 and (run / "wandb_id").read_text() == own  # a run keeps its id
-    assert {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")} == {own.strip()}
+    assert (
+        typed(*args, "resume=auto")[0] == 0 and (run / "wandb_id").read_text() == own
+    )  # a run keeps its id
+    assert {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")} == {
+        own.strip()
+    }
 
 
 def test_a_name_that_wandb_refuses_is_an_error(typed, tmp_path):
-    code, _, err = typed("logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a")
-    assert code == 2 and "logger=wandb: Invalid project name 'a/b'" in err and len(err.splitlines()) == 1
+    code, _, err = typed(
+        "logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a"
+    )
+    assert (
+        code == 2
+        and "logger=wandb: Invalid project name 'a/b'" in err
+        and len(err.splitlines()) == 1
+    )
     assert not (tmp_path / "a").exists()

@@ -15,14 +15,16 @@ from pandas import DataFrame
 from torchrun import ENVIRONMENT
 
 from crt_exp.config import ConfigError
-from crt_exp.runner.sweep import check_direction, finished_runs, table
 from crt_exp.measure.attention_errors import ProjectionErrors
+from crt_exp.runner.sweep import check_direction, finished_runs, table
 from crt_exp.tasks.uci import UCI
 
 HERE = Path(__file__).parents[1]
 WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")
 TOY = ("-m", "--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none", "trainer.epochs=1")
-needs_plugins = pytest.mark.skipif(find_spec("hydra_plugins") is None, reason="the extra `sweep` is not installed")
+needs_plugins = pytest.mark.skipif(
+    find_spec("hydra_plugins") is None, reason="the extra `sweep` is not installed"
+)
 
 
 def final(directory):
@@ -35,19 +37,32 @@ def test_a_sweep_ends_with_the_table_of_its_own_runs(typed, tmp_path):
     args = ["seed=0,1", "features.m=4", f"hydra.sweep.dir={folder}"]
     code, out, err = typed(*WINE, "features=trig,oprf", *args)
     assert code == 0, err
-    values = {feature: [final(folder / str(2 * i + seed))["accuracy"] for seed in (0, 1)]
-              for i, feature in enumerate(("trig", "oprf"))}
+    values = {
+        feature: [final(folder / str(2 * i + seed))["accuracy"] for seed in (0, 1)]
+        for i, feature in enumerate(("trig", "oprf"))
+    }
     means = {feature: sum(v) / 2 for feature, v in values.items()}
     lines = out.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("sweep of 4 runs, mean over seeds")) + 2
+    first = (
+        next(
+            i for i, line in enumerate(lines) if line.startswith("sweep of 4 runs, mean over seeds")
+        )
+        + 2
+    )
     for feature, line in zip(sorted(means, key=means.get, reverse=True), lines[first:]):
         assert line.split()[:5] == [feature, "2", "accuracy", f"{means[feature]:.4f}", "+-"]
     rows = list(csv.DictReader((folder / "sweep.csv").open()))
     assert [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows] == [
         (str(2 * i + seed), feature, str(seed), values[feature][seed])
-        for i, feature in enumerate(values) for seed in (0, 1)]
+        for i, feature in enumerate(values)
+        for seed in (0, 1)
+    ]
     code, out, _ = typed(*WINE, "features=trig", *args, "resume=auto")
-    assert code == 0 and "sweep of 2 runs" in out and len((folder / "sweep.csv").read_text().splitlines()) == 3
+    assert (
+        code == 0
+        and "sweep of 2 runs" in out
+        and len((folder / "sweep.csv").read_text().splitlines()) == 3
+    )
     code, out, err = typed(*WINE, "features=trig", *args)
     assert code == 1 and "sweep of" not in out and "set resume=auto" in err
     path = folder / "0" / "versions.json"
@@ -57,17 +72,30 @@ def test_a_sweep_ends_with_the_table_of_its_own_runs(typed, tmp_path):
 
 
 def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
-    code, out, err = typed(*WINE, "features=gerf", "features.A=0.1,null", "features.m=4,8",
-                           f"hydra.sweep.dir={tmp_path}/s")
+    code, out, err = typed(
+        *WINE,
+        "features=gerf",
+        "features.A=0.1,null",
+        "features.m=4,8",
+        f"hydra.sweep.dir={tmp_path}/s",
+    )
     assert code == 1 and "Traceback" not in err and "sweep of 2 runs" in out
     assert all(f"the run in {tmp_path}/s/{i} failed: features=gerf: A=" in err for i in (0, 1))
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["2", "3"]
 
 
-@pytest.mark.parametrize("args, message", [
-    (["features=glob(*)", "features.m=8,1e3"], "features.m=1000.0: expected an integer"),
-    (["task=uci,mlmm"], "unknown task 'mlmm'; did you mean mlm?"),
-    (["attention=exact,favorpp", "features.m=4,8"], "attention=exact: does not use features.m=4")], ids=str)
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["features=glob(*)", "features.m=8,1e3"], "features.m=1000.0: expected an integer"),
+        (["task=uci,mlmm"], "unknown task 'mlmm'; did you mean mlm?"),
+        (
+            ["attention=exact,favorpp", "features.m=4,8"],
+            "attention=exact: does not use features.m=4",
+        ),
+    ],
+    ids=str,
+)
 def test_a_mistake_in_a_sweep_is_printed_once_and_before_it_begins(args, message, typed, tmp_path):
     code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")
     assert code == 2 and err.startswith(f"crt_exp: error: {message}") and len(err.splitlines()) == 1
@@ -82,19 +110,38 @@ def test_table_of_losses():
     runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])])
     lines = table(runs).splitlines()
     # the smallest first, what is no number last
-    assert [line.split()[0] for line in lines[2:]] == ["2", "3", "0", "1"] and lines[5].endswith("nan")
-    assert "... and 10 more" in table(DataFrame([done({"lr": str(i)}, float(i)) for i in range(30)]))
-    mixed = table(DataFrame([done({"task": "a"}, 0.5), done({"task": "b"}, 0.5, "accuracy", "maximize")]))
+    assert [line.split()[0] for line in lines[2:]] == ["2", "3", "0", "1"] and lines[5].endswith(
+        "nan"
+    )
+    assert "... and 10 more" in table(
+        DataFrame([done({"lr": str(i)}, float(i)) for i in range(30)])
+    )
+    mixed = table(
+        DataFrame([done({"task": "a"}, 0.5), done({"task": "b"}, 0.5, "accuracy", "maximize")])
+    )
     assert "accuracy" in mixed and "loss" in mixed
 
 
 def test_the_best_of_each_data_set_comes_first():
-    values = {("wifi", "trig"): 0.9, ("wifi", "oprf"): 0.95, ("wine", "trig"): 0.6, ("wine", "oprf"): 0.5}
-    runs = [done({"task.dataset": data, "features": features, "seed": "0"}, value, "accuracy", "maximize")
-            for (data, features), value in values.items()]
+    values = {
+        ("wifi", "trig"): 0.9,
+        ("wifi", "oprf"): 0.95,
+        ("wine", "trig"): 0.6,
+        ("wine", "oprf"): 0.5,
+    }
+    runs = [
+        done(
+            {"task.dataset": data, "features": features, "seed": "0"}, value, "accuracy", "maximize"
+        )
+        for (data, features), value in values.items()
+    ]
     lines = table(DataFrame(runs)).splitlines()
-    assert [line.split()[:2] for line in lines[2:]] == [["wifi", "oprf"], ["wifi", "trig"], ["wine", "trig"],
-                                                        ["wine", "oprf"]]
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["wifi", "oprf"],
+        ["wifi", "trig"],
+        ["wine", "trig"],
+        ["wine", "oprf"],
+    ]
 
 
 def test_a_sweeper_must_look_for_the_best():
@@ -111,8 +158,14 @@ def test_a_sweeper_must_look_for_the_best():
 @needs_plugins
 @pytest.mark.slow
 def test_optuna_looks_for_the_best(typed, tmp_path):
-    code, _, err = typed(*WINE, "hydra/sweeper=optuna", "features.m=int(interval(4,8))", "hydra.sweeper.n_trials=2",
-                         "hydra.sweeper.direction=maximize", f"hydra.sweep.dir={tmp_path}/s")
+    code, _, err = typed(
+        *WINE,
+        "hydra/sweeper=optuna",
+        "features.m=int(interval(4,8))",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.direction=maximize",
+        f"hydra.sweep.dir={tmp_path}/s",
+    )
     assert code == 0, err
     assert (tmp_path / "s" / "optimization_results.yaml").exists()
     assert len(list((tmp_path / "s").glob("*/metrics.jsonl"))) == 2
@@ -123,17 +176,38 @@ def test_optuna_looks_for_the_best(typed, tmp_path):
 def test_submitit_queues_a_stopped_run_again(tmp_path):
     """SIGUSR2, by which SLURM's jobs are told that their time ends:
     the run checkpoints, is queued again, and goes on."""
-    command = [sys.executable, "-m", "crt_exp", *TOY, "hydra/launcher=submitit_local", "seed=0", "task.pause=0.2",
-               "resume=auto", "trainer.save_every=2", f"hydra.sweep.dir={tmp_path}/s"]
-    process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "crt_exp",
+        *TOY,
+        "hydra/launcher=submitit_local",
+        "seed=0",
+        "task.pause=0.2",
+        "resume=auto",
+        "trainer.save_every=2",
+        f"hydra.sweep.dir={tmp_path}/s",
+    ]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not (tmp_path / "s" / "0" / "checkpoints" / "step-2").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
-    controller, = (path.name for path in (tmp_path / "s" / ".submitit").iterdir() if path.name.isdigit())
+    (controller,) = (
+        path.name for path in (tmp_path / "s" / ".submitit").iterdir() if path.name.isdigit()
+    )
     job = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()[0]
     os.kill(int(job), signal.SIGUSR2)
     _, err = process.communicate()
     log = (tmp_path / "s" / ".submitit" / controller / f"{controller}_0_log.out").read_text()
     assert process.returncode == 0, err
-    assert "Requeued job" in log and "continuing from" in log and final(tmp_path / "s" / "0")["step"] == 12
+    assert (
+        "Requeued job" in log
+        and "continuing from" in log
+        and final(tmp_path / "s" / "0")["step"] == 12
+    )

@@ -13,10 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
 from crt_exp.features import OPRF, PoisRF, PosRF, Product, Sum, TrigRF
-from crt_exp.sampled_softmax import (DenseFeatures, ExactSoftmax, LogUniform, Quadratic, SampledSoftmax, TreeFeatures,
-                                     Uniform, Unigram)
-from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 from crt_exp.measure.sampling import SampledGradients, SamplingTimes
+from crt_exp.sampled_softmax import (
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    Quadratic,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
+from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 
 V, D, B = 300, 4, 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
@@ -50,8 +58,18 @@ def all_classes(count=V):
 
 
 def samplers(head, queries):
-    return [Uniform(V), LogUniform(V), Unigram(torch.arange(V) % 7), ExactSoftmax(head), Quadratic(head),
-            *(built(kind, phi, head, queries) for phi in (OPRF(), TrigRF()) for kind in (TreeFeatures, DenseFeatures))]
+    return [
+        Uniform(V),
+        LogUniform(V),
+        Unigram(torch.arange(V) % 7),
+        ExactSoftmax(head),
+        Quadratic(head),
+        *(
+            built(kind, phi, head, queries)
+            for phi in (OPRF(), TrigRF())
+            for kind in (TreeFeatures, DenseFeatures)
+        ),
+    ]
 
 
 def follows(ids, q):
@@ -86,7 +104,9 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     drawn = sampler.draw(queries, targets, DRAWS)
     assert not bool((drawn.ids == targets[:, None]).any())
     assert torch.allclose(drawn.target_log_q.exp(), q.gather(1, targets[:, None])[:, 0], rtol=1e-4)
-    found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())  # the probability that came with each class
+    found = torch.zeros(B, V).scatter_(
+        1, drawn.ids, drawn.log_q.exp()
+    )  # the probability that came with each class
     assert torch.allclose(found.sum(1), torch.ones(B), atol=0.02)
     assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
 
@@ -124,14 +144,18 @@ def test_all_levels_of_a_deep_tree_follow_the_law(head):
     target = q.argmax()[None]
     ids = sampler.draw(query, target, 400_000).ids[0]
     assert follows(ids, q.scatter(0, target, 0.0))
-    assert follows(ids // FAN, F.pad(q.scatter(0, target, 0.0), (0, -count % FAN)).view(-1, FAN).sum(1))
+    assert follows(
+        ids // FAN, F.pad(q.scatter(0, target, 0.0), (0, -count % FAN)).view(-1, FAN).sum(1)
+    )
 
 
 def test_the_batch_by_classes_matrix_is_never_formed():
     count, batch = 20_000, 64
     assert largest_tensor(TreeFeatures, OPRF(), count, batch) < batch * count / 4
     assert largest_tensor(TreeFeatures, TrigRF(), count, batch) < batch * count / 2
-    assert largest_tensor(DenseFeatures, OPRF(), count, 50) == count * 50  # the measure sees it where it is formed
+    assert (
+        largest_tensor(DenseFeatures, OPRF(), count, 50) == count * 50
+    )  # the measure sees it where it is formed
 
 
 def largest_tensor(kind, phi, count, batch):
@@ -149,9 +173,16 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        made = [t.numel() for t in tree_leaves(out)
-                if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before]
+        before = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        made = [
+            t.numel()
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before
+        ]
         self.entries = max([self.entries, *made])
         return out
 
@@ -162,14 +193,16 @@ class Largest(TorchDispatchMode):
 def behind(sampler, head):
     """Relative difference of the tables from the features of the vectors that the head has now."""
     now = sampler.features.of_classes(head.weight.detach(), head.bias)
-    return float((now - sampler.tree.leaves[:len(now)]).norm() / now.norm())
+    return float((now - sampler.tree.leaves[: len(now)]).norm() / now.norm())
 
 
 def sum_error(tree):
     """The largest difference of a sum from that of its rows, relative to the root mean square of its level."""
     levels = [tree.level(number).double() for number in range(1, tree.depth)]
-    return max(float((level - tree._sums(i).double()).abs().max() / level.square().mean().sqrt())
-               for i, level in enumerate(levels, 1))
+    return max(
+        float((level - tree._sums(i).double()).abs().max() / level.square().mean().sqrt())
+        for i, level in enumerate(levels, 1)
+    )
 
 
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
@@ -182,7 +215,9 @@ def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
         head.bias[rows] -= 0.3
     assert behind(sampler, head) > 0.01
     sampler.update(rows, head.weight, head.bias)
-    assert behind(sampler, head) < 1e-6 and sum_error(sampler.tree) < (1e-12 if phi == OPRF() else 1e-5)
+    assert behind(sampler, head) < 1e-6 and sum_error(sampler.tree) < (
+        1e-12 if phi == OPRF() else 1e-5
+    )
     for number, old in enumerate(before):  # what does not lie above the changed rows is not touched
         changed = (sampler.tree.level(number) != old).any(1).nonzero().flatten()
         assert changed.tolist() == (rows // FAN**number).unique().tolist()
@@ -196,7 +231,9 @@ def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
         tree.set(rows, torch.rand(len(rows), 3) * 10 ** (6 * torch.rand(1)))
     assert 0 < sum_error(tree) < 1e-9
     tree.resum()
-    assert sum_error(tree) == 0 and torch.allclose(tree.total, tree.leaves.double().sum(0), rtol=1e-12)
+    assert sum_error(tree) == 0 and torch.allclose(
+        tree.total, tree.leaves.double().sum(0), rtol=1e-12
+    )
 
 
 def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries):
@@ -206,7 +243,9 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
     sampler.update(torch.tensor([3]), head.weight, head.bias)
     q = sampler.log_q(queries, all_classes()).exp()
     assert torch.allclose(q[:, 3], torch.ones(B)) and sum_error(sampler.tree) == 0
-    drawn = sampler.draw(queries, torch.full((B,), 3), 20_000)  # what is left lies below rounding: uniform, and said so
+    drawn = sampler.draw(
+        queries, torch.full((B,), 3), 20_000
+    )  # what is left lies below rounding: uniform, and said so
     assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == 3).any())
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
     assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
@@ -221,7 +260,8 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
 
 
 def test_what_updates_have_to_follow_stays_bounded_and_takes_rows_that_moved_for_other_reasons(
-        head, queries, targets, monkeypatch):
+    head, queries, targets, monkeypatch
+):
     monkeypatch.setattr("crt_exp.sampled_softmax.softmax.MAX_RECORDED", 100)
     softmax = SampledSoftmax(OPRF(), head, m=4)
     for _ in range(20):
@@ -246,8 +286,11 @@ def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, querie
         sampler.update(torch.tensor([7, 9]), head.weight, head.bias)
     with pytest.raises(ValueError, match="class 9: .* not finite"):
         sampler.rebuild(head.weight, head.bias)
-    assert all(torch.equal(torch.as_tensor(value), before[name]) for name, value in sampler.state_dict().items()
-               if isinstance(value, torch.Tensor))
+    assert all(
+        torch.equal(torch.as_tensor(value), before[name])
+        for name, value in sampler.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 # ---- the loss
@@ -256,8 +299,11 @@ def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, querie
 def test_exact_proposals_give_the_full_loss(head, queries, targets):
     """Every term of Z^ is then what is sought of Z, so that the estimate does not vary."""
     softmax = SampledSoftmax(ExactSoftmax(head), head, negatives=3)
-    assert torch.allclose(softmax.losses(queries, targets), F.cross_entropy(head(queries), targets, reduction="none"),
-                          atol=1e-5)
+    assert torch.allclose(
+        softmax.losses(queries, targets),
+        F.cross_entropy(head(queries), targets, reduction="none"),
+        atol=1e-5,
+    )
 
 
 def test_eval_mode_is_the_full_softmax(head, targets):
@@ -266,7 +312,9 @@ def test_eval_mode_is_the_full_softmax(head, targets):
     for one in (head, nn.Embedding(V, D)):
         softmax = SampledSoftmax(OPRF(), one, m=4).eval()
         logits = F.linear(queries, one.weight, getattr(one, "bias", None))
-        assert torch.allclose(softmax(queries, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+        assert torch.allclose(
+            softmax(queries, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
         assert softmax.losses(queries, targets).shape == targets.shape
 
 
@@ -341,11 +389,17 @@ def test_bad_input_is_refused(head, queries, targets):
         (lambda: SampledSoftmax(OPRF(), head, negatives=V), "negatives=300: expected at most 299"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes, expected 300"),
         (lambda: SampledSoftmax("exact", head), "no random features"),
-        (lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8), "m=8, sampler=None: expected None"),
+        (
+            lambda: SampledSoftmax(Mechanism.of("favorpp", m=4), head, m=8),
+            "m=8, sampler=None: expected None",
+        ),
         (lambda: Unigram([1.0, -1.0]), "count of class 1"),
         (lambda: TreeFeatures(OPRF(), V, D).draw(queries, targets, 3), "call rebuild"),
         (lambda: softmax(queries, torch.tensor([0, 1, V])), "target 300"),
-        (lambda: softmax(queries[:0], targets[:0]), r"targets \(0,\): expected .* at least one target"),
+        (
+            lambda: softmax(queries[:0], targets[:0]),
+            r"targets \(0,\): expected .* at least one target",
+        ),
         (lambda: softmax(queries / 0, targets), "query 0 is not finite"),
         (lambda: softmax(queries, targets.float()), "targets: dtype torch.float32"),
         (lambda: tree.update(torch.tensor([V]), head.weight), "row 300: "),
@@ -370,20 +424,32 @@ def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targ
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         own = copy.deepcopy(head)
-        softmax = SampledSoftmax(ExactSoftmax(own) if proposal == "exact" else proposal, own, 40).to(dtype)
+        softmax = SampledSoftmax(
+            ExactSoftmax(own) if proposal == "exact" else proposal, own, 40
+        ).to(dtype)
         losses.append(softmax(queries.to(dtype), targets).item())
-        assert own.weight.dtype == dtype and all(b.dtype != torch.bfloat16 for b in softmax.buffers())
+        assert own.weight.dtype == dtype and all(
+            b.dtype != torch.bfloat16 for b in softmax.buffers()
+        )
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_the_quadratic_kernel(head, queries):
     law = lambda sampler: sampler.log_q(queries, all_classes()).double()
     expected = 100 * head(queries).double().square() + 1
-    torch.testing.assert_close(law(Quadratic(head)), (expected / expected.sum(-1, keepdim=True)).log(), rtol=1e-4,
-                               atol=1e-5)
+    torch.testing.assert_close(
+        law(Quadratic(head)),
+        (expected / expected.sum(-1, keepdim=True)).log(),
+        rtol=1e-4,
+        atol=1e-5,
+    )
     for alpha in (1e-30, 1e38, 1e300):
-        torch.testing.assert_close(law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0)
-    torch.testing.assert_close(law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64))
+        torch.testing.assert_close(
+            law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0
+        )
+    torch.testing.assert_close(
+        law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("count, bias", [(5000, 30.0), (70_000, 60.0), (5000, 40.0)])
@@ -414,10 +480,16 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
     task = SampledGradients(methods, 500, 4.0, 16, 100)
     found = {row["method"]: row for row in task.rows(None, 0)}
     assert abs(found["exact"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
-    assert found["exact"]["variance"] < found["favorpp m=16"]["variance"] < found["uniform"]["variance"]
+    assert (
+        found["exact"]["variance"]
+        < found["favorpp m=16"]["variance"]
+        < found["uniform"]["variance"]
+    )
 
 
-@pytest.mark.parametrize("what, methods", [("draw", ["dense", "tree"]), ("step", ["full", "adaptive", "tree"])])
+@pytest.mark.parametrize(
+    "what, methods", [("draw", ["dense", "tree"]), ("step", ["full", "adaptive", "tree"])]
+)
 def test_times_have_a_value_for_each_round(what, methods):
     rows = [*SamplingTimes(what, methods, 1000, 16, 2).rows(None, 0)]
     assert [row["method"].removesuffix(" m=16") for row in rows] == methods

@@ -13,20 +13,45 @@ from crt_exp import samplers
 from crt_exp.config import choices
 from crt_exp.features import SMREG, GeomRF, PoisRF, PosRF
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import givens, hadamard, halton, iid, measured_bias, noise, orthogonal, simplex, sobol
+from crt_exp.samplers import (
+    givens,
+    hadamard,
+    halton,
+    iid,
+    measured_bias,
+    noise,
+    orthogonal,
+    simplex,
+    sobol,
+)
 from crt_exp.samplers.blocks import haar
 from crt_exp.samplers.noise import fwht
 
 # All of conf/sampler, as the files say; one that is not exact stands here with its reason, and the laws of the others
 # run over the rest.
-INEXACT = {"hadamard": "signs in place of Gaussian numbers", "givens": "a walk of a finite number of steps"}
+INEXACT = {
+    "hadamard": "signs in place of Gaussian numbers",
+    "givens": "a walk of a finite number of steps",
+}
 PRESETS = {name: Mechanism.of(features="pos", sampler=name).sampler for name in choices("sampler")}
 EXACT = [PRESETS[name] for name in PRESETS if name not in INEXACT]
-APPROXIMATE = [*(PRESETS[name] for name in INEXACT), partial(hadamard, blocks=1), partial(hadamard, lengths="fixed"),
-               partial(hadamard, lengths="sqrt_d"), partial(orthogonal, lengths="sqrt_d")]
+APPROXIMATE = [
+    *(PRESETS[name] for name in INEXACT),
+    partial(hadamard, blocks=1),
+    partial(hadamard, lengths="fixed"),
+    partial(hadamard, lengths="sqrt_d"),
+    partial(orthogonal, lengths="sqrt_d"),
+]
 POINTS = [partial(halton, scramble=False), partial(sobol, scramble=False)]
 ALL = EXACT + APPROXIMATE + POINTS
-SHAPES = [(1, 1), (5, 1), (3, 4), (4, 4), (11, 4), (7, 6)]  # m < d, m = d, m no multiple of d, d no power of two
+SHAPES = [
+    (1, 1),
+    (5, 1),
+    (3, 4),
+    (4, 4),
+    (11, 4),
+    (7, 6),
+]  # m < d, m = d, m no multiple of d, d no power of two
 
 
 def name(sampler):
@@ -57,9 +82,13 @@ def test_shapes_seeds_and_batches(sampler):
         assert one.rows().shape == (*batch, m, d) and one.sq_norm.shape == (*batch, 1, m)
         assert one.rows().dtype == torch.float32 and one.rows().isfinite().all()
         assert torch.equal(one.rows(), same.rows())
-        torch.testing.assert_close(one.sq_norm, one.rows().square().sum(-1).unsqueeze(-2), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            one.sq_norm, one.rows().square().sum(-1).unsqueeze(-2), rtol=1e-5, atol=1e-6
+        )
         if batch and sampler not in POINTS:
-            assert not torch.equal(one.rows()[0], one.rows()[1]) and not torch.equal(one.rows(), other.rows())
+            assert not torch.equal(one.rows()[0], one.rows()[1]) and not torch.equal(
+                one.rows(), other.rows()
+            )
     torch.manual_seed(5)
     first = sampler(6, 4).rows()
     torch.manual_seed(5)
@@ -73,7 +102,9 @@ def test_maps_of_gaussian_rows_refuse_others():
         assert rows_of.gaussian == (sampler in EXACT), name(sampler)
         for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
             if rows_of.gaussian:
-                assert phi.phi_q(x, rows_of, phi.fit(None)).log_scale.isfinite().all(), name(sampler)
+                assert phi.phi_q(x, rows_of, phi.fit(None)).log_scale.isfinite().all(), name(
+                    sampler
+                )
             else:
                 with pytest.raises(ValueError, match="exactly Gaussian projections"):
                     phi.phi_q(x, rows_of, phi.fit(None))
@@ -87,8 +118,11 @@ def test_mean_zero_and_identity_covariance(sampler, d=3):
     assert within(w.unsqueeze(-1) * w.unsqueeze(-2), torch.eye(d))
 
 
-@pytest.mark.parametrize("sampler, m, d", [*((each, 6, 4) for each in EXACT), (PRESETS["simplex"], 5, 1)],
-                         ids=lambda value: name(value) if callable(value) else str(value))
+@pytest.mark.parametrize(
+    "sampler, m, d",
+    [*((each, 6, 4) for each in EXACT), (PRESETS["simplex"], 5, 1)],
+    ids=lambda value: name(value) if callable(value) else str(value),
+)
 def test_every_entry_is_standard_normal(sampler, m, d):
     """Kolmogorov-Smirnov over draws, and along a direction that mixes coordinates; m no power of two."""
     w = rows(sampler, m, d, 1500, seed=1)
@@ -103,7 +137,9 @@ def test_blocks_are_orthogonal(sampler):
     for m, d in SHAPES:
         for block in rows(sampler, m, d, 20).split(d, dim=-2):
             gram = block @ block.mT
-            assert (gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10 * d, (m, d)
+            assert (
+                gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+            ).abs().max() < 1e-10 * d, (m, d)
 
 
 def test_hadamard_is_the_product():
@@ -166,32 +202,46 @@ def test_unscrambled_points_are_the_sequences():
     torch.testing.assert_close(first, torch.full((1, 2), 0.5).double())
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: sobol(4, 21202), "expected at most 21201"), (lambda: hadamard(4, 4, blocks=0), "blocks=0"),
-    (lambda: fwht(torch.ones(6)), "power of two"),
-    (lambda: iid(True, 4), "expected an integer >= 1")])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: sobol(4, 21202), "expected at most 21201"),
+        (lambda: hadamard(4, 4, blocks=0), "blocks=0"),
+        (lambda: fwht(torch.ones(6)), "power of two"),
+        (lambda: iid(True, 4), "expected an integer >= 1"),
+    ],
+)
 def test_bad_input(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-@pytest.mark.parametrize("sampler, dtype, tolerance", [
-    (sampler, *((torch.float32, 1e-5) if n % 2 else (torch.float64, 1e-12))) for n, sampler in enumerate(ALL)],
-    ids=lambda value: name(value) if callable(value) else str(value))
+@pytest.mark.parametrize(
+    "sampler, dtype, tolerance",
+    [
+        (sampler, *((torch.float32, 1e-5) if n % 2 else (torch.float64, 1e-12)))
+        for n, sampler in enumerate(ALL)
+    ],
+    ids=lambda value: name(value) if callable(value) else str(value),
+)
 def test_project_is_the_product(sampler, dtype, tolerance):
     """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
     for batch in [(), (3,), (2, 1), (2, 3)]:
         draw = sampler(11, 6, seeded(), batch=batch, dtype=torch.float64).to(dtype)
         expected = x @ draw.rows().mT
-        paths = [draw.project] + ([draw._transform] if isinstance(draw, samplers.HadamardNoise) else [])
+        paths = [draw.project] + (
+            [draw._transform] if isinstance(draw, samplers.HadamardNoise) else []
+        )
         for project in paths:
             leaf = x.clone().requires_grad_()
             out = project(leaf)
             torch.testing.assert_close(out, expected, rtol=tolerance, atol=10 * tolerance)
             weight = torch.randn(out.shape, generator=seeded(2), dtype=dtype)
-            gradient, = torch.autograd.grad((out * weight).sum(), leaf)
-            torch.testing.assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
+            (gradient,) = torch.autograd.grad((out * weight).sum(), leaf)
+            torch.testing.assert_close(
+                gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance
+            )
 
 
 @pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (64, 64, False)])
@@ -226,11 +276,17 @@ def test_inference_first_then_training():
 
 
 def test_on_sphere():
-    for draw in (iid(9, 3, seeded()), hadamard(9, 8, seeded()), hadamard(64, 3, seeded(), batch=(50,), blocks=3)):
+    for draw in (
+        iid(9, 3, seeded()),
+        hadamard(9, 8, seeded()),
+        hadamard(64, 3, seeded(), batch=(50,), blocks=3),
+    ):
         sphere = draw.on_sphere()
         lengths = sphere.rows().square().sum(-1)
         assert not sphere.gaussian
-        torch.testing.assert_close(lengths, torch.full_like(lengths, draw.d), rtol=1e-4, atol=0)  # zero rows included
+        torch.testing.assert_close(
+            lengths, torch.full_like(lengths, draw.d), rtol=1e-4, atol=0
+        )  # zero rows included
 
 
 RATIOS = {(1, "fixed"): 0.50, (2, "chi"): 1.07, (3, "fixed"): 0.93}
@@ -252,7 +308,11 @@ def test_measured_bias_of_hadamard(blocks, lengths):
 def test_measured_bias_shows():
     """Lengths sqrt(d) estimate SMREG, not the softmax kernel: the ratio is known."""
     x = torch.tensor([[0.9, 0.3, 0.0, 0.0], [0.1, 0.0, 0.2, 0.0]])
-    bias = measured_bias(PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded())
+    bias = measured_bias(
+        PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
+    )
     known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
-    assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[0] < 1
+    assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[
+        0
+    ] < 1
     assert str(bias).count("+-") == 2

@@ -19,14 +19,22 @@ from crt_exp.nearfar.decoding import KnownInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 from crt_exp.swap.interface import AS_BEFORE, INTERFACE  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
-                                         "ignore:.*denominators are not positive:RuntimeWarning")]
-CAUSAL = {name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:.*further from exact attention than uniform attention:UserWarning",
+        "ignore:.*denominators are not positive:RuntimeWarning",
+    ),
+]
+CAUSAL = {
+    name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal
+}
 DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
 STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")} | {
     f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
-    for preset in ("default", "quality") for where, until in (("below", BELOW), ("beyond", BEYOND))}
+    for preset in ("default", "quality")
+    for where, until in (("below", BELOW), ("beyond", BEYOND))
+}
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 
@@ -49,17 +57,25 @@ def prompted(model, ids, mask):
     stop = PROMPT - 1
     given = {} if mask.all() else {"attention_mask": mask[:, :stop]}
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    cache = model(ids[:, :stop], use_cache=True, position_ids=places[:, :stop], **given).past_key_values
+    cache = model(
+        ids[:, :stop], use_cache=True, position_ids=places[:, :stop], **given
+    ).past_key_values
     called(model, ids[:, :PROMPT], mask[:, :PROMPT], cache, stop)
     return cache
 
 
 def check_kind(cache, state, dtype):
     """What is tested is what is meant: keys, a state, and near-far's by the engine in C or by PyTorch."""
-    assert all((state in CONTROLS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
-               for layer in cache.layers)
-    known = [known for layer in cache.layers if state not in CONTROLS
-             for known in getattr(layer.state, "known", {}).values()]
+    assert all(
+        (state in CONTROLS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
+        for layer in cache.layers
+    )
+    known = [
+        known
+        for layer in cache.layers
+        if state not in CONTROLS
+        for known in getattr(layer.state, "known", {}).values()
+    ]
     assert bool(known) == ("beyond" in state)
     assert all(isinstance(each, KnownInC) == (dtype == torch.float32) for each in known)
 
@@ -73,9 +89,15 @@ def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
         done = stop
 
 
-CASES = [(state, torch.float64, True) for state in STATES] + [
-    pytest.param(state, torch.float32, True, marks=needs_library) for state in STATES if "nearfar" in state] + [
-    (state, torch.float64, False) for state in ("window", "favorpp", "nearfar default beyond")]
+CASES = (
+    [(state, torch.float64, True) for state in STATES]
+    + [
+        pytest.param(state, torch.float32, True, marks=needs_library)
+        for state in STATES
+        if "nearfar" in state
+    ]
+    + [(state, torch.float64, False) for state in ("window", "favorpp", "nearfar default beyond")]
+)
 
 
 @pytest.mark.parametrize("state, dtype, padded", CASES)
@@ -89,11 +111,13 @@ def test_operations_give_what_is_left(state, dtype, padded):
     cache.reorder_cache(torch.tensor(ROWS))
     check_goes_on(model, cache, ids[ROWS], mask[ROWS], whole[ROWS])
     other = copy.deepcopy(kept)
-    called(model, ids[:, [*range(PROMPT), 3, 1, 2]], mask[:, :PROMPT + 3], other, PROMPT)
+    called(model, ids[:, [*range(PROMPT), 3, 1, 2]], mask[:, : PROMPT + 3], other, PROMPT)
     check_goes_on(model, kept, ids, mask, whole)
 
 
-@pytest.mark.parametrize("preset, options", [("cheap", {"num_beams": 3}), ("default", {"prompt_lookup_num_tokens": 3})])
+@pytest.mark.parametrize(
+    "preset, options", [("cheap", {"num_beams": 3}), ("default", {"prompt_lookup_num_tokens": 3})]
+)
 def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     """As its presets are, exact up to a place, and with sizes that a prompt goes beyond."""
     beams = "num_beams" in options
@@ -104,7 +128,9 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
         found = model.generate(ids, **given, **options)
         expected = model.generate(ids, use_cache=False, **given, **(options if beams else {}))
         assert torch.equal(found.sequences, expected.sequences)
-        assert all(isinstance(layer, RecurrentLayer) == beams for layer in found.past_key_values.layers)
+        assert all(
+            isinstance(layer, RecurrentLayer) == beams for layer in found.past_key_values.layers
+        )
 
 
 # ---- a static cache
@@ -128,8 +154,10 @@ def check_pieces(model, ids, mask, whole, *makers):
     for stops in PIECES.values():
         for make in makers or (lambda: StaticCache(model.config, max_cache_len=ROOM),):
             cache = make()
-            parts = [called(model, ids[:, :stop], mask[:, :stop], cache, start)
-                     for start, stop in zip([0, *stops], stops)]
+            parts = [
+                called(model, ids[:, :stop], mask[:, :stop], cache, start)
+                for start, stop in zip([0, *stops], stops)
+            ]
             torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **CLOSE)
 
 
@@ -137,12 +165,20 @@ def check_pieces(model, ids, mask, whole, *makers):
 @torch.no_grad()
 def test_room_changes_nothing(name, padded):
     model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks(padded)
-    check_pieces(model, ids, mask, called(model, ids, mask), DynamicCache,
-                 lambda: StaticCache(model.config, max_cache_len=ROOM))
+    check_pieces(
+        model,
+        ids,
+        mask,
+        called(model, ids, mask),
+        DynamicCache,
+        lambda: StaticCache(model.config, max_cache_len=ROOM),
+    )
 
 
-@pytest.mark.parametrize("name, padded", [("window", "sides"), ("nearfar beyond", "ends"), ("favorp", "not"),
-                                          ("window", "ends")])
+@pytest.mark.parametrize(
+    "name, padded",
+    [("window", "sides"), ("nearfar beyond", "ends"), ("favorp", "not"), ("window", "ends")],
+)
 @torch.no_grad()
 def test_room_changes_nothing_in_masks_of_pairs(name, padded):
     """Those of transformers itself, which a model keeps that holds attention of other kinds."""
@@ -172,8 +208,12 @@ def test_a_prefix_in_a_static_cache_is_one_sequence():
     model, ids = swapped(*DECODE["window"], layers=1), tokens(length=SHORT)
     prefix = torch.zeros(3, 1, SHORT, ROOM, dtype=torch.bool)
     prefix[..., :SHORT] = True
-    found = model(ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)).logits
-    torch.testing.assert_close(found, model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits)
+    found = model(
+        ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)
+    ).logits
+    torch.testing.assert_close(
+        found, model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits
+    )
 
 
 @torch.no_grad()

@@ -9,7 +9,13 @@ import torch
 from swap_models import bert, gpt2, inputs, llama, made, run, swapped
 from torch import nn
 
-from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention, unswap_attention
+from crt_exp import (
+    calibrate_attention,
+    describe_attention,
+    samplers,
+    swap_attention,
+    unswap_attention,
+)
 from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
 from crt_exp.swap import calibration
@@ -45,16 +51,29 @@ def within(factor, found, true):
     return 1 / factor < found / true < factor
 
 
-@pytest.mark.parametrize("mode, phi, std", [("own", PosRF(), 0.3), ("own", OPRF(), 2.0), ("causal", OPRF(), 1.0),
-                                            ("causal", GeomRFPlus(), 0.3), ("cross", GeomRFPlus(), 2.0),
-                                            ("cross", PosRF(), 1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "mode, phi, std",
+    [
+        ("own", PosRF(), 0.3),
+        ("own", OPRF(), 2.0),
+        ("causal", OPRF(), 1.0),
+        ("causal", GeomRFPlus(), 0.3),
+        ("cross", GeomRFPlus(), 2.0),
+        ("cross", PosRF(), 1.0),
+    ],
+    ids=repr,
+)
 def test_measured_error_is_that_of_other_batches(mode, phi, std):
     layer = layer_of(phi, 64, mode, kv_heads=2)
     found = calibrated(layer, qkv(std, 1, 2), qkv(std, 2, 2))
     q, k, v = qkv(std, 3, 2)
     exact = softmax_attention(q * layer.scale, k * layer.scale, v, causal=layer.causal)
     assert within(1.2, found.relative_error, relative(layer(q, k, v), exact))
-    assert within(1.2, found.relative_uniform, relative(uniform_attention(q, k, v, causal=layer.causal), exact))
+    assert within(
+        1.2,
+        found.relative_uniform,
+        relative(uniform_attention(q, k, v, causal=layer.causal), exact),
+    )
 
 
 @pytest.mark.parametrize("mode", ["own", "causal", "cross"])
@@ -64,9 +83,13 @@ def test_padding_changes_nothing(mode):
     keep = torch.ones(B, 80, dtype=torch.bool)
     keep[:, 60:] = False
     junk = lambda t: torch.cat([t, torch.full_like(t[:, :, :20], 50.0)], 2)
-    padded = calibrated(layer_of(mode=mode), (q if mode == "cross" else junk(q), junk(k), junk(v), keep))
+    padded = calibrated(
+        layer_of(mode=mode), (q if mode == "cross" else junk(q), junk(k), junk(v), keep)
+    )
     assert padded.exact == pytest.approx(cut.exact, rel=1e-4)
-    assert padded.error == pytest.approx(cut.error, rel=1e-3) and padded.uniform == pytest.approx(cut.uniform, rel=1e-3)
+    assert padded.error == pytest.approx(cut.error, rel=1e-3) and padded.uniform == pytest.approx(
+        cut.uniform, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("causal, masked", [(False, False), (False, True), (True, True)])
@@ -99,7 +122,10 @@ def test_measuring_leaves_the_layer_as_it_is():
         calibrated(one, qkv(1.0, 0))
         with other.calibration():
             other(*qkv(1.0, 0))
-        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values()))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(one.state_dict().values(), other.state_dict().values())
+        )
         assert one.denominators.fraction == other.denominators.fraction and not one._forward_hooks
 
 
@@ -110,24 +136,36 @@ def test_matrices_that_are_asked_for_are_not_measured():
         torch.manual_seed(0)
         module = swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "favorpp", m=64)
         calibrate_attention(module, [{"query": x, "key": x, "value": x, "need_weights": need}])
-        found.append(describe_attention(module)[["error on calibration", "uniform's error"]].iloc[0].tolist())
+        found.append(
+            describe_attention(module)[["error on calibration", "uniform's error"]].iloc[0].tolist()
+        )
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 # ---- of whole models
 
-@pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")
+
+@pytest.mark.filterwarnings(
+    "ignore:.*further from exact attention than uniform attention:UserWarning"
+)
 def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     """Also those of training passes that no pass has folded in yet; the mode of the model stays."""
     model = swap_attention(made(gpt2).train(), "favorpp", m=8)
     states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     assert not any(float(s.running_weight) for s in states)
     run(model, **inputs(gpt2, seed=5))
-    calibrate_attention(model, [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)])
-    assert all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
+    calibrate_attention(
+        model,
+        [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)],
+    )
+    assert (
+        all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
+    )
     fresh = swap_attention(made(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
-    for s, other in zip(states, (part for part in fresh.modules() if isinstance(part, RandomFeatureAttention))):
+    for s, other in zip(
+        states, (part for part in fresh.modules() if isinstance(part, RandomFeatureAttention))
+    ):
         torch.testing.assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
@@ -138,9 +176,17 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
 
 def test_the_table_states_errors_and_parameters():
     model, batches = swapped(bert), [inputs(bert, seed=s) for s in range(2)]
-    assert describe_attention(model)[["A mean", "error on calibration", "uniform's error"]].isna().all(axis=None)
+    assert (
+        describe_attention(model)[["A mean", "error on calibration", "uniform's error"]]
+        .isna()
+        .all(axis=None)
+    )
     rows = describe_attention(calibrate_attention(model, batches))
-    assert (rows["A min"] <= rows["A mean"]).all() and (rows["A max"] <= 0).all() and (rows["M"] == 32).all()
+    assert (
+        (rows["A min"] <= rows["A mean"]).all()
+        and (rows["A max"] <= 0).all()
+        and (rows["M"] == 32).all()
+    )
     more = describe_attention(calibrate_attention(swapped(bert, m=1024), batches))
     assert (more["error on calibration"] < 0.5 * rows["error on calibration"]).all()
     assert more["uniform's error"][0] == rows["uniform's error"][0]  # the first layer sees the same
@@ -148,4 +194,7 @@ def test_the_table_states_errors_and_parameters():
     assert describe_attention(model)["error on calibration"].isna().tolist() == [True, False]
     assert describe_attention(unswap_attention(model))["mechanism"].tolist() == ["unchanged"] * 2
     causal = describe_attention(swapped(llama, "gerf"))
-    assert causal[["error on calibration", "A mean"]].notna().all(axis=None) and (causal["M"] == 64).all()
+    assert (
+        causal[["error on calibration", "A mean"]].notna().all(axis=None)
+        and (causal["M"] == 64).all()
+    )

@@ -15,22 +15,63 @@ from tiny_models import BATCH, NotBuilt, outputs, spread
 
 from crt_exp import swap_attention, unswap_attention
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore::UserWarning")]
-LIBRARIES = {"transformers": (tiny_models.model_types, tiny_models.of_transformers),
-             "timm": (tiny_models.timm_names, tiny_models.of_timm),
-             "torch": (lambda: tiny_models.TORCH, tiny_models.of_torch),
-             "torchaudio": (lambda: tiny_models.TORCHAUDIO, tiny_models.of_torchaudio)}
-EXACT = 1e-6       # relative difference in float64 that counts as none: some models go through float32 in places
-LEAK = 1e-12       # of the future, in float64: rounding, since sums are scaled by what a chunk holds
-FAST = {"transformers": ["bart", "bert", "gemma3_text", "gpt2", "llama", "llama4_text", "qwen2_vl", "whisper"],
-        "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
-        "torchaudio": ["Conformer"], "timm": ["eva02_tiny_patch14_224"]}
-SLOW = {"transformers": ["albert", "beit", "clip", "cohere", "detr", "gpt_neox", "llava", "marian", "modernbert", "opt",
-                         "paligemma", "roberta", "vit_mae"], "timm": ["vit_small_patch16_rope_224"]}
-REFUSED = {"deepseek_v32": "sparse index", "gemma2": "softcap", "gpt_oss": "sinks", "mistral": "has a window",
-           "pixtral": "packed", "parakeet_encoder": "masks pairs", "t5": "position bias", "t5gemma2": "one softmax",
-           "wav2vec2-conformer": "position bias", "wavlm_model": "computed by WavLMSelfAttention"}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+LIBRARIES = {
+    "transformers": (tiny_models.model_types, tiny_models.of_transformers),
+    "timm": (tiny_models.timm_names, tiny_models.of_timm),
+    "torch": (lambda: tiny_models.TORCH, tiny_models.of_torch),
+    "torchaudio": (lambda: tiny_models.TORCHAUDIO, tiny_models.of_torchaudio),
+}
+EXACT = 1e-6  # relative difference in float64 that counts as none: some models go through float32 in places
+LEAK = 1e-12  # of the future, in float64: rounding, since sums are scaled by what a chunk holds
+FAST = {
+    "transformers": [
+        "bart",
+        "bert",
+        "gemma3_text",
+        "gpt2",
+        "llama",
+        "llama4_text",
+        "qwen2_vl",
+        "whisper",
+    ],
+    "torch": ["MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerEncoder"],
+    "torchaudio": ["Conformer"],
+    "timm": ["eva02_tiny_patch14_224"],
+}
+SLOW = {
+    "transformers": [
+        "albert",
+        "beit",
+        "clip",
+        "cohere",
+        "detr",
+        "gpt_neox",
+        "llava",
+        "marian",
+        "modernbert",
+        "opt",
+        "paligemma",
+        "roberta",
+        "vit_mae",
+    ],
+    "timm": ["vit_small_patch16_rope_224"],
+}
+REFUSED = {
+    "deepseek_v32": "sparse index",
+    "gemma2": "softcap",
+    "gpt_oss": "sinks",
+    "mistral": "has a window",
+    "pixtral": "packed",
+    "parakeet_encoder": "masks pairs",
+    "t5": "position bias",
+    "t5gemma2": "one softmax",
+    "wav2vec2-conformer": "position bias",
+    "wavlm_model": "computed by WavLMSelfAttention",
+}
 
 
 def judge(library, name):
@@ -52,7 +93,12 @@ def judge_model(model, batch):
         swap_attention(model, "exact")
     except ValueError as error:
         why = " ".join(str(error).split())
-        return "no attention" if "no supported attention" in why and "unsupported: none" in why else "refused", why
+        return (
+            "no attention"
+            if "no supported attention" in why and "unsupported: none" in why
+            else "refused",
+            why,
+        )
     try:
         check_laws(model, cases, before, causal)
     except NotBuilt:
@@ -66,18 +112,24 @@ def check_laws(model, cases, before, causal):
     for name, case in cases.items():
         found, mask = outputs(model, case), case.get("attention_mask")
         off = distance(found, before[name], mask)
-        if not off < EXACT and hasattr(model, "set_attn_implementation"):  # fused ones may drop the causal order
+        if not off < EXACT and hasattr(
+            model, "set_attn_implementation"
+        ):  # fused ones may drop the causal order
             twin = unswap_attention(copy.deepcopy(model))
             twin.set_attn_implementation("eager")
             off = distance(found, outputs(twin, case), mask)
         assert off < EXACT, f"{name}: exact attention is {off:.2g} off"
     unswap_attention(model)
-    assert all(distance(outputs(model, case), before[name]) == 0 for name, case in cases.items()), "not restored"
+    assert all(distance(outputs(model, case), before[name]) == 0 for name, case in cases.items()), (
+        "not restored"
+    )
     swap_attention(model, "favorpp", m=16)
     after = outputs(model, cases["plain"])
     if not any(part.swapped.reached for part in model.modules() if "swapped" in part._modules):
         raise NotBuilt("the batch reaches none of the layers that were swapped")
-    assert EXACT < distance(after, before["plain"]) < float("inf"), "favorpp changes nothing, or is not finite"
+    assert EXACT < distance(after, before["plain"]) < float("inf"), (
+        "favorpp changes nothing, or is not finite"
+    )
     assert not causal or future_leak(model, cases["plain"]) < LEAK, "favorpp: the future leaks"
     for name in cases.keys() - {"plain"}:
         assert padding_leak(model, cases[name]) < LEAK, f"favorpp: {name} changes the output"
@@ -86,12 +138,17 @@ def check_laws(model, cases, before, causal):
 def padded(model, batch):
     """The batch with its last or first tokens masked in one row, where the model itself honours such a mask."""
     cases = {}
-    for name, tokens in (("padding on the right", slice(-3, None)), ("padding on the left", slice(0, 3))):
+    for name, tokens in (
+        ("padding on the right", slice(-3, None)),
+        ("padding on the left", slice(0, 3)),
+    ):
         mask = torch.ones_like(batch.get("input_ids", torch.ones(BATCH, 4, dtype=torch.long)))
         mask[1, tokens] = 0
         case = batch | {"attention_mask": mask}
         try:
-            if all(t.isfinite().all() for t in outputs(model, case)) and not padding_leak(model, case):
+            if all(t.isfinite().all() for t in outputs(model, case)) and not padding_leak(
+                model, case
+            ):
                 cases[name] = case
         except Exception:
             continue
@@ -116,8 +173,14 @@ def future_leak(model, batch):
     changed, half = batch[key].clone(), batch[key].shape[1] // 2
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
-    one, two = ([t for t in outputs(model, batch | {key: each}) if t.ndim == 3 and t.shape[:2] == changed.shape[:2]]
-                for each in (batch[key], changed))
+    one, two = (
+        [
+            t
+            for t in outputs(model, batch | {key: each})
+            if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
+        ]
+        for each in (batch[key], changed)
+    )
     return distance([one[0][:, :half]], [two[0][:, :half]]) if one else float("inf")
 
 
@@ -131,14 +194,19 @@ def distance(one, two, mask=None):
             if a.shape[:2] != mask.shape:
                 continue
             a, b = a[mask.bool()], b[mask.bool()]
-        difference = (a - b).abs().max() / b.abs().max().clamp(min=1e-300) if a.numel() else torch.zeros(())
+        difference = (
+            (a - b).abs().max() / b.abs().max().clamp(min=1e-300) if a.numel() else torch.zeros(())
+        )
         worst = max(worst, float(torch.nan_to_num(difference, nan=torch.inf)))
     return worst
 
 
 # ---- the verdicts
 
-@pytest.mark.parametrize("library, name", [(library, name) for library, names in FAST.items() for name in names])
+
+@pytest.mark.parametrize(
+    "library, name", [(library, name) for library, names in FAST.items() for name in names]
+)
 def test_exact_when_swapped(library, name):
     outcome, why = judge(library, name)
     assert outcome == "exact", why
@@ -163,8 +231,14 @@ def test_no_model_type_is_wrong(library):
 @pytest.mark.parametrize("name", ["ClapText", "AlignText"])
 def test_encoders_stay_bidirectional_where_their_modules_say_causal(name):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                                    intermediate_size=64, vocab_size=99, max_position_embeddings=64)
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=99,
+        max_position_embeddings=64,
+    )
     model = getattr(transformers, f"{name}Model")(config).double().eval()
     spread(model)
     assert judge_model(model, {"input_ids": tiny_models.tokens()}) == ("exact", "")
@@ -172,16 +246,32 @@ def test_encoders_stay_bidirectional_where_their_modules_say_causal(name):
 
 # ---- masks
 
+
 def odd_masks(ids):
     """Of other sizes and kinds than (batch, tokens); a padded one leaves out the last tokens."""
     (B, L), ones = ids.shape, lambda *sizes: torch.ones(sizes, dtype=torch.long)
     padded = lambda mask: mask.masked_fill(torch.arange(mask.shape[-1]) >= mask.shape[-1] - 2, 0)
-    sizes = {"shorter": (B, L - 4), "longer": (B, L + 3), "one row": (1, L), "too many rows": (B + 1, L),
-             "one column": (B, 1), "no column": (B, 0), "one axis": (L,), "pairs": (B, L, L)}
+    sizes = {
+        "shorter": (B, L - 4),
+        "longer": (B, L + 3),
+        "one row": (1, L),
+        "too many rows": (B + 1, L),
+        "one column": (B, 1),
+        "no column": (B, 0),
+        "one axis": (L,),
+        "pairs": (B, L, L),
+    }
     masks = {name: ones(*size) for name, size in sizes.items()}
-    masks |= {f"{name}, padded": padded(masks[name]) for name in ("shorter", "longer", "one row", "too many rows")}
-    return masks | {"causal pairs": ones(B, L, L).tril(), "boolean": padded(ones(B, L)).bool(),
-                    "boolean, shorter": padded(ones(B, L - 4)).bool(), "numbers": padded(ones(B, L)).double()}
+    masks |= {
+        f"{name}, padded": padded(masks[name])
+        for name in ("shorter", "longer", "one row", "too many rows")
+    }
+    return masks | {
+        "causal pairs": ones(B, L, L).tril(),
+        "boolean": padded(ones(B, L)).bool(),
+        "boolean, shorter": padded(ones(B, L - 4)).bool(),
+        "numbers": padded(ones(B, L)).double(),
+    }
 
 
 def answer(model, batch):
@@ -191,8 +281,19 @@ def answer(model, batch):
         return error
 
 
-@pytest.mark.parametrize("name", ["bart", "bert", "gemma3_text", "llama", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("distilbert", "gpt2", "modernbert", "qwen2_vl"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bart",
+        "bert",
+        "gemma3_text",
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("distilbert", "gpt2", "modernbert", "qwen2_vl")
+        ),
+    ],
+)
 def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):
     """Where the model itself takes it."""
     model, batch = tiny_models.of_transformers(name)
@@ -205,6 +306,10 @@ def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):
             if isinstance(own, Exception):
                 continue
             if isinstance(new, Exception):
-                assert isinstance(new, ValueError) and "attention_mask" in str(new), (key, what, new)
+                assert isinstance(new, ValueError) and "attention_mask" in str(new), (
+                    key,
+                    what,
+                    new,
+                )
             else:
                 assert distance(new, own) < 1e-6, (key, what)

@@ -26,11 +26,20 @@ from crt_exp.data.__main__ import main
 from crt_exp.models import encoders
 from crt_exp.swap.saved import fetched
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning",
-                                         "ignore:.*no statistics yet:UserWarning", "ignore::FutureWarning")]
-SMALL = {"nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1}, "linformer": {},
-         "favorpp": {"m": 8}, "hrf_cluster": {"m": 4}}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:.*further from exact attention than uniform attention:UserWarning",
+        "ignore:.*no statistics yet:UserWarning",
+        "ignore::FutureWarning",
+    ),
+]
+SMALL = {
+    "nearfar": {"exact_until": 0, "block": 1, "heavy": 1, "cells": 2, "open": 1},
+    "linformer": {},
+    "favorpp": {"m": 8},
+    "hrf_cluster": {"m": 4},
+}
 BARE = {bert: {"add_pooling_layer": False}, vit: {"add_pooling_layer": False}}
 
 
@@ -40,11 +49,22 @@ def alike(model, other, make):
 
 def back(folder, make=bert, auto=None, **options):
     """The model of a folder, in eval mode."""
-    return crt_exp.from_pretrained(auto or type(made(make)), folder, **BARE.get(make, {}), **options).eval()
+    return crt_exp.from_pretrained(
+        auto or type(made(make)), folder, **BARE.get(make, {}), **options
+    ).eval()
 
 
-@pytest.mark.parametrize("make, name", [(bert, "nearfar"), (gpt2, "nearfar"), (llama, "favorpp"), (vit, "favorpp"),
-                                        (bert, "linformer"), (bert, "hrf_cluster")])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (bert, "nearfar"),
+        (gpt2, "nearfar"),
+        (llama, "favorpp"),
+        (vit, "favorpp"),
+        (bert, "linformer"),
+        (bert, "hrf_cluster"),
+    ],
+)
 @torch.no_grad()
 def test_saved_comes_back_bit_for_bit(make, name, tmp_path):
     model = swap_attention(made(make), name, **SMALL[name], seed=3)
@@ -69,21 +89,27 @@ def test_a_swap_that_refuses_causal_calls_still_does(tmp_path):
 @torch.no_grad()
 def test_layers_with_different_attention_and_a_bare_model(tmp_path):
     torch.manual_seed(0)
-    model = swap_attention(transformers.BertForMaskedLM(bert().config).eval(), "favorpp", m=8, layers=[0], seed=1)
+    model = swap_attention(
+        transformers.BertForMaskedLM(bert().config).eval(), "favorpp", m=8, layers=[0], seed=1
+    )
     swap_attention(model, "nearfar", layers=[1]).save_pretrained(tmp_path)
     saved = model.config.crt_exp
     assert [each["name"] for each in saved["mechanisms"]] == ["favorpp", "nearfar"]
     assert list(saved["layers"].values()) == [0, 1] and alike(model.bert, back(tmp_path), bert)
     one = swap_attention(made(bert), "uniform", layers=[1])
     one.save_pretrained(tmp_path / "one")
-    assert list(one.config.crt_exp["layers"].values()) == [None, 0] and alike(one, back(tmp_path / "one"), bert)
+    assert list(one.config.crt_exp["layers"].values()) == [None, 0] and alike(
+        one, back(tmp_path / "one"), bert
+    )
 
 
 @torch.no_grad()
 def test_half_precision_comes_back(tmp_path):
     half = swap_attention(made(llama), "favorp", m=8).bfloat16()
     half.save_pretrained(tmp_path)
-    assert alike(half, back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto"), llama)
+    assert alike(
+        half, back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto"), llama
+    )
 
 
 @torch.no_grad()
@@ -93,7 +119,9 @@ def test_a_swap_of_a_loaded_model_takes_the_saved_noise(tmp_path):
         if isinstance(part, RandomFeatureAttention):
             part.redraw()
     model.save_pretrained(tmp_path)
-    loaded = swap_attention(type(model).from_pretrained(tmp_path, **BARE[bert]), "favorpp", m=32).eval()
+    loaded = swap_attention(
+        type(model).from_pretrained(tmp_path, **BARE[bert]), "favorpp", m=32
+    ).eval()
     assert alike(loaded, model, bert)
     with pytest.raises(ValueError, match="use m=32.*saved=False"):
         swap_attention(unswap_attention(loaded), "favorpp", m=16)
@@ -108,7 +136,10 @@ def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     noise = {name: tensors.pop(name) for name in list(tensors) if ".swapped." in name}
     for place in ("old", "older"):
-        tensors |= {f"{place}.{name.replace('encoder', 'stack')}": part.clone() for name, part in noise.items()}
+        tensors |= {
+            f"{place}.{name.replace('encoder', 'stack')}": part.clone()
+            for name, part in noise.items()
+        }
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="ambiguous, candidates .*saved=False"):
         swap_attention(transformers.BertModel.from_pretrained(tmp_path), "favorpp", m=32)
@@ -127,6 +158,7 @@ def test_noise_comes_from_the_files_of_the_weights(sharded, harmless, tmp_path):
 
 
 # ---- what does not come back
+
 
 def edit(folder, change):
     config = json.loads((folder / "config.json").read_text())
@@ -160,14 +192,27 @@ RECORDS = {
     "deep": (lambda config: config.update(crt_exp=hostile.deep(200)), "crt_exp"),
     "causal": (lambda config: first(config).update(causal="yes"), "crt_exp|cannot be restored"),
     "more rows than the weights have": (lambda config: enlarge(first(config), 4096), "use m=8"),
-    "rows of other options": (lambda config: first(config)["described"].update(m=3), "other options"),
+    "rows of other options": (
+        lambda config: first(config)["described"].update(m=3),
+        "other options",
+    ),
     "name": (lambda config: first(config).update(name="favour"), "unknown attention 'favour'"),
-    "layers of another model": (lambda config: config["crt_exp"].update(layers={"other": 0}), f"no entry for {LAYER}"),
+    "layers of another model": (
+        lambda config: config["crt_exp"].update(layers={"other": 0}),
+        f"no entry for {LAYER}",
+    ),
     "objects": (lambda config: first(config).update(rebuilds=False), "built from Python objects"),
-    "none swapped": (lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"])),
-                     "no layer is swapped")} | {
-    f"layer {number!r}": (lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number}), "crt_exp")
-    for number in (1, -1, True)}
+    "none swapped": (
+        lambda config: config["crt_exp"].update(layers=dict.fromkeys(config["crt_exp"]["layers"])),
+        "no layer is swapped",
+    ),
+} | {
+    f"layer {number!r}": (
+        lambda config, number=number: config["crt_exp"]["layers"].update({LAYER: number}),
+        "crt_exp",
+    )
+    for number in (1, -1, True)
+}
 
 
 def enlarge(saved, m):
@@ -184,7 +229,10 @@ def test_a_record_of_another_form_is_one_line(name, harmless, tmp_path):
 
 
 def test_a_hostile_attention_runs_nothing(harmless, tmp_path, monkeypatch):
-    sprung, folder = hostile.set_trap(tmp_path, monkeypatch), shutil.copytree(harmless, tmp_path / "model")
+    sprung, folder = (
+        hostile.set_trap(tmp_path, monkeypatch),
+        shutil.copytree(harmless, tmp_path / "model"),
+    )
     edit(folder, lambda config: dict(hostile.changes(tmp_path))["imported"](first(config)))
     with pytest.raises(ConfigError) as caught:
         back(folder)
@@ -225,29 +273,47 @@ print('equal')
 @torch.no_grad()
 def test_a_pickled_model_works_in_another_process(tmp_path):
     """In which this package is imported before transformers."""
-    models = [(swap_attention(made(bert), "favorpp", m=8), bert), (swap_attention(made(llama), "nearfar"), llama)]
-    torch.save([(model, inputs(make), run(model, **inputs(make))) for model, make in models], tmp_path / "models.pt")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PICKLED, tmp_path / "models.pt"], capture_output=True,
-                          text=True)
+    models = [
+        (swap_attention(made(bert), "favorpp", m=8), bert),
+        (swap_attention(made(llama), "nearfar"), llama),
+    ]
+    torch.save(
+        [(model, inputs(make), run(model, **inputs(make))) for model, make in models],
+        tmp_path / "models.pt",
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PICKLED, tmp_path / "models.pt"],
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "equal\n", done.stderr
 
 
 # ---- weights that come from a disk for each call, and inference mode
 
+
 def places(model):
     """Its first layer in memory, the second on a disk, as accelerate names them."""
-    layer = next(path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1")))
+    layer = next(
+        path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1"))
+    )
     found, before = {layer: "disk"}, ""
     for name in layer.split("."):
-        others = [child for child, _ in model.get_submodule(before).named_children() if child != name]
+        others = [
+            child for child, _ in model.get_submodule(before).named_children() if child != name
+        ]
         found |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
         before = f"{before}.{name}".lstrip(".")
     return found
 
 
 def dispatched(model, folder, tmp_path):
-    return load_checkpoint_and_dispatch(model, str(folder / "model.safetensors"), device_map=places(model),
-                                        offload_folder=str(tmp_path / "disk"))
+    return load_checkpoint_and_dispatch(
+        model,
+        str(folder / "model.safetensors"),
+        device_map=places(model),
+        offload_folder=str(tmp_path / "disk"),
+    )
 
 
 def swapped_when_empty(make, swap, tmp_path):
@@ -257,7 +323,12 @@ def swapped_when_empty(make, swap, tmp_path):
 
 
 def brought_back(make, swap, tmp_path):
-    return back(tmp_path / "saved", make, device_map=places(made(make)), offload_folder=str(tmp_path / "disk"))
+    return back(
+        tmp_path / "saved",
+        make,
+        device_map=places(made(make)),
+        offload_folder=str(tmp_path / "disk"),
+    )
 
 
 def offloaded_after(make, swap, tmp_path):
@@ -266,13 +337,24 @@ def offloaded_after(make, swap, tmp_path):
     return model
 
 
-OFFLOADED = {"favorpp": (llama, {"m": 8}), "reformer": (bert, {}), "hrf_cluster": (llama, {"m": 4}),
-             "hedgehog": (bert, {"m": 4})}
+OFFLOADED = {
+    "favorpp": (llama, {"m": 8}),
+    "reformer": (bert, {}),
+    "hrf_cluster": (llama, {"m": 4}),
+    "hedgehog": (bert, {"m": 4}),
+}
 
 
-@pytest.mark.parametrize("way, name", [
-    (swapped_when_empty, "hrf_cluster"), (swapped_when_empty, "reformer"), (offloaded_after, "hedgehog"),
-    (brought_back, "hrf_cluster"), (brought_back, "favorpp")])
+@pytest.mark.parametrize(
+    "way, name",
+    [
+        (swapped_when_empty, "hrf_cluster"),
+        (swapped_when_empty, "reformer"),
+        (offloaded_after, "hedgehog"),
+        (brought_back, "hrf_cluster"),
+        (brought_back, "favorpp"),
+    ],
+)
 @torch.no_grad()
 def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     make, options = OFFLOADED[name]
@@ -281,18 +363,28 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     made(make).save_pretrained(tmp_path / "plain")
     whole.save_pretrained(tmp_path / "saved")
     model = way(make, swap, tmp_path).eval()
-    assert not any(t.is_meta for part in model.modules() if "swapped" in part._modules
-                   for t in part.swapped.buffers())
+    assert not any(
+        t.is_meta
+        for part in model.modules()
+        if "swapped" in part._modules
+        for t in part.swapped.buffers()
+    )
     assert alike(model, whole, make)
 
 
-@pytest.mark.parametrize("make, name, options", [(llama, "favorpp", {"m": 8, "redraw_every": 1}),
-                                                 (bert, "reformer", {"redraw_every": 1}), (llama, "auto", {"m": 4})])
+@pytest.mark.parametrize(
+    "make, name, options",
+    [
+        (llama, "favorpp", {"m": 8, "redraw_every": 1}),
+        (bert, "reformer", {"redraw_every": 1}),
+        (llama, "auto", {"m": 4}),
+    ],
+)
 def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
     model, batch = made(make), inputs(make)
     with torch.inference_mode():
         swap_attention(model, name, **options)
-        for _ in range(11):                 # redraws, and what is fitted to the first passes
+        for _ in range(11):  # redraws, and what is fitted to the first passes
             run(model.train(), **batch)
         if make is llama:
             calibrate_attention(model, [batch])
@@ -323,13 +415,18 @@ def data(tmp_path, monkeypatch):
 def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
     assert encoders.folder_of(NAME, "task.model") == str(data / NAME)
     assert fetched("google-bert/bert-base-uncased") is None and fetched(data / NAME) is None
-    assert encoders.folder_of("google-bert/bert-base-uncased", "task.model") == "google-bert/bert-base-uncased"
-    with pytest.raises(ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"):
+    assert (
+        encoders.folder_of("google-bert/bert-base-uncased", "task.model")
+        == "google-bert/bert-base-uncased"
+    )
+    with pytest.raises(
+        ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"
+    ):
         encoders.folder_of("models/rxnfp", "task.model")
     monkeypatch.delenv("CRT_DATA")
     with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
         fetched(NAME)
-    write_model(tmp_path / "here" / NAME)                        # a folder of one's own comes first
+    write_model(tmp_path / "here" / NAME)  # a folder of one's own comes first
     assert encoders.folder_of(NAME, "task.model") == NAME and fetched(NAME) is None
 
 
@@ -341,17 +438,25 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
     (snapshot / "model.safetensors").symlink_to(blob)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
     where, found = ["--dir", str(tmp_path / "new")], tmp_path / "new" / NAME
-    assert main(["fetch", NAME, *where]) == 0 and "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
+    assert (
+        main(["fetch", NAME, *where]) == 0
+        and "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
+    )
     assert not (found / "model.safetensors").is_symlink()
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "new"))
     kind, ids = transformers.AutoModelForMaskedLM, torch.arange(5, 30)[None]
     with torch.no_grad():
-        loaded, exact = (model.eval()(ids).logits
-                         for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME)))
+        loaded, exact = (
+            model.eval()(ids).logits
+            for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME))
+        )
     assert torch.equal(loaded, exact)
     weights = (found / "model.safetensors").read_bytes()
     (found / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert main(["fetch", NAME, *where]) == 1 and "model.safetensors is damaged" in capsys.readouterr().err
+    assert (
+        main(["fetch", NAME, *where]) == 1
+        and "model.safetensors is damaged" in capsys.readouterr().err
+    )
     shutil.rmtree(found)
     monkeypatch.undo()
     assert main(["fetch", NAME, *where]) == 1 and not found.exists()

@@ -6,20 +6,47 @@ import warnings
 import pytest
 import torch
 import transformers
-from swap_models import ALL, LOOSE, SIZES, TEXT, Encoder, Timm, bert, each, gpt2, inputs, llama, made
-from swap_models import B, L, attention, run, swapped
+from swap_models import (
+    ALL,
+    LOOSE,
+    SIZES,
+    TEXT,
+    B,
+    Encoder,
+    L,
+    Timm,
+    attention,
+    bert,
+    each,
+    gpt2,
+    inputs,
+    llama,
+    made,
+    run,
+    swapped,
+)
 from torch import nn
 
-from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention, unswap_attention
+from crt_exp import (
+    calibrate_attention,
+    describe_attention,
+    samplers,
+    swap_attention,
+    unswap_attention,
+)
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.features import OPRF, PosRF, Product, Sum, TrigRF
 from crt_exp.swap.interface import interface_attention
 from crt_exp.swap.swap import swap_layers
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
-              pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*further from exact attention than uniform attention:UserWarning"
+    ),
+]
 
 
 @each(ALL)
@@ -85,7 +112,9 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
         found = swap_attention(model, "exact", layers=layers)(**batch, output_attentions=True)
         torch.testing.assert_close(found[0][real], before[0][real], **LOOSE)
         for one, two in zip(found.attentions, before.attentions):
-            torch.testing.assert_close(one.transpose(1, 2)[real], two.transpose(1, 2)[real], **LOOSE)
+            torch.testing.assert_close(
+                one.transpose(1, 2)[real], two.transpose(1, 2)[real], **LOOSE
+            )
         unswap_attention(model)
 
 
@@ -93,7 +122,9 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
 def test_swapping_twice_replaces_and_layers_mix():
     model, batch = made(bert), inputs(bert)
     once = run(swap_attention(copy.deepcopy(model), "relu", m=8), **batch)
-    assert torch.equal(run(swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8), **batch), once)
+    assert torch.equal(
+        run(swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8), **batch), once
+    )
     swap_attention(model, "favorp", m=8, layers=[1])
     found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     assert found == ["relu", "favorp"]
@@ -105,9 +136,14 @@ def test_models_of_one_configuration_are_apart():
     first, second = (transformers.BertModel(config).eval() for _ in range(2))
     before = run(second, **inputs(bert))
     swap_attention(first, "favorpp", m=8)
-    assert config._attn_implementation != "crt_exp" and torch.equal(run(second, **inputs(bert)), before)
+    assert config._attn_implementation != "crt_exp" and torch.equal(
+        run(second, **inputs(bert)), before
+    )
     assert not hasattr(second.config, "crt_exp")
-    assert unswap_attention(copy.deepcopy(first)).config._attn_implementation == config._attn_implementation
+    assert (
+        unswap_attention(copy.deepcopy(first)).config._attn_implementation
+        == config._attn_implementation
+    )
     assert first.config._attn_implementation == "crt_exp"
 
 
@@ -137,7 +173,9 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("make, name", [(bert, "dropout"), (Encoder, "dropout"), (Timm, "attn_drop")])
+@pytest.mark.parametrize(
+    "make, name", [(bert, "dropout"), (Encoder, "dropout"), (Timm, "attn_drop")]
+)
 @torch.no_grad()
 def test_dropout_of_training_is_that_of_the_attention(make, name):
     model, values = swapped(make), []
@@ -176,8 +214,10 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     assert "no" not in describe_attention(compiled)["reached"].tolist()
 
 
-COMPOSED = {"shared": (bert, Sum(OPRF(), PosRF(), shared=True), 24),
-            "nested": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3)))}
+COMPOSED = {
+    "shared": (bert, Sum(OPRF(), PosRF(), shared=True), 24),
+    "nested": (llama, Sum(TrigRF(), Product(PosRF(), PosRF())), (9, (4, 3))),
+}
 
 
 @pytest.mark.parametrize("make, phi, m", COMPOSED.values(), ids=COMPOSED.keys())
@@ -198,7 +238,9 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
         cached, new = model(**batch, use_cache=True), torch.tensor([[5], [6]])
         assert type(cached.past_key_values.layers[0]).__name__ == "RecurrentLayer"
         whole = run(model, input_ids=torch.cat([batch["input_ids"], new], 1))[:, -1:]
-        stepped = model(input_ids=new, past_key_values=cached.past_key_values, use_cache=True).logits
+        stepped = model(
+            input_ids=new, past_key_values=cached.past_key_values, use_cache=True
+        ).logits
         torch.testing.assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
         buffers = dict(model.model.layers[1].self_attn.swapped.named_buffers())
         next(t for name, t in buffers.items() if name.startswith("omega_1")).mul_(1.1)
@@ -208,8 +250,11 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
 
 # ---- what is refused, and what is named
 
+
 def test_errors_name_what_is_wrong():
-    with pytest.raises(ValueError, match=r"no supported attention; unsupported: OwnAttention \(OwnAttention\)"):
+    with pytest.raises(
+        ValueError, match=r"no supported attention; unsupported: OwnAttention \(OwnAttention\)"
+    ):
         swap_attention(Mixed.OwnAttention(), "favorpp")
     for layers in ([2], ["0"], []):
         with pytest.raises(ValueError, match="2 layers, 0 to 1"):
@@ -263,7 +308,9 @@ class ByHand(nn.Module):
 
 def test_modules_that_a_pass_does_not_reach_are_named_once():
     model, x = swap_attention(ByHand(), "favorp", m=8), torch.randn(B, L, 16)
-    with pytest.warns(UserWarning, match=r"1 swapped modules were not called: left \(SwappedMultiheadAttention\)"):
+    with pytest.warns(
+        UserWarning, match=r"1 swapped modules were not called: left \(SwappedMultiheadAttention\)"
+    ):
         model(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -275,18 +322,24 @@ def test_modules_that_a_pass_does_not_reach_are_named_once():
 def test_another_implementation_cannot_undo_a_swap_unseen():
     model = swapped(bert)
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="_attn_implementation is now 'eager'.*call unswap_attention"):
+    with pytest.raises(
+        ValueError, match="_attn_implementation is now 'eager'.*call unswap_attention"
+    ):
         model(torch.tensor([[1, 2]]))
 
 
-@pytest.mark.parametrize("make, targets, first", [(ALL["timm"], ["qkv"], "adapter"),
-                                                  (llama, ["q_proj", "k_proj", "v_proj"], "swap")])
+@pytest.mark.parametrize(
+    "make, targets, first",
+    [(ALL["timm"], ["qkv"], "adapter"), (llama, ["q_proj", "k_proj", "v_proj"], "swap")],
+)
 def test_adapters_of_peft_stay_and_train(make, targets, first):
     peft = pytest.importorskip("peft")
     model, batch = made(make), inputs(make)
     if first == "swap":
         swap_attention(model, "exact")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=targets, init_lora_weights=False)
+    ).eval()
     with torch.no_grad():
         before = run(adapted, **batch)
         assert not torch.allclose(before, run(made(make), **batch))
@@ -294,7 +347,9 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     swap_attention(adapted, "nearfar")
     run(adapted.train(), **batch).square().mean().backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    assert trained and all(".lora_" in name and bool(p.grad.isfinite().all()) for name, p in trained.items())
+    assert trained and all(
+        ".lora_" in name and bool(p.grad.isfinite().all()) for name, p in trained.items()
+    )
     with torch.no_grad():
         torch.testing.assert_close(run(unswap_attention(adapted).eval(), **batch), before, **LOOSE)
 
@@ -302,7 +357,9 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layer_left_out_is_exact_attention(causal):
     q, k, v = torch.randn(3, B, 2, L, 4)
-    out, matrix = interface_attention(nn.Module(), q, k, v, None, is_causal=causal, output_attentions=True)
+    out, matrix = interface_attention(
+        nn.Module(), q, k, v, None, is_causal=causal, output_attentions=True
+    )
     logits = q @ k.mT / 2 + (torch.full((L, L), -torch.inf).triu(1) if causal else 0)
     torch.testing.assert_close(matrix, logits.softmax(-1))
     torch.testing.assert_close(out, (matrix @ v).transpose(1, 2))

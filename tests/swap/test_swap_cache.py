@@ -12,9 +12,20 @@ from swap_models import SIZES, gpt2, llama, made, neox
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.swap.cache import NewKeys, RecurrentLayer
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
-CALL = {"keep": None, "mask": None, "causal": True, "scaling": None, "dropout": 0.0, "matrix": False}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:.*further from exact attention than uniform attention:UserWarning"
+    ),
+]
+CALL = {
+    "keep": None,
+    "mask": None,
+    "causal": True,
+    "scaling": None,
+    "dropout": 0.0,
+    "matrix": False,
+}
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 
 
@@ -29,7 +40,9 @@ def swapped(make, name="favorpp", **options):
 
 def recurrent(cache):
     """How many layers of a cache hold a recurrent state."""
-    return sum(isinstance(layer, RecurrentLayer) and layer.state is not None for layer in cache.layers)
+    return sum(
+        isinstance(layer, RecurrentLayer) and layer.state is not None for layer in cache.layers
+    )
 
 
 def generated(model, ids, **options):
@@ -51,19 +64,33 @@ def left_padded(ids):
 
 # ---- generate
 
-@pytest.mark.parametrize("make, name, options", [
-    (gpt2, "favorpp", {}), (llama, "favorp", {}), (neox, "gerf", {}), (gpt2, "favor", {}), (llama, "geom", {}),
-    (llama, "favorpp", {"num_beams": 3}), (gpt2, "relu", {"do_sample": True, "num_return_sequences": 3})])
+
+@pytest.mark.parametrize(
+    "make, name, options",
+    [
+        (gpt2, "favorpp", {}),
+        (llama, "favorp", {}),
+        (neox, "gerf", {}),
+        (gpt2, "favor", {}),
+        (llama, "geom", {}),
+        (llama, "favorpp", {"num_beams": 3}),
+        (gpt2, "relu", {"do_sample": True, "num_return_sequences": 3}),
+    ],
+)
 def test_generate_gives_the_tokens_of_the_whole_sequence(make, name, options):
     ids = tokens()
-    with_state, without = generated(swapped(make, name), ids, attention_mask=left_padded(ids), **options)
+    with_state, without = generated(
+        swapped(make, name), ids, attention_mask=left_padded(ids), **options
+    )
     assert torch.equal(with_state, without) and with_state.shape[1] == 18
 
 
 def test_a_prompt_in_chunks():
     model, ids = swapped(llama), tokens(11)
     options = {"attention_mask": left_padded(ids), "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(model.generate(ids, prefill_chunk_size=4, **options), generated(model, ids, **options)[1])
+    assert torch.equal(
+        model.generate(ids, prefill_chunk_size=4, **options), generated(model, ids, **options)[1]
+    )
 
 
 @torch.no_grad()
@@ -75,10 +102,14 @@ def test_generation_goes_on_from_a_returned_cache():
     cache = copy.deepcopy(first.past_key_values)
     expected = model.generate(more, max_new_tokens=5, use_cache=False, **options).sequences
     for given in (first.past_key_values, cache):
-        assert torch.equal(model.generate(more, max_new_tokens=5, past_key_values=given, **options).sequences, expected)
+        assert torch.equal(
+            model.generate(more, max_new_tokens=5, past_key_values=given, **options).sequences,
+            expected,
+        )
 
 
 # ---- calls of the model
+
 
 @pytest.mark.parametrize("make, name", [(gpt2, "favorpp"), (llama, "favor"), (neox, "favorpp")])
 @torch.no_grad()
@@ -89,8 +120,13 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
     whole = model(ids, attention_mask=mask, position_ids=positions).logits
     past, logits = None, []
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
-        out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=positions[:, a:b], past_key_values=past,
-                    use_cache=True)
+        out = model(
+            ids[:, a:b],
+            attention_mask=mask[:, :b],
+            position_ids=positions[:, a:b],
+            past_key_values=past,
+            use_cache=True,
+        )
         past = out.past_key_values
         assert recurrent(past) == 2 and past.get_seq_length() == b
         logits.append(out.logits)
@@ -105,32 +141,46 @@ def test_the_cache_does_not_grow():
         past = model(ids[:, a:b], past_key_values=past, use_cache=True).past_key_values
         sizes.append([layer.nbytes() for layer in past.layers])
     assert all(size == sizes[0] for size in sizes)
-    assert [layer.state.kept.sums.numel() for layer in past.layers] == [2 * 4 * 32 * (4 + 1)] * 2  # B H M (dv + 1)
+    assert [layer.state.kept.sums.numel() for layer in past.layers] == [
+        2 * 4 * 32 * (4 + 1)
+    ] * 2  # B H M (dv + 1)
 
 
 @torch.no_grad()
 def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
     model, ids = swapped(llama), tokens(9, batch=3)
     past = model(ids[:, :7], use_cache=True).past_key_values
-    for change in (lambda: past.crop(-1), lambda: past.batch_repeat_interleave(2),
-                   lambda: past.batch_select_indices(torch.tensor([1]))):
+    for change in (
+        lambda: past.crop(-1),
+        lambda: past.batch_repeat_interleave(2),
+        lambda: past.batch_select_indices(torch.tensor([1])),
+    ):
         with pytest.raises(ValueError, match=r"the recurrent cache .*DynamicCache"):
             change()
     past.reset()
-    torch.testing.assert_close(model(ids, past_key_values=past, use_cache=True).logits, model(ids).logits, **CLOSE)
+    torch.testing.assert_close(
+        model(ids, past_key_values=past, use_cache=True).logits, model(ids).logits, **CLOSE
+    )
 
 
 # ---- where all keys are kept, as before
+
 
 @torch.no_grad()
 def test_a_cache_of_ones_own_keeps_all_keys():
     model, ids = swapped(gpt2), tokens(9)
     whole = model(ids).logits
     # None: not asked for
-    for given in (transformers.DynamicCache(), transformers.DynamicCache(config=model.config), None):
+    for given in (
+        transformers.DynamicCache(),
+        transformers.DynamicCache(config=model.config),
+        None,
+    ):
         past = model(ids[:, :6], past_key_values=given).past_key_values
         assert recurrent(past) == 0 and past.layers[0].keys.shape[2] == 6
-        torch.testing.assert_close(model(ids[:, 6:], past_key_values=past).logits, whole[:, 6:], **CLOSE)
+        torch.testing.assert_close(
+            model(ids[:, 6:], past_key_values=past).logits, whole[:, 6:], **CLOSE
+        )
 
 
 def test_training_and_gradients_keep_all_keys():
@@ -155,25 +205,44 @@ def test_training_and_gradients_keep_all_keys():
 @torch.no_grad()
 def test_attention_matrices_need_all_keys():
     model, ids = swapped(gpt2), tokens()
-    out = model.generate(ids, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True)
+    out = model.generate(
+        ids, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
+    )
     assert recurrent(out.past_key_values) == 0 and out.attentions[-1][0].shape == (2, 4, 1, 9)
     past = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="output_attentions=True; pass past_key_values=DynamicCache"):
+    with pytest.raises(
+        ValueError, match="output_attentions=True; pass past_key_values=DynamicCache"
+    ):
         model(ids[:, :1], past_key_values=past, use_cache=True, output_attentions=True)
 
 
 def deepseek():
     """Keys of few dimensions, which the module expands after the cache gave them."""
-    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(
-        **SIZES, num_key_value_heads=4, pad_token_id=0, eos_token_id=None, q_lora_rank=8, kv_lora_rank=8,
-        qk_rope_head_dim=4, qk_nope_head_dim=4,
-        v_head_dim=4, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2))
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **SIZES,
+            num_key_value_heads=4,
+            pad_token_id=0,
+            eos_token_id=None,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=4,
+            first_k_dense_replace=2,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+        )
+    )
 
 
 def diffllama():
     """Two attentions with the same keys and parts of the values."""
-    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(
-        **SIZES, pad_token_id=0, eos_token_id=None))
+    return transformers.DiffLlamaForCausalLM(
+        transformers.DiffLlamaConfig(**SIZES, pad_token_id=0, eos_token_id=None)
+    )
 
 
 @pytest.mark.parametrize("make", [deepseek, diffllama])
@@ -196,11 +265,14 @@ def test_keys_that_serve_two_attentions_are_kept():
 
 # ---- what a state cannot give is refused
 
+
 @torch.no_grad()
 def test_a_mask_that_changes_the_past_is_refused():
     model, ids = swapped(llama), tokens(9)
     mask = left_padded(ids)
-    call = lambda mask, past: model(ids[:, 6:8], attention_mask=mask, past_key_values=past, use_cache=True)
+    call = lambda mask, past: model(
+        ids[:, 6:8], attention_mask=mask, past_key_values=past, use_cache=True
+    )
     start = lambda mask: model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
     before, now, all_kept = mask[:, :6], mask[:, :8], torch.ones_like(mask[:, :8])
     message = "layers.0.self_attn: .* changed masks"
@@ -217,10 +289,13 @@ def test_a_mask_that_changes_the_past_is_refused():
 @torch.no_grad()
 def test_a_cache_outlives_no_change_of_the_layer():
     ids = tokens(9)
-    for change in (lambda model: calibrate_attention(model, [tokens(9, seed=4)]),
-                   lambda model: model.model.layers[0].self_attn.swapped.redraw(),
-                   lambda model: model.load_state_dict(model.state_dict()),
-                   lambda model: swap_attention(model, "favorpp", m=32), unswap_attention):
+    for change in (
+        lambda model: calibrate_attention(model, [tokens(9, seed=4)]),
+        lambda model: model.model.layers[0].self_attn.swapped.redraw(),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: swap_attention(model, "favorpp", m=32),
+        unswap_attention,
+    ):
         model = swapped(llama)
         past = model(ids[:, :6], use_cache=True).past_key_values
         change(model)
@@ -245,6 +320,7 @@ def test_new_keys_are_of_no_other_use():
 
 # ---- the model around it
 
+
 @torch.no_grad()
 def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
     model, ids = swap_attention(swapped(gpt2), "favorp", m=16), tokens()
@@ -252,8 +328,9 @@ def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(generated(other, ids)[0], expected)
         assert other._prepare_cache_for_generation.args[0] is other
-        assert [len(part._forward_pre_hooks) for part in (other, other.transformer)] == [0, 1]  # which makes the caches
+        assert [len(part._forward_pre_hooks) for part in (other, other.transformer)] == [
+            0,
+            1,
+        ]  # which makes the caches
         assert not unswap_attention(other).transformer._forward_pre_hooks
     assert recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values) == 0
-
-

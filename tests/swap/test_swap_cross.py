@@ -15,13 +15,19 @@ from crt_exp.attention import RandomFeatureAttention, attention
 from crt_exp.features import OPRF, Statistics
 from crt_exp.swap.cache import RecurrentLayer
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*further from exact attention than uniform attention:UserWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:.*further from exact attention than uniform attention:UserWarning"
+    ),
+]
 T = 7  # decoder tokens
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(B, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        B, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def made(make):
@@ -48,14 +54,24 @@ def run(model, batch):
 
 def swapped(make, name="favorpp", calibrated=True):
     model = swap_attention(made(make), name, m=64)
-    return calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)]) if calibrated else model
+    return (
+        calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)]) if calibrated else model
+    )
 
 
 # ---- the future, the cache and padding
 
-@pytest.mark.parametrize("make, name, calibrated", [
-    (bart, "gerf", True), (whisper, "favorpp", False), (bert2gpt2, "geom", False), (Seq2Seq, "geom_plus", True),
-    (Seq2Seq, "pois", False)])
+
+@pytest.mark.parametrize(
+    "make, name, calibrated",
+    [
+        (bart, "gerf", True),
+        (whisper, "favorpp", False),
+        (bert2gpt2, "geom", False),
+        (Seq2Seq, "geom_plus", True),
+        (Seq2Seq, "pois", False),
+    ],
+)
 def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibrated):
     """Also where the decoder's prefix is as long as the encoder's sequence, or one token. Leaks are above 1e-2."""
     model, batch = swapped(make, name, calibrated), inputs(make, length=L + 3)
@@ -88,10 +104,15 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     whole, tokens, cache, found = run(model, batch), batch.pop("decoder_input_ids"), None, []
     for part in (slice(0, 3), slice(3, 4), slice(4, T)):
         with torch.no_grad():
-            out = model(**batch, decoder_input_ids=tokens[:, part], past_key_values=cache, use_cache=True)
+            out = model(
+                **batch, decoder_input_ids=tokens[:, part], past_key_values=cache, use_cache=True
+            )
         cache = out.past_key_values
         found.append(out.logits)
-    assert all(isinstance(layer, RecurrentLayer) and layer.state for layer in cache.self_attention_cache.layers)
+    assert all(
+        isinstance(layer, RecurrentLayer) and layer.state
+        for layer in cache.self_attention_cache.layers
+    )
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
 
 
@@ -100,7 +121,10 @@ def test_padding_of_the_encoder_counts_nowhere(make):
     cut, padded = inputs(make, 5), inputs(make, 5)
     cut["input_ids"], cut["attention_mask"] = cut["input_ids"][:, :6], None
     padded["attention_mask"][:, 6:] = 0
-    for length in (3, L):  # as many queries as keys: the padding of keys must not be taken for one of queries
+    for length in (
+        3,
+        L,
+    ):  # as many queries as keys: the padding of keys must not be taken for one of queries
         found = []
         for batch in (cut, padded):
             batch["decoder_input_ids"] = tokens(B, length, 3)
@@ -109,57 +133,84 @@ def test_padding_of_the_encoder_counts_nowhere(make):
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("make, name, options", [(bart, "favorp", {"num_beams": 3}), (whisper, "favorpp", {})])
+@pytest.mark.parametrize(
+    "make, name, options", [(bart, "favorp", {"num_beams": 3}), (whisper, "favorpp", {})]
+)
 def test_generate_with_and_without_cache(make, name, options):
     model, given = swapped(make, name), {"max_new_tokens": 6, "do_sample": False} | options
-    with_cache, without = (model.generate(**source(make), use_cache=use, **given) for use in (True, False))
+    with_cache, without = (
+        model.generate(**source(make), use_cache=use, **given) for use in (True, False)
+    )
     assert torch.equal(with_cache, without) and with_cache.shape[1] >= 6
 
 
 @torch.no_grad()
 def test_padded_keys_have_no_part_in_the_matrices_of_cross_attention():
     out = swapped(bart)(**inputs(bart), output_attentions=True)
-    assert [len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)] == [1, 2, 2]
-    assert out.cross_attentions[0].shape == (B, 4, T, L) and (out.cross_attentions[0][1, ..., 6:] == 0).all()
+    assert [
+        len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
+    ] == [1, 2, 2]
+    assert (
+        out.cross_attentions[0].shape == (B, 4, T, L)
+        and (out.cross_attentions[0][1, ..., 6:] == 0).all()
+    )
 
 
 @torch.no_grad()
 def test_marian_comes_back_under_other_names(tmp_path):
     model = swapped(marian)
     model.save_pretrained(tmp_path)
-    loaded = swap_attention(transformers.MarianMTModel.from_pretrained(tmp_path, dtype=torch.float64), "favorpp", m=64)
-    torch.testing.assert_close(run(model, inputs(marian)), run(loaded.eval(), inputs(marian)), rtol=1e-12, atol=1e-12)
+    loaded = swap_attention(
+        transformers.MarianMTModel.from_pretrained(tmp_path, dtype=torch.float64), "favorpp", m=64
+    )
+    torch.testing.assert_close(
+        run(model, inputs(marian)), run(loaded.eval(), inputs(marian)), rtol=1e-12, atol=1e-12
+    )
 
 
 # ---- which attention is one to another sequence
 
-@pytest.mark.parametrize("make, name", [(bart, "window"), (bert2gpt2, "identity"), (Seq2Seq, "window")])
+
+@pytest.mark.parametrize(
+    "make, name", [(bart, "window"), (bert2gpt2, "identity"), (Seq2Seq, "window")]
+)
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
     """At the swap, and before anything changes."""
     model = made(make)
-    with pytest.raises(ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"):
+    with pytest.raises(
+        ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"
+    ):
         swap_attention(model, name)
     assert not any("swapped" in part._modules for part in model.modules())
 
 
 @torch.no_grad()
 def test_multihead_attention_tells_cross_attention_by_its_tensors():
-    module = swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "favorpp", m=16).double().eval()
+    module = (
+        swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "favorpp", m=16)
+        .double()
+        .eval()
+    )
     x = numbers(6, 16)
     own, other = module(x, x, x)[0], module(x, x.clone(), x)[0]
     assert not torch.allclose(own, other)
-    torch.testing.assert_close(module(x, x.detach(), x)[0], own)  # the same memory is the same sequence
+    torch.testing.assert_close(
+        module(x, x.detach(), x)[0], own
+    )  # the same memory is the same sequence
     torch.testing.assert_close(module(x[:, :2], x, x)[0], other[:, :2])
 
 
 # ---- statistics
+
 
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_calibration_fills_the_queries_of_cross_attention(make):
     model, seen = swap_attention(made(make), "favorpp", m=16), {}
     for part in model.modules():
         if isinstance(part, RandomFeatureAttention):
-            part.register_forward_pre_hook(lambda part, given: seen.setdefault(part, []).append(given[0]))
+            part.register_forward_pre_hook(
+                lambda part, given: seen.setdefault(part, []).append(given[0])
+            )
     calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)])
     cross = [part for part in seen if part.cross and not part.causal]
     assert len(cross) == 2
@@ -179,12 +230,16 @@ def test_cross_attention_is_fitted_to_its_keys_and_earlier_queries():
     k, v = 2 * numbers(4, 5, 8, seed=2), numbers(4, 5, 8, seed=3)
     root, fit = 8**-0.25, layer.phi.fit
     alone = fit(Statistics.of(torch.cat([k, -k], 2), k, scale=root))
-    torch.testing.assert_close(layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, alone, scale=root))
+    torch.testing.assert_close(
+        layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, alone, scale=root)
+    )
     with layer.calibration():
         layer(earlier, numbers(4, 5, 8, seed=9), v)
     x = earlier.transpose(0, 1).flatten(1, 2).expand(B, -1, -1, -1)
     fitted = fit(Statistics.of(x, k, scale=root))
-    torch.testing.assert_close(layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, fitted, scale=root))
+    torch.testing.assert_close(
+        layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, fitted, scale=root)
+    )
 
 
 def test_other_numbers_of_queries_and_keys_are_cross_attention():
@@ -192,5 +247,3 @@ def test_other_numbers_of_queries_and_keys_are_cross_attention():
     q, k, v = numbers(4, 5, 8), numbers(4, 9, 8, seed=1), numbers(4, 9, 8, seed=2)
     torch.testing.assert_close(layer(q, k, v)[:, :, :3], layer(q[:, :, :3], k, v))
     assert not layer.keeps_statistics
-
-

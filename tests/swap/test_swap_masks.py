@@ -4,6 +4,7 @@ what linear attention cannot represent is refused."""
 import copy
 
 import pytest
+import swap_models
 import torch
 import transformers
 from decoders import tokens as tokens_of
@@ -11,15 +12,25 @@ from swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
 from torch import nn
 from transformers import masking_utils
 
-import swap_models
 from crt_exp import describe_attention, swap_attention, unswap_attention
 from crt_exp.swap.interface import interface_mask
 
-pytestmark = [pytest.mark.usefixtures("one_thread"),
-              pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning"),
+]
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-GROUPED = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                                       "vocab_size", "max_position_embeddings")} | {"num_key_value_heads": 2}
+GROUPED = {
+    key: SIZES[key]
+    for key in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    )
+} | {"num_key_value_heads": 2}
 
 
 def numbers(*shape, seed=0):
@@ -50,6 +61,7 @@ def gemma(**changes):
 
 # ---- models of transformers and timm
 
+
 @torch.no_grad()
 def test_a_mask_of_one_sequence_serves_the_batch():
     past = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
@@ -59,7 +71,9 @@ def test_a_mask_of_one_sequence_serves_the_batch():
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
         exact = swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(exact, before, **CLOSE)
-        linear = swap_attention(model, "favorp", m=8)(input_ids=ids, attention_mask=mask).last_hidden_state
+        linear = swap_attention(model, "favorp", m=8)(
+            input_ids=ids, attention_mask=mask
+        ).last_hidden_state
         alone = model(input_ids=ids[1:], attention_mask=mask).last_hidden_state
         torch.testing.assert_close(linear[1:], alone, **CLOSE)
 
@@ -68,22 +82,44 @@ def test_a_mask_of_one_sequence_serves_the_batch():
 def test_causal_masks_are_kept_as_keys_alone():
     """No L x L mask is made for plain causal or bidirectional attention, with or without padding."""
     keep = torch.ones(B, 10**6, dtype=torch.bool)
-    causal = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep)
-    both = interface_mask(B, 10**6, 10**6, mask_function=masking_utils.bidirectional_mask_function, attention_mask=None)
-    assert causal.shape == (B, 10**6) and both.shape == (B, 1, 10**6, 10**6) and both.untyped_storage().nbytes() == 1
+    causal = interface_mask(
+        B, 10**6, 10**6, mask_function=masking_utils.causal_mask_function, attention_mask=keep
+    )
+    both = interface_mask(
+        B,
+        10**6,
+        10**6,
+        mask_function=masking_utils.bidirectional_mask_function,
+        attention_mask=None,
+    )
+    assert (
+        causal.shape == (B, 10**6)
+        and both.shape == (B, 1, 10**6, 10**6)
+        and both.untyped_storage().nbytes() == 1
+    )
 
 
 @torch.no_grad()
 def test_other_patterns_are_refused_when_they_come():
-    model, (i, j) = swap_attention(llama(), "favorp", m=8), (torch.arange(L)[:, None], torch.arange(L))
+    model, (i, j) = (
+        swap_attention(llama(), "favorp", m=8),
+        (torch.arange(L)[:, None], torch.arange(L)),
+    )
     for pattern in ((j <= i) & ((i < 4) == (j < 4)), (j < 3) | (j <= i), (j <= i) & (j > i - 3)):
-        with pytest.raises(ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"):
+        with pytest.raises(
+            ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"
+        ):
             model(input_ids=tokens(), attention_mask=pattern.expand(B, 1, L, L))
     with pytest.raises(ValueError, match="layers.0.self_attn: attention_mask"):  # packed sequences
-        model(input_ids=tokens(), position_ids=torch.arange(L).remainder(4).expand(B, -1), use_cache=False)
+        model(
+            input_ids=tokens(),
+            position_ids=torch.arange(L).remainder(4).expand(B, -1),
+            use_cache=False,
+        )
 
 
 # ---- windows
+
 
 def test_the_refusal_names_the_layers_that_can_be_swapped():
     model = made("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
@@ -93,7 +129,12 @@ def test_the_refusal_names_the_layers_that_can_be_swapped():
         swap_attention(model, "exact", layers="all")
     with pytest.warns(UserWarning, match=r"Gemma3TextModel: 1 layers with window .*: layers.0"):
         swap_attention(model, "exact")
-    assert swap_attention(unswap_attention(model), "exact", layers="supported").layers[1].self_attn.swapped is not None
+    assert (
+        swap_attention(unswap_attention(model), "exact", layers="supported")
+        .layers[1]
+        .self_attn.swapped
+        is not None
+    )
 
 
 @torch.no_grad()
@@ -110,36 +151,60 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
             past = out.past_key_values
             torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-6, atol=1e-6)
         if name == "exact":
-            torch.testing.assert_close(whole, unswap_attention(model)(input_ids=ids, use_cache=False).logits, **CLOSE)
+            torch.testing.assert_close(
+                whole, unswap_attention(model)(input_ids=ids, use_cache=False).logits, **CLOSE
+            )
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
-    model = made("BeitModel", transformers.BeitConfig(**{key: SIZES[key] for key in SIZES if "max_" not in key},
-                                                      image_size=8, patch_size=4, use_relative_position_bias=True))
+    model = made(
+        "BeitModel",
+        transformers.BeitConfig(
+            **{key: SIZES[key] for key in SIZES if "max_" not in key},
+            image_size=8,
+            patch_size=4,
+            use_relative_position_bias=True,
+        ),
+    )
     keys = list(model.state_dict())
-    with pytest.raises(ValueError, match="this attention .*position bias.*which linear attention does not support"):
+    with pytest.raises(
+        ValueError, match="this attention .*position bias.*which linear attention does not support"
+    ):
         swap_attention(model, "favorp", m=8)
     assert list(model.state_dict()) == keys and model.config._attn_implementation != "crt_exp"
 
 
 # ---- torch.nn.MultiheadAttention
 
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 5}, {"bias": False}], ids=str)
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 5}, {"bias": False}], ids=str
+)
 @torch.no_grad()
 def test_multihead_attention_equals_torch(options):
     module = attention(**options)
     swap = swap_attention(copy.deepcopy(module), "exact")
-    time_first, kdim, vdim = not options.get("batch_first"), options.get("kdim", 16), options.get("vdim", 16)
+    time_first, kdim, vdim = (
+        not options.get("batch_first"),
+        options.get("kdim", 16),
+        options.get("vdim", 16),
+    )
     q, k, v = torch.randn(B, 5, 16), torch.randn(B, 7, kdim), torch.randn(B, 7, vdim)
     padding = torch.zeros(B, 7, dtype=torch.bool)
     padding[0, 5:] = True
     turn = lambda t: t.transpose(0, 1) if time_first else t
-    for given in ({}, {"key_padding_mask": padding},
-                  {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
-                  {"need_weights": False}, {"average_attn_weights": False}):
+    for given in (
+        {},
+        {"key_padding_mask": padding},
+        {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
+        {"need_weights": False},
+        {"average_attn_weights": False},
+    ):
         expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
         torch.testing.assert_close(got, expected, **LOOSE)
-    expected, got = (m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap))  # not batched
+    expected, got = (
+        m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap)
+    )  # not batched
     torch.testing.assert_close(got, expected, **LOOSE)
 
 
@@ -149,15 +214,29 @@ def test_causal_masks_of_torch():
     swap, x = swap_attention(copy.deepcopy(module), "exact"), torch.randn(B, 6, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(6)
     padding = torch.arange(6) >= torch.tensor([[6], [3]])
-    for given in ({"attn_mask": mask}, {"attn_mask": mask, "is_causal": True}, {"attn_mask": mask == -torch.inf},
-                  {"attn_mask": mask.expand(B * 4, 6, 6)}, {"attn_mask": torch.zeros(6, 6)},
-                  {"attn_mask": mask == -torch.inf, "key_padding_mask": padding}):
+    for given in (
+        {"attn_mask": mask},
+        {"attn_mask": mask, "is_causal": True},
+        {"attn_mask": mask == -torch.inf},
+        {"attn_mask": mask.expand(B * 4, 6, 6)},
+        {"attn_mask": torch.zeros(6, 6)},
+        {"attn_mask": mask == -torch.inf, "key_padding_mask": padding},
+    ):
         torch.testing.assert_close(swap(x, x, x, **given)[0], module(x, x, x, **given)[0], **LOOSE)
-    short = mask[:2]    # two queries, the first of six tokens
+    short = mask[:2]  # two queries, the first of six tokens
     for each in (True, False):
-        torch.testing.assert_close(*(m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
-                                     for m in (swap, module)), **LOOSE)
-    for bad in (mask == 0, torch.rand(6, 6), (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0)):
+        torch.testing.assert_close(
+            *(
+                m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
+                for m in (swap, module)
+            ),
+            **LOOSE,
+        )
+    for bad in (
+        mask == 0,
+        torch.rand(6, 6),
+        (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0),
+    ):
         with pytest.raises(ValueError, match="MultiheadAttention: attention_mask"):
             swap(x, x, x, attn_mask=bad)
 
@@ -183,7 +262,9 @@ def test_encoder_in_eval_mode_is_swapped_and_restored():
     before, nested = run(model, input_ids=ids, attention_mask=mask), model.inner.use_nested_tensor
     swap_attention(model, "identity")
     assert not torch.allclose(run(model, input_ids=ids, attention_mask=mask), before)
-    model.inner.layers[0].self_attn.swapped.forward = None  # without hooks, which would end the fast path by themselves
+    model.inner.layers[
+        0
+    ].self_attn.swapped.forward = None  # without hooks, which would end the fast path by themselves
     with pytest.raises(TypeError):
         run(model, input_ids=ids)
     unswap_attention(model)

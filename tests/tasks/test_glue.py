@@ -22,17 +22,27 @@ SCORES = ([0.1, 2.5, 2.5, 4.0, 3.9], [0.0, 2.0, 3.0, 5.0, 4.0])
 
 
 def test_metrics_are_their_definitions():
-    accuracy, f1, mcc, pearson, spearman = (METRICS[each] for each in ("accuracy", "f1", "mcc", "pearson", "spearman"))
+    accuracy, f1, mcc, pearson, spearman = (
+        METRICS[each] for each in ("accuracy", "f1", "mcc", "pearson", "spearman")
+    )
     tp, fp, fn, tn = 3, 1, 1, 3
     assert accuracy(*CLASSES) == (tp + tn) / 8
     assert f1(*CLASSES) == pytest.approx(2 * tp / (2 * tp + fp + fn))
-    assert f1([0, 0, 0, 1], [0, 0, 0, 0]) == 0 and f1([1, 1, 0], [1, 1, 1]) == pytest.approx(0.8)   # of class 1
-    assert mcc(*CLASSES) == pytest.approx((tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)))
-    assert mcc([0, 1, 2, 1], [0, 1, 2, 1]) == pytest.approx(1)       # more than two classes
+    assert f1([0, 0, 0, 1], [0, 0, 0, 0]) == 0 and f1([1, 1, 0], [1, 1, 1]) == pytest.approx(
+        0.8
+    )  # of class 1
+    assert mcc(*CLASSES) == pytest.approx(
+        (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    )
+    assert mcc([0, 1, 2, 1], [0, 1, 2, 1]) == pytest.approx(1)  # more than two classes
     assert pearson(*SCORES) == pytest.approx(np.corrcoef(*SCORES)[0, 1])
     # ties: the mean rank
-    assert spearman(*SCORES) == pytest.approx(np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1])
-    assert pearson([1e9, 1e9 + 1e-6, 1e9 + 2e-6], [0, 1, 2]) == pytest.approx(1, abs=0.02)   # under a large offset
+    assert spearman(*SCORES) == pytest.approx(
+        np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1]
+    )
+    assert pearson([1e9, 1e9 + 1e-6, 1e9 + 2e-6], [0, 1, 2]) == pytest.approx(
+        1, abs=0.02
+    )  # under a large offset
 
 
 def test_error_rates_count_each_kind_of_error():
@@ -40,7 +50,9 @@ def test_error_rates_count_each_kind_of_error():
     found = error_rates(["one two three four", "five"], ["one too three", "five six"])
     assert found["wer"] == pytest.approx(3 / 5) and all(found[part] == 1 / 5 for part in parts)
     assert found["cer"] == pytest.approx(sum(found[f"character_{part}"] for part in parts))
-    assert error_rates(["one two three"], ["one"])["deletions"] == pytest.approx(2 / 3)     # per word of the reference
+    assert error_rates(["one two three"], ["one"])["deletions"] == pytest.approx(
+        2 / 3
+    )  # per word of the reference
 
 
 @pytest.mark.filterwarnings("error")
@@ -64,9 +76,13 @@ def test_metrics_take_any_kind_of_vector_and_refuse_bad_ones():
 
 def test_tasks_report_the_papers_metric_first():
     first = {name: next(iter(glue_metrics(name, *CLASSES))) for name in TASKS}
-    assert first.pop("cola") == "mcc" and first.pop("mrpc") == "f1" and first.pop("stsb") == "spearman"
+    assert (
+        first.pop("cola") == "mcc" and first.pop("mrpc") == "f1" and first.pop("stsb") == "spearman"
+    )
     assert set(first.values()) == {"accuracy"}
-    assert glue_metrics("stsb", *SCORES) == {name: METRICS[name](*SCORES) for name in ("spearman", "pearson")}
+    assert glue_metrics("stsb", *SCORES) == {
+        name: METRICS[name](*SCORES) for name in ("spearman", "pearson")
+    }
 
 
 def test_jackknife_values_give_the_interval_over_examples():
@@ -78,15 +94,23 @@ def test_jackknife_values_give_the_interval_over_examples():
         labels = generator.normal(size=480)
         parts = jackknife_values("pearson", labels + generator.normal(size=480), labels, 24)
         means.append(np.mean(parts))
-        widths.append(np.std(parts, ddof=1) / 24 ** 0.5)
-    assert np.mean(means) == pytest.approx(0.5 ** 0.5, abs=0.02)
+        widths.append(np.std(parts, ddof=1) / 24**0.5)
+    assert np.mean(means) == pytest.approx(0.5**0.5, abs=0.02)
     assert np.mean(widths) == pytest.approx(np.std(means), rel=0.3)
 
 
 # ---- GLUE ------------------------------------------------------------------------------------------------------------
 
-OPTIONS = {"dataset": "rte", "data_dir": None, "source": "files", "model": None, "init": "uptrain", "max_length": 40,
-           "examples": None, "bucketed": False}
+OPTIONS = {
+    "dataset": "rte",
+    "data_dir": None,
+    "source": "files",
+    "model": None,
+    "init": "uptrain",
+    "max_length": 40,
+    "examples": None,
+    "bucketed": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +136,9 @@ def test_every_task_has_its_metrics_on_dev(name, task_of):
     task = task_of(dataset=name, parts=3)
     found = task.evaluate(task.build(Mechanism.of("favorpp", m=8)).eval(), "dev", Reader(task))
     metrics, parts = TASKS[name].metrics, [key for key in found if "_part" in key]
-    assert {*metrics, "loss"} <= found.keys() and ("accuracy_mismatched" in found) == (name == "mnli")
+    assert {*metrics, "loss"} <= found.keys() and ("accuracy_mismatched" in found) == (
+        name == "mnli"
+    )
     assert task.metric == metrics[0] and parts == [f"{metrics[0]}_part{i}" for i in range(3)]
     if metrics[0] == "accuracy":
         assert np.mean([found[key] for key in parts]) == pytest.approx(found["accuracy"])
@@ -120,10 +146,15 @@ def test_every_task_has_its_metrics_on_dev(name, task_of):
 
 def test_no_example_that_is_held_out_is_trained_on(task_of):
     """It stands in for dev until the end, without parts and without the second dev split."""
-    whole, task = task_of(dataset="mnli").texts["train"], task_of(dataset="mnli", held_out=16, parts=3)
+    whole, task = (
+        task_of(dataset="mnli").texts["train"],
+        task_of(dataset="mnli", held_out=16, parts=3),
+    )
     train, held_out = task.texts["train"], task.texts["held_out"]
     pairs = lambda texts: sorted(zip(*texts.texts, texts.labels))
-    assert (len(train), len(held_out)) == (32, 16) and pairs(whole) == sorted(pairs(train) + pairs(held_out))
+    assert (len(train), len(held_out)) == (32, 16) and pairs(whole) == sorted(
+        pairs(train) + pairs(held_out)
+    )
     assert (task.validation, task.test) == ("held_out", "dev")
     with torch.no_grad():
         found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "held_out", Reader(task))
@@ -137,7 +168,10 @@ def test_batches_are_the_rows_of_the_plan(task_of):
     data, plan = task.encoded["train"], Plan(8, seed=3)
     for batch, rows in zip(task.batches("train", plan), plan.rows(48, "train")):
         expected = collate([data[i] for i in rows], 0)
-        assert all(torch.equal(batch[key], expected[key]) for key in expected) and batch["attention_mask"].any(0).all()
+        assert (
+            all(torch.equal(batch[key], expected[key]) for key in expected)
+            and batch["attention_mask"].any(0).all()
+        )
     seen = [label for batch in task.batches("dev", Plan(5)) for label in batch["labels"].tolist()]
     assert sorted(seen) == sorted(task.texts["dev"].labels)
     size = lambda task: sum(batch["input_ids"].numel() for batch in task.batches("train", plan))
@@ -151,29 +185,47 @@ def test_answers_belong_to_their_examples(task_of, monkeypatch):
     model, texts = task.build(Mechanism.of("exact")).eval(), task.texts["dev"].texts
     lengths = [len(row["input_ids"]) for row in task.encoded["dev"]]
     assert np.any(np.diff(lengths) < 0)
-    monkeypatch.setattr("crt_exp.tasks.glue.glue_metrics", lambda name, found, labels: answers.extend(found) or {})
+    monkeypatch.setattr(
+        "crt_exp.tasks.glue.glue_metrics", lambda name, found, labels: answers.extend(found) or {}
+    )
     task.evaluate_part(model, "dev", Reader(task))
     found = [answers[place] for place in np.argsort(np.argsort(lengths, kind="stable"))]
-    alone = [model(**task.tokenizer(a, b, return_tensors="pt", truncation=True, max_length=40)).logits.item()
-             for a, b in zip(*texts)]
+    alone = [
+        model(
+            **task.tokenizer(a, b, return_tensors="pt", truncation=True, max_length=40)
+        ).logits.item()
+        for a, b in zip(*texts)
+    ]
     assert found == pytest.approx(alone, abs=1e-5)
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"init": "/nowhere/run"}, "task.init=/nowhere/run: expected scratch, uptrain, or the directory"),
-    ({"max_length": 41}, "task.max_length=41.*40 tokens"),
-    ({"held_out": 48}, "task.held_out=48: expected 1 to 47"),
-    ({"parts": 99}, "task.parts=99: expected 2 to 12"),
-    ({"data_dir": "/nowhere"}, "(?s)train.tsv.*python -m crt_exp.data fetch glue/RTE"),
-], ids=str)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"init": "/nowhere/run"},
+            "task.init=/nowhere/run: expected scratch, uptrain, or the directory",
+        ),
+        ({"max_length": 41}, "task.max_length=41.*40 tokens"),
+        ({"held_out": 48}, "task.held_out=48: expected 1 to 47"),
+        ({"parts": 99}, "task.parts=99: expected 2 to 12"),
+        ({"data_dir": "/nowhere"}, "(?s)train.tsv.*python -m crt_exp.data fetch glue/RTE"),
+    ],
+    ids=str,
+)
 def test_options_that_do_not_fit(options, words, task_of):
     with pytest.raises((ConfigError, DataError), match=words):
         task_of(**options)
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"vocabulary": [*VOCABULARY, "zebra"]}, "tokenizer: does not fit the model.*'zebra'"),
-    ({"pad_token_id": 3}, "tokenizer: does not fit the model.*pads with id 0")], ids=["vocabulary", "padding"])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"vocabulary": [*VOCABULARY, "zebra"]}, "tokenizer: does not fit the model.*'zebra'"),
+        ({"pad_token_id": 3}, "tokenizer: does not fit the model.*pads with id 0"),
+    ],
+    ids=["vocabulary", "padding"],
+)
 def test_the_tokenizer_must_fit_the_model(change, words, task_of, tmp_path):
     with pytest.raises(DataError, match=words):
         task_of(model=str(write_model(tmp_path, **change)))
@@ -182,8 +234,12 @@ def test_the_tokenizer_must_fit_the_model(change, words, task_of, tmp_path):
 def test_incomplete_folders_and_weights_of_another_architecture(task_of, tmp_path):
     folder = write_model(tmp_path / "bert")
     save_file({"something.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
-    for gone, words in ((None, "wrong weights for BertFor"), ("model.safetensors", "its weights is not readable"),
-                        ("vocab.txt", "/bert: no tokenizer; expected tokenizer.json"), ("config.json", "config.json")):
+    for gone, words in (
+        (None, "wrong weights for BertFor"),
+        ("model.safetensors", "its weights is not readable"),
+        ("vocab.txt", "/bert: no tokenizer; expected tokenizer.json"),
+        ("config.json", "config.json"),
+    ):
         if gone:
             (folder / gone).unlink()
         with pytest.raises((ConfigError, DataError), match=words):
@@ -192,8 +248,14 @@ def test_incomplete_folders_and_weights_of_another_architecture(task_of, tmp_pat
 
 # ---- UCI -------------------------------------------------------------------------------------------------------------
 
-GIVEN = {"dataset": "wine", "coding": "ordinal", "scaling": "standard", "split": (0.6, 0.15, 0.25), "repeats": 2,
-         "sigmas": [0.1, 0.3]}
+GIVEN = {
+    "dataset": "wine",
+    "coding": "ordinal",
+    "scaling": "standard",
+    "split": (0.6, 0.15, 0.25),
+    "repeats": 2,
+    "sigmas": [0.1, 0.3],
+}
 
 
 def test_scaling_is_that_of_the_training_part():
@@ -203,7 +265,9 @@ def test_scaling_is_that_of_the_training_part():
     assert all(np.abs(part.mean(0)).max() > 1e-3 for part in others)
 
 
-@pytest.mark.parametrize("baseline, draws", [("Nystroem m=16", 2), ("RBFSampler m=128", 2), ("majority", 2), (None, 1)])
+@pytest.mark.parametrize(
+    "baseline, draws", [("Nystroem m=16", 2), ("RBFSampler m=128", 2), ("majority", 2), (None, 1)]
+)
 def test_the_last_record_has_each_split_in_percent(baseline, draws):
     records = [*UCI(**GIVEN, draws=2, baseline=baseline).records(Mechanism.parse("exact"), 0)]
     splits = np.reshape([100 * record["accuracy"] for record in records[:-1]], (2, draws))

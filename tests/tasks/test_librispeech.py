@@ -12,8 +12,19 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.tasks.base import Reader
 from crt_exp.tasks.librispeech import LibriSpeech
 
-SIZES = {"mels": 16, "channels": 4, "layers": 1, "dim": 16, "ffn": 32, "heads": 2, "kernel": 7, "predictor": 16,
-         "joiner": 16, "dropout": 0.1, "norm": "frame"}
+SIZES = {
+    "mels": 16,
+    "channels": 4,
+    "layers": 1,
+    "dim": 16,
+    "ffn": 32,
+    "heads": 2,
+    "kernel": 7,
+    "predictor": 16,
+    "joiner": 16,
+    "dropout": 0.1,
+    "norm": "frame",
+}
 
 
 def options(**given):
@@ -62,27 +73,40 @@ def test_error_rates_follow_from_the_transcripts(digits, tmp_path):
     task = spoken(digits)
     model = task.build(Mechanism.of("exact")).eval()
     with torch.no_grad():
-        model.joiner.out.bias[-1] += 1.5                     # blank and words about equally likely, as after training
+        model.joiner.out.bias[-1] += 1.5  # blank and words about equally likely, as after training
         model.joiner.out.weight.mul_(6)
         found = task.evaluate(model, "test", Reader(task))
     task.export(model, model.state_dict(), tmp_path)
-    head, *rows = [line.split("\t") for line in (tmp_path / "transcripts.tsv").read_text().splitlines()]
-    assert head == ["split", "utterance", "transcript", "greedy"] and len({row[1] for row in rows}) == 9
-    assert found["wer"] == jiwer.wer([row[2] for row in rows], [row[3] for row in rows]) and found["utterances"] == 9
+    head, *rows = [
+        line.split("\t") for line in (tmp_path / "transcripts.tsv").read_text().splitlines()
+    ]
+    assert (
+        head == ["split", "utterance", "transcript", "greedy"]
+        and len({row[1] for row in rows}) == 9
+    )
+    assert (
+        found["wer"] == jiwer.wer([row[2] for row in rows], [row[3] for row in rows])
+        and found["utterances"] == 9
+    )
     assert found["cer"] == jiwer.cer([row[2] for row in rows], [row[3] for row in rows])
+
 
 # ---- order and processes ------------------------------------------------------------------------------
 
 
 def contents(batch):
-    return {key: value.tolist() if torch.is_tensor(value) else value for key, value in batch.items()}
+    return {
+        key: value.tolist() if torch.is_tensor(value) else value for key, value in batch.items()
+    }
 
 
 def test_batches_are_the_same_wherever_a_run_stands(digits):
     task = spoken(digits)
     whole = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2))]
     assert len(whole) == task.epoch_steps(Plan(batch=8)) > 2
-    assert [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1))] == whole[1:]
+    assert [
+        contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
+    ] == whole[1:]
     by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
     assert [contents(batch) for batch in by_workers] == whole[1:]
     other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
@@ -92,7 +116,9 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
 def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
     task = spoken(digits)
     one = [contents(batch) for batch in task.batches("train", Plan(batch=8, micro=2, seed=1))]
-    two = [list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))) for rank in (0, 1)]
+    two = [
+        list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))) for rank in (0, 1)
+    ]
     assert one == [contents(batch) for step in zip(*two) for batch in step]
 
 
@@ -104,11 +130,17 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
         found = {}
         for batch in each.batches("train", Plan(batch=8, seed=5, epoch=1)):
             for i, row in enumerate(batch["rows"]):
-                found[row] = (int(batch["samples"][i]), batch["bands"][i].tolist(), batch["spans"][i].tolist())
+                found[row] = (
+                    int(batch["samples"][i]),
+                    batch["bands"][i].tolist(),
+                    batch["spans"][i].tolist(),
+                )
         drawn.append(found)
     assert drawn[0] == drawn[1] and len(drawn[0]) == 24
     own = task.splits["train"].utterances
-    assert {round(8000 * own[row].seconds / samples, 1) for row, (samples, *_) in drawn[0].items()} == {0.9, 1.0, 1.1}
+    assert {
+        round(8000 * own[row].seconds / samples, 1) for row, (samples, *_) in drawn[0].items()
+    } == {0.9, 1.0, 1.1}
 
 
 def test_seconds_of_a_batch_bound_its_audio(books):
@@ -125,7 +157,9 @@ def test_weights_of_a_run_need_the_same_symbols_and_sizes(digits, tmp_path):
     exact, init = spoken(digits), {"init": str(tmp_path)}
     model = exact.build(Mechanism.of("exact"))
     exact.export(model, model.state_dict(), tmp_path)
-    with pytest.raises(ConfigError, match="trained with 10 words, expected 16 characters; use the task.symbols"):
+    with pytest.raises(
+        ConfigError, match="trained with 10 words, expected 16 characters; use the task.symbols"
+    ):
         spoken(digits, symbols="characters", **init)
     with pytest.raises(ConfigError, match="task.rate=16000: expected 8000 Hz"):
         spoken(digits, rate=16000, **init)
@@ -136,12 +170,16 @@ def test_weights_of_a_run_need_the_same_symbols_and_sizes(digits, tmp_path):
 # ---- bad input ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given, words", [
-    ({"source": "hub"}, "task.source=hub: expected task.corpus=librispeech"),
-    ({"batch_seconds": 1.0}, "task.batch_seconds=1.*: expected at least"),
-    ({"sizes": SIZES | {"layer": 2}}, "layer.*did you mean task.sizes.layers?"),
-    ({"preset": "big"}, "preset=big: expected small or paper"),
-], ids=str)
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"source": "hub"}, "task.source=hub: expected task.corpus=librispeech"),
+        ({"batch_seconds": 1.0}, "task.batch_seconds=1.*: expected at least"),
+        ({"sizes": SIZES | {"layer": 2}}, "layer.*did you mean task.sizes.layers?"),
+        ({"preset": "big"}, "preset=big: expected small or paper"),
+    ],
+    ids=str,
+)
 def test_options_that_do_not_fit(given, words, digits):
     with pytest.raises((ConfigError, DataError), match=words):
         spoken(digits, **given).build(Mechanism.of("exact"))
@@ -149,9 +187,13 @@ def test_options_that_do_not_fit(given, words, digits):
 
 def test_a_symbol_outside_the_vocabulary(books, tmp_path):
     write_librispeech(tmp_path, "test-clean", ["A BEE", "A CAFÉ"])
-    given = {"subsets": {"train": ["train-clean-100"], "validation": ["dev-clean"], "test": ["own"]}}
+    given = {
+        "subsets": {"train": ["train-clean-100"], "validation": ["dev-clean"], "test": ["own"]}
+    }
     (books / "own").exists() or (books / "own").symlink_to(tmp_path / "test-clean")
-    with pytest.raises(DataError, match="test utterances: 1 unusable, 1 usable: 7-9-0001: its transcript: 'É'"):
+    with pytest.raises(
+        DataError, match="test utterances: 1 unusable, 1 usable: 7-9-0001: its transcript: 'É'"
+    ):
         read(books, **given)
     assert read(books, **given, bad="skip").length("test") == 1
 
@@ -161,7 +203,7 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
         write_librispeech(tmp_path, subset)
     truncated = tmp_path / "train-clean-100" / "7" / "9" / "7-9-0002.flac"
-    truncated.write_bytes(truncated.read_bytes()[:truncated.stat().st_size // 2])
+    truncated.write_bytes(truncated.read_bytes()[: truncated.stat().st_size // 2])
     plan = Plan(batch=8)
     with pytest.raises(DataError, match="7-9-0002.flac: not readable"):
         list(LibriSpeech(**options(data_dir=str(tmp_path), workers=1)).batches("train", plan))
@@ -169,7 +211,9 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     assert sum(len(batch["rows"]) for batch in task.batches("train", plan)) == len(TEXTS) - 1
     data = task.splits["train"]
     alone, _ = task.batch(data, None, [[each.name for each in data.utterances].index("7-9-0002")])
-    assert task.weight(alone) == 0 and task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
+    assert (
+        task.weight(alone) == 0 and task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
+    )
 
 
 def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
@@ -177,5 +221,7 @@ def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
     task = spoken(digits)
     rows = [row for batch in Reader(task).batches("test") for row in batch["rows"]]
     readers = [Reader(task, rank=rank, world=2) for rank in (0, 1)]
-    shares = [row for reader in readers for batch in reader.batches("test") for row in batch["rows"]]
+    shares = [
+        row for reader in readers for batch in reader.batches("test") for row in batch["rows"]
+    ]
     assert sorted(rows) == sorted(shares) == list(range(9))

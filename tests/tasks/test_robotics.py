@@ -8,19 +8,43 @@ import pytest
 import torch
 from refusals import check_refused
 
+from crt_exp.evolution import (
+    Player,
+    Search,
+    centered_ranks,
+    directions,
+    environments,
+    evolve,
+    gradient,
+    members,
+    play,
+    play_all,
+    restored,
+    seeds_of,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.implicit_policy import ImplicitPolicy, column_sums, tokens
 from crt_exp.runner.checkpoint import CheckpointError
-from crt_exp.evolution import (Player, Search, centered_ranks, directions, environments, evolve, gradient, members,
-                               play, play_all, restored, seeds_of)
 
 for package in ("gymnasium", "mujoco"):
-    pytest.importorskip(package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'")
+    pytest.importorskip(
+        package, reason=f"{package} is not installed: pip install 'crt_exp[robotics]'"
+    )
 
 from crt_exp.evolution.environments import BOWL, RADIUS, SteppingStones, Sweeping, course, heights  # noqa: E402
 
-PLAN = Search(generations=3, population=4, rollouts=2, sigma=0.3, lr=0.1, evaluate_every=2, evaluated=2, tested=3,
-            together=2, workers=1)
+PLAN = Search(
+    generations=3,
+    population=4,
+    rollouts=2,
+    sigma=0.3,
+    lr=0.1,
+    evaluate_every=2,
+    evaluated=2,
+    tested=3,
+    together=2,
+    workers=1,
+)
 POLICY = ImplicitPolicy(1, 4, 1, 2, patch=2, d=4, heads=1, top=1)
 
 
@@ -57,11 +81,16 @@ def player(policy=POLICY, world=Field, attention="exact", **options):
 # ---- the policy
 
 
-@pytest.mark.parametrize("name, m", [("exact", None), ("favorp", 64), ("hrf_angular", 8), ("nearfar", None)])
+@pytest.mark.parametrize(
+    "name, m", [("exact", None), ("favorp", 64), ("hrf_angular", 8), ("nearfar", None)]
+)
 def test_patches_are_ranked_by_the_sums_of_columns(name, m):
     layer = Mechanism.of(name, m=m).layer(2, 4, scaling=1.0).eval()
     g = torch.Generator().manual_seed(0)
-    q, k = (torch.nn.functional.normalize(torch.randn(3, 2, 9, 4, generator=g), dim=-1) for _ in range(2))
+    q, k = (
+        torch.nn.functional.normalize(torch.randn(3, 2, 9, 4, generator=g), dim=-1)
+        for _ in range(2)
+    )
     with torch.no_grad():
         whole = layer(q, k, torch.eye(9).expand(3, 2, 9, 9))
     torch.testing.assert_close(column_sums(layer, q, k), whole.sum(-2), rtol=1e-4, atol=1e-4)
@@ -76,11 +105,13 @@ def test_the_policy_reads_only_what_it_attends_to():
         kept = policy.selected_patches(layer, theta, images)
         assert (kept.sum(-1) == 3).all()
         seen = torch.stack([tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0) for i in range(5)])
-        seen[:, 0] /= 4                                              # a mean, where tokens hold the sum
+        seen[:, 0] /= 4  # a mean, where tokens hold the sum
         controller = theta[:, -8:].unflatten(1, (4, 2))
-        expected = torch.tanh(torch.cat([seen, torch.ones(5, 1)], 1).unsqueeze(1) @ controller).squeeze(1)
+        expected = torch.tanh(
+            torch.cat([seen, torch.ones(5, 1)], 1).unsqueeze(1) @ controller
+        ).squeeze(1)
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
-    assert kept[:, 0, :3].all()                      # of equal ranks the first: uniform attention looks at one place
+    assert kept[:, 0, :3].all()  # of equal ranks the first: uniform attention looks at one place
     average = ImplicitPolicy(1, 8, 0, 2, looks="average")
     assert average.parameters == 8 and average.selected_patches(None, theta, images).all()
 
@@ -95,23 +126,38 @@ def test_pairs_are_antithetic_and_directions_orthogonal():
     torch.testing.assert_close(both[:, 0] - theta, 0.5 * eps)
     gram = eps @ eps.T
     assert (gram - gram.diagonal().diag()).abs().max() < 1e-4
-    assert torch.equal(eps, directions(3, 1, 8, 40)) and not torch.equal(eps, directions(3, 2, 8, 40))
+    assert torch.equal(eps, directions(3, 1, 8, 40)) and not torch.equal(
+        eps, directions(3, 2, 8, 40)
+    )
 
 
 def test_ranks_take_the_place_of_returns():
-    assert centered_ranks([1.0, 100.0, -5.0, 7.0]).tolist() == pytest.approx([-1 / 6, 0.5, -0.5, 1 / 6])
+    assert centered_ranks([1.0, 100.0, -5.0, 7.0]).tolist() == pytest.approx(
+        [-1 / 6, 0.5, -0.5, 1 / 6]
+    )
     assert centered_ranks([2.0, 2.0]).tolist() == [0, 0]
-    assert centered_ranks([1.0, float("nan"), 3.0, 2.0]).tolist() == [0, 0, 0.5, -0.5]  # a pair with a dropped one
+    assert centered_ranks([1.0, float("nan"), 3.0, 2.0]).tolist() == [
+        0,
+        0,
+        0.5,
+        -0.5,
+    ]  # a pair with a dropped one
     eps = torch.eye(2, 3)
-    assert gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist() == pytest.approx([2.5, -2.5, 0])
+    assert gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist() == pytest.approx(
+        [2.5, -2.5, 0]
+    )
 
 
 @pytest.mark.slow
 def test_it_learns_where_to_look():
     """What it attends to is where the goal is: without attention it cannot know."""
     plan = Search(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
-    returns = {looks: [*evolve(plan, player(ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, looks)), 0, 0, None)][-1]["return"]
-               for looks in ("attention", "average")}
+    returns = {
+        looks: [*evolve(plan, player(ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, looks)), 0, 0, None)][
+            -1
+        ]["return"]
+        for looks in ("attention", "average")
+    }
     assert returns["attention"] > returns["average"] + 1
 
 
@@ -133,7 +179,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     run.close()
     assert first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut")) == whole
     states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
-    assert torch.equal(states[0].theta, states[1].theta) and torch.equal(states[0].moments, states[1].moments)
+    assert torch.equal(states[0].theta, states[1].theta) and torch.equal(
+        states[0].moments, states[1].moments
+    )
 
 
 def test_a_damaged_state_is_set_aside(tmp_path, capsys):
@@ -142,7 +190,7 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
     assert list(evolve(PLAN, player(), 0, 3, tmp_path)) == whole[3:]
     assert "checkpoints/step-3: damaged" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="restore the file"):
-        next(evolve(PLAN, player(), 0, 2, tmp_path))         # a state without its records
+        next(evolve(PLAN, player(), 0, 2, tmp_path))  # a state without its records
 
 
 @pytest.mark.slow
@@ -186,9 +234,15 @@ def test_a_rollout_depends_on_its_seed_alone(world):
         each.played = [each.step(np.full(world.actions, 0.3)) for _ in range(3)]
     assert np.array_equal(one.seen_first.image, other.seen_first.image)
     for (a, reward, _), (b, other_reward, _) in zip(one.played, other.played):
-        assert np.array_equal(a.image, b.image) and np.array_equal(a.state, b.state) and reward == other_reward
+        assert (
+            np.array_equal(a.image, b.image)
+            and np.array_equal(a.state, b.state)
+            and reward == other_reward
+        )
     assert a.image.shape == (world.channels, 16, 16) and a.state.shape == (world.states,)
-    assert np.isfinite(a.image).all() and not np.array_equal(one.reset(9).image, one.seen_first.image)
+    assert np.isfinite(a.image).all() and not np.array_equal(
+        one.reset(9).image, one.seen_first.image
+    )
 
 
 def test_the_ant_walks_where_it_is_led():
@@ -211,9 +265,11 @@ def test_the_height_map_is_that_of_the_stones():
     stones = course(np.random.default_rng(0))
     image = heights(stones, 0, 0, 0, 16)
     assert (image[:5] == 0).all() and image.min() == -4
-    side = np.sign(stones[1, 1])                                     # that the second stone lies to, where left is 1
+    side = np.sign(stones[1, 1])  # that the second stone lies to, where left is 1
     off = heights(stones, stones[1, 0] - 1, 0, 0, 16)[6:10]
-    assert (off[:, 15 if side > 0 else 0] == -4).all() and (off[:, 0 if side > 0 else 15] > -1).all()
+    assert (off[:, 15 if side > 0 else 0] == -4).all() and (
+        off[:, 0 if side > 0 else 15] > -1
+    ).all()
     ends = stones[:, 0] + stones[:, 3]
     assert (stones[1:, 0] - stones[1:, 3] - ends[:-1] >= 0.05 - 1e-9).all()
     assert np.array_equal(heights(stones, 2, 1, 0.3, 16).shape, (16, 16))
@@ -226,6 +282,7 @@ def test_arms_sweep_a_heap_into_the_bowl():
     way = world.places.mean(0) - BOWL
     begin = world.places.mean(0) + 0.15 * way / np.linalg.norm(way) + [[-0.07, 0], [0.07, 0]]
     from crt_exp.evolution.environments import CENTRE, RANGE
+
     _, reward, _ = world.step(((begin - CENTRE) / RANGE).flatten())
     assert world.within > 0.3 and reward == pytest.approx(world.within / 3)
     assert (np.linalg.norm(world.places - BOWL, axis=1) <= RADIUS).mean() == world.within
@@ -233,37 +290,63 @@ def test_arms_sweep_a_heap_into_the_bowl():
 
 # ---- the command line
 
-SMALL = ["logger=none", "task.strategy.generations=2", "task.strategy.population=4", "task.strategy.evaluated=1",
-         "task.strategy.evaluate_every=2", "task.strategy.tested=2", "task.strategy.together=2"]
-LITTLE = {"locomotion": [*SMALL, "task.seconds=1.5"], "sweep": [*SMALL, "task.particles=4", "task.strokes=1"]}
+SMALL = [
+    "logger=none",
+    "task.strategy.generations=2",
+    "task.strategy.population=4",
+    "task.strategy.evaluated=1",
+    "task.strategy.evaluate_every=2",
+    "task.strategy.tested=2",
+    "task.strategy.together=2",
+]
+LITTLE = {
+    "locomotion": [*SMALL, "task.seconds=1.5"],
+    "sweep": [*SMALL, "task.particles=4", "task.strokes=1"],
+}
 
 
 @pytest.mark.parametrize("task", ["sweep", pytest.param("locomotion", marks=pytest.mark.slow)])
 def test_a_run_and_its_continuation(typed, tmp_path, task):
-    run = [f"task={task}", "attention=hrf_angular", "features.m=8", *LITTLE[task], "+task.film=true",
-           f"hydra.run.dir={tmp_path / 'run'}"]
+    run = [
+        f"task={task}",
+        "attention=hrf_angular",
+        "features.m=8",
+        *LITTLE[task],
+        "+task.film=true",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
     code, out, err = typed(*run)
     assert code == 0 and f"{task}: return" in out, err
     assert (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF"
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [r["split"] for r in records] == ["train", "train", "validation", "test"] and records[-1]["final"]
+    assert [r["split"] for r in records] == ["train", "train", "validation", "test"] and records[
+        -1
+    ]["final"]
     (tmp_path / "run/metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))
     code, out, err = typed(*run, "resume=auto")
     again = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert code == 0 and again["returns"] == records[-1]["returns"], err
 
 
-@pytest.mark.parametrize("options, words", [
-    (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
-    (["task=sweep", "task.policy.patch=5"], ["task.patch=5", "16 pixels"]),
-    (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"])])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
+        (["task=sweep", "task.policy.patch=5"], ["task.patch=5", "16 pixels"]),
+        (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"]),
+    ],
+)
 def test_what_is_refused(typed, tmp_path, options, words):
-    check_refused(typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run")
+    check_refused(
+        typed(*options, "logger=none", f"hydra.run.dir={tmp_path / 'run'}"), words, tmp_path / "run"
+    )
 
 
 def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch):
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
-    check_refused(typed("task=locomotion", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
-                  ["task=locomotion: gymnasium and mujoco missing", "pip install 'crt_exp[robotics]'"],
-                  tmp_path / "run")
+    check_refused(
+        typed("task=locomotion", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
+        ["task=locomotion: gymnasium and mujoco missing", "pip install 'crt_exp[robotics]'"],
+        tmp_path / "run",
+    )

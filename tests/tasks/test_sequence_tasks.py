@@ -19,12 +19,32 @@ from crt_exp.tasks.sequences import NOISE, Recall, recall_row
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 MODEL = {"preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
 NEXT = MODEL | {"tied": None, "init": "scratch", "calibration": 2}
-ARENA = MODEL | {"dataset": "listops", "data_dir": None, "scale": "small", "evaluated": None, "max_length": None,
-                 "cache_dir": None, "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24}}
-IMAGES = NEXT | {"dataset": "digits", "data_dir": None, "size": None, "channels": None, "held_out": 0.05,
-                 "evaluated": 20}
-PAIRS = NEXT | {"block": 16, "pairs": 2, "queries": 3, "symbols": 8, "rows": 64, "evaluated": 8,
-                "positions": "rotary"}
+ARENA = MODEL | {
+    "dataset": "listops",
+    "data_dir": None,
+    "scale": "small",
+    "evaluated": None,
+    "max_length": None,
+    "cache_dir": None,
+    "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24},
+}
+IMAGES = NEXT | {
+    "dataset": "digits",
+    "data_dir": None,
+    "size": None,
+    "channels": None,
+    "held_out": 0.05,
+    "evaluated": 20,
+}
+PAIRS = NEXT | {
+    "block": 16,
+    "pairs": 2,
+    "queries": 3,
+    "symbols": 8,
+    "rows": 64,
+    "evaluated": 8,
+    "positions": "rotary",
+}
 
 
 def task_of(**options):
@@ -42,17 +62,30 @@ def recall_of(**options):
 # ---- ListOps ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text, value", [
-    ("7", 7), ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9), ("[SM 9 8 7 ]", 4),
-    ("[MED 1 2 ]", 1),                                       # 1.5, rounded down
-    ("[SM [MAX 1 2 ] [MED 8 8 9 ] [MIN 9 5 ] ]", 5),
-])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("7", 7),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[SM 9 8 7 ]", 4),
+        ("[MED 1 2 ]", 1),  # 1.5, rounded down
+        ("[SM [MAX 1 2 ] [MED 8 8 9 ] [MIN 9 5 ] ]", 5),
+    ],
+)
 def test_lists_are_worth_what_a_hand_finds(text, value):
     assert arena.listops_value(text.split()) == value
 
 
 def test_generated_lists_keep_the_rules():
-    rules = {"train": 300, "validation": 50, "test": 50, "shortest": 6, "longest": 30, "depth": 3, "arguments": 4}
+    rules = {
+        "train": 300,
+        "validation": 50,
+        "test": 50,
+        "shortest": 6,
+        "longest": 30,
+        "depth": 3,
+        "arguments": 4,
+    }
     found = arena.generated("listops", rules, "small", None)
     every = [tuple(arena.SYMBOLS[i] for i in row) for split in found for row in found[split].rows]
     labels = np.concatenate([part.labels for part in found.values()])
@@ -60,7 +93,7 @@ def test_generated_lists_keep_the_rules():
     for words, label in zip(every, labels):
         assert 6 < len(words) < 30 and 0 <= arena.listops_value(words) == label <= 9
         nesting = np.cumsum([(word in arena.OPERATORS) - (word == "]") for word in words])
-        assert nesting.max() <= 2 and nesting[-1] == 0       # depth 3 holds digits alone
+        assert nesting.max() <= 2 and nesting[-1] == 0  # depth 3 holds digits alone
     assert {word for words in every for word in words} == set(arena.SYMBOLS)
 
 
@@ -79,9 +112,14 @@ def joined(grey, gap):
     return last.tolist() not in left
 
 
-@pytest.mark.parametrize("scale, count", [("small", 20), pytest.param("full", 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scale, count", [("small", 20), pytest.param("full", 40, marks=pytest.mark.slow)]
+)
 def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
-    changes, size = {"train": count, "validation": 1, "test": 1}, arena.PRESETS["pathfinder"][scale]["size"]
+    changes, size = (
+        {"train": count, "validation": 1, "test": 1},
+        arena.PRESETS["pathfinder"][scale]["size"],
+    )
     found = arena.generated("pathfinder", changes, scale, None)["train"]
     pictures = np.stack(found.rows).reshape(count, size, size)
     assert found.labels.sum() == count // 2 and {*np.unique(pictures)} == {0, LINE, DOT}
@@ -97,7 +135,11 @@ def classifier(name="favorpp", together=1):
     torch.manual_seed(0)
     options = {"m": 16} if name == "favorpp" else {}
     description = LanguageDescription(12, 20, SIZES, causal=False)
-    return Classifier(description, 3, Mechanism.of(name, **options).layer, together=together).double().eval()
+    return (
+        Classifier(description, 3, Mechanism.of(name, **options).layer, together=together)
+        .double()
+        .eval()
+    )
 
 
 @torch.no_grad()
@@ -127,7 +169,7 @@ def test_rows_of_a_batch_and_their_labels():
     short = task_of(max_length=9)
     assert short.row_length == 9 == next(iter(short.batches("test", Plan(20))))["tokens"].shape[1]
     rules = {"size": 128, "train": 2, "validation": 2, "test": 2}
-    assert task_of(dataset="pathfinder", rules=rules).row_length == 128**2   # Path-X, whole
+    assert task_of(dataset="pathfinder", rules=rules).row_length == 128**2  # Path-X, whole
 
 
 def test_majority_is_that_of_the_training_split():
@@ -157,10 +199,16 @@ def test_reviews_and_pairs(tmp_path):
     with pytest.raises(DataError, match="expected folders neg and pos"):
         task_of(dataset="text", data_dir=str(tmp_path / "imdb"), rules={})
     for name in ("train", "eval", "test"):
-        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("1.0\ta\tb\tone\ttwo!\n0.0\ta\tc\tone\tx\n" * 3)
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text(
+            "1.0\ta\tb\tone\ttwo!\n0.0\ta\tc\tone\tx\n" * 3
+        )
     task = task_of(dataset="retrieval", data_dir=str(tmp_path), rules={})
     batch = next(iter(task.batches("test", Plan(4))))
-    assert batch["tokens"].shape == (8, 4) and batch["labels"].shape == (4,) and task.length("train") == 6
+    assert (
+        batch["tokens"].shape == (8, 4)
+        and batch["labels"].shape == (4,)
+        and task.length("train") == 6
+    )
     assert torch.isfinite(task.loss(task.build(Mechanism.of("favorpp", m=8)), batch))
     (tmp_path / "new_aan_pairs.eval.tsv").write_text("2\ta\tb\tone\ttwo\n")
     with pytest.raises(DataError, match="eval.tsv, line 1: expected a label"):
@@ -200,7 +248,7 @@ def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
     assert batch["tokens"][0].tolist() == [256, *values.reshape(-1)[:-1]]
     grey = pixels_of(data_dir=str(root), size=8, channels=1, held_out=0.25)
     assert grey.row_length == 64 and grey.vocabulary["channels"] == 1
-    grid = np.arange(256, dtype=np.uint8).reshape(16, 16)    # smaller images are means of the pixels
+    grid = np.arange(256, dtype=np.uint8).reshape(16, 16)  # smaller images are means of the pixels
     means = grid.reshape(8, 2, 8, 2).mean((1, 3))
     assert crop_square(Image.fromarray(grid), 8, 1, "")[..., 0] == pytest.approx(means, abs=0.5)
     with pytest.raises(DataError, match="train/a/0.png has 10 x 8 pixels"):
@@ -212,12 +260,17 @@ def test_bits_are_those_of_the_values():
     model = task.build(Mechanism.of("uniform")).eval()
     found = task.evaluate(model, "test", Reader(task, batch=7))
     with torch.no_grad():
-        bits = [torch.nn.functional.cross_entropy(model(batch["tokens"])[0], batch["labels"][0]) / np.log(2)
-                for batch in task.batches("test", Plan(1))]
+        bits = [
+            torch.nn.functional.cross_entropy(model(batch["tokens"])[0], batch["labels"][0])
+            / np.log(2)
+            for batch in task.batches("test", Plan(1))
+        ]
     assert found["dimensions"] == 20 * 64
     assert found["bits_per_dim"] == pytest.approx(np.mean(bits), rel=1e-5)
     seen = np.concatenate([task.values("test", i) for i in range(20)])
-    assert found["unigram_bits_per_dim"] == pytest.approx(-np.log2(task.unigram[seen]).mean(), rel=1e-6)
+    assert found["unigram_bits_per_dim"] == pytest.approx(
+        -np.log2(task.unigram[seen]).mean(), rel=1e-6
+    )
 
 
 def test_images_are_drawn_and_completed(tmp_path):
@@ -228,12 +281,15 @@ def test_images_are_drawn_and_completed(tmp_path):
     Image.fromarray(values).save(tmp_path / "half.png")
     words = [f"run={tmp_path}", f"output={tmp_path / 'out.png'}", "n=3"]
     assert infer.main(words) == 0
-    assert np.asarray(Image.open(tmp_path / "out.png")).shape[:2] == (100, 3 * 98 + 2)  # a value: 12 x 12 pixels
+    assert np.asarray(Image.open(tmp_path / "out.png")).shape[:2] == (
+        100,
+        3 * 98 + 2,
+    )  # a value: 12 x 12 pixels
     assert infer.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
     found = np.asarray(Image.open(tmp_path / "out.png"))
-    first, *drawn = (found[2:98:12, left:left + 96:12, 0] for left in range(2, 4 * 98, 98))
+    first, *drawn = (found[2:98:12, left : left + 96 : 12, 0] for left in range(2, 4 * 98, 98))
     assert (first == values).all() and (found[2:14, 2:14] == values[0, 0]).all()
-    for image in drawn:                                      # the upper half is the image's, the lower one is drawn
+    for image in drawn:  # the upper half is the image's, the lower one is drawn
         assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
 
 
@@ -250,8 +306,10 @@ def test_what_is_asked_was_said_before(length, pairs, queries):
         value = {tokens[at]: tokens[at + 1] for at in said}
         assert len(said) == len(value) == pairs and said.max() < asked.min()
         assert all(value[tokens[at]] == labels[at] == tokens[at + 1] < 8 for at in asked)
-    assert not np.array_equal(recall_row("train", 0, length, 8, pairs, queries)[0],
-                              recall_row("test", 0, length, 8, pairs, queries)[0])
+    assert not np.array_equal(
+        recall_row("train", 0, length, 8, pairs, queries)[0],
+        recall_row("test", 0, length, 8, pairs, queries)[0],
+    )
 
 
 def test_a_model_that_knows_nothing_is_at_chance():
@@ -262,13 +320,25 @@ def test_a_model_that_knows_nothing_is_at_chance():
     assert {"tokens", "labels"} == set(next(iter(task.batches("train", Plan(4)))))
 
 
-@pytest.mark.parametrize("make, options, words", [
-    (task_of, {"rules": {"shortest": 60, "depth": 1}}, "task.rules: 0 different sequences"),
-    (task_of, {"dataset": "pathfinder", "rules": {"size": 5}}, "task.rules: .* set a larger size"),
-    (task_of, {"dataset": "image"}, "task.rules: only for the generated task.dataset=listops or pathfinder"),
-    (pixels_of, {"dataset": "photos"}, "task.dataset=photos: .*train/<class>/"),
-    (recall_of, {"block": 8, "queries": 6}, "task.block=8: expected at least 16"),
-], ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (task_of, {"rules": {"shortest": 60, "depth": 1}}, "task.rules: 0 different sequences"),
+        (
+            task_of,
+            {"dataset": "pathfinder", "rules": {"size": 5}},
+            "task.rules: .* set a larger size",
+        ),
+        (
+            task_of,
+            {"dataset": "image"},
+            "task.rules: only for the generated task.dataset=listops or pathfinder",
+        ),
+        (pixels_of, {"dataset": "photos"}, "task.dataset=photos: .*train/<class>/"),
+        (recall_of, {"block": 8, "queries": 6}, "task.block=8: expected at least 16"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_options_that_do_not_fit(make, options, words, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     with pytest.raises((ConfigError, DataError), match=words):

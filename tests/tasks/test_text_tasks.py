@@ -19,14 +19,50 @@ from crt_exp.tasks.mlm import MLM, MaskedModel, following
 from crt_exp.tasks.ptb import PTB
 
 HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-MASKED = {"text": None, "validation_text": None, "data_dir": None, "source": "files", "hub": HUB, "model": None,
-          "init": "scratch", "sizes": SIZES, "vocabulary": None, "vocabulary_size": 300, "lowercase": True,
-          "block": 16, "share": 0.15, "cache_dir": None}
-WORDS = {"corpus": "", "data_dir": None, "source": "files", "min_count": None, "init": "scratch", "width": 16,
-         "layers": 2, "dropout": 0.0, "bptt": 7, "softmax": "full",
-         "sampling": {"negatives": 5, "temperature": 1.0, "rebuild_every": 3, "tree": True, "alpha": 100.0},
-         "temperature": 1.0, "lengths": {"queries": 0.0, "keys": 0.0}, "eval_columns": 4}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+MASKED = {
+    "text": None,
+    "validation_text": None,
+    "data_dir": None,
+    "source": "files",
+    "hub": HUB,
+    "model": None,
+    "init": "scratch",
+    "sizes": SIZES,
+    "vocabulary": None,
+    "vocabulary_size": 300,
+    "lowercase": True,
+    "block": 16,
+    "share": 0.15,
+    "cache_dir": None,
+}
+WORDS = {
+    "corpus": "",
+    "data_dir": None,
+    "source": "files",
+    "min_count": None,
+    "init": "scratch",
+    "width": 16,
+    "layers": 2,
+    "dropout": 0.0,
+    "bptt": 7,
+    "softmax": "full",
+    "sampling": {
+        "negatives": 5,
+        "temperature": 1.0,
+        "rebuild_every": 3,
+        "tree": True,
+        "alpha": 100.0,
+    },
+    "temperature": 1.0,
+    "lengths": {"queries": 0.0, "keys": 0.0},
+    "eval_columns": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +93,14 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     """They are the last ones of the text; masks of an evaluation are the same each time, others in every epoch."""
     task = mlm(causal=causal)
     train, validation = task.blocks["train"], task.blocks["validation"]
-    whole = running_blocks(files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else "")
+    whole = running_blocks(
+        files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else ""
+    )
     assert len(validation) == -(-len(whole) // 50) and task.test is None
     assert np.array_equal(np.concatenate([train, validation]), whole)
-    labels = lambda split, **plan: [batch["labels"] for batch in task.batches(split, Plan(4, **plan))]
+    labels = lambda split, **plan: [
+        batch["labels"] for batch in task.batches(split, Plan(4, **plan))
+    ]
     assert all(map(torch.equal, labels("validation"), labels("validation")))
     assert not torch.equal(labels("train", epoch=0)[0], labels("train", epoch=1)[0])
 
@@ -68,8 +108,13 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
 @pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Albert", "Roberta", "Electra"])
 def test_logits_of_the_masked_tokens_alone(kind):
     """Equal to the whole model's at those places, with equal gradients."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
-             "embedding_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "embedding_size": 16,
+    }
     if kind == "DistilBert":
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
     config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
@@ -92,7 +137,9 @@ def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
     assert following(ids).tolist() == [[4, 5, IGNORED], [7, 8, IGNORED]]
     mlm(causal=True).tokenizer.save_pretrained(tmp_path)
-    config = transformers.LlamaConfig(vocab_size=300, num_key_value_heads=1, pad_token_id=None, **SIZES)
+    config = transformers.LlamaConfig(
+        vocab_size=300, num_key_value_heads=1, pad_token_id=None, **SIZES
+    )
     config.save_pretrained(tmp_path)
     task = mlm(causal=True, model=str(tmp_path))
     model = task.build(Mechanism.of("exact")).eval()
@@ -102,7 +149,9 @@ def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     torch.testing.assert_close(logits, whole.logits[:, :-1].flatten(0, 1))
     torch.testing.assert_close(task.loss(model, batch), whole.loss)
     F.cross_entropy(logits, labels).backward()
-    assert type(model.model).__name__ == "LlamaForCausalLM" and all(p.grad is not None for p in model.parameters())
+    assert type(model.model).__name__ == "LlamaForCausalLM" and all(
+        p.grad is not None for p in model.parameters()
+    )
 
 
 def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
@@ -112,13 +161,20 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
     first.export(model, model.state_dict(), tmp_path)
     given = {"causal": True, "model": str(tmp_path / "model"), "init": "uptrain"}
     task = mlm(block=40, **given)
-    assert (running_blocks(files / "text.txt", task.tokenizer, 40)[:len(task.blocks["train"])]
-            == task.blocks["train"]).all()
+    assert (
+        running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.blocks["train"])]
+        == task.blocks["train"]
+    ).all()
     found = task.build(Mechanism.of("exact")).state_dict()
     assert all(torch.equal(found[key], tensor) for key, tensor in model.state_dict().items())
-    for count, check in ((0, lambda weights: max(weights) == 0), (2, lambda weights: min(weights) > 0)):
+    for count, check in (
+        (0, lambda weights: max(weights) == 0),
+        (2, lambda weights: min(weights) > 0),
+    ):
         layers = mlm(calibration=count, **given).build(Mechanism.of("favorpp", m=8)).modules()
-        assert check([float(part.running_weight) for part in layers if hasattr(part, "running_weight")])
+        assert check(
+            [float(part.running_weight) for part in layers if hasattr(part, "running_weight")]
+        )
     with pytest.raises(ConfigError, match="expected at most 512"):
         mlm(block=600, **given)
 
@@ -126,20 +182,33 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
 def test_repeated_rows_say_the_first_half_again(mlm):
     """With repeat = 1 each row's second half is its first one from some place on; which ones depends on the seed."""
     task, plain = mlm(causal=True, repeat=1.0, block=15), mlm(causal=True, block=15)
-    batch, whole = next(task.batches("train", Plan(40))), next(plain.batches("train", Plan(40)))["input_ids"]
+    batch, whole = (
+        next(task.batches("train", Plan(40))),
+        next(plain.batches("train", Plan(40)))["input_ids"],
+    )
     ids = batch["input_ids"]
-    starts = {int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8]))) for row in ids}
+    starts = {
+        int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8])))
+        for row in ids
+    }
     assert len(starts) > 3 and torch.equal(batch["labels"][:, :-1], ids[:, 1:])
     assert torch.equal(ids[:, :7], whole[:, :7])
     some = next(mlm(causal=True, repeat=0.3, block=15).batches("train", Plan(40)))["input_ids"]
     assert 20 <= (some == whole).all(1).sum() <= 36
 
 
-@pytest.mark.parametrize("options, words", [
-    ({"text": None}, "(?s)wiki.train.tokens.*CRT_DATA is not set.*fetch wikitext2"),
-    ({"sizes": SIZES | {"hidden_act": "abc"}}, "'hidden_act': 'abc'.*transformers cannot build the model"),
-    ({"repeat": 0.5}, "task.repeat"),
-], ids=str)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"text": None}, "(?s)wiki.train.tokens.*CRT_DATA is not set.*fetch wikitext2"),
+        (
+            {"sizes": SIZES | {"hidden_act": "abc"}},
+            "'hidden_act': 'abc'.*transformers cannot build the model",
+        ),
+        ({"repeat": 0.5}, "task.repeat"),
+    ],
+    ids=str,
+)
 def test_options_of_mlm_that_do_not_fit(options, words, mlm):
     with pytest.raises((ConfigError, DataError), match=words):
         mlm(**options).build(Mechanism.of("exact"))
@@ -149,9 +218,23 @@ def test_options_of_mlm_that_do_not_fit(options, words, mlm):
 
 
 def books(text, *words):
-    sizes = [f"+task.sizes.{key}={value}" for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items()]
-    return instantiate(compose(["task=books", f"task.text={text}", "task.vocabulary_size=300", "task.max_length=16",
-                                "task.cache_dir=null", *sizes, *words]).task)
+    sizes = [
+        f"+task.sizes.{key}={value}"
+        for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items()
+    ]
+    return instantiate(
+        compose(
+            [
+                "task=books",
+                f"task.text={text}",
+                "task.vocabulary_size=300",
+                "task.max_length=16",
+                "task.cache_dir=null",
+                *sizes,
+                *words,
+            ]
+        ).task
+    )
 
 
 @torch.no_grad()
@@ -159,19 +242,26 @@ def books(text, *words):
 def test_perplexity_of_a_word_is_that_of_its_tokens(rows, files):
     task = books(files / "text.txt", f"task.rows={rows}", "task.evaluated=8")
     found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task))
-    assert found["word_perplexity"] == pytest.approx(np.exp(found["loss"] * found["tokens_per_word"]), rel=1e-6)
-    assert 7 * 16 < found["tokens"] <= 8 * 16 or rows == "apart"             # the last row is a part of one
+    assert found["word_perplexity"] == pytest.approx(
+        np.exp(found["loss"] * found["tokens_per_word"]), rel=1e-6
+    )
+    assert 7 * 16 < found["tokens"] <= 8 * 16 or rows == "apart"  # the last row is a part of one
 
 
 def test_masked_tokens_are_those_of_both_sides(files):
     """A bidirectional model predicts masked tokens, of which the end of a text is none."""
     task = books(files / "text.txt", "task.direction=bidirectional", "task.rows=apart")
-    batches = [next(iter(task.batches(split, Plan(64, seed=1)))) for split in ("train", "train", "test")]
+    batches = [
+        next(iter(task.batches(split, Plan(64, seed=1)))) for split in ("train", "train", "test")
+    ]
     for batch in batches:
         chosen = batch["labels"] != IGNORED
         assert 0.1 < chosen[batch.get("key_mask", chosen | True)].float().mean() < 0.25
         assert (batch["tokens"][chosen] == task.predictable).float().mean() > 0.6
-        assert not (batch["labels"] == task.end).any() and (batch["tokens"][~chosen] < task.predictable).all()
+        assert (
+            not (batch["labels"] == task.end).any()
+            and (batch["tokens"][~chosen] < task.predictable).all()
+        )
     assert torch.equal(batches[0]["labels"], batches[1]["labels"])
 
 
@@ -182,8 +272,13 @@ def test_books_are_written_with_the_tokenizer_of_the_run(files, tmp_path, capsys
         model = task.build(Mechanism.of("favorp", m=8))
         task.export(model, model.state_dict(), tmp_path)
         code = infer.main([f"run={tmp_path}", "prompt=a bird", "n=2", "length=12"])
-        assert (code, capsys.readouterr().out.count("a bird") >= 2) == ((2, False) if words else (0, True))
-        assert books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary == task.vocabulary
+        assert (code, capsys.readouterr().out.count("a bird") >= 2) == (
+            (2, False) if words else (0, True)
+        )
+        assert (
+            books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary
+            == task.vocabulary
+        )
     with pytest.raises(ConfigError, match="trained with other symbols; expected"):
         books(files / "text.txt", f"task.init={tmp_path}")
     with pytest.raises(DataError, match="task.max_length=20000.*has only"):
@@ -209,9 +304,16 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
         mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
         whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
         outputs, _ = model.body(torch.from_numpy(whole[0]))
-        torch.testing.assert_close(mean, F.cross_entropy((outputs @ model.body.embedding.weight.T).flatten(0, 1),
-                                                         torch.from_numpy(whole[1]).flatten()).detach())
-        assert task.state_dict().keys() == set("01"[:parts]) and len(batches) == parts * task.epoch_steps(plan)
+        torch.testing.assert_close(
+            mean,
+            F.cross_entropy(
+                (outputs @ model.body.embedding.weight.T).flatten(0, 1),
+                torch.from_numpy(whole[1]).flatten(),
+            ).detach(),
+        )
+        assert task.state_dict().keys() == set("01"[:parts]) and len(
+            batches
+        ) == parts * task.epoch_steps(plan)
         task.load_state_dict({})
 
 
@@ -236,14 +338,18 @@ def test_processes_share_columns(ptb):
     halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
     both = [batch for pair in zip(*halves) for batch in pair]
     for one, two in zip(ptb().batches("train", Plan(4, micro=2)), both, strict=True):
-        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(one["labels"], two["labels"])
+        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(
+            one["labels"], two["labels"]
+        )
 
 
 def test_lengths_and_temperature_of_the_loss(ptb):
     task = ptb(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
     model, batch = built(task), next(task.batches("train", Plan(4)))
     outputs, e = model.body(batch["tokens"])[0].flatten(0, 1), model.body.embedding.weight
-    cost = 0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
+    cost = (
+        0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
+    )
     expected = F.cross_entropy(2 * outputs @ e.T, batch["labels"].flatten()) + cost
     torch.testing.assert_close(task.loss(model, batch), expected)
     alone = model.eval()(batch["tokens"], batch["labels"])
@@ -255,7 +361,9 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     task = ptb()
     model = task.build(Mechanism.of("exact"))
     lstm.save_model(model.body, task.text.words, 1.0, model.body.state_dict(), tmp_path)
-    found = ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
+    found = (
+        ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
+    )
     assert all(torch.equal(found[name], tensor) for name, tensor in model.body.state_dict().items())
     for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):

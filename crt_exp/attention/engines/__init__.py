@@ -43,18 +43,19 @@ def numbers(header: Path) -> dict[str, str]:
 
 _NUMBERS = numbers(Path(__file__).with_name("vectors.h"))
 CHUNK, NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = (
-    int(_NUMBERS[name]) for name in ("CHUNK", "NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY"))
+    int(_NUMBERS[name]) for name in ("CHUNK", "NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY")
+)
 TINY = float(_NUMBERS["TINY"])
 
 
 class Kept(NamedTuple):
     """Result of a forward pass, with what its backward pass needs."""
 
-    out: Tensor     # (B,H,L,dv)
+    out: Tensor  # (B,H,L,dv)
     logsum: Tensor  # (B,H,L)
     states: Tensor  # (B,H,dv+1,M): [U, 1], values of the features as virtual keys; causal: (B,H,N,dv+1,M), sums over
-                    # the keys before each segment, relative to exp(logs)
-    logs: Tensor    # (B,H,M): log weights of the virtual keys, without the bias of keys; causal: (B,H,N,M)
+    # the keys before each segment, relative to exp(logs)
+    logs: Tensor  # (B,H,M): log weights of the virtual keys, without the bias of keys; causal: (B,H,N,M)
     levels: Tensor  # (B,H,.) uint8: where shorter pieces were needed; empty if bidirectional
 
 
@@ -64,12 +65,12 @@ class Form(NamedTuple):
     log phi(x) = scale rows.x + bias - norm_weight |x|^2.
     """
 
-    rows: Tensor                # (B or 1, H or 1, M, d)
-    scale: Tensor               # (B or 1, H or 1, 1, 1)
-    bias: Tensor                # (B or 1, H or 1, M)
+    rows: Tensor  # (B or 1, H or 1, M, d)
+    scale: Tensor  # (B or 1, H or 1, 1, 1)
+    bias: Tensor  # (B or 1, H or 1, M)
     norm_weight: float
-    keep: Tensor | None         # (B, S)
-    learned: bool = False       # whether rows, scale or bias need a gradient
+    keep: Tensor | None  # (B, S)
+    learned: bool = False  # whether rows, scale or bias need a gradient
 
     @property
     def width(self) -> int:
@@ -89,7 +90,9 @@ class Form(NamedTuple):
             squares.masked_fill_(~self.keep[:, None], 0)  # padding may hold NaN
         check_result(squares)
         offsets = squares.mul_(-self.norm_weight)
-        return offsets if self.keep is None else offsets.masked_fill_(~self.keep[:, None], -torch.inf)
+        return (
+            offsets if self.keep is None else offsets.masked_fill_(~self.keep[:, None], -torch.inf)
+        )
 
 
 class Gradients(NamedTuple):
@@ -99,24 +102,33 @@ class Gradients(NamedTuple):
     y: Tensor
     v: Tensor
     weights: Tensor  # (B,H,M,d), of scale rows by batch entry and head; empty unless the map learns
-    bias: Tensor     # (B,H,M), or empty
+    bias: Tensor  # (B,H,M), or empty
 
     @classmethod
     def empty(cls, x: Tensor, y: Tensor, v: Tensor, form: Form) -> "Gradients":
         B, H, d = *x.shape[:2], x.shape[-1]
         sizes = [(B, H, form.width, d), (B, H, form.width)] if form.learned else [(0,), (0,)]
-        return cls(*(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)),
-                   *(form.rows.new_empty(size) for size in sizes))
+        return cls(
+            *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)),
+            *(form.rows.new_empty(size) for size in sizes),
+        )
 
     def of_map(self, form: Form) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of rows, scale and bias, summed over what shares them."""
         scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
-        return ((self.weights * form.scale).sum_to_size(form.rows.shape), scale.sum_to_size(form.scale.shape),
-                self.bias.sum_to_size(form.bias.shape))
+        return (
+            (self.weights * form.scale).sum_to_size(form.rows.shape),
+            scale.sum_to_size(form.scale.shape),
+            self.bias.sum_to_size(form.bias.shape),
+        )
 
 
-def denominator_gradients(grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype) -> Tensor:
+def denominator_gradients(
+    grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Return the last column of G, grad_logsum - g.output, (B, H, L)."""
-    blocks = zip(grad.split(BLOCK, 2), out.split(BLOCK, 2))  # avoids a product of the size of the output
+    blocks = zip(
+        grad.split(BLOCK, 2), out.split(BLOCK, 2)
+    )  # avoids a product of the size of the output
     dots = torch.cat([(g.to(dtype) * o).sum(-1) for g, o in blocks], 2)
     return -dots if grad_logsum is None else grad_logsum - dots

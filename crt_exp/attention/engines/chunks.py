@@ -18,21 +18,43 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.checks import check_result, compute_dtype, requires_gradient, transformed
-from crt_exp.attention.partials import (Partial, ScaledKeys, merge, read, scale_keys, small_denominators, summarise,
-                                        within)
+from crt_exp.attention.partials import (
+    Partial,
+    ScaledKeys,
+    merge,
+    read,
+    scale_keys,
+    small_denominators,
+    summarise,
+    within,
+)
 from crt_exp.features.base import BoundMap, FeatureMap, all_true
 from crt_exp.samplers.noise import Nested, leaves, map_leaves, no_autocast
 
-CHUNK = 128                      # tokens of a causal chunk
-WIDE = 512                       # maximal tokens of a bidirectional chunk: fewer, larger operations
-STRETCH = 512                    # tokens of causal attention that are recomputed at once
-PIECES = (CHUNK, 32, 8, 1)       # tokens of the pieces of a causal chunk, tried in turn while a row underflows
-ELEMENTS = 2**21                 # maximum for one feature tensor: limits the batch entries of one step
-MAX_SAVED = 2**18                # elements of all features that autograd may store
+CHUNK = 128  # tokens of a causal chunk
+WIDE = 512  # maximal tokens of a bidirectional chunk: fewer, larger operations
+STRETCH = 512  # tokens of causal attention that are recomputed at once
+PIECES = (
+    CHUNK,
+    32,
+    8,
+    1,
+)  # tokens of the pieces of a causal chunk, tried in turn while a row underflows
+ELEMENTS = 2**21  # maximum for one feature tensor: limits the batch entries of one step
+MAX_SAVED = 2**18  # elements of all features that autograd may store
 
 
-def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nested, params: Nested, causal: bool,
-                    keep: Tensor | None, modulus: bool) -> Partial:
+def chunked_partial(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    noise: Nested,
+    params: Nested,
+    causal: bool,
+    keep: Tensor | None,
+    modulus: bool,
+) -> Partial:
     """Return the partial of attention, for checked arguments.
 
     There are as many key heads as query heads.
@@ -44,18 +66,29 @@ def chunked_partial(x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise: Nes
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
     width = H * phi.width(map_leaves(lambda n: n.m, noise, empty=d))
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
-    same = all(len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise))   # shared by all batch entries
+    same = all(
+        len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise)
+    )  # shared by all batch entries
     at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else max(1, B)
-    differentiable = requires_gradient(noise, params) or (torch.is_grad_enabled() and any(t.requires_grad for t in (x,
-                                                                                                                    y,
-                                                                                                                    v)))
+    differentiable = requires_gradient(noise, params) or (
+        torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v))
+    )
     again = differentiable and B * max(L, S) * width > MAX_SAVED
     for n in leaves(noise) if again else ():
         n.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
     for rows in chunks(max(1, B), at_once):
-        own = map_leaves(lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params)
-        part = Chunked(phi.bind(noise, own), None if keep is None else keep[rows], causal, modulus, tokens, again)
+        own = map_leaves(
+            lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params
+        )
+        part = Chunked(
+            phi.bind(noise, own),
+            None if keep is None else keep[rows],
+            causal,
+            modulus,
+            tokens,
+            again,
+        )
         parts.append(part.rows(x[rows], y[rows], v[rows]))
     return concatenate(parts, 0)
 
@@ -89,15 +122,24 @@ class Chunked:
             if self.causal:
                 rows = concatenate(self.causal_rows(x, y, v), 2)
             elif exporting:
-                rows = self.read(x, self.summary(y, v, slice(None)))  # no loop, so that the length can be dynamic
+                rows = self.read(
+                    x, self.summary(y, v, slice(None))
+                )  # no loop, so that the length can be dynamic
             else:
                 state = self.state(y, v, y.shape[2])
-                rows = concatenate([self.work(self.read, part, state) for part in x.split(self.tokens or CHUNK, 2)], 2)
+                rows = concatenate(
+                    [
+                        self.work(self.read, part, state)
+                        for part in x.split(self.tokens or CHUNK, 2)
+                    ],
+                    2,
+                )
         if self.causal and exporting:
             torch._assert_async(
                 ~small_denominators(rows, self.seen(y.shape[2] - x.shape[2])).any(),
                 f"denominator underflow within a chunk of {CHUNK} tokens: scale queries and keys down, or do not "
-                "export")
+                "export",
+            )
         check_result(rows.log_scale)
         return rows
 
@@ -106,8 +148,13 @@ class Chunked:
         state, seen = self.state(y, v, offset), self.seen(offset)
         parts = (t.split(STRETCH, 2) for t in (x, y[:, :, offset:], v[:, :, offset:]))
         for t, *vectors in zip(chunks(x.shape[2], STRETCH), *parts):
-            rows, state = self.work(self.stretch, *vectors, state, shift_slice(t, offset),
-                                    None if seen is None else seen[:, :, t])
+            rows, state = self.work(
+                self.stretch,
+                *vectors,
+                state,
+                shift_slice(t, offset),
+                None if seen is None else seen[:, :, t],
+            )
             gathered.append(rows)
         return gathered
 
@@ -115,7 +162,9 @@ class Chunked:
         """Sum up the first `length` keys; None if there are none."""
         state, size = None, self.tokens or CHUNK
         if length:  # torch.export cannot split an empty tensor
-            for t, *vectors in zip(chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))):
+            for t, *vectors in zip(
+                chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))
+            ):
                 state = self.work(self.add_keys, state, *vectors, t)
         return state
 
@@ -149,8 +198,15 @@ class Chunked:
     def read(self, x: Tensor, state: Partial) -> Partial:
         return read(self.bound.phi_q(x.to(state.numerator.dtype)), state)
 
-    def stretch(self, x: Tensor, y: Tensor, v: Tensor, state: Partial | None, tokens: slice,
-                seen: Tensor | None) -> tuple[Partial, Partial]:
+    def stretch(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        state: Partial | None,
+        tokens: slice,
+        seen: Tensor | None,
+    ) -> tuple[Partial, Partial]:
         """Return the partial of some causal queries and the state after them.
 
         It works chunk by chunk, in shorter pieces where a row underflows, down to one token, which cannot underflow.
@@ -160,19 +216,26 @@ class Chunked:
             keys = shift_slice(chunk, tokens.start)
             for size in PIECES:
                 rows, after = [], state
-                for t, *piece in zip(chunks(keys.stop, size, keys.start), *(t.split(size, 2) for t in vectors)):
+                for t, *piece in zip(
+                    chunks(keys.stop, size, keys.start), *(t.split(size, 2) for t in vectors)
+                ):
                     row, after = self.step(*piece, t, after)
                     rows.append(row)
                 rows = concatenate(rows, 2)
-                small = None if size == 1 or torch.compiler.is_compiling() else small_denominators(
-                    rows, None if seen is None else seen[:, :, chunk])
+                small = (
+                    None
+                    if size == 1 or torch.compiler.is_compiling()
+                    else small_denominators(rows, None if seen is None else seen[:, :, chunk])
+                )
                 if small is None or all_true(~small):
                     break
             gathered.append(rows)
             state = after
         return concatenate(gathered, 2), state
 
-    def step(self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, state: Partial | None) -> tuple[Partial, Partial]:
+    def step(
+        self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, state: Partial | None
+    ) -> tuple[Partial, Partial]:
         keys, v = self.keys(y, v, tokens)
         fq = self.bound.phi_q(x.to(v.dtype))
         own = within(fq, keys, v, self.modulus)

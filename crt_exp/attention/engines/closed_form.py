@@ -39,15 +39,15 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
-from crt_exp.attention.engines.chunks import chunks, shift_slice
 from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
+from crt_exp.attention.engines.chunks import chunks, shift_slice
 from crt_exp.attention.partials import Packed, Partial
 
-CPU_ELEMENTS = 2**19     # of one feature tensor, which fits the caches of two cores
+CPU_ELEMENTS = 2**19  # of one feature tensor, which fits the caches of two cores
 DEVICE_ELEMENTS = 2**25  # on an accelerator, which needs large launches
-TOKENS, HEADS = 64, 8    # minimum for a chunk; number for a tile, if there are enough tokens
-CHUNK = 128              # tokens of a causal chunk: more cost more for the triangle, fewer for the states
-SEGMENT = 1024           # tokens of a segment, whose features fit the caches
+TOKENS, HEADS = 64, 8  # minimum for a chunk; number for a tile, if there are enough tokens
+CHUNK = 128  # tokens of a causal chunk: more cost more for the triangle, fewer for the states
+SEGMENT = 1024  # tokens of a segment, whose features fit the caches
 PIECES = (64, 16, 4, 1)  # tokens of the pieces of a segment that underflows, tried in turn
 
 
@@ -77,7 +77,7 @@ class Memory:
         shape = *a.shape[:-1], b.shape[-1]
         if name not in self.named or self.named[name].numel() < math.prod(shape):
             self.named[name] = a.new_empty(math.prod(shape))
-        out = self.named[name][:math.prod(shape)].view(shape)
+        out = self.named[name][: math.prod(shape)].view(shape)
         torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=out.flatten(0, -3))
         return out
 
@@ -88,21 +88,42 @@ class Tile:
     size: tokens of a chunk.
     """
 
-    def __init__(self, form: Form, index: tuple[slice, slice], x: Tensor, y: Tensor, v: Tensor, offsets: Tensor,
-                 size: int, memory: Memory):
+    def __init__(
+        self,
+        form: Form,
+        index: tuple[slice, slice],
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        offsets: Tensor,
+        size: int,
+        memory: Memory,
+    ):
         self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
-        rows, scale, bias = (t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))] for t in form[:3])
-        self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)                                     # (b, h, M, d)
-        self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight                               # (., ., 1, M)
-        self.hidden = None if form.keep is None else ~form.keep[index[0], None, :, None]                 # (b, 1, S, 1)
+        rows, scale, bias = (
+            t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))] for t in form[:3]
+        )
+        self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)  # (b, h, M, d)
+        self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight  # (., ., 1, M)
+        self.hidden = (
+            None if form.keep is None else ~form.keep[index[0], None, :, None]
+        )  # (b, 1, S, 1)
         self.after = y.shape[2] - x.shape[2]  # keys before the first query, if causal
-        self.seen = None if self.hidden is None else ((~self.hidden).cumsum(-2) > 0)[:, :, self.after:]  # (b, 1, L, 1)
+        self.seen = (
+            None if self.hidden is None else ((~self.hidden).cumsum(-2) > 0)[:, :, self.after :]
+        )  # (b, 1, L, 1)
         self.size, self.dtype, self.memory = size, form.rows.dtype, memory
-        self.of_map = self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1) if form.learned else None
+        self.of_map = (
+            self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1)
+            if form.learned
+            else None
+        )
 
     def weights(self, offset: Tensor | float = 0.0) -> Tensor:
         """Return [W; offset of the feature; 1], (b, h, d + 2, M)."""
-        rows = torch.cat([self.rows, self.rows.new_ones(*self.rows.shape[:-1], 2)], -1).mT.contiguous()
+        rows = torch.cat(
+            [self.rows, self.rows.new_ones(*self.rows.shape[:-1], 2)], -1
+        ).mT.contiguous()
         rows[..., -2:-1, :] = offset
         return rows
 
@@ -113,7 +134,9 @@ class Tile:
         """
         shape = *t.shape[:-1], 1
         last = self.rows.new_zeros(shape) if column is None else column.unsqueeze(-1)
-        return self.memory.product(name, torch.cat([t.to(self.dtype), self.rows.new_ones(shape), last], -1), weights)
+        return self.memory.product(
+            name, torch.cat([t.to(self.dtype), self.rows.new_ones(shape), last], -1), weights
+        )
 
     def known(self, t: Tensor, tokens: slice) -> Tensor:
         """Return keys or values in the working precision, with zeros at padding."""
@@ -139,14 +162,19 @@ class Tile:
     def summary(self, length: int) -> Packed:
         """Sum up the first `length` keys."""
         (b, h, M, _), dv, weights = self.rows.shape, self.v.shape[-1], self.weights()
-        sums, ref = self.rows.new_zeros(b, h, dv + 1, M), self.rows.new_full((b, h, 1, M), -torch.inf)
+        sums, ref = (
+            self.rows.new_zeros(b, h, dv + 1, M),
+            self.rows.new_full((b, h, 1, M), -torch.inf),
+        )
         for tokens in chunks(length, self.size):
             features, top = scaled(self.keys(tokens, weights), ref)
             sums, ref = sums * torch.exp(ref - finite(top)), top
             add_product(sums, self.values(tokens).mT, features)
         return Packed(sums, ref)
 
-    def summary_backward(self, length: int, ref: Tensor, dsums: Tensor, dy: Tensor, dv: Tensor) -> None:
+    def summary_backward(
+        self, length: int, ref: Tensor, dsums: Tensor, dy: Tensor, dv: Tensor
+    ) -> None:
         """Write the gradients of the first `length` keys and values.
 
         dsums is the gradient of their sums relative to exp(ref).
@@ -155,14 +183,19 @@ class Tile:
         for tokens in chunks(length, self.size):
             features = self.keys(tokens, weights).exp_()
             dv[:, :, tokens] = features @ dsums[..., :-1, :].mT
-            self.write_dy(dy, tokens, self.memory.product("dlogs", self.values(tokens), dsums).mul_(features))
+            self.write_dy(
+                dy, tokens, self.memory.product("dlogs", self.values(tokens), dsums).mul_(features)
+            )
 
     def write_dx(self, dx: Tensor, tokens: slice, dlogs: Tensor) -> None:
         dx[:, :, tokens] = dlogs @ self.rows
         self.learn(self.x[:, :, tokens].to(self.dtype), dlogs)
 
     def write_dy(self, dy: Tensor, tokens: slice, dlogs: Tensor) -> None:
-        dnorms, y = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight), self.known(self.y, tokens)
+        dnorms, y = (
+            dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight),
+            self.known(self.y, tokens),
+        )
         dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, y, dnorms)
         self.learn(y, dlogs)
 
@@ -196,8 +229,13 @@ class Bidirectional:
 
     def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        return Kept(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, dv + 1, M),
-                    rows.new_empty(B, H, M), torch.empty(0, dtype=torch.uint8, device="cpu"))
+        return Kept(
+            v.new_empty(B, H, L, dv),
+            rows.new_empty(B, H, L),
+            rows.new_empty(B, H, dv + 1, M),
+            rows.new_empty(B, H, M),
+            torch.empty(0, dtype=torch.uint8, device="cpu"),
+        )
 
     def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
         kept = self.empty(x, v, form.rows)
@@ -206,7 +244,10 @@ class Bidirectional:
             out, logsum, states, logs = (t[index] for t in kept[:4])
             state = tile.summary(y.shape[2]).partial()
             U, log_z = state.output, finite(state.logsum.mT)
-            values, weights = torch.cat([U, torch.ones_like(U[..., :1])], -1), tile.query_weights(log_z)
+            values, weights = (
+                torch.cat([U, torch.ones_like(U[..., :1])], -1),
+                tile.query_weights(log_z),
+            )
             for tokens in chunks(x.shape[2], tile.size):
                 features = tile.queries(tokens, weights)
                 top = features.amax(-1, keepdim=True)
@@ -233,8 +274,9 @@ class Bidirectional:
         return grads
 
 
-def all_tiles(kind: type["Tile"], form: Form, x: Tensor, y: Tensor, v: Tensor,
-              most: int) -> Iterator[tuple[tuple[slice, slice], "Tile"]]:
+def all_tiles(
+    kind: type["Tile"], form: Form, x: Tensor, y: Tensor, v: Tensor, most: int
+) -> Iterator[tuple[tuple[slice, slice], "Tile"]]:
     """Yield the tiles of all batch entries and heads, at most `most` heads each."""
     offsets, memory, size = form.key_offsets(y), Memory(), plan(x, form.width)[1]
     for index in tiles(*x.shape[:2], most):
@@ -248,7 +290,9 @@ def elements(t: Tensor) -> int:
 def plan(x: Tensor, width: int) -> tuple[int, int]:
     """Return the heads of a tile and the tokens of a chunk."""
     most = elements(x)
-    tokens = min(x.shape[2], max(TOKENS, most // (width * max(1, min(HEADS, x.shape[0] * x.shape[1])))))
+    tokens = min(
+        x.shape[2], max(TOKENS, most // (width * max(1, min(HEADS, x.shape[0] * x.shape[1]))))
+    )
     return max(1, most // (width * tokens)), tokens
 
 
@@ -264,8 +308,13 @@ class Causal:
         """Return an empty record; its first state is that before the first query."""
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         parts = len(segments(L)) + 1
-        return Kept(v.new_empty(B, H, L, dv), rows.new_empty(B, H, L), rows.new_empty(B, H, parts, dv + 1, M),
-                    rows.new_empty(B, H, parts, M), torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"))
+        return Kept(
+            v.new_empty(B, H, L, dv),
+            rows.new_empty(B, H, L),
+            rows.new_empty(B, H, parts, dv + 1, M),
+            rows.new_empty(B, H, parts, M),
+            torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"),
+        )
 
     def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
         kept = self.empty(x, v, form.rows)
@@ -277,29 +326,41 @@ class Causal:
             for i, segment in enumerate([None, *segments(x.shape[2])]):
                 if segment is not None:
                     entering, after, levels[:, :, i] = tile.segment(segment, after, out, logsum)
-                states[:, :, i], logs[:, :, i:i + 1] = Packed.of(entering)[:2]
+                states[:, :, i], logs[:, :, i : i + 1] = Packed.of(entering)[:2]
         return kept
 
     def backward(self, x, y, v, form: Form, kept: Kept, grad, grad_logsum=None) -> Gradients:
         grads = Gradients.empty(x, y, v, form)
         last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
         for index, tile in self.tiles(form, x, y, v):
-            given, wanted = [t[index] for t in (kept.logsum, grad, last)], [t[index] for t in grads[:3]]
+            given, wanted = (
+                [t[index] for t in (kept.logsum, grad, last)],
+                [t[index] for t in grads[:3]],
+            )
             _, _, states, logs, levels = (t[index] for t in kept)
             dsums, ref = torch.zeros_like(states[:, :, 0]), torch.inf  # no token follows
             for i, segment in reversed(list(enumerate(segments(x.shape[2]), 1))):
-                state = Packed(states[:, :, i], logs[:, :, i:i + 1])
-                for piece, before in reversed(tile.entering(segment, int(levels[:, :, i].max()), state)):
+                state = Packed(states[:, :, i], logs[:, :, i : i + 1])
+                for piece, before in reversed(
+                    tile.entering(segment, int(levels[:, :, i].max()), state)
+                ):
                     # gradient of sums relative to exp(before.top); references grow, so that the factor is at most 1
                     dsums = dsums * torch.exp(before.top - ref)
-                    dsums, ref = tile.piece_backward(piece, before, dsums, given, wanted), finite(before.top)
+                    dsums, ref = (
+                        tile.piece_backward(piece, before, dsums, given, wanted),
+                        finite(before.top),
+                    )
             first = logs[:, :, :1]
             tile.summary_backward(tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
             tile.keep_map(grads, index)
         return grads
 
-    def tiles(self, form: Form, x: Tensor, y: Tensor, v: Tensor) -> Iterator[tuple[tuple[slice, slice], "Segments"]]:
-        return all_tiles(Segments, form, x, y, v, elements(x) // (form.width * min(SEGMENT, x.shape[2])))
+    def tiles(
+        self, form: Form, x: Tensor, y: Tensor, v: Tensor
+    ) -> Iterator[tuple[tuple[slice, slice], "Segments"]]:
+        return all_tiles(
+            Segments, form, x, y, v, elements(x) // (form.width * min(SEGMENT, x.shape[2]))
+        )
 
 
 def segments(length: int) -> list[slice]:
@@ -315,7 +376,9 @@ class Segments(Tile):
     A piece is a segment or a part of one: T tokens in k chunks, (b, h, k, C, .).
     """
 
-    def segment(self, segment: slice, state: Partial, out: Tensor, logsum: Tensor) -> tuple[Partial, Partial, int]:
+    def segment(
+        self, segment: slice, state: Partial, out: Tensor, logsum: Tensor
+    ) -> tuple[Partial, Partial, int]:
         """Process a segment; return the entering state, the state after it and the level.
 
         Level 0 is the whole segment; its entering state is relative to the reference of the segment. Level i uses
@@ -355,7 +418,9 @@ class Segments(Tile):
         sums = Q @ before.mT
         sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)  # (b, h, T, dv + 1)
         den, seen = sums[..., -1:], None if self.seen is None else self.seen[:, :, piece]
-        if piece.stop - piece.start > 1 and bool((den < TINY if seen is None else (den < TINY) & seen).any()):
+        if piece.stop - piece.start > 1 and bool(
+            (den < TINY if seen is None else (den < TINY) & seen).any()
+        ):
             return None
         if seen is not None:
             den.masked_fill_(den == 0, 1)
@@ -363,8 +428,9 @@ class Segments(Tile):
         logsum[:, :, piece] = (top + den.log()).squeeze(-1)
         return Packed(after, ref).partial()
 
-    def piece_backward(self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor],
-                       wanted: list[Tensor]) -> Tensor:
+    def piece_backward(
+        self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor], wanted: list[Tensor]
+    ) -> Tensor:
         """Write the gradients of a piece; return that of the sums before it.
 
         dsums is the gradient of the sums after the piece.
@@ -379,7 +445,9 @@ class Segments(Tile):
         pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
         dlogs = add_product(self.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
         self.write_dx(dx, piece, dlogs.flatten(2, 3))
-        dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(2, 3)
+        dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(
+            2, 3
+        )
         dlogs = add_product(self.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
         self.write_dy(dy, tokens, dlogs.flatten(2, 3))
         return dbefore

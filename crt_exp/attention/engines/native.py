@@ -26,7 +26,15 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result
-from crt_exp.attention.engines import BAD_DIRECTIONS, CHUNK, NO_MEMORY, NOT_FINITE, Form, Gradients, Kept
+from crt_exp.attention.engines import (
+    BAD_DIRECTIONS,
+    CHUNK,
+    NO_MEMORY,
+    NOT_FINITE,
+    Form,
+    Gradients,
+    Kept,
+)
 from crt_exp.features.base import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass stores
@@ -37,18 +45,44 @@ FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 
 
 class View(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64),
-                ("token", ctypes.c_int64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+    ]
 
 
 SIZES = ("B", "H", "L", "S", "d", "dv", "M", "segment", "threads")
-VIEWS = ("x", "y", "v", "rows", "scale", "bias", "out", "logsum", "states", "logs", "grad", "dlogsum", "dx", "dy",
-         "dvalues", "dweights", "dbias")
+VIEWS = (
+    "x",
+    "y",
+    "v",
+    "rows",
+    "scale",
+    "bias",
+    "out",
+    "logsum",
+    "states",
+    "logs",
+    "grad",
+    "dlogsum",
+    "dx",
+    "dy",
+    "dvalues",
+    "dweights",
+    "dbias",
+)
 
 
 class AttentionCall(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_int64) for name in SIZES), ("norm_weight", ctypes.c_double),
-                *((name, View) for name in VIEWS), ("keep", ctypes.c_void_p), ("levels", ctypes.c_void_p)]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("norm_weight", ctypes.c_double),
+        *((name, View) for name in VIEWS),
+        ("keep", ctypes.c_void_p),
+        ("levels", ctypes.c_void_p),
+    ]
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -80,38 +114,77 @@ class Engine:
         (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
         parts = (-(-L // SEGMENT),) if self.causal else ()
         levels = (B, H, -(-L // CHUNK)) if self.causal else (0,)
-        return Kept(v.new_empty(B, H, L, dv), v.new_empty(B, H, L), v.new_empty(B, H, *parts, dv + 1, M),
-                    v.new_empty(B, H, *parts, M), torch.empty(levels, dtype=torch.uint8, device="cpu"))
+        return Kept(
+            v.new_empty(B, H, L, dv),
+            v.new_empty(B, H, L),
+            v.new_empty(B, H, *parts, dv + 1, M),
+            v.new_empty(B, H, *parts, M),
+            torch.empty(levels, dtype=torch.uint8, device="cpu"),
+        )
 
     def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
         kept = self.empty(x, v, form.rows)
         self._call("forward", x, y, v, form, kept)
         return kept
 
-    def backward(self, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, grad: Tensor,
-                 grad_logsum: Tensor | None = None) -> Gradients:
+    def backward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        form: Form,
+        kept: Kept,
+        grad: Tensor,
+        grad_logsum: Tensor | None = None,
+    ) -> Gradients:
         grads, optional = Gradients.empty(x, y, v, form), {}
         if grad_logsum is not None:
             optional["dlogsum"] = grad_logsum / self.unit
         if form.learned:
             optional |= {"dweights": grads.weights, "dbias": grads.bias.unsqueeze(-2)}
-        self._call("backward", x, y, v, form, kept, grad=grad, dx=grads.x, dy=grads.y, dvalues=grads.v, **optional)
+        self._call(
+            "backward",
+            x,
+            y,
+            v,
+            form,
+            kept,
+            grad=grad,
+            dx=grads.x,
+            dy=grads.y,
+            dvalues=grads.v,
+            **optional,
+        )
         return grads
 
-    def _call(self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor) -> None:
+    def _call(
+        self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor
+    ) -> None:
         (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT, threads=threads)
-        named = dict(x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others)
+        sizes = dict(
+            B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT, threads=threads
+        )
+        named = dict(
+            x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others
+        )
         named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
         kept = [t.contiguous() for t in kept]
         named |= dict(zip(("out", "logsum", "states", "logs"), kept))
         keep = None if form.keep is None else form.keep.contiguous()
-        call = AttentionCall(**sizes, norm_weight=form.norm_weight, **{name: _view(t) for name, t in named.items()},
-                             keep=None if keep is None else keep.data_ptr(),
-                             levels=kept[4].data_ptr() if self.causal else None)
-        status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(ctypes.byref(call))
+        call = AttentionCall(
+            **sizes,
+            norm_weight=form.norm_weight,
+            **{name: _view(t) for name, t in named.items()},
+            keep=None if keep is None else keep.data_ptr(),
+            levels=kept[4].data_ptr() if self.causal else None,
+        )
+        status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(
+            ctypes.byref(call)
+        )
         if status == NO_MEMORY:
-            raise MemoryError(f"out of memory for attention features with d={d}, m={form.width}; use fewer features")
+            raise MemoryError(
+                f"out of memory for attention features with d={d}, m={form.width}; use fewer features"
+            )
         if status == BAD_DIRECTIONS:
             raise NotFinite("noise, params: expected finite values")
         if status == NOT_FINITE:
@@ -136,11 +209,14 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compiled()))
     except (OSError, subprocess.SubprocessError, ValueError, RuntimeError) as e:
         lines = str(getattr(e, "stderr", None) or e).strip().splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+        reason = next(
+            (line for line in lines if "error" in line), lines[0] if lines else "no message"
+        )
         logging.getLogger(__name__).warning(
             "the C kernels could not be compiled or loaded (%s): using PyTorch, which takes 1.5 to 3 times as long. "
             "Install a C compiler (or set CC) and make XDG_CACHE_HOME writable; CRT_EXP_NATIVE=0 hides this warning",
-            reason)
+            reason,
+        )
         return None
 
 
@@ -158,12 +234,22 @@ def compiled() -> Path:
         return file
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if sys.stderr.isatty():
-        print("compiling the attention kernels for this CPU, once, about 10 s", file=sys.stderr, flush=True)
+        print(
+            "compiling the attention kernels for this CPU, once, about 10 s",
+            file=sys.stderr,
+            flush=True,
+        )
     with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as private:
         new = Path(private) / file.name
         sources = [source for source in SOURCES if source.suffix == ".c"]
-        subprocess.run([*compiler, *FLAGS.split(), f"-I{ENGINES}", "-o", new, *sources, "-lm"], check=True,
-                       capture_output=True, text=True, errors="replace", timeout=300)
+        subprocess.run(
+            [*compiler, *FLAGS.split(), f"-I{ENGINES}", "-o", new, *sources, "-lm"],
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=300,
+        )
         os.replace(new, file)
     return file
 
@@ -174,10 +260,25 @@ def _kind(compiler: list[str]) -> str:
     That is the sources, the compiler with its version, and the processor, because -march=native depends on it and
     machines may share home folders.
     """
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60
+    )
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.platform(), platform.processor()]
-    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))} or lines)
-    parts = [*(file.read_text() for file in SOURCES), *compiler, FLAGS, version.stdout, *platform.libc_ver(),
-             platform.machine(), *processor]
+    lines = (
+        info.read_text().splitlines()
+        if info.exists()
+        else [platform.platform(), platform.processor()]
+    )
+    processor = sorted(
+        {line for line in lines if line.startswith(("model name", "flags", "Features"))} or lines
+    )
+    parts = [
+        *(file.read_text() for file in SOURCES),
+        *compiler,
+        FLAGS,
+        version.stdout,
+        *platform.libc_ver(),
+        platform.machine(),
+        *processor,
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -8,18 +8,22 @@ from crt_exp.runner import fit
 @pytest.fixture
 def typed(typed, tmp_path):
     """The same for a run of the small task in a folder of this test."""
-    return lambda *args, directory="run": typed(*toy.BASE, f"hydra.run.dir={tmp_path / directory}", *args)
+    return lambda *args, directory="run": typed(
+        *toy.BASE, f"hydra.run.dir={tmp_path / directory}", *args
+    )
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory):
     """Makes a run without its picture."""
+
     def make(*args):
         folder = tmp_path_factory.mktemp("shared") / "run"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fit, "draw_curves", lambda *_: None)
             toy.run(folder, *args)
         return folder
+
     return make
 
 

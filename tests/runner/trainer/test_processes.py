@@ -22,7 +22,7 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     out = torchrun(*BASE, *PLAIN, "trainer.accumulate=2", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("toy: accuracy") == 1
-    directory, = (tmp_path / "outputs" / "toy").iterdir()
+    (directory,) = (tmp_path / "outputs" / "toy").iterdir()
     assert sorted(p.name for p in directory.iterdir()) == FILES
     assert_close(records(directory), records(plain))
     state = checkpoint.load_state(directory / "checkpoints" / "step-12")
@@ -41,11 +41,17 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path):
         expected.append(torch.rand(3))
 
     def process(rank):
-        shared = SimpleNamespace(rank=rank, size=2, main=True, accelerator=SimpleNamespace(scaler=None),
-                                 gather=lambda value: states if "torch" in value else [value, value],
-                                 broadcast=lambda value: value)
+        shared = SimpleNamespace(
+            rank=rank,
+            size=2,
+            main=True,
+            accelerator=SimpleNamespace(scaler=None),
+            gather=lambda value: states if "torch" in value else [value, value],
+            broadcast=lambda value: value,
+        )
         run = SimpleNamespace(directory=tmp_path, records=[], rewind=lambda count: None)
         return checkpoint.TrainingState(model, optimizer, toy.Toy(), run, shared, 1, 12)
+
     process(0).save()
     for rank in (0, 1):
         process(rank).restore()
@@ -56,16 +62,30 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path):
 @pytest.mark.parametrize("strategy", ["default", "fsdp"])
 def test_two_processes_stop_and_resume(strategy, plain, tmp_path):
     """A SIGTERM to torchrun: both processes stop at the same step, and go on to the same numbers: those of one."""
-    args = [*BASE, *PLAIN, f"trainer={strategy}", "trainer.precision=no", "task.pause=0.05", "trainer.keep=20"]
+    args = [
+        *BASE,
+        *PLAIN,
+        f"trainer={strategy}",
+        "trainer.precision=no",
+        "task.pause=0.05",
+        "trainer.keep=20",
+    ]
     whole, run = tmp_path / "whole", tmp_path / "a b"
     assert torchrun(*args, f"hydra.run.dir={whole}").returncode == 0
     assert_close(records(whole), records(plain))
-    one, two = (checkpoint.load_tensors(d / "checkpoints/step-12/optimizer.safetensors") for d in (plain, whole))
+    one, two = (
+        checkpoint.load_tensors(d / "checkpoints/step-12/optimizer.safetensors")
+        for d in (plain, whole)
+    )
     assert one.keys() == two.keys()
     for key in one:
         torch.testing.assert_close(one[key], two[key], rtol=1e-3, atol=1e-6)
-    process = subprocess.Popen([*TORCHRUN, "-m", "crt_exp", *args, "trainer.save_minutes=1e-9", f"hydra.run.dir={run}"],
-                               env=os.environ | ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*TORCHRUN, "-m", "crt_exp", *args, "trainer.save_minutes=1e-9", f"hydra.run.dir={run}"],
+        env=os.environ | ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     while not checkpoints(run):
         assert process.poll() is None
         time.sleep(0.05)
@@ -79,7 +99,9 @@ def test_two_processes_stop_and_resume(strategy, plain, tmp_path):
 def test_states_of_processes_are_compared():
     one, two = ({"a": torch.tensor([float(i)]), "n": 1, "s": None} for i in (1, 2))
     assert checkpoint.same_state(one, dict(one)) and not checkpoint.same_state(one, two)
-    assert not checkpoint.same_state(one, one | {"n": 2}) and not checkpoint.same_state(one, one | {"b": 1})
+    assert not checkpoint.same_state(one, one | {"n": 2}) and not checkpoint.same_state(
+        one, one | {"b": 1}
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +111,9 @@ def test_a_state_of_two_processes(typed, tmp_path):
     assert out.returncode == 0, out.stderr
     path = tmp_path / "run" / "checkpoints" / "step-6"
     kept = checkpoint.load_tensors(path / "task.safetensors")
-    assert not torch.equal(kept["0.seen"], kept["1.seen"]) and torch.equal(kept["0.table"], kept["1.table"])
+    assert not torch.equal(kept["0.seen"], kept["1.seen"]) and torch.equal(
+        kept["0.table"], kept["1.table"]
+    )
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     # as if it had been stopped before the final record
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
@@ -100,7 +124,10 @@ def test_a_state_of_two_processes(typed, tmp_path):
 @pytest.mark.slow
 def test_two_processes_print_an_error_once(tmp_path):
     out = torchrun(*BASE, "task.poison=5", "trainer=fsdp", cwd=tmp_path)
-    assert out.returncode == 1 and out.stderr.count("first not finite: output of inner.0 (Linear)") == 1, out.stderr
+    assert (
+        out.returncode == 1
+        and out.stderr.count("first not finite: output of inner.0 (Linear)") == 1
+    ), out.stderr
 
 
 def test_only_a_later_interrupt_stops_at_once(interruptible):

@@ -34,39 +34,81 @@ def full(handle):
 # ---- stopped ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGTERM, 143),
-                                          pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(signum, code, typed, whole, tmp_path, interruptible):
+@pytest.mark.parametrize(
+    "signum, code",
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
+def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
+    signum, code, typed, whole, tmp_path, interruptible
+):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with stop_signal(toy.Toy, 7, signum):  # in the middle of the first epoch, between two records
         found, _, err = typed(*ARGS)
-    assert found == code and "resume=auto" in err and signal.Signals(signum).name in err and len(err.splitlines()) == 1
+    assert (
+        found == code
+        and "resume=auto" in err
+        and signal.Signals(signum).name in err
+        and len(err.splitlines()) == 1
+    )
     assert checkpoints(tmp_path / "run") == [5, 7]
     found, out, err = typed(*ARGS, "resume=auto")
     assert found == 0 and "continuing from" in out and "step-7" in out
     assert_same(tmp_path / "run", whole)
-    assert signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler)  # handlers are put back
+    assert signal.getsignal(signum) in (
+        signal.SIG_DFL,
+        signal.default_int_handler,
+    )  # handlers are put back
 
 
-@pytest.mark.parametrize("task, step, options", [
-    ("Toy", 9, ["trainer.accumulate=2", "task.weighted=true", "trainer.precision=bf16", "trainer.optimizer=adam"]),
-    ("Carrying", 11, ["trainer.accumulate=2", "trainer.save_every=3"]),
-    pytest.param("Toy", 9, ["task.streamed=true", "trainer.steps=30", "trainer.eval_every=4", "trainer.prefetch=0"],
-                 marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "task, step, options",
+    [
+        (
+            "Toy",
+            9,
+            [
+                "trainer.accumulate=2",
+                "task.weighted=true",
+                "trainer.precision=bf16",
+                "trainer.optimizer=adam",
+            ],
+        ),
+        ("Carrying", 11, ["trainer.accumulate=2", "trainer.save_every=3"]),
+        pytest.param(
+            "Toy",
+            9,
+            [
+                "task.streamed=true",
+                "trainer.steps=30",
+                "trainer.eval_every=4",
+                "trainer.prefetch=0",
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_resume_is_exact_whatever_the_options(task, step, options, typed, tmp_path, monkeypatch):
     args = [f"task._target_=toy.{task}", "trainer.keep=20", *options]
     assert typed(*args)[0] == 0
     stopped_and_continued(typed, monkeypatch, getattr(toy, task), step, *args)
     assert_same(tmp_path / "run", tmp_path / "stopped")
-    steps = toy.Carrying().epoch_steps(Plan(8, 2)) if task == "Carrying" else 12  # an epoch by cost has its own number
-    assert records(tmp_path / "run")[-1]["step"] == (30 if "trainer.steps=30" in options else 2 * steps)
+    steps = (
+        toy.Carrying().epoch_steps(Plan(8, 2)) if task == "Carrying" else 12
+    )  # an epoch by cost has its own number
+    assert records(tmp_path / "run")[-1]["step"] == (
+        30 if "trainer.steps=30" in options else 2 * steps
+    )
 
 
 def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
     assert typed(*CARRYING, "trainer.save_minutes=1e-9")[0] == 0
-    assert checkpoints(tmp_path / "run") == [*range(1, 7)]  # one after so many minutes: here after every step
+    assert checkpoints(tmp_path / "run") == [
+        *range(1, 7)
+    ]  # one after so many minutes: here after every step
     path = tmp_path / "run" / "checkpoints" / "step-6"
-    kept, weights = (checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model"))
+    kept, weights = (
+        checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model")
+    )
     assert kept.keys() == {"0.seen", "0.table"}
     assert torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
     assert checkpoint.load_state(path)["task"] == [{"count": 6}] and checkpoint.damage(path) is None
@@ -76,11 +118,17 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
         Task.load_state_dict(toy.Carrying(), {"count": 6})
 
 
-def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(typed, whole, cut, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
+    typed, whole, cut, tmp_path, monkeypatch
+):
     run = shutil.copytree(cut, tmp_path / "run")
     assert checkpoints(run) == [10, 12, 13]
     code, _, err = typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1")
-    assert code == 2 and "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)" in err
+    assert (
+        code == 2
+        and "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)"
+        in err
+    )
     code, _, err = typed(*ARGS)
     assert code == 2 and "set resume=auto" in err
     with monkeypatch.context() as patch:  # the configuration is the same, the model is not
@@ -90,29 +138,44 @@ def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(typed
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])
     code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2 and f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file" in err
+    assert (
+        code == 2
+        and f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file"
+        in err
+    )
     assert (run / "metrics.jsonl").read_text() == lines[0]
     (run / "metrics.jsonl").write_text("".join(lines))
     os.truncate(run / "checkpoints" / "step-13" / "optimizer.safetensors", 100)
     code, out, _ = typed(*ARGS, "resume=auto", "trainer.prefetch=0")  # these may differ
-    assert code == 0 and "step-13: damaged (optimizer.safetensors differs" in out and "step-12" in out
+    assert (
+        code == 0 and "step-13: damaged (optimizer.safetensors differs" in out and "step-12" in out
+    )
     assert records(run) == records(whole)
 
 
 @pytest.mark.parametrize("break_at", [2, 3])
-def test_a_full_disk_leaves_nothing_half_written(break_at, typed, whole, cut, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing_half_written(
+    break_at, typed, whole, cut, tmp_path, monkeypatch
+):
     """A checkpoint (of step 15), then a record (of step 16), that the disk refuses: one message, and resume goes on."""
     run = shutil.copytree(cut, tmp_path / "run")
-    with monkeypatch.context() as patch, during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", full)):
+    with (
+        monkeypatch.context() as patch,
+        during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", full)),
+    ):
         code, _, err = typed(*ARGS, "resume=auto")
     assert code == 2 and "No space left on device" in err and len(err.splitlines()) == 1
-    assert break_at > 2 or re.search(r"step 15: .*resume=auto.*; remaining steps: \[10, 12, 13\]", err), err
+    assert break_at > 2 or re.search(
+        r"step 15: .*resume=auto.*; remaining steps: \[10, 12, 13\]", err
+    ), err
     assert not list((run / "checkpoints").glob(".*"))
     assert typed(*ARGS, "resume=auto")[0] == 0
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("path", ["/a/b-c.d", "/a'b", "/[a]{b: c}=,", "/$HOME", "/a\\'b", '/a\\"b', "/ü~#! a\t"])
+@pytest.mark.parametrize(
+    "path", ["/a/b-c.d", "/a'b", "/[a]{b: c}=,", "/$HOME", "/a\\'b", '/a\\"b', "/ü~#! a\t"]
+)
 def test_overrides_hold_any_path(path):
     found = OverridesParser.create().parse_override(override("hydra.run.dir", path)).value()
     assert OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir == path
@@ -121,14 +184,21 @@ def test_overrides_hold_any_path(path):
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
-LONG = ["trainer.epochs=10", "trainer.save_every=3", "trainer.log_every=2", "trainer.keep=3", "task.pause=0.01",
-        "resume=auto"]
+LONG = [
+    "trainer.epochs=10",
+    "trainer.save_every=3",
+    "trainer.log_every=2",
+    "trainer.keep=3",
+    "task.pause=0.01",
+    "resume=auto",
+]
 
 
 @pytest.mark.slow
 def test_kill_at_random_points(tmp_path, monkeypatch):
     """kill -9, a random time after the run wrote something, leaves no trace: not in the weights, the optimiser, the
     generators or the records."""
+
     def started():
         process = context.Process(target=toy.run, args=(run, *LONG))
         process.start()
@@ -137,9 +207,17 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
     def written():
         metrics = run / "metrics.jsonl"
         return checkpoints(run), metrics.stat().st_mtime_ns if metrics.exists() else 0
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context, rng, steps, run = get_context("forkserver"), random.Random(2), set(), tmp_path / "killed"
-    context.set_forkserver_preload(["toy", "crt_exp.runner.trainer", "crt_exp.train", "accelerate", "hydra"])
+    context, rng, steps, run = (
+        get_context("forkserver"),
+        random.Random(2),
+        set(),
+        tmp_path / "killed",
+    )
+    context.set_forkserver_preload(
+        ["toy", "crt_exp.runner.trainer", "crt_exp.train", "accelerate", "hydra"]
+    )
     for _ in range(10):
         before, process = written(), started()
         while written() == before and process.exitcode is None:
@@ -170,23 +248,41 @@ class Tied(nn.Module):
 
 
 def write(root, step, best=None, model=None):
-    tensors = {"model": (model or Tied()).state_dict(), "optimizer": {"a.weight.step": torch.tensor(3.0)}}
-    return checkpoint.save(root, step, tensors, {"step": step, "best": {"step": best} if best else None})
+    tensors = {
+        "model": (model or Tied()).state_dict(),
+        "optimizer": {"a.weight.step": torch.tensor(3.0)},
+    }
+    return checkpoint.save(
+        root, step, tensors, {"step": step, "best": {"step": best} if best else None}
+    )
 
 
 def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
     model, other = Tied(), Tied()
     path = write(tmp_path, 7, model=model)
     checkpoint.load_model(other, checkpoint.load_tensors(path / "model.safetensors"), path)
-    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items()
+    )
     assert other.b.weight is other.a.weight
-    assert path.name == "step-7" and checkpoint.load_state(path)["step"] == 7 and checkpoint.damage(path) is None
+    assert (
+        path.name == "step-7"
+        and checkpoint.load_state(path)["step"] == 7
+        and checkpoint.damage(path) is None
+    )
     files = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert sorted(p.name for p in path.iterdir()) == files
     assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
-    tensors = {"half": torch.randn(3).bfloat16(), "empty": torch.zeros(0, 2), "scalar": torch.tensor(1.5),
-               "part": torch.randn(4, 4)[1:3], "same_part": torch.ones(1).expand(3)}
-    loaded = checkpoint.load_tensors(checkpoint.save(tmp_path, 8, {"model": tensors}, {}) / "model.safetensors")
+    tensors = {
+        "half": torch.randn(3).bfloat16(),
+        "empty": torch.zeros(0, 2),
+        "scalar": torch.tensor(1.5),
+        "part": torch.randn(4, 4)[1:3],
+        "same_part": torch.ones(1).expand(3),
+    }
+    loaded = checkpoint.load_tensors(
+        checkpoint.save(tmp_path, 8, {"model": tensors}, {}) / "model.safetensors"
+    )
     assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in tensors.items())
 
 
@@ -214,9 +310,15 @@ def flip(path):
 
 
 DAMAGE = [
-    (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors differs from its checksum"),
+    (
+        lambda p: flip(p / "optimizer.safetensors"),
+        "optimizer.safetensors differs from its checksum",
+    ),
     (lambda p: (p / "model.safetensors").unlink(), "No such file or directory"),
-    (lambda p: (p / "manifest.json").write_text(json.dumps({"format": 99, "files": {}})), "its format is 99"),
+    (
+        lambda p: (p / "manifest.json").write_text(json.dumps({"format": 99, "files": {}})),
+        "its format is 99",
+    ),
 ]
 
 
@@ -226,9 +328,13 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     harm(write(tmp_path, 10))
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
-    printed, = capsys.readouterr().out.splitlines()
-    assert "step-10: damaged" in printed and reason in printed and "removed, trying step-5" in printed
-    assert [p.name for p in tmp_path.iterdir()] == ["step-5"] and checkpoint.newest(tmp_path / "absent") is None
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert (
+        "step-10: damaged" in printed and reason in printed and "removed, trying step-5" in printed
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["step-5"] and checkpoint.newest(
+        tmp_path / "absent"
+    ) is None
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):

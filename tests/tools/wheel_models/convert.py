@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
+from crt_exp.config import json_object
 from crt_exp.data import DataError
 from crt_exp.models.encoders import quiet
 from crt_exp.models.folder import save_tensors
-from crt_exp.config import json_object
 from wheel_models import ctranslate2, onnx
 
 # Tokens of reactions: atoms, bonds, brackets, as rxnfp 0.1.0 and rxnmapper 0.4.3 take strings apart.
-SMILES = (r"\%\([0-9]{3}\)|\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\||\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|"
-          r"\%[0-9]{2}|[0-9]")
+SMILES = (
+    r"\%\([0-9]{3}\)|\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\||\(|\)|\.|=|#|-|\+|\\|\/|:|~|@|\?|>>?|\*|\$|"
+    r"\%[0-9]{2}|[0-9]"
+)
 TEXTS = ("LICENSE", "README.md")
 
 
@@ -46,12 +48,15 @@ def as_it_is(model: Any, source: Path, folder: Path) -> None:
 
 # ---- weights of torch.save, tokens by a pattern
 
+
 def symbols(model: Any, source: Path, folder: Path) -> None:
     """Of models of reactions, whose tokens are the matches of SMILES, one a line of vocab.txt."""
     import transformers
 
     auto = getattr(transformers, model.architecture)
-    config = auto.config_class.from_dict(json_object(source / "config.json") | {"architectures": [model.architecture]})
+    config = auto.config_class.from_dict(
+        json_object(source / "config.json") | {"architectures": [model.architecture]}
+    )
     made_of(auto, config, tensors_of(source / model.weights.file)).save_pretrained(folder)
     tokenizer_of(source / "vocab.txt", config.max_position_embeddings).save_pretrained(folder)
 
@@ -61,17 +66,22 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError, UnpicklingError) as error:
-        raise DataError(f"{path.name} is no file of tensors: {str(error).partition('.')[0]}") from None
+        raise DataError(
+            f"{path.name} is no file of tensors: {str(error).partition('.')[0]}"
+        ) from None
     return state
 
 
 def made_of(auto: type, config: Any, state: dict[str, torch.Tensor]) -> Any:
     """The model of the class `auto` with these weights, in float32. Raises DataError where it lacks one."""
-    model, info = auto.from_pretrained(None, config=config, state_dict=state, dtype=torch.float32,
-                                       output_loading_info=True)
+    model, info = auto.from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
     odd = sorted(info["missing_keys"]) + [name for name, *_ in info["mismatched_keys"]]
     if odd:
-        raise DataError(f"its weights lack {odd[0]}, or have it in another shape than config.json says")
+        raise DataError(
+            f"its weights lack {odd[0]}, or have it in another shape than config.json says"
+        )
     return model
 
 
@@ -83,14 +93,23 @@ def tokenizer_of(vocabulary: Path, most: int) -> Any:
     ids = {word: i for i, word in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(SMILES), behavior="removed", invert=True)
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"])
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=most, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        pad_token="[PAD]", mask_token="[MASK]")
+        tokenizer_object=tokenizer,
+        model_max_length=most,
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        mask_token="[MASK]",
+    )
 
 
 # ---- GGUF
+
 
 def gguf(model: Any, source: Path, folder: Path) -> None:
     """Rounded weights as the float32 numbers that they stand for."""
@@ -99,14 +118,20 @@ def gguf(model: Any, source: Path, folder: Path) -> None:
     file = source / model.weights.file
     kind = architecture(file)
     if kind != model.architecture:
-        raise DataError(f"its weights are a GGUF of architecture {kind!r}; this reader takes {model.architecture!r}")
+        raise DataError(
+            f"its weights are a GGUF of architecture {kind!r}; this reader takes {model.architecture!r}"
+        )
     with redirect_stderr(StringIO()):  # a bar that no setting of transformers takes away
-        rounded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file.name, dtype=torch.float32)
+        rounded = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=file.name, dtype=torch.float32
+        )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file.name)
     del rounded.config.quantization_config  # of the file: its numbers are float32 now
     made = made_of(type(rounded), rounded.config, rounded.state_dict())
     tokenizer.model_max_length = made.config.max_position_embeddings
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     made.generation_config = GenerationConfig(**ids)
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -122,13 +147,14 @@ def architecture(file: Path) -> str:
         if magic != b"GGUF" or key != b"general.architecture" or kind != 8:
             raise ValueError
         start = 32 + length + 4 + 8
-        size, = struct.unpack_from("<Q", head, start - 8)
-        return head[start:start + size].decode()
+        (size,) = struct.unpack_from("<Q", head, start - 8)
+        return head[start : start + size].decode()
     except (struct.error, ValueError):
         raise DataError(f"{file.name} is no GGUF file that begins with its architecture") from None
 
 
 # ---- CTranslate2
+
 
 def speech(model: Any, source: Path, folder: Path) -> None:
     """Whisper for English, with what its generation takes."""
@@ -145,20 +171,33 @@ def speech(model: Any, source: Path, folder: Path) -> None:
     ids = special_ids(tokenizer, json_object(source / "ids.json"))
     made = made_of(WhisperForConditionalGeneration, WhisperConfig(**sizes, **ids), state)
     made.generation_config = GenerationConfig(
-        **ids, is_multilingual=False, max_length=sizes["max_target_positions"], return_timestamps=False,
-        no_timestamps_token_id=tokenizer.convert_tokens_to_ids("<|notimestamps|>"))
+        **ids,
+        is_multilingual=False,
+        max_length=sizes["max_target_positions"],
+        return_timestamps=False,
+        no_timestamps_token_id=tokenizer.convert_tokens_to_ids("<|notimestamps|>"),
+    )
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=sizes["num_mel_bins"]).save_pretrained(folder)
 
 
 def special_ids(tokenizer: Any, listed: dict[str, Any]) -> dict[str, Any]:
-    end, start = (tokenizer.convert_tokens_to_ids(word) for word in ("<|endoftext|>", "<|startoftranscript|>"))
-    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start,
-            "suppress_tokens": listed["suppress_ids"], "begin_suppress_tokens": listed["suppress_ids_begin"]}
+    end, start = (
+        tokenizer.convert_tokens_to_ids(word) for word in ("<|endoftext|>", "<|startoftranscript|>")
+    )
+    return {
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "decoder_start_token_id": start,
+        "suppress_tokens": listed["suppress_ids"],
+        "begin_suppress_tokens": listed["suppress_ids_begin"],
+    }
 
 
 # ---- ONNX
+
 
 def images(model: Any, source: Path, folder: Path) -> None:
     """A ViT as a folder of timm, which task.init and timm.create_model("local-dir:...") take."""
@@ -167,4 +206,10 @@ def images(model: Any, source: Path, folder: Path) -> None:
     save_tensors(state, folder / "model.safetensors")
 
 
-CONVERTERS = {"folder": as_it_is, "smiles": symbols, "gguf": gguf, "ctranslate2": speech, "onnx": images}
+CONVERTERS = {
+    "folder": as_it_is,
+    "smiles": symbols,
+    "gguf": gguf,
+    "ctranslate2": speech,
+    "onnx": images,
+}

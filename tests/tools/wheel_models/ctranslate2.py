@@ -16,11 +16,20 @@ from crt_exp.data import DataError
 
 VERSION = 6
 TYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}
-LAYER = {"self_attention/layer_norm": "self_attn_layer_norm", "self_attention/linear_1": "self_attn.out_proj",
-         "attention/layer_norm": "encoder_attn_layer_norm", "attention/linear_0": "encoder_attn.q_proj",
-         "attention/linear_2": "encoder_attn.out_proj", "ffn/layer_norm": "final_layer_norm",
-         "ffn/linear_0": "fc1", "ffn/linear_1": "fc2"}
-FUSED = {"self_attention/linear_0": ("self_attn", "qkv"), "attention/linear_1": ("encoder_attn", "kv")}
+LAYER = {
+    "self_attention/layer_norm": "self_attn_layer_norm",
+    "self_attention/linear_1": "self_attn.out_proj",
+    "attention/layer_norm": "encoder_attn_layer_norm",
+    "attention/linear_0": "encoder_attn.q_proj",
+    "attention/linear_2": "encoder_attn.out_proj",
+    "ffn/layer_norm": "final_layer_norm",
+    "ffn/linear_0": "fc1",
+    "ffn/linear_1": "fc2",
+}
+FUSED = {
+    "self_attention/linear_0": ("self_attn", "qkv"),
+    "attention/linear_1": ("encoder_attn", "kv"),
+}
 ENDS = {"gamma": "weight", "beta": "bias", "encodings": "weight"}
 OUTER = {"embeddings": "embed_tokens", "position_encodings": "embed_positions"}
 
@@ -32,7 +41,9 @@ def read(path: Path) -> tuple[str, dict[str, np.ndarray]]:
         with open(path, "rb") as stream:
             version = _number(stream, "<I")
             if version != VERSION:
-                raise DataError(f"{path.name} is of version {version} of CTranslate2's format, not {VERSION}")
+                raise DataError(
+                    f"{path.name} is of version {version} of CTranslate2's format, not {VERSION}"
+                )
             kind, _, count = _string(stream), _number(stream, "<I"), _number(stream, "<I")
             return kind, dict(_variable(stream) for _ in range(count))
     except (struct.error, ValueError, KeyError, UnicodeDecodeError) as error:
@@ -54,14 +65,22 @@ def _variable(stream: BinaryIO) -> tuple[str, np.ndarray]:
     return name, np.frombuffer(stream.read(size), kind).reshape(shape)
 
 
-def whisper(kind: str, variables: dict[str, np.ndarray]) -> tuple[dict[str, int], dict[str, Tensor]]:
+def whisper(
+    kind: str, variables: dict[str, np.ndarray]
+) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Sizes, as WhisperConfig calls them, and weights in float32, as WhisperForConditionalGeneration does.
     Raises DataError for another kind of model, and for weights that are rounded to whole numbers."""
     if kind != "WhisperSpec":
         raise DataError(f"it is a {kind} of CTranslate2; this reader takes a WhisperSpec")
-    weights = {name: value for name, value in variables.items() if value.ndim and not name.endswith("alignment_heads")}
+    weights = {
+        name: value
+        for name, value in variables.items()
+        if value.ndim and not name.endswith("alignment_heads")
+    }
     if odd := next((name for name, value in weights.items() if value.dtype.kind != "f"), None):
-        raise DataError(f"its weights are {weights[odd].dtype} ({odd}); this reader takes float16 or float32")
+        raise DataError(
+            f"its weights are {weights[odd].dtype} ({odd}); this reader takes float16 or float32"
+        )
     try:
         return _sizes(variables), _state(weights)
     except (KeyError, IndexError, ValueError) as error:
@@ -70,14 +89,25 @@ def whisper(kind: str, variables: dict[str, np.ndarray]) -> tuple[dict[str, int]
 
 def _sizes(variables: dict[str, np.ndarray]) -> dict[str, int]:
     width, mels, _ = variables["encoder/conv1/weight"].shape
-    sizes = {"d_model": width, "num_mel_bins": mels, "vocab_size": len(variables["decoder/embeddings/weight"]),
-             "max_source_positions": len(variables["encoder/position_encodings/encodings"]),
-             "max_target_positions": len(variables["decoder/position_encodings/encodings"])}
+    sizes = {
+        "d_model": width,
+        "num_mel_bins": mels,
+        "vocab_size": len(variables["decoder/embeddings/weight"]),
+        "max_source_positions": len(variables["encoder/position_encodings/encodings"]),
+        "max_target_positions": len(variables["decoder/position_encodings/encodings"]),
+    }
     for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": len({name.split("/")[1] for name in variables if name.startswith(f"{part}/layer_")
-                                         and name.split("/")[1] != "layer_norm"}),
-                  f"{part}_attention_heads": int(variables[f"{part}/num_heads"]),
-                  f"{part}_ffn_dim": len(variables[f"{part}/layer_0/ffn/linear_0/weight"])}
+        sizes |= {
+            f"{part}_layers": len(
+                {
+                    name.split("/")[1]
+                    for name in variables
+                    if name.startswith(f"{part}/layer_") and name.split("/")[1] != "layer_norm"
+                }
+            ),
+            f"{part}_attention_heads": int(variables[f"{part}/num_heads"]),
+            f"{part}_ffn_dim": len(variables[f"{part}/layer_0/ffn/linear_0/weight"]),
+        }
     return sizes
 
 
@@ -103,4 +133,8 @@ def _named(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(f"{layer}.{LAYER[inner]}.{end}", tensor)]
     attention, letters = FUSED[inner]
     pieces = zip(letters, tensor.chunk(len(letters)))
-    return [(f"{layer}.{attention}.{letter}_proj.{end}", piece) for letter, piece in pieces if letter + end != "kbias"]
+    return [
+        (f"{layer}.{attention}.{letter}_proj.{end}", piece)
+        for letter, piece in pieces
+        if letter + end != "kbias"
+    ]

@@ -15,16 +15,21 @@ from torch import Tensor
 
 from crt_exp.data import DataError
 
-GRAPH, NODE, INITIALIZER = 7, 1, 5                                           # fields of a model and of its graph
-INPUT, NODE_NAME = 1, 3                                                      # of a node
-DIMS, TYPE, TENSOR_NAME, RAW = 1, 2, 8, 9                                    # of a tensor
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5                                      # wire types
-FLOAT = 1                                                                    # the type of a tensor of float32
-MATRIX = "/MatMul"                                                           # ends the name of a linear layer's node
+GRAPH, NODE, INITIALIZER = 7, 1, 5  # fields of a model and of its graph
+INPUT, NODE_NAME = 1, 3  # of a node
+DIMS, TYPE, TENSOR_NAME, RAW = 1, 2, 8, 9  # of a tensor
+VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types
+FLOAT = 1  # the type of a tensor of float32
+MATRIX = "/MatMul"  # ends the name of a linear layer's node
 DEPTH, WIDTH, PATCH, SIDE = 12, 384, 14, 37  # of the small one; patches of 14 pixels, 37 a side
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)                     # of ImageNet
-LAYER = {"norm1": "norm1", "norm2": "norm2", "attention.output.dense": "attn.proj", "mlp.fc1": "mlp.fc1",
-         "mlp.fc2": "mlp.fc2"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+LAYER = {
+    "norm1": "norm1",
+    "norm2": "norm2",
+    "attention.output.dense": "attn.proj",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+}
 
 
 class Graph(NamedTuple):
@@ -37,18 +42,27 @@ class Graph(NamedTuple):
 def read(path: Path) -> Graph:
     """The float32 initializers of a file. Raises DataError for a file that is no whole ONNX model."""
     try:
-        graph = next(value for number, value in fields(memoryview(path.read_bytes())) if number == GRAPH)
+        graph = next(
+            value for number, value in fields(memoryview(path.read_bytes())) if number == GRAPH
+        )
         weights, users = {}, {}
         for number, value in fields(graph):
             if number == INITIALIZER:
                 weights |= tensor(value)
             elif number == NODE:
                 given = [*fields(value)]
-                users |= {bytes(each).decode(): bytes(name).decode() for field, each in given if field == INPUT
-                          for other, name in given if other == NODE_NAME}
+                users |= {
+                    bytes(each).decode(): bytes(name).decode()
+                    for field, each in given
+                    if field == INPUT
+                    for other, name in given
+                    if other == NODE_NAME
+                }
         return Graph(weights, users)
     except (StopIteration, IndexError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path.name} is no whole file of ONNX ({error or 'it has no graph'})") from None
+        raise DataError(
+            f"{path.name} is no whole file of ONNX ({error or 'it has no graph'})"
+        ) from None
 
 
 def fields(message: memoryview) -> Iterator[tuple[int, Any]]:
@@ -64,7 +78,7 @@ def fields(message: memoryview) -> Iterator[tuple[int, Any]]:
             size, at = varint(message, at) if wire == BYTES else ({EIGHT: 8, FOUR: 4}.get(wire), at)
             if size is None or at + size > len(message):
                 raise ValueError(f"a field of wire type {wire} at byte {at}")
-            value, at = message[at:at + size], at + size
+            value, at = message[at : at + size], at + size
         yield key >> 3, value
 
 
@@ -101,13 +115,17 @@ def sizes(value: int | memoryview) -> list[int]:
 
 # ---- DINOv2
 
+
 def dinov2(graph: Graph, architecture: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """timm's config.json for its model of that name, and the weights, of a file that transformers' Dinov2Model was
     exported to, whatever stands behind it there. Raises DataError for another model."""
     found = named(graph)
     try:
-        state = outer(found, graph) | {f"blocks.{i}.{name}": value for i in range(DEPTH)
-                                       for name, value in layer(found, f"backbone.encoder.layer.{i}.").items()}
+        state = outer(found, graph) | {
+            f"blocks.{i}.{name}": value
+            for i in range(DEPTH)
+            for name, value in layer(found, f"backbone.encoder.layer.{i}.").items()
+        }
     except KeyError as error:
         raise DataError(f"it lacks {error}: no small DINOv2 that transformers had") from None
     return written(architecture), {name: torch.tensor(value) for name, value in state.items()}
@@ -116,25 +134,47 @@ def dinov2(graph: Graph, architecture: str) -> tuple[dict[str, Any], dict[str, T
 def written(architecture: str) -> dict[str, Any]:
     """config.json as timm writes it."""
     size = [3, PATCH * SIDE, PATCH * SIDE]
-    cfg = {"input_size": size, "fixed_input_size": True, "crop_pct": 1.0, "interpolation": "bicubic", "mean": MEAN,
-           "std": STD, "num_classes": 0, "first_conv": "patch_embed.proj", "classifier": "head"}
+    cfg = {
+        "input_size": size,
+        "fixed_input_size": True,
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+        "mean": MEAN,
+        "std": STD,
+        "num_classes": 0,
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+    }
     return {"architecture": architecture, "num_classes": 0, "pretrained_cfg": cfg}
 
 
 def named(graph: Graph) -> dict[str, np.ndarray]:
     """Weights by the names of transformers, matrices among them."""
-    matrices = {graph.users[name].removesuffix(MATRIX).strip("/").replace("/", ".") + ".weight": value.T
-                for name, value in graph.weights.items() if graph.users.get(name, "").endswith(MATRIX)}
+    matrices = {
+        graph.users[name].removesuffix(MATRIX).strip("/").replace("/", ".") + ".weight": value.T
+        for name, value in graph.weights.items()
+        if graph.users.get(name, "").endswith(MATRIX)
+    }
     return graph.weights | matrices
 
 
 def outer(found: dict[str, np.ndarray], graph: Graph) -> dict[str, np.ndarray]:
     """What stands before and behind the layers. The places of patches are resized in the graph, so that they and that
     of the class are constants of their own, told by their shapes."""
-    shapes = {value.shape: value for name, value in graph.weights.items() if name != "backbone.embeddings.cls_token"}
+    shapes = {
+        value.shape: value
+        for name, value in graph.weights.items()
+        if name != "backbone.embeddings.cls_token"
+    }
     places = [shapes[1, count, WIDTH] for count in (1, SIDE**2)]
-    state = {"cls_token": found["backbone.embeddings.cls_token"], "pos_embed": np.concatenate(places, 1)}
-    for ours, theirs in (("patch_embed.proj", "embeddings.patch_embeddings.projection"), ("norm", "layernorm")):
+    state = {
+        "cls_token": found["backbone.embeddings.cls_token"],
+        "pos_embed": np.concatenate(places, 1),
+    }
+    for ours, theirs in (
+        ("patch_embed.proj", "embeddings.patch_embeddings.projection"),
+        ("norm", "layernorm"),
+    ):
         state |= {f"{ours}.{end}": found[f"backbone.{theirs}.{end}"] for end in ("weight", "bias")}
     return state
 
@@ -143,6 +183,7 @@ def layer(found: dict[str, np.ndarray], at: str) -> dict[str, np.ndarray]:
     state = {f"ls{i}.gamma": found[f"{at}layer_scale{i}.lambda1"] for i in (1, 2)}
     for end in ("weight", "bias"):
         state[f"attn.qkv.{end}"] = np.concatenate(
-            [found[f"{at}attention.attention.{part}.{end}"] for part in ("query", "key", "value")])
+            [found[f"{at}attention.attention.{part}.{end}"] for part in ("query", "key", "value")]
+        )
         state |= {f"{ours}.{end}": found[f"{at}{theirs}.{end}"] for theirs, ours in LAYER.items()}
     return state
