@@ -220,8 +220,12 @@ def tables(rows: Rows):
         for name in (MINILM, SMOLLM2)
         for text in ("", "code")
     }
+    title = (
+        "Without training: cosine of the states to those with exact attention, "
+        "loss increase over it, word errors"
+    )
     return {
-        "Without training: cosine of the states to those with exact attention, loss increase over it, word errors": table(
+        title: table(
             rows,
             {
                 **{

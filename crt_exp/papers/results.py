@@ -260,18 +260,25 @@ def text(
         "\n\n".join(
             [
                 "# Which attention to use",
-                f"**A pretrained model, without training: near-far attention.** Near-far attention increases the loss of "
-                f"SmolLM2-135M on a repeated passage by {repeated['near-far']:.3f} nats per token. A window increases this "
-                f"loss by {repeated['window']:.1f}, FAVOR++ by {repeated['FAVOR++']:.1f} (4096 tokens, 95% CI, n = 3 rows).",
-                f"**After fine-tuning: near-far attention.** Its loss increase is {_share(tuned, 'near-far')} of that of "
+                "**A pretrained model, without training: near-far attention.** Near-far attention "
+                "increases the loss of "
+                f"SmolLM2-135M on a repeated passage by {repeated['near-far']:.3f} nats per token. A window "
+                "increases this "
+                f"loss by {repeated['window']:.1f}, FAVOR++ by {repeated['FAVOR++']:.1f} (4096 tokens, 95% "
+                "CI, n = 3 rows).",
+                "**After fine-tuning: near-far attention.** Its loss increase is "
+                f"{_share(tuned, 'near-far')} of that of "
                 f"uniform attention. The loss increase of FAVOR++ is {_share(tuned, 'FAVOR++')} of it.",
-                f"**A causal model with a state of constant size: the mixture.** With 256 features, the loss of SmolLM2 "
+                "**A causal model with a state of constant size: the mixture.** With 256 features, the "
+                "loss of SmolLM2 "
                 f"increases by {mixed['mixture']:.1f} nats, with FAVOR# by {mixed['FAVOR#']:.1f} (512 tokens, without "
                 f"training).",
                 "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)",
                 to_markdown(table).rstrip(),
-                "Loss: the method's loss increase over exact attention, as a share of that of uniform attention; median over "
-                "settings (range, number of settings); lower is better. Time: a training step relative to exact attention, "
+                "Loss: the method's loss increase over exact attention, as a share of that of uniform "
+                "attention; median over "
+                "settings (range, number of settings); lower is better. Time: a training step relative to "
+                "exact attention, "
                 "bidirectional / causal; lower is faster, above 1 exact attention is faster. Pages: [swap](swap.md), "
                 "[mixture](mixture.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), "
                 "[adapt](adapt.md), [perf_speed](perf_speed.md).",

@@ -24,7 +24,7 @@ from crt_exp.mechanism import Mechanism
 
 transformers = pytest.importorskip("transformers")
 from decoders import CONTROLS, mechanisms  # noqa: E402
-from decoders import layer as layer_of
+from decoders import layer as layer_of  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
 B, H, D = 2, 3, 4

@@ -1,4 +1,4 @@
-"""Ridge in random features: scikit-learn's checks, equality with its Ridge, and what does not depend on how rows come."""
+"""Ridge in random features: scikit-learn's checks, equality with its Ridge, independence of how rows come."""
 
 import itertools
 import pickle
