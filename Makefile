@@ -9,11 +9,19 @@ METHODS ?= $(ARMS)
 SEEDS   ?=
 FILES  ?=
 PYTHON ?= python3
-PY     := $(VENV)/bin/python
+PY      = $(VENV)/bin/python
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile   # a test file stays in one process
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PARALLEL)   # tests start many processes, which read bytecode sooner
+PYTEST  = PYTHONDONTWRITEBYTECODE= $(PY) -m pytest $(PARALLEL)   # tests start many processes, which read bytecode sooner
 STAMP  := $(VENV)/.installed
-DOCS   := $(VENV)/.docs
+UV     := $(shell command -v uv)
+
+define CREATE
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "crt_exp needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }; \
+echo "installing in $(VENV) with $(if $(UV),uv,pip): a few GB, one to three minutes"; \
+$(if $(UV),uv venv -q --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(VENV)
+endef
+INSTALL = $(if $(UV),uv pip install -q --compile-bytecode --python $(PY),$(PY) -m pip install -q --disable-pip-version-check)
 
 # The tables and figures of the papers, each a sweep of a page: make TARGET = python -m crt_exp.report TARGET --run
 crt_variance  := fig1 fig2
@@ -47,7 +55,7 @@ DATA    := uci glue/SST-2 glue/QNLI glue/STS-B wikitext2 ptb mnist protein speec
 TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all golden gpu lint docs data sweep-example report $(TARGETS)
+.PHONY: help setup lock newest oldest ranges demo test test-avx2 test-data test-all golden gpu lint docs data sweep-example report $(TARGETS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"; echo
@@ -55,24 +63,43 @@ help:  ## print this help
 	@echo; echo "tables and figures of the papers, by page outputs/report/PAGE.md (make data fetches what they read):"; echo
 	@$(foreach page,$(PAGES),printf '  %-15s %s\n' $(page) '$($(page))';)
 
-setup: $(STAMP)  ## create $(VENV) and install crt_exp in it (uv where it is on the PATH, pip else)
+setup: $(STAMP)  ## create $(VENV) with the versions of requirements.txt and crt_exp (by uv where it is on the PATH, by pip else)
 
-$(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "crt_exp needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }
-	@if command -v uv >/dev/null; then \
-	  echo "installing with uv"; uv venv -q --allow-existing --python $(PYTHON) $(VENV) && uv pip install -q --compile-bytecode --python $(PY) -e '.[dev]'; \
-	else \
-	  echo "installing with pip (a few GB, one to three minutes)"; \
-	  $(PYTHON) -m venv $(VENV) && $(PY) -m pip install -q --disable-pip-version-check -e '.[dev]'; \
-	fi
+$(STAMP): pyproject.toml requirements.txt
+	@$(CREATE)
+	@$(INSTALL) -r requirements.txt
+	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock:  ## write requirements.txt: the newest versions that the ranges allow; PINS="torch==2.14.1" keeps some (needs uv)
+	@uv pip compile -q pyproject.toml --extra dev --universal --generate-hashes --no-annotate --upgrade \
+	  --custom-compile-command "make lock" $(foreach pin,$(PINS),-P $(pin)) -o requirements.txt
+
+newest: VENV := .venv-newest
+newest: ranges  ## the fast tests in a fresh environment, with the newest versions that the ranges allow
+
+oldest: VENV := .venv-oldest
+oldest: RESOLUTION = $(if $(UV),--resolution lowest-direct,$(error make oldest needs uv on the PATH))
+oldest: ranges  ## the fast tests in a fresh environment, with the oldest versions that the ranges allow (needs uv)
+
+ranges:
+	@rm -rf $(VENV)
+	@$(CREATE)
+	@$(INSTALL) $(RESOLUTION) -e '.[dev]'
+	@$(PYTEST) -m "not slow" $(FILES)
 
 demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture, in under a minute
 	@$(PY) -m crt_exp.report demo --run --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow" $(FILES)
+
+test-avx2: $(STAMP)  ## the fast tests as on a processor without AVX-512
+	@CC="$(or $(CC),cc) -mno-avx512f" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+	  $(PYTEST) -m "not slow" $(FILES)
+
+test-data: $(STAMP)  ## the fast tests that read the official files of CRT_DATA
+	@$(PYTEST) -m "data and not slow" $(FILES)
 
 gpu: $(STAMP)  ## the tests that need a GPU
 	@$(PYTEST) -n 0 -m gpu
@@ -87,13 +114,8 @@ lint: $(STAMP)  ## ruff: the layout, and what a linter finds
 	@$(PY) -m ruff format --check README.md crt_exp tests docs
 	@$(PY) -m ruff check crt_exp tests docs
 
-docs: $(DOCS)  ## the documentation as a site, in site/; a broken link or name is an error
+docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or name is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
-
-$(DOCS): $(STAMP)
-	@if command -v uv >/dev/null; then uv pip install -q --compile-bytecode --python $(PY) -e '.[docs]'; \
-	else $(PY) -m pip install -q --disable-pip-version-check -e '.[docs]'; fi
-	@touch $@
 
 data: $(STAMP)  ## fetch what the small pages read into CRT_DATA (default data): sizes first, the same command goes on
 	@$(PY) -m crt_exp.data fetch $(DATA)

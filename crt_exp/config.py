@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from crt_exp.optional import explain
 from crt_exp.options import (  # noqa: F401
     ConfigError,
     Parameter,
@@ -138,6 +139,9 @@ def import_object(name: Any) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # the imported module can raise anything
+        broken = explain(error)
+        if broken:
+            raise ConfigError(f"{name}: {broken}") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{name} cannot be imported: {reason}") from None
 

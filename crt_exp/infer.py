@@ -51,9 +51,9 @@ from crt_exp.data.speech import (
     pad_audio,
     seconds_of,
 )
-from crt_exp.models import conformer_transducer, language, vision
-from crt_exp.models.conformer_transducer import STEP, greedy
-from crt_exp.models.folder import description_in, folder_of
+from crt_exp.models import language, vision
+from crt_exp.models.folder import TRANSDUCER, description_in, folder_of
+from crt_exp.optional import explain
 from crt_exp.options import Count, NotNegative, parse_arguments
 
 LIKELIEST = 5  # classes printed for an image
@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_arguments(KINDS[kind][0], arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
-    except (ConfigError, DataError, ValueError, OSError) as error:
-        print(f"crt_exp.infer: error: {error}", file=sys.stderr)
+    except (ConfigError, DataError, ValueError, OSError, ImportError) as error:
+        print(f"crt_exp.infer: error: {explain(error) or error}", file=sys.stderr)
         return 2
 
 
@@ -142,6 +142,9 @@ def classify(options: ImageOptions) -> int:
 
 def transcribe(options: AudioOptions) -> int:
     """Print the transcript of each file, and the time of each symbol in seconds."""
+    from crt_exp.models import conformer_transducer
+    from crt_exp.models.conformer_transducer import STEP, greedy
+
     files, bad = audio_files(options.input, "input"), []
     known, tensors = conformer_transducer.load(options.run, "run")
     model = known.build(tensors)
@@ -419,7 +422,7 @@ ALPHABETS = {
 }  # keyed by an entry of the vocabulary
 KINDS = {
     "imagenet": (ImageOptions, classify),
-    conformer_transducer.KIND: (AudioOptions, transcribe),
+    TRANSDUCER: (AudioOptions, transcribe),
     language.KIND: (SequenceOptions, sample),
 }
 

@@ -29,6 +29,7 @@ import signal
 
 from crt_exp.config import CONF, ConfigError, own_names
 from crt_exp.data import world_size
+from crt_exp.optional import HideBeforeTransformers
 from crt_exp.runner.command_line import check_command_line, with_file_names
 from crt_exp.runner.configuration import folders
 from crt_exp.runner.exit_handling import Stopped, exit_process, fail, report_errors
@@ -41,6 +42,7 @@ def main() -> None:
     """Run the command line, in one process or in every process of torchrun."""
     import hydra
 
+    sys.meta_path.insert(0, HideBeforeTransformers)
     agree_on_start()
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])

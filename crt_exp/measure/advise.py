@@ -19,8 +19,8 @@ from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.data.text import bert_tokenizer, check_vocabulary, local_blocks, running_blocks
 from crt_exp.measure import Measurement
 from crt_exp.mechanism import Mechanism
-from crt_exp.models import conformer_transducer, encoders, vision
-from crt_exp.models.folder import CONFIG, block_of
+from crt_exp.models import encoders, vision
+from crt_exp.models.folder import CONFIG, TRANSDUCER, block_of
 from crt_exp.options import Count, Positive, checked
 from crt_exp.swap.advise import (
     LEAST,
@@ -323,7 +323,7 @@ def audio_bench(
     judged, training = spread(
         len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}"
     )
-    is_run = config is not None and config.get("kind") == conformer_transducer.KIND
+    is_run = config is not None and config.get("kind") == TRANSDUCER
     loaded, batch = (transducer if is_run else load_hub_speech_model)(model)
     try:
         made = [batch(utterances[i]) for i in [*judged, *training]]
@@ -355,6 +355,8 @@ def read_utterances(source: str) -> list[speech.Utterance]:
 
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
+    from crt_exp.models import conformer_transducer
+
     known, tensors = conformer_transducer.load(run, "task.model")
     encoders.check_exact(f"task.model={run}", known.mechanism.describe())
 

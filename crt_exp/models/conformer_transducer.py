@@ -27,7 +27,7 @@ from crt_exp.attention.checks import outside_graphs
 from crt_exp.config import ConfigError
 from crt_exp.data.vocabularies import Symbols
 from crt_exp.mechanism import Mechanism
-from crt_exp.models.folder import check_shapes, open_folder, save_folder
+from crt_exp.models.folder import TRANSDUCER, check_shapes, open_folder, save_folder
 from crt_exp.options import Count, NotNegative, check_options
 from crt_exp.samplers.noise import no_autocast
 
@@ -39,10 +39,7 @@ FLOOR = (
     1e-6  # added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
 )
 MOST = 8  # maximum number of symbols in one encoder frame, so that the search ends
-KIND, PIECES = (
-    "conformer_transducer",
-    "pieces.model",
-)  # kind in config.json; file of a sentencepiece model
+PIECES = "pieces.model"  # file of a sentencepiece model
 
 
 class ConformerSizes(TypedDict):
@@ -456,7 +453,7 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
     """Write `<directory>/model` atomically from the model's state. Raises OSError."""
     symbols = recogniser.symbols
     config = {
-        "kind": KIND,
+        "kind": TRANSDUCER,
         "rate": recogniser.rate,
         "sizes": dict(recogniser.sizes),
         "attention": recogniser.mechanism.to_saved(),
@@ -469,7 +466,7 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
-    with open_folder(run, option, KIND, "task=librispeech") as (folder, config, tensors):
+    with open_folder(run, option, TRANSDUCER, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = (
             Symbols.of_pieces((folder / PIECES).read_bytes())

@@ -21,6 +21,7 @@ from crt_exp.config import ConfigError, json_object, read_yaml
 from crt_exp.data import DataError
 
 MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
+TRANSDUCER = "conformer_transducer"  # the kind of speech models; their module needs torchaudio
 DIGESTS = "digests.json"  # SHA-256 of each file of weights
 ADAPTER, TRAINED = "adapter", "trained.safetensors"  # LoRA adapters, and other trained weights
 

@@ -19,6 +19,7 @@ from hydra.errors import CompactHydraException
 
 from crt_exp.config import ConfigError
 from crt_exp.data import DataError, inside_torchrun, rank
+from crt_exp.optional import explain
 from crt_exp.runner.configuration import directory_override, is_sweep, output_directory, override
 
 ERROR_CODE, DIVERGED_CODE = 2, 3
@@ -102,12 +103,15 @@ def report_errors() -> Iterator[None]:
         end_run(stop_error(signal.SIGINT), 128 + signal.SIGINT)
     except Stopped as stopped:
         end_run(stopped, stopped.code)
-    except (ValueError, OSError, DataError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, DataError, RuntimeError, MemoryError, ImportError) as error:
+        broken = explain(error)
+        if broken:
+            end_run(ConfigError(broken), ERROR_CODE)
         no_memory = isinstance(error, MemoryError) or any(
             words in str(error) for words in NO_MEMORY
         )
         if (
-            isinstance(error, RuntimeError)
+            isinstance(error, RuntimeError | ImportError)
             and not no_memory
             or os.environ.get("HYDRA_FULL_ERROR") == "1"
         ):

@@ -1,0 +1,92 @@
+"""Optional packages that are installed and do not load, such as a torchaudio built for another torch.
+
+transformers imports torchaudio and torchvision wherever they are installed, and every model of transformers fails with
+them. The command line hides a broken package from transformers, and names it where a task needs it.
+"""
+
+import importlib
+import sys
+import traceback
+from importlib import metadata
+from importlib.util import find_spec
+
+BINARY = ("torchaudio", "torchvision")  # compiled against one release of torch
+OPTIONAL = (*BINARY, "timm", "soundfile", "datasets", "peft", "gymnasium", "mujoco", "wandb")
+_reasons: dict[str, str] = {}  # of packages that were hidden
+
+
+def explain(error: BaseException) -> str | None:
+    """One line about the optional package whose import raised an error, or None.
+
+    The line states the installed version and a version that fits the installed torch.
+    """
+    name = _package_of(error)
+    if name is None:
+        return None
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"{name} is needed and not installed: pip install '{_fitting(name)}'"
+    reason = _reasons.get(name) or _first_line(error)
+    torch = metadata.version("torch")
+    return (
+        f"{name} {version} does not load with torch {torch} ({reason}): "
+        f"pip install '{_fitting(name)}'"
+    )
+
+
+def _package_of(error: BaseException | None) -> str | None:
+    """The optional package whose module code raised the error or one of its causes."""
+    while error is not None:
+        missing = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and missing in OPTIONAL:
+            return missing
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            name = frame.f_globals.get("__name__", "").partition(".")[0]
+            if name in OPTIONAL and frame.f_code.co_name == "<module>":
+                return name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error.__cause__ or error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _fitting(name: str) -> str:
+    """The requirement of a package that fits the installed torch."""
+    major, minor = (int(part) for part in metadata.version("torch").split(".")[:2])
+    if name == "torchaudio":
+        return "torchaudio==2.11.0" if (major, minor) < (2, 14) else "torchaudio>=2.11.1"
+    if name == "torchvision":
+        exact = f"torchvision==0.{minor + 15}.*"  # torchvision 0.26 goes with torch 2.11
+        return exact if (major, minor) < (2, 14) else "torchvision>=0.29"
+    return name
+
+
+def hide_broken() -> None:
+    """Make packages of `BINARY` that do not load look as if they were not installed."""
+    for name in BINARY:
+        if name in sys.modules or find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # OSError, RuntimeError or ImportError of a shared library
+            _reasons[name] = _first_line(error)
+            for module in [key for key in sys.modules if key.startswith(f"{name}.")]:
+                del sys.modules[module]
+            sys.modules[name] = None  # `find_spec` returns None, and an import fails
+
+
+class HideBeforeTransformers:
+    """Finder of `sys.meta_path` that calls `hide_broken` when transformers is first imported.
+
+    A run that needs no model of transformers does not pay for the imports.
+    """
+
+    @classmethod
+    def find_spec(cls, name: str, path=None, target=None) -> None:
+        if name.startswith("transformers."):  # not a mere question whether transformers is there
+            sys.meta_path.remove(cls)
+            hide_broken()
