@@ -138,6 +138,7 @@ CLASS_ROWS = {
 }
 
 
+@pytest.mark.data
 @pytest.mark.skipif(
     not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed"
 )

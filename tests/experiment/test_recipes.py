@@ -162,10 +162,15 @@ OWN = {
 }
 
 
+def marks_of(name):
+    marks = [pytest.mark.data] if name in NEEDS else []
+    return marks if name in FAST else [*marks, pytest.mark.slow]
+
+
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")  # two steps fit none
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in PAPERS],
+    [pytest.param(name, marks=marks_of(name)) for name in PAPERS],
 )
 def test_two_steps_of_the_small_recipe(name, typed, tmp_path):
     if name in NEEDS and not (DATA / NEEDS[name]).exists():

@@ -23,6 +23,7 @@ NAMES = pages.names()
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CRT_DATA", "data")  # no file of it is read
 
 
 @pytest.mark.parametrize("name", NAMES)
