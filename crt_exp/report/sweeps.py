@@ -8,13 +8,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import date
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from crt_exp.config import CONF, ConfigError, json_object, own_folders
 from crt_exp.data.corpora import prepare
@@ -171,10 +174,12 @@ def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) 
         batches = (
             [[job] for job in jobs] if launcher == "basic" else [jobs]
         )  # so that a failure is reported at once
-        for batch in batches:
-            done = launch(
-                [[*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch], 0
-            )
+        for batch in tqdm(batches, desc=folder.name, unit="run", mininterval=mininterval()):
+            arguments = [
+                [*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch
+            ]
+            with redirect_stdout(StringIO()):  # the table at the end has what runs print
+                done = launch(arguments, 0)
             for (run, _), result in zip(batch, done):
                 try:
                     _ = result.return_value  # re-raises the error of the run
@@ -189,6 +194,11 @@ def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) 
                     if not (directory / "versions.json").is_file():
                         write_atomic(directory / "versions.json", json.dumps(versions(0)))
                     (directory / DIVERGED).touch()
+
+
+def mininterval() -> float:
+    """Seconds between two states of a progress bar: fewer in a log than on a terminal."""
+    return 0.5 if sys.stderr.isatty() else 30.0
 
 
 def _run_in_processes(
