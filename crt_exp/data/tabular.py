@@ -4,9 +4,10 @@
 documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
 `read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
-are categories. A missing number becomes the mean of the training part; a missing category is a level of its own. Words
-such as NA mark missing values only in columns of numbers. Numbers in another
-style than 1234.5, and columns that mix numbers and words, are rejected.
+are categories. Classes and categories are text: 01 and 1 differ, as do 3.1 and 3.10. A column in which different whole
+numbers of this kind have the same value holds categories. A missing number becomes the mean of the training part; a
+missing category is a level of its own. Words such as NA mark missing values only in columns of numbers. Numbers in
+another style than 1234.5, and columns that mix numbers and words, are rejected.
 """
 
 import csv
@@ -225,9 +226,9 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
         try:
             column = numbers(texts, name == target and kind == "classification")
             if name == target:
-                goal, classes = target_of(column, kind)
+                goal, classes = target_of(texts, column, kind, notes)
             else:
-                features += feature(column, notes)
+                features += feature(texts, column, notes)
         except ValueError as error:
             raise DataError(f"task.csv={path}: column {name}, {error}") from None
     if not features:
@@ -307,32 +308,62 @@ def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
     return texts
 
 
-def target_of(labels: pd.Series, kind: Kind | None) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Numbers and None, or codes and the names of their classes. Raises ValueError."""
-    number = labels.dtype == np.float64
-    if labels.isna().any():
+def target_of(
+    texts: pd.Series, column: pd.Series, kind: Kind | None, notes: list[str]
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Numbers and None, or codes and the names of their classes. Raises ValueError.
+
+    texts: the cells; column: their `numbers`.
+    """
+    number = column.dtype == np.float64
+    if column.isna().any():
         raise ValueError(
-            f"row {labels.isna().idxmax()} has no value; fill it in, or remove the row"
+            f"row {column.isna().idxmax()} has no value; fill it in, or remove the row"
         )
     if kind == "regression" and not number:
         raise ValueError("task.kind=regression: the target holds words; expected numbers")
     if kind is None:
-        few_whole = labels.nunique() <= MOST_CLASSES and number and (labels % 1 == 0).all()
+        few_whole = texts.nunique() <= MOST_CLASSES and number and (column % 1 == 0).all()
         kind = "regression" if number and not few_whole else "classification"
-    if kind == "regression" and labels.nunique() > 1:
-        return labels.to_numpy(), None
-    classes, codes = np.unique(labels.to_numpy(), return_inverse=True)
-    if not 2 <= len(classes) <= len(codes) / 2:
+    if kind == "regression" and column.nunique() > 1:
+        return column.to_numpy(), None
+    classes = sorted(texts.unique())
+    if number:
+        values = column.groupby(texts).first()
+        classes.sort(key=values.get)
+        notes += [f"{column.name}: {pair} are different classes" for pair in equal(texts, column)]
+    if not 2 <= len(classes) <= len(texts) / 2:
         raise ValueError(
-            f"{len(classes)} distinct values in {len(codes)} rows; expected at least 2 classes with "
+            f"{len(classes)} distinct values in {len(texts)} rows; expected at least 2 classes with "
             "several rows each, or task.kind=regression"
         )
-    return codes, tuple(f"{each:.15g}" if number else each for each in classes)
+    return pd.Index(classes).get_indexer(texts).astype(np.int64), tuple(classes)
 
 
-def feature(column: pd.Series, notes: list[str]) -> list[Column]:
-    """The feature column, or no column and a note if it carries no information."""
+def equal(texts: pd.Series, column: pd.Series) -> list[str]:
+    """The first two different cells of the same value, such as "01 and 1", or nothing."""
+    different = texts[column.notna() & (texts != "-0")].drop_duplicates()
+    values = column[different.index]
+    again = values[values.duplicated()]
+    if again.empty:
+        return []
+    return [" and ".join(different[values == again.iloc[0]].head(2))]
+
+
+def feature(texts: pd.Series, column: pd.Series, notes: list[str]) -> list[Column]:
+    """The feature column, or no column and a note if it carries no information.
+
+    texts: the cells; column: their `numbers`.
+    """
     name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
+    if number:
+        codes = equal(texts[~texts.str.contains(".", regex=False, na=False)], column)
+        if codes:
+            notes.append(f"{name}: {codes[0]} have the same value; read as categories")
+            column = texts.where(column.notna())
+            number = False
+        else:
+            notes += [f"{name}: {pair} are the same number" for pair in equal(texts, column)]
     levels = [] if number else sorted(column.dropna().unique())
     if missing == len(column):
         notes.append(f"{name} is empty and is left out")

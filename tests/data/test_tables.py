@@ -367,11 +367,44 @@ def test_kind_decides(tmp_path):
             "regression",
         )
     for labels, classes in (
-        (["1", "1.0", "2", "2.00"], ("1", "2")),
+        (["1", "1.0", "2", "2.00"], ("1", "1.0", "2", "2.00")),
         (["1", "2", "3", "x"], ("1", "2", "3", "x")),
     ):
         file = write_own(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
         assert read_own(file, "y", "classification")[0].classes == classes
+
+
+@pytest.mark.parametrize("end", ["", "b"])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["3.1", "3.10", "3.2"],
+        ["123456789012345671", "123456789012345672", "223456789012345673"],
+        ["01", "1", "2"],
+        ["0", "00", "000"],
+        ["1E2", "10E1", "2E2"],
+        ["+1", "1", "2"],
+        ["0.1234567890123456781", "0.1234567890123456782", "1"],
+    ],
+)
+def test_classes_of_equal_value_stay_apart(labels, end, tmp_path):
+    cells = [label + end for label in labels] * 10
+    file = write_own(tmp_path / "t.csv", "x,y", range(30), cells)
+    table, notes = read_own(file, "y", "classification")
+    assert [table.classes[code] for code in table.target] == cells
+    assert ("different classes" in notes) == (end == "")
+
+
+@pytest.mark.parametrize("cells", [["01", "1", "2"], ["1E2", "10E1", "3"], ["0", "00", "7"]])
+def test_whole_numbers_of_equal_value_are_categories(cells, tmp_path):
+    file = write_own(tmp_path / "t.csv", "x,y", [*cells, "NA"] * 10, ["p", "q"] * 20)
+    table, notes = read_own(file, "y")
+    assert table.columns[0].levels == (*sorted(cells), "(missing)")
+    assert "have the same value; read as categories" in notes
+    file = write_own(tmp_path / "t.csv", "x,y", ["1.5", "1.50", "-0", "0"] * 10, ["p", "q"] * 20)
+    table, notes = read_own(file, "y")
+    assert table.columns[0].values[:4].tolist() == [1.5, 1.5, 0, 0]
+    assert notes == "x: 1.5 and 1.50 are the same number"
 
 
 def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
