@@ -174,10 +174,19 @@ def test_unreadable_files_are_named_and_counted_and_the_others_are_read(
     (tmp_path / "a.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:4000])
     soundfile.write(tmp_path / "b.wav", tone(600, 0.02), 8000)
     (tmp_path / "d.mp3").touch()
+    soundfile.write(tmp_path / "e.flac", tone(600, 0.5), 8000)
+    content = (tmp_path / "e.flac").read_bytes()
+    unknown_length = content[:21] + bytes([content[21] & 0xF0]) + bytes(4) + content[26:]
+    (tmp_path / "e.flac").write_bytes(unknown_length)
+    (tmp_path / "f.flac").write_bytes(unknown_length[:-50])
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
-    assert code == 2 and ": 3 of 4 files are unreadable" in err and "a.wav: truncated" in err
+    assert "f.flac: not readable" in err
+    assert code == 2 and ": 4 of 6 files are unreadable" in err and "a.wav: truncated" in err
     assert "b.wav: 0.020 s, expected at least" in err and "d.mp3: not readable" in err
-    assert [file for file, *_ in lines(out)] == [str(tmp_path / "c.wav")]
+    assert [(file, seconds) for file, seconds, *_ in lines(out)] == [
+        (str(tmp_path / "c.wav"), 0.5),
+        (str(tmp_path / "e.flac"), 0.5),
+    ]
     shutil.copy(root / "digits/0.png", tmp_path)
     (tmp_path / "1.png").write_text("no image")
     code, out, err = called(f"run={root / 'favorpp'}", f"input={tmp_path}")

@@ -35,7 +35,19 @@ LENGTHS = range(3, 9)  # digits per string
 GAPS = (0.02, 0.2)  # smallest and largest silence between digits, in seconds
 SHORTEST = 0.1  # seconds; leaves one encoder frame after a change of speed
 LOUDEST = 2  # largest sample; lossy formats slightly exceed [-1, 1]
-ENDLESS = 2**31 - 4096  # bytes; WAV files from a pipe state larger sizes
+ENDLESS = 0x7F000000  # bytes; files from a pipe state larger sizes, if their sizes have 32 bits
+ENDLESS_64 = 2**62
+OPEN_END = 2**63 - 1  # frames of a FLAC from a pipe
+AT_ONCE = 2**32  # frames; headers that state more are not trusted with the memory
+BLOCK = 1 << 20  # frames per read of such a file
+SIZES = re.compile(
+    r"^\s*(?:data|SSND|BODY|riff|Riff size|Data Size|Data length)\s*:? (\d+) \(?should be (\d+)",
+    re.M,
+)  # stated and present, as in libsndfile's log of a header
+CUT = re.compile(r"truncated file|to be truncated\. \d|end-of-stream bit|Junk after the last page")
+NIST_FRAMES = re.compile(rb"sample_count -i (\d+)")
+CHECKED = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "MP3", "OGG", "NIST")
+CHECKED += ("SVX", "VOC", "WVE", "MAT4")  # formats whose headers state a length
 
 
 class AudioPart(NamedTuple):
@@ -293,17 +305,61 @@ def content_of(rows: Any, i: int, column: str) -> bytes:
 
 
 def seconds_of(source: Path | io.BytesIO, name: str) -> float:
-    """Length by the header; raises BadAudio for invalid or truncated audio."""
+    """Length by the header; raises BadAudio for invalid or truncated audio.
+
+    The headers of FLAC and MP3 do not tell that audio is truncated; `decode_audio` does.
+    """
     import soundfile
 
     try:
-        info = soundfile.info(source)
+        with soundfile.SoundFile(source) as stream:
+            check_whole(stream, source, name)
+            frames = stream.frames
+            if frames == OPEN_END:
+                frames = len(read_samples(stream))
+            return frames / stream.samplerate
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         raise BadAudio(f"{name}: not readable: {error}") from None
-    cut = re.search(r"^\s*data\s*: (\d+) \(should be (\d+)\)", info.extra_info, re.M)
-    if cut and int(cut[1]) < ENDLESS:
-        raise BadAudio(f"{name}: truncated: {cut[2]} of {cut[1]} bytes of audio")
-    return info.frames / info.samplerate
+
+
+def check_whole(stream: Any, source: Path | io.BytesIO, name: str) -> None:
+    """Compare the length in the header of an open file with its content.
+
+    Raises BadAudio for truncated audio, and for formats without a length that can be compared.
+    """
+    if stream.format not in CHECKED:
+        raise BadAudio(f"{name}: format {stream.format}; expected one of {' '.join(CHECKED)}")
+    log = stream.extra_info
+    endless = ENDLESS_64 if stream.format in ("W64", "RF64") else ENDLESS
+    for stated, present in SIZES.findall(log):
+        if int(present) < int(stated) < endless:
+            raise BadAudio(f"{name}: truncated: {present} of {stated} bytes of audio")
+    if CUT.search(log):
+        raise BadAudio(f"{name}: truncated: the file does not end where the audio should")
+    if stream.format == "NIST":
+        stated = NIST_FRAMES.search(beginning_of(source))
+        if stated and stream.frames < int(stated[1]):
+            raise BadAudio(f"{name}: truncated: {stream.frames} of {int(stated[1])} samples")
+
+
+def beginning_of(source: Path | io.BytesIO) -> bytes:
+    """The first 1024 bytes, which hold the header of a NIST file."""
+    if isinstance(source, io.BytesIO):
+        return source.getvalue()[:1024]
+    with open(source, "rb") as file:
+        return file.read(1024)
+
+
+def read_samples(stream: Any) -> np.ndarray:
+    """All samples of an open file, (frames, channels) float32."""
+    read = partial(stream.read, dtype="float32", always_2d=True)
+    if stream.seekable() and stream.frames < AT_ONCE:
+        return read()
+    stream.seekable = lambda: False  # soundfile would seek after each read, beyond the end
+    blocks = [read(BLOCK)]
+    while len(blocks[-1]) == BLOCK:
+        blocks.append(read(BLOCK))
+    return np.concatenate(blocks)
 
 
 def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
@@ -315,7 +371,9 @@ def decode_audio(part: AudioPart, rate: int) -> np.ndarray:
 
     try:
         source = part.name if part.content is None else io.BytesIO(part.content())
-        audio, own = soundfile.read(source, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(source) as stream:
+            audio = read_samples(stream)
+            own = stream.samplerate
     except (soundfile.SoundFileError, OSError) as error:
         raise BadAudio(f"{part.name}: not readable: {error}") from None
     if len(audio) < round(part.seconds * own):

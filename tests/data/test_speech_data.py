@@ -1,5 +1,6 @@
 """Laws of speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -106,12 +107,92 @@ def test_a_split_without_utterances_is_refused():
 
 @pytest.mark.parametrize("suffix", [".wav", ".flac"])
 def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
-    """A WAV's header tells; a FLAC's does not, so reading does."""
+    """The header of a WAV tells; reading a FLAC does."""
     path = tmp_path / f"a{suffix}"
     soundfile.write(path, tone(400, 1.0), 8000)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
     with pytest.raises(BadAudio, match="truncated|not readable"):
         speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
+
+
+FORMATS = [
+    *(("WAV", kind) for kind in ("PCM_16", "FLOAT", "ULAW", "IMA_ADPCM", "GSM610")),
+    *(("AIFF", kind) for kind in ("PCM_16", "FLOAT", "IMA_ADPCM")),
+    *((name, "PCM_16") for name in ("WAVEX", "AU", "W64", "RF64", "CAF", "FLAC", "NIST")),
+    *((name, "PCM_16") for name in ("VOC", "SVX", "MAT4")),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", "MPEG_LAYER_III"),
+]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("name, kind", FORMATS)
+def test_a_part_of_a_file_of_any_format_is_refused(name, kind, part, tmp_path):
+    path, whole = tmp_path / "a.audio", tone(400, 20.0, 16000)
+    soundfile.write(path, whole, 16000, format=name, subtype=kind)
+    audio = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    assert len(audio) == pytest.approx(len(whole), abs=2000)
+    content = path.read_bytes()[: int(path.stat().st_size * part)]
+    path.write_bytes(content)
+    for source in (path, io.BytesIO(content)):
+        with pytest.raises(BadAudio, match="a.*: (truncated|not readable)"):
+            decode_audio(AudioPart(str(path), seconds_of(source, "a")), 16000)
+
+
+def test_a_format_without_a_length_is_refused(tmp_path):
+    soundfile.write(tmp_path / "a.snd", tone(400, 1.0), 8000, format="IRCAM")
+    with pytest.raises(BadAudio, match="a: format IRCAM; expected one of WAV"):
+        seconds_of(tmp_path / "a.snd", "a")
+
+
+def with_frames(path, frames):
+    """Set the number of samples in the header of a FLAC file, 36 bits."""
+    content = bytearray(path.read_bytes())
+    content[21] = content[21] & 0xF0 | frames >> 32
+    content[22:26] = struct.pack(">I", frames & 0xFFFFFFFF)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_piped_flac_is_as_long_as_its_file(channels, tmp_path):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, tone(400, 4.0, 16000).reshape(-1, channels), 16000)
+    whole = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    with_frames(path, 0)
+    for source in (path, io.BytesIO(path.read_bytes())):
+        assert seconds_of(source, "a") == 4 / channels
+    assert np.array_equal(decode_audio(AudioPart(str(path), 4 / channels), 16000), whole)
+    with_frames(path, 2**36 - 1)  # needs 256 GB, if the header is trusted
+    with pytest.raises(BadAudio, match="a.flac: truncated"):
+        decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    with_frames(path, 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadAudio, match="a: not readable"):
+        seconds_of(path, "a")
+
+
+@pytest.mark.parametrize(
+    "name, at, size",
+    [
+        ("AU", 8, b"\xff" * 4),
+        ("AIFF", 42, struct.pack(">I", 0x7F000008)),
+        ("W64", 16, b"\xff" * 7 + b"\x7f"),
+    ],
+)
+def test_a_piped_file_of_another_format_is_as_long_as_its_file(name, at, size, tmp_path):
+    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format=name, subtype="PCM_16")
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[:at] + size + content[at + len(size) :])
+    assert seconds_of(tmp_path / "a", "a") == 2
+
+
+def test_a_w64_may_be_longer_than_32_bits(tmp_path):
+    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format="W64", subtype="PCM_16")
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[:16] + struct.pack("<Q", 2**33) + content[24:])
+    with pytest.raises(BadAudio, match="a: truncated: 32104 of 8589934592 bytes"):
+        seconds_of(tmp_path / "a", "a")
 
 
 @pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (np.nan, "nan"), (1.5, None)])
