@@ -169,7 +169,7 @@ def digits() -> dict[str, Images]:
 def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
     """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
 
-    source: a path, or the content of a file and its name. Raises Unreadable.
+    Transparent pixels become white. source: a path, or the content of a file and its name. Raises Unreadable.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -198,15 +198,32 @@ def read_pixels(pixels: np.ndarray) -> Any:
 
 
 def to_rgb(image: Any) -> Any:
-    """RGB with 8 bits a channel, without transparency.
+    """RGB with 8 bits a channel, on a white ground where the image is transparent.
 
-    Raises ValueError for 32-bit integers and floats.
+    Raises ValueError for 32-bit integers and floats, and for a white drawing on a transparent ground.
     """
     if image.mode.startswith("I;16"):  # convert() would clip values above 255
-        return read_pixels((np.asarray(image) >> 8).astype(np.uint8))
+        pixels = np.asarray(image)
+        opaque = pixels != image.info.get("transparency", -1)
+        return on_white(read_pixels((pixels >> 8).astype(np.uint8)), opaque)
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel mode {image.mode}; expected 8 or 16 bits per channel")
-    return image.convert("RGBA" if image.mode == "P" else "RGB").convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return on_white(image.convert("RGB"), np.asarray(image.getchannel("A")) / 255)
+
+
+def on_white(image: Any, opacity: np.ndarray) -> Any:
+    """The image (RGB) on a white ground; opacity: (H, W), 0 to 1."""
+    from PIL import Image
+
+    alpha = Image.fromarray((255 * opacity).round().astype(np.uint8))
+    result = Image.composite(image, Image.new("RGB", image.size, "white"), alpha)
+    least, most = alpha.getextrema()
+    if least < most and result.getextrema() == ((255, 255),) * 3:
+        raise ValueError("white on a transparent ground; expected a ground of another colour")
+    return result
 
 
 # ---- pixel values ----------------------------------------------------------------------------------------------------

@@ -148,6 +148,63 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
 
+def drawing(mode, box, ink=0):
+    """A square of one colour on a transparent ground of the same colour."""
+    ground = {"1": 1 - ink, "I;16": 40000, "P": 3, "L": 100, "RGB": (9, 100, 9)}.get(mode)
+    if ground is None:
+        ground = (ink,) * (len(mode) - 1) + (0,)
+        ink = (*ground[:-1], 255)
+    image = Image.new(mode, (32, 32), ground)
+    if mode == "P":
+        image.putpalette([9] * 768)
+    if mode == "RGB":
+        ink = (ink,) * 3
+    image.paste(ink, box)
+    options = {} if "A" in mode else {"transparency": ground}
+    return image, options
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize(
+    "mode, suffix",
+    [
+        *((mode, "png") for mode in ("RGBA", "LA", "P", "L", "RGB", "I;16", "1")),
+        ("RGBA", "webp"),
+        ("RGBA", "tiff"),
+        ("P", "gif"),
+    ],
+)
+def test_transparent_pixels_become_white(mode, suffix, by_name, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    for box in ((4, 4, 12, 12), (20, 8, 28, 30)):
+        image, options = drawing(mode, box)
+        if suffix == "webp":
+            options["lossless"] = True
+        image.save(path, **options)
+        expected = np.full((32, 32), 255)
+        expected[box[1] : box[3], box[0] : box[2]] = 9 if mode == "P" else 0
+        source = path if by_name else (path.read_bytes(), "name")
+        found = images.read_image(source)
+        assert found.mode == "RGB"
+        assert (np.asarray(found) == expected[..., None]).all()
+
+
+def test_half_transparent_pixels_become_lighter(tmp_path):
+    Image.new("LA", (8, 8), (100, 51)).save(tmp_path / "a.png")
+    assert np.unique(images.read_image(tmp_path / "a.png")).tolist() == [
+        224
+    ]  # 0.2 * 100 + 0.8 * 255
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_white_on_a_transparent_ground_is_refused(mode, tmp_path):
+    drawing(mode, (4, 4, 12, 12), 255)[0].save(tmp_path / "a.png")
+    with pytest.raises(images.Unreadable, match="a.png: .*white on a transparent ground"):
+        images.read_image(tmp_path / "a.png")
+    Image.new(mode, (8, 8), (0,) * len(mode)).save(tmp_path / "b.png")  # an empty page
+    assert (np.asarray(images.read_image(tmp_path / "b.png")) == 255).all()
+
+
 TURNED = {
     3: lambda x: np.rot90(x, 2),
     5: lambda x: x.swapaxes(0, 1),
