@@ -16,7 +16,7 @@ import numpy as np
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.data import DataError, warn
-from crt_exp.data.files import IMAGES, files_ending, hidden
+from crt_exp.data.files import IMAGES, files_of_each, leads_up, visible_entries
 from crt_exp.data.sources import SOURCES, stand_in, task_folder
 
 SPLITS = ("train", "val")
@@ -92,7 +92,7 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
         raise missing(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):
         return split_folder(root)
-    splits = {split: images_in(root / split) for split in SPLITS}
+    splits = dict(zip(SPLITS, images_in(*(root / split for split in SPLITS))))
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(
             f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
@@ -110,28 +110,49 @@ def split_folder(root: Path) -> dict[str, Images]:
             f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
             "val/<class>/, or <class>/ only; rename it"
         )
-    every = images_in(root)
+    (every,) = images_in(root)
     warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
     return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
-def images_in(folder: Path) -> Images:
-    """Images in the class folders; raises DataError for a class without images."""
-    files = {name: files_ending(folder / name, IMAGES) for name in folders_in(folder)}
-    counts = [len(each) for each in files.values()]
+def images_in(*splits: Path) -> list[Images]:
+    """Images in the class folders of each split, each file once.
+
+    Raises DataError for a class without images.
+    """
+    folders = []
+    for split in splits:
+        folders += [split / name for name in folders_in(split)]
+    files = dict(zip(folders, files_of_each(folders, IMAGES)))
+    return [images_of(split, files) for split in splits]
+
+
+def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
+    """Images of a split; files: those of each class folder of all splits."""
+    own = {folder.name: paths for folder, paths in files.items() if folder.parent == split}
+    counts = [len(paths) for paths in own.values()]
     if 0 in counts or not counts:
-        place = folder / [*files][counts.index(0)] if counts else f"{folder}/<class>"
-        raise DataError(f"{place}: no images; expected files that end with {' '.join(IMAGES)}")
+        place = split / [*own][counts.index(0)] if counts else f"{split}/<class>"
+        raise DataError(
+            f"{place}: no images of its own; expected files that end with {' '.join(IMAGES)}"
+        )
     paths = np.array(
-        [os.fsencode(path) for each in files.values() for path in each]
+        [os.fsencode(path) for each in own.values() for path in each]
     )  # 100 MB for a million paths
-    return Images(tuple(files), np.repeat(np.arange(len(files)), counts), paths, read_image)
+    return Images(tuple(own), np.repeat(np.arange(len(own)), counts), paths, read_image)
 
 
 def folders_in(folder: Path) -> list[str]:
-    return sorted(
-        entry.name for entry in os.scandir(folder) if not hidden(entry.name) and entry.is_dir()
-    )
+    """Visible folders, without links to a folder above."""
+    names = []
+    for entry in visible_entries(str(folder)):
+        if not os.path.isdir(entry.path):
+            continue
+        if entry.is_symlink() and leads_up(entry.path, folder):
+            warn("%s: left out: leads to a folder above", entry.path)
+        else:
+            names.append(entry.name)
+    return names
 
 
 def missing(dataset: str, root: Path | None) -> DataError:

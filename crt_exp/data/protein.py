@@ -124,7 +124,7 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
         raise missing("protein", folder and folder / "UP000000625_83333.fasta")
-    files = [Path(file) for file in files_ending(folder, ENDINGS, folder.iterdir())]
+    files = [Path(file) for file in files_ending(folder, ENDINGS, deep=False)]
     if not files:
         raise DataError(
             f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz"

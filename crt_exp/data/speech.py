@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.data import DataError, warn
-from crt_exp.data.files import AUDIO, files_ending, hidden
+from crt_exp.data.files import AUDIO, files_ending
 from crt_exp.data.sources import Hub, from_hub, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
@@ -33,6 +33,7 @@ SPLITS = {
 }  # indices; test is the official test set
 LENGTHS = range(3, 9)  # digits per string
 GAPS = (0.02, 0.2)  # smallest and largest silence between digits, in seconds
+TRANSCRIPTS = ".trans.txt"
 SHORTEST = 0.1  # seconds; leaves one encoder frame after a change of speed
 LOUDEST = 2  # largest sample; lossy formats slightly exceed [-1, 1]
 ENDLESS = 0x7F000000  # bytes; files from a pipe state larger sizes, if their sizes have 32 bits
@@ -108,14 +109,16 @@ class Faults:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def audio_files(name: str | Path, option: str) -> list[Path]:
+def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> list[Path]:
     """The audio file, or all visible ones in the folder, sorted.
 
-    Raises DataError, naming `option`, if there are none.
+    others: further endings of files to list. Raises DataError, naming `option`, if there is no audio.
     """
     path = Path(name).expanduser()
-    files = [path] if path.is_file() else [Path(file) for file in files_ending(path, AUDIO)]
-    if not files:
+    files = [path]
+    if not path.is_file():
+        files = [Path(file) for file in files_ending(path, (*AUDIO, *others))]
+    if all(file.name.lower().endswith(others) for file in files):
         raise DataError(
             f"{option}={name}: expected an audio file, or a folder of audio files ({' '.join(AUDIO)})"
         )
@@ -135,15 +138,16 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
                 f"task.subsets: {subset} is missing in {where}; run `python -m crt_exp.data fetch "
                 f"speech/LibriSpeech/{subset}`"
             )
-        audio = {path.with_suffix(""): path for path in audio_files(root / subset, "task.data_dir")}
-        lines = [
-            (path.parent, *line.strip().partition(" "))
-            for path in (root / subset).rglob("*.trans.txt")
-            if not hidden(path.relative_to(root))
-            for _, line in numbered_lines(path)
-            if line.strip()
-        ]
-        texts = {folder / name: text for folder, name, _, text in lines}
+        files = audio_files(root / subset, "task.data_dir", (TRANSCRIPTS,))
+        audio, texts = {}, {}
+        for path in files:
+            if not path.name.lower().endswith(TRANSCRIPTS):
+                audio[path.with_suffix("")] = path
+                continue
+            for _, line in numbered_lines(path):
+                name, _, text = line.strip().partition(" ")
+                if name:
+                    texts[path.parent / name] = text
         for name in texts.keys() - audio.keys():
             faults.add(f"{name}: a transcript without audio beside it")
         for name in sorted(audio, key=lambda name: name.name):

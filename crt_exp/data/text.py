@@ -22,7 +22,7 @@ from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.data import DataError
-from crt_exp.data.files import cached, key_of
+from crt_exp.data.files import cached, files_ending, key_of
 from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
 
 Paths = str | Path | Sequence[str | Path]
@@ -59,15 +59,9 @@ def text_files(paths: Paths) -> list[Path]:
     files = []
     for name in [paths] if isinstance(paths, (str, Path)) else paths:
         path = text_path(name)
-        inside = (
-            [path]
-            if path.is_file()
-            else sorted(
-                file
-                for file in path.rglob("*")
-                if file.suffix in SUFFIXES and not f"/{file.relative_to(path)}".count("/.")
-            )
-        )
+        inside = [path]
+        if not path.is_file():
+            inside = sorted(Path(file) for file in files_ending(path, SUFFIXES))
         if not inside:
             raise DataError(
                 f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}"
@@ -138,7 +132,7 @@ def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
     for file in text_files(text):
         for _, line in numbered_lines(file):
             if line.strip():
-                yield untokenized(line, unknown) if file.suffix == ".tokens" else line
+                yield untokenized(line, unknown) if file.suffix.lower() == ".tokens" else line
 
 
 def untokenized(line: str, unknown: str) -> str:

@@ -119,6 +119,59 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
     assert caplog.text.count("ignored files: 2 .heic, 1 without one") == 1
 
 
+@pytest.mark.parametrize(
+    "link, target",
+    [
+        ("train/class0/backup", "../class0"),
+        ("train/class0/up", ".."),
+        ("train/class0/x/root", "../../../.."),
+        ("train/self", "."),
+        ("train/up", "../.."),
+        ("train/class0/other", "../class1"),
+        ("train/class2/held-out", "../../val/class2"),
+        ("val/class1/again", "../../train/class1/x"),
+        ("val/class1/again.png", "0.png"),
+        ("val/class1/train.png", "../../train/class2/x/0.png"),
+        ("train/class0/loop", "loop/loop"),
+    ],
+)
+def test_links_list_no_image_twice(link, target, tmp_path):
+    root = write_images(tmp_path / "mine", inner="x")
+    for folder in (root / "val").iterdir():
+        for file in (folder / "x").iterdir():
+            file.rename(folder / file.name)
+    before = images.load("mine", root)
+    (root / link).symlink_to(target)
+    after = images.load("mine", root)
+    for split in ("train", "val"):
+        assert after[split].classes == before[split].classes
+        assert after[split].sources.tolist() == before[split].sources.tolist()
+        assert after[split].labels.tolist() == before[split].labels.tolist()
+
+
+def test_links_to_other_places_are_followed_once(tmp_path):
+    stored = write_images(tmp_path / "stored")
+    root = tmp_path / "mine"
+    (root / "train/class0").mkdir(parents=True)
+    (root / "val").symlink_to(stored / "val")
+    for name in ("class1", "class2"):
+        (root / "train" / name).symlink_to(stored / "train" / name)
+    for file in (stored / "train/class0").iterdir():
+        (root / "train/class0" / file.name).symlink_to(file)
+    (root / "train/class0/copy.png").symlink_to(stored / "train/class0/0.png")
+    found = images.load("mine", root)
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+
+
+@pytest.mark.parametrize("link, target", [("val", "train"), ("val/class0", "../train/class0")])
+def test_a_split_that_is_a_link_to_the_other_is_refused(link, target, tmp_path):
+    root = write_images(tmp_path / "mine")
+    shutil.rmtree(root / link)
+    (root / link).symlink_to(target)
+    with pytest.raises(DataError, match="val/class0: no images of its own"):
+        images.load("mine", root)
+
+
 # ---- single images -------------------------------------------------------------------------------------------------
 
 

@@ -193,6 +193,13 @@ def test_files_of_every_ending(tmp_path):
     assert protein.uniprot(str(tmp_path), None).names == tuple("abcdf")
 
 
+def test_links_list_no_file_twice(tmp_path):
+    write(tmp_path / "a.fasta", ["ACD"])
+    (tmp_path / "b.fasta").symlink_to("a.fasta")
+    (tmp_path / "up").symlink_to("..")
+    assert protein.uniprot(str(tmp_path), None).names == ("a",)
+
+
 # ---- rows and batches ------------------------------------------------------------------------------------------------
 
 

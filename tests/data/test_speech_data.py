@@ -65,6 +65,18 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     assert not noted.noted and len(speech.audio_files(tmp_path, "input")) == len(TEXTS) + 3
 
 
+def test_links_list_no_recording_twice(tmp_path):
+    chapter = write_librispeech(tmp_path)
+    before = read(tmp_path)
+    (chapter / "back").symlink_to("..")
+    (chapter.parent / "again").symlink_to(chapter.name)
+    (chapter.parent / "up").symlink_to("../../..")
+    (chapter / "copy.flac").symlink_to("7-9-0000.flac")
+    noted = faults()
+    assert read(tmp_path, noted) == before and not noted.noted
+    assert len(speech.audio_files(tmp_path, "input")) == len(TEXTS)
+
+
 # ---- bad input: named and counted, an error or, where that was chosen, left out ---------------------------
 
 
