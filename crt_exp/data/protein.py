@@ -42,6 +42,8 @@ PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
 UNKNOWN = 255  # code of a byte that is not a letter
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
+BASES = [(LETTERS.index(letter),) for letter in "ACG"] + [tuple(map(LETTERS.index, "TU"))]
+NUCLEOTIDES = b"ACGTUN".translate(CODES)
 ENDINGS = tuple(
     name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz")
 )
@@ -57,7 +59,7 @@ ARRAYS = {
     "accessions": "S16",
     "digests": np.uint64,
     "repeated": np.bool_,
-    "files": np.uint16,
+    "files": np.uint32,
 }
 SPLITS = ("train", "validation", "test", "ood")
 HELD_OUT = (
@@ -100,7 +102,7 @@ class Sequences:
     accessions: np.ndarray  # (n,) S16
     digests: np.ndarray  # (n,) uint64
     repeated: np.ndarray  # (n,) bool
-    files: np.ndarray  # (n,) uint16
+    files: np.ndarray  # (n,) uint32
     names: tuple[str, ...]
     held: Any = field(default=None, repr=False)  # keeps a temporary folder alive
 
@@ -159,6 +161,14 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
+def is_nucleic(tokens: bytes) -> bool:
+    """Whether letter codes read as DNA or RNA: all four bases, and at most a tenth other letters."""
+    others = len(tokens.translate(None, NUCLEOTIDES))
+    if len(tokens) < 10 or others > len(tokens) / 10:
+        return False
+    return all(any(code in tokens for code in base) for base in BASES)
+
+
 def digest_of(content: bytes, size: int = 8) -> int:
     """Hash of the content with `size` bytes, as an integer."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
@@ -210,8 +220,15 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
         streams = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         for number, file in enumerate(files):
             found = entries(file)
+            total = nucleic = 0
             while block := list(islice(found, BLOCK)):
                 names, letters = zip(*block)
+                total += len(letters)
+                nucleic += sum(map(is_nucleic, letters))
+                if nucleic > total / 2:
+                    raise DataError(
+                        f"{file}: {nucleic} of {total} sequences are DNA or RNA; expected proteins"
+                    )
                 ends = end + np.cumsum([len(each) for each in letters])
                 end = int(ends[-1])
                 values = {
@@ -223,6 +240,8 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
                 }
                 for name, array in values.items():
                     streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
+            if nucleic:
+                warn("%s: %d of %d sequences look like DNA or RNA", file, nucleic, total)
     pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(
         folder / "repeated"
     )
@@ -236,11 +255,12 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
     """
     known = sequences.names
     names = (known[-1:] if len(known) > 1 else ()) if names is None else names
-    if not set(names) <= set(known) or set(names) == set(known):
+    held = set(names)
+    if not held <= set(known) or held == set(known):
         raise ConfigError(
-            f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known)}"
+            f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known[:50])}"
         )
-    return np.isin(sequences.files, [known.index(name) for name in names])
+    return np.isin(sequences.files, [i for i, name in enumerate(known) if name in held])
 
 
 def held_out_by_family(
@@ -483,7 +503,7 @@ class Families:
             accessions,
             digests,
             np.zeros(len(family), bool),
-            family.astype(np.uint16),
+            family.astype(np.uint32),
             tuple(f"family {i}" for i in range(len(self.lags))),
         )
 

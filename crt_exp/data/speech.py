@@ -7,9 +7,11 @@ and counted. No function draws from a global generator.
 import csv
 import hashlib
 import io
+import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.data import DataError, warn
-from crt_exp.data.files import AUDIO, files_ending
+from crt_exp.data.files import AUDIO, files_ending, identity
 from crt_exp.data.sources import Hub, from_hub, missing, task_folder
 from crt_exp.data.text import numbered_lines
 
@@ -191,10 +193,13 @@ def read_table(path: Path):
 
     try:
         if path.suffix == ".jsonl":
-            table = pd.read_json(path, lines=True, dtype=False)
+            table = pd.DataFrame(json_rows(path))
         else:  # .tsv files of Common Voice do not quote
             tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-            table = pd.read_csv(path, dtype=str, keep_default_na=False, **tabs)
+            read = partial(pd.read_csv, path, dtype=str, keep_default_na=False, **tabs)
+            header = read(header=None, nrows=1)
+            check_names(header.iloc[0], path)
+            table = read()
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table"
@@ -216,7 +221,38 @@ def read_table(path: Path):
             f"{path}: split={wrong[0]!r}: expected {', '.join(SPLITS)} in each row, or no split column"
         )
     cells["audio"] = [str(path.parent / name) for name in cells.audio]
+    check_apart(zip(cells.audio, cells.split), str(path))
     return cells
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    """Objects of a jsonl file, one a line. Raises ValueError and DataError."""
+
+    def row(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        check_names([name for name, _ in pairs], path)
+        return dict(pairs)
+
+    lines = (line for _, line in numbered_lines(path) if line.strip())
+    return [json.loads(line, object_pairs_hook=row) for line in lines]
+
+
+def check_names(names: Iterable[str], path: Path) -> None:
+    """Raise DataError if a column of a table occurs twice."""
+    for name, count in Counter(names).items():
+        if name in ("audio", "text", "split") and count > 1:
+            raise DataError(f"{path}: {count} columns {name}, expected one")
+
+
+def check_apart(files: Iterable[tuple[str, str]], where: str) -> None:
+    """Raise DataError if a file is in two splits; files: path and split of each."""
+    first = {}
+    for path, split in files:
+        other, its_split = first.setdefault(identity(path), (path, split))
+        if split != its_split:
+            raise DataError(
+                f"{where}: the recording {path} is in {split}, and as {other} in {its_split}; "
+                "expected one split for each recording"
+            )
 
 
 def by_hash(name: str) -> str:

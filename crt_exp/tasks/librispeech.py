@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
@@ -117,6 +118,10 @@ class LibriSpeech(Task):
             folder and folder / self.subsets["train"][0],
             self.data_dir,
         )
+        if self.on_hub and self.hub["train"] in (self.hub["validation"], self.hub["test"]):
+            raise ConfigError(
+                f"task.hub.train={self.hub['train']}: also the validation or test split; expected another"
+            )
         self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
@@ -143,6 +148,12 @@ class LibriSpeech(Task):
             split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
             for split in SPLITS
         }
+        if self.corpus == "librispeech":
+            files = []
+            for split, utterances in usable.items():
+                parts = chain.from_iterable(each.parts for each in utterances)
+                files += [(part.name, split) for part in parts if part.content is None]
+            speech.check_apart(files, "task.subsets")
         if not usable["train"]:
             self.faults["train"].report(0)
         if self.symbols == "characters" and self.corpus == "librispeech":

@@ -1,5 +1,6 @@
 """Laws of protein data: FASTA files, their index, splits, rows and masks."""
 
+import dataclasses
 import gzip
 import os
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from crt_exp.config import ConfigError
-from crt_exp.data import DataError, protein
+from crt_exp.data import DataError, protein, warn
 from crt_exp.data.plan import Plan
 from crt_exp.data.protein import LETTERS, Chains, Singles, entries, read_files
 
@@ -184,6 +185,54 @@ def test_held_out_files(tmp_path):
             ConfigError, match="task.held_out_files.*expected some, not all, of a, b"
         ):
             protein.held_out_by_file(index, names)
+
+
+def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
+    """One file per protein."""
+    path = write(tmp_path / "a.fasta", ["ACDEFGHIK"])
+    (row,) = protein.entries(path)
+    monkeypatch.setattr(protein, "entries", lambda path: iter([row]))
+    index = read_files([path] * 65_600)
+    assert index.files.tolist() == list(range(65_600))
+    last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
+    assert np.flatnonzero(protein.held_out_by_file(last, None)).tolist() == [65_599]
+
+
+BASES = "".join(np.random.default_rng(0).choice([*"ACGT"], 300))
+
+
+@pytest.mark.parametrize(
+    "letters",
+    [
+        [BASES],
+        [BASES.replace("T", "U")],
+        [BASES[:50] + 20 * "N" + BASES[50:]],
+        [BASES + "RYKMSW"],
+        [BASES[i : i + 20] for i in range(0, 300, 20)],
+        [BASES, "MKVLAAGHIK", BASES[::-1]],
+    ],
+)
+@pytest.mark.parametrize("ending", ["fasta", "fa.gz"])
+def test_dna_is_no_protein(letters, ending, tmp_path):
+    write(tmp_path / "a.fasta", ["MKVLAAGHIK"])
+    write(tmp_path / f"b.{ending}", letters)
+    with pytest.raises(DataError, match=rf"b.{ending}: \d+ of \d+ sequences are DNA or RNA"):
+        protein.uniprot(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    "letters", ["DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR", "GAGAGAGAGAGAGAGAGAGS"]
+)
+def test_proteins_of_few_letters_are_read(letters, tmp_path):
+    """Antifreeze protein and silk."""
+    assert len(read_files([write(tmp_path / "a.fasta", [letters])])) == 1
+
+
+def test_some_dna_among_proteins_is_named(tmp_path, caplog):
+    warn.cache_clear()
+    path = write(tmp_path / "a.fasta", [*sequences(3), BASES])
+    assert len(read_files([path])) == 4
+    assert "a.fasta: 1 of 4 sequences look like DNA or RNA" in caplog.text
 
 
 def test_files_of_every_ending(tmp_path):

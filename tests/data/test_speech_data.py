@@ -466,9 +466,39 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
         ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
         ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
         ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
+        ("t.csv", "audio,text,text\n0.wav,x,y\n", "2 columns text, expected one"),
+        ("t.csv", "audio,text,audio\n0.wav,x,1.wav\n", "2 columns audio, expected one"),
+        ("t.tsv", "split\taudio\ttext\tsplit\ntest\t0.wav\tx\ttrain\n", "2 columns split"),
+        ("t.jsonl", '{"audio": "0.wav", "text": "x", "text": "y"}\n', "2 columns text"),
     ],
 )
 def test_malformed_tables_are_refused(name, text, message, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"{name}.*{message}"):
         speech.read_table(tmp_path / name)
+
+
+def test_a_recording_is_in_one_split(folder):
+    (folder / "link.wav").symlink_to("0.wav")
+    (folder / "hard.wav").hardlink_to(folder / "0.wav")
+    for name in (
+        "0.wav",
+        "./0.wav",
+        f"../{folder.name}/0.wav",
+        folder / "0.wav",
+        "link.wav",
+        "hard.wav",
+    ):
+        rows = ["audio,text,split", "0.wav,x,train", "1.wav,x,test", f"{name},x,{{}}"]
+        table = "\n".join(rows)
+        (folder / "t.csv").write_text(table.format("train"))
+        assert len(speech.read_table(folder / "t.csv")) == 3
+        for split in ("test", "validation"):
+            (folder / "t.csv").write_text(table.format(split))
+            with pytest.raises(
+                DataError, match=f"t.csv: the recording .* is in {split}, .* in train"
+            ):
+                speech.read_table(folder / "t.csv")
+    (folder / "t.csv").write_text("audio,text,split\ngone.wav,x,train\n./gone.wav,x,test\n")
+    with pytest.raises(DataError, match="gone.wav is in test"):
+        speech.read_table(folder / "t.csv")

@@ -198,6 +198,16 @@ def test_a_symbol_outside_the_vocabulary(books, tmp_path):
     assert read(books, **given, bad="skip").length("test") == 1
 
 
+def test_splits_share_no_recording(tmp_path):
+    write_librispeech(tmp_path, "train-clean-100")
+    (tmp_path / "dev-clean").symlink_to("train-clean-100")
+    write_librispeech(tmp_path, "test-clean", speaker=9)
+    with pytest.raises(
+        DataError, match="task.subsets: the recording .* in validation, .* in train"
+    ):
+        read(tmp_path)
+
+
 def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     """A FLAC's header does not tell: an error, or left out of its batch and said."""
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
