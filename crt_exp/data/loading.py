@@ -206,6 +206,8 @@ class Streamed:
                 f"is {label}, expected 0 to {len(self.classes) - 1}; set task.hub.image, task.hub.label "
                 f"(columns: {', '.join(example)}) and task.hub.classes"
             )
+        if image["bytes"] is None:
+            return number, image["path"], label
         return number, (image["bytes"], name), label
 
 

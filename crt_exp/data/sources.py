@@ -9,6 +9,7 @@ size is checked.
 
 import csv
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -239,17 +240,48 @@ def from_hub(
         otherwise: advice that ends the message.
         files: local files that are read instead of a hub data set.
     """
+    if not files and os.path.exists(name):
+        files = name
     if not files:
         check_network()
     try:
         return load()
     except Exception as error:  # each library has its own errors
-        place, check = (
-            (files, "") if files else ("the Hugging Face hub", " Check the name and the network.")
-        )
-        raise DataError(
-            f"{name}: not readable from {place}: {reason_of(error)}.{check} {otherwise}"
-        ) from None
+        if files:
+            while error.__cause__:  # "An error occurred while generating the dataset"
+                error = error.__cause__
+            problem = f"not readable from {files}: {reason_of(error)}."
+        else:
+            problem = f"not readable from the Hugging Face hub: {reason_of(error)}."
+            problem += " Check the name and the network."
+        raise DataError(f"{name}: {problem} {otherwise}") from None
+
+
+def load_rows(
+    name: str, config: str | None, split: str, files: Any, otherwise: str = "Or give other files."
+) -> Any:
+    """Split of a Hugging Face data set, or of local files. Raises DataError.
+
+    Cells of csv files are text as written. files, otherwise: see `from_hub`.
+    """
+    from datasets import load_dataset
+
+    load = partial(load_dataset, name, config, data_files=files)
+    read = partial(load, split=split)
+    if name == "csv":
+        read = partial(csv_rows, load, split)
+    return from_hub(read, name, otherwise, files)
+
+
+def csv_rows(load: Callable[..., Any], split: str) -> Any:
+    """Rows of csv files; their types are not inferred, so that 007 and NA stay."""
+    from datasets import Features, Value
+
+    whole = re.match(r"[\w.]*", split)[0]  # streams have no slices
+    rows = load(split=whole, streaming=True, na_filter=False)
+    columns = [*next(iter(rows), {})]
+    features = Features({column: Value("string") for column in columns})
+    return load(split=split, na_filter=False, features=features or None)
 
 
 def reason_of(error: Exception) -> str:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.data import DataError, warn
 from crt_exp.data.files import AUDIO, files_ending, identity
-from crt_exp.data.sources import Hub, from_hub, missing, task_folder
+from crt_exp.data.sources import Hub, load_rows, missing, reason_of, task_folder
 from crt_exp.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -318,23 +318,38 @@ class SpeechHub(Hub):
 
 def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utterance]:
     """Utterances of a hub split, downloaded once by `datasets`. Raises DataError."""
-    from datasets import Audio, load_dataset
+    from datasets import Audio
 
-    load = partial(
-        load_dataset, hub["name"], hub["config"], split=hub[split], data_files=hub["data_files"]
-    )
-    rows = from_hub(
-        load, hub["name"], "Or give files: task.source=files task.data_dir=DIR.", hub["data_files"]
+    rows = load_rows(
+        hub["name"],
+        hub["config"],
+        hub[split],
+        hub["data_files"],
+        "Or give files: task.source=files task.data_dir=DIR.",
     )
     if absent := {hub["audio"], hub["text"]} - set(rows.column_names):
         raise DataError(
             f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}"
         )
-    rows = rows.cast_column(hub["audio"], Audio(decode=False))
+    try:
+        rows = rows.cast_column(hub["audio"], Audio(decode=False))
+    except Exception as error:  # of pyarrow
+        raise DataError(
+            f"{hub['name']}: column {hub['audio']} is not audio ({reason_of(error)})"
+        ) from None
     for i, row in enumerate(rows):
-        audio, content = row[hub["audio"]], partial(content_of, rows, i, hub["audio"])
-        name = audio["path"] or f"row-{i}"
-        yield from utterance_of(io.BytesIO(audio["bytes"]), name, row[hub["text"]], faults, content)
+        audio, text = row[hub["audio"]] or {}, row[hub["text"]]
+        path, in_memory = audio.get("path"), audio.get("bytes")
+        name = path or f"row-{i}"
+        if not path and in_memory is None:
+            faults.add(f"{hub['name']}, row {i + 1}: no audio")
+        elif not isinstance(text, str | None):
+            faults.add(f"{hub['name']}, row {i + 1}, {name}: transcript {text!r}, expected text")
+        elif in_memory is None:
+            yield from utterance_of(Path(path), name, text, faults)
+        else:
+            content = partial(content_of, rows, i, hub["audio"])
+            yield from utterance_of(io.BytesIO(in_memory), name, text, faults, content)
 
 
 def content_of(rows: Any, i: int, column: str) -> bytes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from crt_exp.atomic_write import atomic_path
 from crt_exp.data import DataError
 from crt_exp.data.files import cached, files_ending, key_of
-from crt_exp.data.sources import SOURCES, from_hub, missing, text_folder
+from crt_exp.data.sources import SOURCES, load_rows, missing, text_folder
 
 Paths = str | Path | Sequence[str | Path]
 IGNORED = -100  # label of tokens that the loss ignores
@@ -159,17 +159,30 @@ class HubText(NamedTuple):
     def load(
         cls, name: str, config: str | None, split: str, column: str, data_files: Any = None
     ) -> "HubText":
-        """Load the column; raises DataError if the set or the column is unavailable."""
-        from datasets import load_dataset
+        """Load the column.
 
-        data = from_hub(
-            lambda: load_dataset(name, config, split=split, data_files=data_files), name
-        )
+        Raises DataError if the set or the column is unavailable, and for rows that are not text.
+        """
+        data = load_rows(name, config, split, data_files, "Or give text files of your own.")
         if column not in data.column_names:
             raise DataError(
                 f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}"
             )
+        check_text(data, column, f"{name} {data_files or ''}".strip())
         return cls(data[column], f"{data._fingerprint} {column}")
+
+
+def check_text(data: Any, column: str, name: str) -> None:
+    """Raise DataError if a row is not text, such as null, a number or a date."""
+    kind = getattr(data.features[column], "dtype", None)
+    if kind in ("string", "large_string") and not data.data.column(column).null_count:
+        return
+    for number, value in enumerate(data[column], 1):
+        if not isinstance(value, str):
+            raise DataError(
+                f"{name}, row {number}: column {column} is {value!r}, read as {type(value).__name__}; "
+                "expected text; fix or remove the row"
+            )
 
 
 Text = HubText | Paths

@@ -189,6 +189,62 @@ def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------------------- masking
+def hub_lines(file, kind, split="train"):
+    return [*lines_of(HubText.load(kind, None, split, "text", str(file)))]
+
+
+@pytest.mark.parametrize("cell", ["NA", "null", "007", "1e3", "true", "2011-01-01", "-", "n/a"])
+def test_cells_of_csv_are_text_as_written(cell, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    (tmp_path / "a.csv").write_text(f"id,text\n1,{cell}\n,{cell}\n3,\n4,{cell}\n")
+    assert hub_lines(tmp_path / "a.csv", "csv") == [cell] * 3
+    assert hub_lines(tmp_path / "a.csv", "csv", "train[:1]") == [cell]
+    with pytest.raises(DataError, match="task.hub.column=words: .* of csv: id, text"):
+        HubText.load("csv", None, "train", "words", str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize(
+    "first, second, row",
+    [
+        ('"a"', "null", 2),
+        ("null", "null", 1),
+        ("1", "2", 1),
+        ('"a"', "1.5", 2),
+        ("true", "false", 1),
+        ('"2011-01-01"', '"2012-01-01"', 1),
+        ('{"a": 1}', '{"a": 2}', 1),
+        ('["a"]', '["b"]', 1),
+    ],
+)
+def test_values_of_json_that_are_no_text_are_named(first, second, row, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    file = tmp_path / "a.json"
+    file.write_text(f'{{"text": {first}}}\n{{"text": {second}}}\n')
+    with pytest.raises(DataError, match=f"a.json, row {row}: column text is .*expected text"):
+        hub_lines(file, "json")
+
+
+@pytest.mark.parametrize(
+    "kind, content, reason",
+    [
+        ("text", b"h\xe9llo\n", "'utf-8' codec can't decode"),
+        ("csv", b"id,text\n1,h\xe9llo\n", "'utf-8' codec can't decode"),
+        ("csv", b"id,text\n1,a\n2,b,c\n", "Expected 2 fields in line 3, saw 3"),
+        ("json", b'{"text": "a"\n', "JSON"),
+        ("parquet", b"no parquet", "Parquet"),
+        ("text", None, "Unable to find"),
+    ],
+)
+def test_a_local_file_that_cannot_be_read_is_named(kind, content, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    file = tmp_path / "a.data"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=f"not readable from .*a.data: .*{reason}") as caught:
+        hub_lines(file, kind)
+    assert "Hugging Face" not in str(caught.value)
+
+
 def random_ids(rows: int, length: int) -> np.ndarray:
     ids = np.random.default_rng(5).integers(len(SPECIALS), len(WORDS), (rows, length), np.int32)
     ids[:, 0], ids[:, -1], ids[:, 3] = 2, 3, 1  # [CLS], [SEP], [UNK]

@@ -1,5 +1,6 @@
 """Laws of speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
 
+import datetime
 import io
 import json
 import struct
@@ -403,6 +404,54 @@ def test_a_set_of_the_hub(tmp_path):
         assert np.array_equal(speech.audio_of(each, 16000), speech.audio_of(own, 16000))
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
         list(speech.hub_utterances(hub | {"text": "sentence"}, "train", faults()))
+
+
+def hub_rows(tmp_path, rows, kind="parquet"):
+    """Utterances and faults of rows of the hub."""
+    import pandas as pd
+
+    file = tmp_path / f"rows.{kind}"
+    getattr(pd.DataFrame(rows), f"to_{kind}")(file, index=False)
+    names = {"name": kind, "config": None, "audio": "audio", "text": "text"}
+    noted = faults("skip")
+    hub = names | {"train": "train", "data_files": str(file)}
+    return list(speech.hub_utterances(hub, "train", noted)), noted.noted
+
+
+@pytest.mark.parametrize("text", [5, 0.5, True, ["a"], {"a": "b"}, datetime.date(2011, 1, 1)])
+def test_rows_of_the_hub_without_text_or_audio_are_faults(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
+    content = (tmp_path / "a.wav").read_bytes()
+    audio = {"bytes": content, "path": "a.wav"}
+    found, noted = hub_rows(tmp_path, [{"audio": audio, "text": text}] * 2)
+    assert not found and "parquet, row 2, a.wav: transcript" in noted[1]
+    audios = [
+        audio,
+        None,
+        {"bytes": None, "path": None},
+        {"bytes": None, "path": str(tmp_path / "a.wav")},
+        {"bytes": None, "path": "gone.wav"},
+        {"bytes": b"", "path": "empty.wav"},
+    ]
+    found, noted = hub_rows(tmp_path, [{"audio": each, "text": "A"} for each in audios])
+    assert [each.seconds for each in found] == [1, 1]
+    assert noted[:2] == ["parquet, row 2: no audio", "parquet, row 3: no audio"]
+    assert "gone.wav: not readable" in noted[2] and "empty.wav: not readable" in noted[3]
+    rows = [{"audio": audio, "text": "A"}, {"audio": audio, "text": None}]
+    found, noted = hub_rows(tmp_path, rows)
+    assert len(found) == 1 and noted == ["a.wav: no transcript"]
+
+
+def test_transcripts_of_csv_are_text_as_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
+    texts = ["007", "NA", "null", ""]
+    rows = [{"audio": str(tmp_path / "a.wav"), "text": text} for text in texts]
+    found, noted = hub_rows(tmp_path, rows, "csv")
+    assert [each.text for each in found] == texts[:3] and len(noted) == 1
+    with pytest.raises(DataError, match="parquet: column audio is not audio"):
+        hub_rows(tmp_path, [{"audio": 1.5, "text": "A"}])
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
