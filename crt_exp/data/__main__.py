@@ -53,7 +53,7 @@ FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.err
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 after an error or for a bad file, else 0."""
+    """Run a command; return 2 for a wrong command, 1 for a failed fetch or a bad file, else 0."""
     options = parser().parse_args(arguments)
     root = data_root(options.dir)
     try:
@@ -63,8 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise DataError("CRT_DATA: not set; set CRT_DATA=DIR, or pass --dir DIR")
         return (verify if options.command == "verify" else fetch)(options.names, root)
     except DataError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print_error(error)
+        return 2
+
+
+def print_error(error: DataError) -> None:
+    print(f"crt_exp.data: error: {error}", file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,7 +115,7 @@ def fetch(names: Sequence[str], root: Path) -> int:
             else:
                 fetch_source(source, root)
         except DataError as error:
-            print(error, file=sys.stderr)
+            print_error(error)
             failed = 1
     return failed
 

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.data import DataError, warn
+from crt_exp.options import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ def select(name: str) -> list[Source]:
         else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
     )
     if not found:
-        known = ", ".join(dict.fromkeys(each.split("/")[0] for each in SOURCES))
-        raise DataError(
-            f"unknown data set {name!r}; expected one of {known}, or a part such as uci/abalone"
-        )
+        groups = dict.fromkeys(each.split("/")[0] for each in SOURCES)
+        expected = f"; expected one of {', '.join(groups)}, or a part such as uci/abalone"
+        near = did_you_mean(name, [*groups, *SOURCES])
+        raise DataError(f"unknown data set {name!r}{near or expected}")
     return found
 
 

@@ -12,6 +12,7 @@ another style than 1234.5, and columns that mix numbers and words, are rejected.
 
 import csv
 import gzip
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -249,7 +250,13 @@ def cells(path: Path) -> pd.DataFrame:
         with (gzip.open if path.suffix == ".gz" else open)(
             path, "rt", encoding="utf-8-sig"
         ) as opened:
-            separator = max(",;\t", key=opened.readline().count)
+            header = opened.readline().strip("\r\n")
+        separator = max(",;\t", key=header.count)
+        if header.strip() and separator not in header:
+            raise DataError(
+                f"task.csv={path}: one column found, {header!r}; is the separator a comma, semicolon "
+                "or tab?"
+            )
         parse = partial(
             pd.read_csv,
             path,
@@ -265,17 +272,17 @@ def cells(path: Path) -> pd.DataFrame:
             short = parse(engine="python").isna().any(axis=1)
             if short.any():
                 raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
+    except FileNotFoundError:
+        raise DataError(f"task.csv={path}: no such file") from None
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(
-            f"task.csv={path}: not readable as a UTF-8 table: {str(error).strip()}"
-        ) from None
+        problem = getattr(error, "strerror", None) or str(error).strip()
+        raise DataError(f"task.csv={path}: not readable as a UTF-8 table: {problem}") from None
     frame = frame.apply(lambda texts: texts.str.strip())
     names = frame.iloc[0].tolist()
-    if (
-        "" in names
-        or len({*names}) < len(names)
-        or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all()
-    ):
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            raise DataError(f"task.csv={path}: {count} columns {name}; expected different names")
+    if "" in names or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all():
         raise DataError(
             f"task.csv={path}: expected a first line that names each column, got {','.join(names[:50])}"
         )

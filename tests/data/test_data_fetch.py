@@ -254,11 +254,20 @@ def test_fetch_continues_after_a_set_that_fails(server, plain, tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [(["verify"], "--dir DIR"), (["fetch", "ucy", "--dir", "x"], "unknown data set 'ucy'")],
+    [
+        (["verify"], "--dir DIR"),
+        (["fetch", "ucy", "--dir", "x"], "unknown data set 'ucy'; did you mean uci?"),
+        (["fetch", "uci/wines", "--dir", "x"], "'uci/wines'; did you mean uci/wine?"),
+        (["verify", "abalon", "--dir", "x"], "'abalon'; did you mean uci/abalone?"),
+        (["fetch", "models/minilmm", "--dir", "x"], "did you mean models/minilm?"),
+        (["fetch", "uci", "zzz", "--dir", "x"], "'zzz'; expected one of uci, "),
+    ],
 )
 def test_commands_that_are_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.delenv("CRT_DATA", raising=False)
-    assert main(arguments) == 1 and message in capsys.readouterr().err
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("crt_exp.data: error: ") and message in err and not out
 
 
 def test_importing_the_command_loads_no_heavy_library():

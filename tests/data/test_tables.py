@@ -342,7 +342,13 @@ def test_words_are_categories_and_classes(cells, tmp_path):
     [
         ("a,y\n1,2\n3", "y", "row 2 has fewer cells"),
         ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
-        ("a,a,y\n1,2,3\n", "y", "names each column"),
+        ("a,a,y\n1,2,3\n", "y", "2 columns a; expected different names"),
+        ("a, y,y\n1,2,3\n", "y", "2 columns y; expected different names"),
+        ("a,,y\n1,2,3\n", "y", "names each column"),
+        ("a b y\n1 2 3\n", "y", "one column found, 'a b y'; is the separator a comma, "),
+        ("a|b|y\n1|2|3\n", "y", r"one column found, 'a\|b\|y'; is the separator"),
+        ("a:y\n1:2\n", "a:y", "one column found"),
+        ("a y\n1,5 2,5\n", "y", "one column found, 'a y'"),
         ("1,2\n3,4\n", "y", "names each column"),
         ("a,y\n", "y", "0 rows"),
         ("a,price\n1,2\n2,3\n", "prise", "did you mean price"),
@@ -357,6 +363,24 @@ def test_refusals_name_column_and_row(text, target, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises((DataError, ValueError), match=message):
         read_own(tmp_path / "t.csv", target)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no.csv", "task.csv=.*no.csv: no such file$"),
+        ("no.csv.gz", "no such file$"),
+        ("no/such.csv", "no such file$"),
+        ("", "Is a directory$"),
+        ("empty.csv", "not readable as a UTF-8 table: No columns"),
+        ("plain.csv.gz", "not readable as a UTF-8 table: Not a gzipped file"),
+    ],
+)
+def test_files_that_are_no_table_are_named(name, message, tmp_path):
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "plain.csv.gz").write_text("a,y\n1,2\n")
+    with pytest.raises(DataError, match=message):
+        read_own(tmp_path / name, "y")
 
 
 def test_kind_decides(tmp_path):
