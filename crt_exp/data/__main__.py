@@ -141,7 +141,18 @@ def verify(names: Sequence[str], root: Path) -> int:
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def inspect(file: File, path: Path) -> tuple[str, str]:
-    """State of the file or folder at `path` (OK, MISSING, SUBSET, WRONG) and reason."""
+    """State of the file or folder at `path` (OK, MISSING, SUBSET, WRONG) and reason.
+
+    Raises DataError if the file cannot be read: its content may be right.
+    """
+    try:
+        return state_of(file, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); the file stays") from None
+
+
+def state_of(file: File, path: Path) -> tuple[str, str]:
+    """Compare a file or folder with what is published. Raises OSError."""
     if not path.exists():
         return MISSING, "not there"
     if path.is_dir():
@@ -186,7 +197,7 @@ def digest(path: Path, kind: str) -> str:
     try:
         with gzip.open(path) if kind == "gunzip" else open(path, "rb") as stream:
             return hashlib.file_digest(stream, "sha256" if kind == "gunzip" else kind).hexdigest()
-    except FAILED:
+    except (gzip.BadGzipFile, zlib.error, EOFError):
         return "unreadable"
 
 

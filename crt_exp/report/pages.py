@@ -173,7 +173,11 @@ def folder_of(size: str, part: bool = False) -> Path:
 
 
 def has_rows(name: str, folder: Path = files.FOLDER) -> bool:
-    return any((folder / f"{name}{ending}").is_file() for ending in (".csv", ".csv.gz"))
+    try:
+        files.rows_path(name, folder)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def names() -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from crt_exp.runner.run import write_atomic
+from crt_exp.runner.run import names_in, write_atomic
 
 FOLDER = Path("outputs/report")
 ORIGIN = ("seconds", "commit", "date", "versions")
@@ -125,13 +125,15 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
 
     Raises:
         FileNotFoundError: If the page has no rows.
+        OSError: If the file cannot be read.
         ValueError: If the file is truncated or lacks columns.
     """
     path = rows_path(page, folder)
+    content = path.read_bytes()
     try:
-        text = (
-            gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        ).decode()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+        text = content.decode()
         if not text.endswith("\n"):
             raise ValueError("the last line is incomplete")
         frame = pd.read_csv(
@@ -143,7 +145,7 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
         )
         if frame.isna().any(axis=None):
             raise ValueError("a line has too few fields")
-    except (EOFError, OSError, ValueError, zlib.error) as error:
+    except (EOFError, gzip.BadGzipFile, ValueError, zlib.error) as error:
         raise ValueError(
             f"{path}: truncated or damaged ({error}); restore the file, or run `python -m crt_exp.report "
             f"{page} --run`"
@@ -167,9 +169,11 @@ def _numbers(column: pd.Series) -> pd.Series:
 
 
 def rows_path(page: str, folder: Path = FOLDER) -> Path:
-    for path in (folder / f"{page}.csv", folder / f"{page}.csv.gz"):
-        if path.is_file():
-            return path
+    """Return the file of a page's rows. Raises FileNotFoundError if there is none."""
+    present = names_in(folder)
+    for name in (f"{page}.csv", f"{page}.csv.gz"):
+        if name in present:
+            return folder / name
     raise FileNotFoundError(
         f"{folder / page}.csv: no rows; run `python -m crt_exp.report {page} --run`"
     )

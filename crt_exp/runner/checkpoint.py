@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.data import full_tensor
 from crt_exp.runner.distributed import Distributed, rng_state, set_rng_state, sharded_like
-from crt_exp.runner.run import Run, write_atomic
+from crt_exp.runner.run import Run, names_in, write_atomic
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.tasks.base import Task
 
@@ -69,30 +69,63 @@ def save(
 
 
 def steps(root: Path) -> list[int]:
-    """Return the steps that have a checkpoint, in increasing order."""
-    names = (path.name.removeprefix("step-") for path in root.glob("step-*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    """Return the steps that have a checkpoint, in increasing order.
+
+    Raises OSError if the folder cannot be read.
+    """
+    numbers = [name.removeprefix("step-") for name in names_in(root) if name.startswith("step-")]
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def damage(path: Path) -> str | None:
-    """Return what is wrong with a checkpoint directory, or None if it is intact."""
+    """Return what is wrong with the files of a checkpoint, or None if it is intact.
+
+    Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
+    CheckpointError if the checkpoint cannot be read, or has the format of another version: it may be intact.
+    """
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        return _first_difference(path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
+        ) from None
+
+
+def _first_difference(path: Path) -> str | None:
+    """Compare a checkpoint with its manifest."""
+    present = names_in(path)
+    if MANIFEST not in present:
+        return f"{MANIFEST} is missing"
+    content = (path / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(content)
         if manifest["format"] != FORMAT:
-            return f"its format is {manifest['format']}, this version reads {FORMAT}"
-        for name, entry in manifest["files"].items():
-            with (path / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    return f"{name} differs from its checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"it cannot be read: {error}"
+            raise CheckpointError(
+                f"{path}: its format is {manifest['format']}, this version reads {FORMAT}; use the "
+                "version of crt_exp that wrote it, or another hydra.run.dir"
+            )
+        digests = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} is not a manifest: {error}"
+    for name, digest in digests.items():
+        if name not in present:
+            return f"{name} is missing"
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return f"{name} differs from its checksum"
     return None
 
 
 def newest(root: Path) -> Path | None:
-    """Return the newest intact checkpoint, or None; remove damaged ones."""
-    for path in root.glob(".step-*"):  # incomplete checkpoints of a killed process
-        shutil.rmtree(path, ignore_errors=True)
+    """Return the newest intact checkpoint, or None; remove damaged ones.
+
+    Raises OSError, and removes nothing more, if a checkpoint cannot be read.
+    """
+    for name in names_in(root):
+        if name.startswith(".step-"):  # an incomplete checkpoint of a killed process
+            shutil.rmtree(root / name, ignore_errors=True)
     intact = steps(root)
     while intact:
         path = root / f"step-{intact.pop()}"
@@ -324,7 +357,8 @@ class TrainingState:
             )
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
         tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
-        for key, tensor in (load_tensors(file) if file.exists() else {}).items():
+        tensors = load_tensors(file) if file.name in names_in(path) else {}
+        for key, tensor in tensors.items():
             rank, _, name = key.partition(".")
             tasks[int(rank)][name] = tensor
         same = len(tasks) == self.distributed.size

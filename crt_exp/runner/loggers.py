@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +57,9 @@ class WandbLogger:
     def start(self, directory: Path, config: dict) -> None:
         import wandb
 
-        known = directory / "wandb_id"
+        known, number = directory / "wandb_id", None
+        with suppress(FileNotFoundError):
+            number = known.read_text().strip()
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         sweep = directory_override()[1].name if is_sweep() else None
         self.options["group"] = self.options["group"] or settings.run_group or sweep
@@ -69,7 +72,7 @@ class WandbLogger:
                 dir=str(directory),
                 config=config,
                 resume="allow",
-                id=known.read_text().strip() if known.is_file() else None,
+                id=number,
                 settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
             )
         except wandb.Error as error:

@@ -39,7 +39,7 @@ FREE_KEYS = (
     "task.workers.",
 )
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
-LOCK, INPUTS = ".lock", "inputs.json"  # files of the run directory
+LOCK, INPUTS, METRICS = ".lock", "inputs.json", "metrics.jsonl"  # files of the run directory
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
         self.cfg, self.task, self.directory, self.main = cfg, task, Path(directory), main
         self.metrics, self.lock = (
-            self.directory / "metrics.jsonl",
+            self.directory / METRICS,
             FileLock(self.directory / LOCK, blocking=False),
         )
         self.existed, self.records, self.logger = True, [], None
@@ -87,12 +87,9 @@ class Run:
         """Check and read the records of an earlier run, then write the files of this run."""
         self.existed = self._continues()
         config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
-        inputs = input_states(config["task"], self.task)
-        before = (
-            read_json(path.read_text(encoding="utf-8"), path)
-            if self.existed and path.is_file()
-            else inputs
-        )
+        inputs = before = input_states(config["task"], self.task)
+        if self.existed and INPUTS in names_in(self.directory):
+            before = read_json(path.read_text(encoding="utf-8"), path)
         if changed := [
             key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)
         ]:
@@ -157,10 +154,10 @@ class Run:
         try:
             if self.logger is not None:
                 self.logger.finish(failed=kind is not None)
-            if kind and not (
-                self.existed or self.metrics.exists() or (self.directory / "checkpoints").exists()
-            ):
-                shutil.rmtree(self.directory, ignore_errors=True)
+            if kind and not self.existed:
+                with suppress(OSError):  # a folder that cannot be read stays
+                    if not {METRICS, "checkpoints"} & names_in(self.directory):
+                        shutil.rmtree(self.directory, ignore_errors=True)
         finally:
             (self.directory / LOCK).unlink(missing_ok=True)
             self.lock.release()
@@ -169,9 +166,23 @@ class Run:
 # ---- files
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder; empty if there is no such folder.
+
+    Raises OSError if the folder cannot be read, so that this does not look like an empty folder.
+    """
+    try:
+        return {*os.listdir(folder)}
+    except FileNotFoundError:
+        return set()
+
+
 def read_records(path: Path) -> list[dict]:
-    """Read metrics.jsonl; an incomplete last line is removed. Raises ConfigError."""
-    if not path.is_file():
+    """Read metrics.jsonl; an incomplete last line is removed.
+
+    Raises ConfigError for lines that are not JSON, and OSError if the file cannot be read.
+    """
+    if path.name not in names_in(path.parent):
         return []
     *lines, rest = path.read_bytes().split(b"\n")
     records = [read_json(line.decode(errors="replace"), path, i) for i, line in enumerate(lines, 1)]

@@ -1,5 +1,6 @@
 """Laws of list, fetch and verify, of the table of sources, and of files before the hub, against local servers."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -192,6 +193,18 @@ def test_states(file, body, state, tmp_path):
     if body is not None:
         path.write_bytes(body)
     assert inspect(file, path)[0] == state
+
+
+@pytest.mark.parametrize("digest", ["gunzip:0", "sha256:0", "rows:0"])
+def test_a_read_error_is_no_reason_to_replace_a_file(digest, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "b").write_bytes(b"x")
+    monkeypatch.setattr("builtins.open", fail)
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(DataError, match="b: cannot be read .Input/output error."):
+        inspect(File("b", digest=digest), tmp_path / "b")
 
 
 def test_states_of_folders(tmp_path):

@@ -1,7 +1,9 @@
 """Rows of a page, the verdicts on its claims, and the sweeps that make its rows."""
 
+import errno
 import gzip
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,22 @@ def test_a_file_that_is_cut_off_is_refused(packed, part, tmp_path):
     )
     with pytest.raises(ValueError, match="page.csv.*truncated or damaged"):
         read_rows("page", tmp_path)
+
+
+@pytest.mark.parametrize("owner, name", [(os, "listdir"), (Path, "read_bytes")])
+def test_rows_that_cannot_be_read_are_neither_absent_nor_damaged(
+    owner, name, tmp_path, monkeypatch
+):
+    def fail(*arguments):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    write_rows("page", ROWS, tmp_path)
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_rows("page", tmp_path)
+    if owner is os:  # rows of other sweeps would be left out of the new file
+        with pytest.raises(OSError, match="Too many open files"):
+            pages.has_rows("page", tmp_path)
 
 
 def test_missing_rows_name_the_command(tmp_path):

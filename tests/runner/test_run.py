@@ -1,9 +1,11 @@
 """The command line as a user types it, and the files of a run directory."""
 
+import errno
 import json
 import os
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +176,22 @@ def test_records_end_at_line_feeds_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"note": "a\u2028b\x85c"}\n{"step": 1}\n{"st', encoding="utf-8")
     assert read_records(path) == [{"note": "a\u2028b\x85c"}, {"step": 1}]
+
+
+def test_records_that_cannot_be_read_are_not_absent(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert read_records(tmp_path / "absent" / "metrics.jsonl") == []
+    for owner, name in ((os, "listdir"), (Path, "read_bytes")):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+            patch.setattr(owner, name, failing(errno.ESTALE))
+            read_records(tmp_path / "metrics.jsonl")
+
+
+def failing(code):
+    def fail(*arguments, **options):
+        raise OSError(code, os.strerror(code))
+
+    return fail
 
 
 def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):

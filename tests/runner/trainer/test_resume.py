@@ -2,6 +2,7 @@
 whole or absent."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import shutil
 import signal
 import time
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,11 +316,10 @@ DAMAGE = [
         lambda p: flip(p / "optimizer.safetensors"),
         "optimizer.safetensors differs from its checksum",
     ),
-    (lambda p: (p / "model.safetensors").unlink(), "No such file or directory"),
-    (
-        lambda p: (p / "manifest.json").write_text(json.dumps({"format": 99, "files": {}})),
-        "its format is 99",
-    ),
+    (lambda p: (p / "model.safetensors").unlink(), "model.safetensors is missing"),
+    (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is not a manifest"),
+    (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is not a manifest"),
 ]
 
 
@@ -335,6 +336,57 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["step-5"] and checkpoint.newest(
         tmp_path / "absent"
     ) is None
+
+
+READS = [
+    (os, "listdir"),
+    (hashlib, "file_digest"),
+    (Path, "read_bytes"),
+    (Path, "open"),
+]
+
+
+def failing(code):
+    def fail(*arguments, **options):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("owner, name", READS, ids=[name for _, name in READS])
+def test_a_read_error_is_not_damage_and_removes_nothing(owner, name, code, tmp_path, monkeypatch):
+    for step in (5, 10):
+        write(tmp_path, step)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(code)):
+        patch.setattr(owner, name, failing(code))
+        checkpoint.newest(tmp_path)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-10"
+    assert checkpoint.steps(tmp_path) == [5, 10]
+
+
+@pytest.mark.parametrize("files", [{}, {"model": 3}, []])
+def test_a_checkpoint_of_another_format_is_refused_and_stays(files, tmp_path):
+    write(tmp_path, 5)
+    (write(tmp_path, 10) / "manifest.json").write_text(json.dumps({"format": 99, "files": files}))
+    with pytest.raises(CheckpointError, match="step-10: its format is 99, this version reads 1"):
+        checkpoint.newest(tmp_path)
+    assert checkpoint.steps(tmp_path) == [5, 10]
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_stays_as_it_is(
+    typed, whole, cut, tmp_path, monkeypatch
+):
+    run = shutil.copytree(cut, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "file_digest", failing(errno.EMFILE))
+        code, _, err = typed(*ARGS, "resume=auto")
+    assert code == 2 and "step-13: cannot be read (Too many open files)" in err
+    assert len(err.splitlines()) == 1
+    assert checkpoints(run) == [10, 12, 13] and (run / "metrics.jsonl").read_bytes() == lines
+    assert typed(*ARGS, "resume=auto")[0] == 0
+    assert_same(run, whole)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
