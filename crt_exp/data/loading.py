@@ -38,9 +38,15 @@ Workers = Annotated[int, Field(ge=0, le=128)] | None
 
 
 def listed_batches(part: images.Images, split: str, plan: Plan, repeats: int = 1) -> RowBatches:
-    """Yield the micro-batches of `plan` from listed images."""
+    """Yield the micro-batches of `plan` from listed images.
+
+    Evaluation reads them in a fixed random order: they are listed by class, and any first batches are a sample.
+    """
+    order = np.arange(len(part))
+    if split != "train":
+        order = np.random.default_rng(0).permutation(order)
     for rows in plan.rows(len(part), split, repeats):
-        places = rows % len(part)
+        places = order[rows % len(part)]
         yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
 
 
@@ -72,9 +78,9 @@ class Mark(NamedTuple):
 class Streamed:
     """Images streamed by `datasets`.
 
-    "train" is endless. "val" is the first `validation_images` images. Each pass deals the files to the processes in a
-    new order. A process shuffles its images in windows of `buffer`. A checkpoint holds the mark of the current window;
-    a resumed run reads this window again.
+    "train" is endless. "val" is the first `validation_images` images, or a sample of these. Each pass deals the files
+    to the processes in a new order. A process shuffles its images in windows of `buffer`. A checkpoint holds the mark
+    of the current window; a resumed run reads this window again.
     """
 
     def __init__(self, hub: ImageHub):
@@ -181,20 +187,25 @@ class Streamed:
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 
     def validation(self, plan: Plan) -> RowBatches:
-        """Yield this process's part of the first images, in order.
+        """Yield this process's part of the first images, or of a sample of them.
 
         Raises DataError if the split has fewer images.
         """
         wanted = self.hub["validation_images"]
-        at, last = (wanted * rank // plan.world for rank in (plan.rank, plan.rank + 1))
-        mine = islice(enumerate(self.readable(self.split(self.hub["validation"]))), at, last)
-        while batch := [self.row(number, each) for number, each in islice(mine, plan.batch)]:
-            at += len(batch)
+        examples = enumerate(self.readable(self.split(self.hub["validation"])))
+        for rows in plan.ordered(wanted):
+            batch, due = [], set(rows.tolist())
+            while due:
+                number, example = next(examples, (None, None))
+                if number is None:
+                    raise DataError(
+                        f"task.hub.validation_images={wanted}: split {self.hub['validation']} has "
+                        "fewer; set less"
+                    )
+                if number in due:
+                    due.remove(number)
+                    batch.append(self.row(number, example))
             yield batch
-        if at < last:
-            raise DataError(
-                f"task.hub.validation_images={wanted}: split {self.hub['validation']} has fewer; set less"
-            )
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""

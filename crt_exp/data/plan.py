@@ -8,6 +8,18 @@ import torch
 from torch import Tensor
 
 
+@dataclass(eq=False)
+class Limit:
+    """Maximum number of micro-batches that each process reads in an evaluation.
+
+    Attributes:
+        partial: Whether rows were left out.
+    """
+
+    batches: int
+    partial: bool = False
+
+
 @dataclass(frozen=True)
 class Plan:
     """Rows that one process reads, in order.
@@ -20,6 +32,7 @@ class Plan:
         micro: micro-batches of a process in a step.
         start: completed steps of this epoch.
         world: number of processes.
+        limit: in evaluation, None for all rows. Else the rows are a fixed random sample, the same for each seed.
     """
 
     batch: int
@@ -29,11 +42,13 @@ class Plan:
     start: int = 0
     rank: int = 0
     world: int = 1
+    limit: Limit | None = None
 
     def rows(self, n: int, split: str, repeats: int = 1) -> Iterator[np.ndarray]:
         """Yield the row numbers of each micro-batch of this process.
 
-        The "train" split is shuffled. Other splits yield every row once, in order.
+        The "train" split is shuffled. Other splits yield every row once, in order, or those of a sample within the
+        limit.
 
         Args:
             n: rows of the split.
@@ -56,10 +71,22 @@ class Plan:
             yield from mine.reshape(self.micro, -1)
 
     def ordered(self, n: int) -> Iterator[np.ndarray]:
-        """Yield consecutive blocks; joined in rank order they are 0 .. n - 1."""
-        first, last = n * self.rank // self.world, n * (self.rank + 1) // self.world
-        for i in range(first, last, self.batch):
-            yield np.arange(i, min(i + self.batch, last))
+        """Yield consecutive blocks; joined in rank order they are the rows of the evaluation."""
+        mine = self._share(self._evaluated(n), self.rank)
+        for i in range(0, len(mine), self.batch):
+            yield mine[i : i + self.batch]
+
+    def _evaluated(self, n: int) -> np.ndarray:
+        """Rows of an evaluation, sorted."""
+        if self.limit is None:
+            return np.arange(n)
+        rows = row_sample(n, self.limit.batches * self.batch * self.world)
+        self.limit.partial |= len(rows) < n
+        return rows
+
+    def _share(self, rows: np.ndarray, rank: int) -> np.ndarray:
+        """Consecutive rows of one process."""
+        return rows[len(rows) * rank // self.world : len(rows) * (rank + 1) // self.world]
 
     def by_cost(self, costs: Sequence[float], budget: float, split: str) -> Iterator[np.ndarray]:
         """Yield row numbers in micro-batches that keep a cost budget.
@@ -68,8 +95,8 @@ class Plan:
         row. So rows x largest cost <= budget.
 
         "train": rows of similar cost are grouped. Each epoch reads every row once and shuffles the steps. Only rows
-        of equal cost are permuted; round costs up if batches should differ between epochs. Other splits yield
-        every row once, in order.
+        of equal cost are permuted; round costs up if batches should differ between epochs. Other splits are read as
+        by `rows`.
 
         Micro-batches differ in size. The task's `weight` must return the normaliser of its loss. Its `epoch_steps` must
         return `plan.steps(costs, budget)`.
@@ -117,10 +144,30 @@ class Plan:
 
     def _cut(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
         """Yield this process's share of the rows, in order."""
-        first, last = (len(costs) * each // self.world for each in (self.rank, self.rank + 1))
-        for size in packed(costs[first:last], budget):
-            yield np.arange(first, first + size)
+        mine, first = self._share(self._evaluated_at_cost(costs, budget), self.rank), 0
+        for size in packed(costs[mine], budget):
+            yield mine[first : first + size]
             first += size
+
+    def _evaluated_at_cost(self, costs: np.ndarray, budget: float) -> np.ndarray:
+        """Rows of an evaluation, sorted: the largest sample within the limit."""
+        every = np.arange(len(costs))
+        if self.limit is None or self._is_within_limit(costs, budget, every):
+            return every
+        self.limit.partial = True
+        count, excess = self.limit.batches * self.world, len(costs)
+        while excess - count > 1:
+            middle = (count + excess) // 2
+            if self._is_within_limit(costs, budget, row_sample(len(costs), middle)):
+                count = middle
+            else:
+                excess = middle
+        return row_sample(len(costs), count)
+
+    def _is_within_limit(self, costs: np.ndarray, budget: float, rows: np.ndarray) -> bool:
+        """Whether each process can read its share of the rows."""
+        shares = [self._share(rows, rank) for rank in range(self.world)]
+        return all(len(packed(costs[share], budget)) <= self.limit.batches for share in shares)
 
     def rng(self, row: int) -> np.random.Generator:
         """Generator of a row for values that are drawn each epoch, such as masks.

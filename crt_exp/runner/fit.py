@@ -120,7 +120,9 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     if not records:
         return None
     part = (
-        f"; on the first {records[-1][PARTIAL]:.0f} batches only" if PARTIAL in records[-1] else ""
+        f"; on a random sample of {records[-1][PARTIAL]:.0f} batches only"
+        if PARTIAL in records[-1]
+        else ""
     )
     print(f"{task.summary(records)}{part}{stand_in and f'; {stand_in}'}  [{output_directory()}]")
     return records[-1][task.metric]

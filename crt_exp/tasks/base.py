@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.data.plan import Plan
+from crt_exp.data.plan import Limit, Plan
 from crt_exp.mechanism import Mechanism
 
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
@@ -50,7 +50,8 @@ class Task(Protocol):
     def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
         """Yield the micro-batches of `plan` as CPU tensors.
 
-        Draw random numbers from `plan.rng`, never from global generators.
+        Draw random numbers from `plan.rng`, never from global generators. The rows of `plan.rows` and `plan.by_cost`
+        are those of the sample if an evaluation is limited; other orders are cut at the limit (`plan.limit`).
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -59,7 +60,8 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
         """Compute the metrics of a split; rates are fractions, not percentages.
 
-        Each process reads its share with `reader.batches(split)`. `reader.sum` and `reader.gather` combine the shares.
+        Each process reads its share with `reader.batches(split)`, of all rows or of a sample (trainer.evaluate).
+        `reader.sum` and `reader.gather` combine the shares.
         """
 
     def weight(self, batch: Batch) -> Tensor | float | None:
@@ -159,7 +161,8 @@ class Reader:
 
     Args:
         progress: callback before each micro-batch, with the split, the micro-batches read and their total or None.
-        limit: maximum number of micro-batches of a split. `partial` is True if this limit left micro-batches unread.
+        limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
+            if this limit left rows unread.
         world: number of processes.
     """
 
@@ -174,14 +177,13 @@ class Reader:
         progress: Callable[[str, int, int | None], None] | None = None,
         limit: int | None = None,
     ):
-        self.task, self.device, self.progress, self.limit = (
-            task,
-            torch.device(device),
-            progress,
-            limit,
-        )
-        self.partial = False
-        self.plan = Plan(batch, seed=seed, rank=rank, world=world)
+        self.task, self.device, self.progress = task, torch.device(device), progress
+        self.limit = None if limit is None else Limit(limit)
+        self.plan = Plan(batch, seed=seed, rank=rank, world=world, limit=self.limit)
+
+    @property
+    def partial(self) -> bool:
+        return self.limit is not None and self.limit.partial
 
     def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
         """Yield micro-batches of at most `batch` rows, in row order.
@@ -193,8 +195,8 @@ class Reader:
         plan = self.plan if batch is None else replace(self.plan, batch=batch)
         whole = self._whole(split, plan) if self.progress else None
         for read, item in enumerate(self.task.batches(split, plan)):
-            if read == self.limit:
-                self.partial = True
+            if self.limit is not None and read == self.limit.batches:
+                self.limit.partial = True
                 return
             if self.progress:
                 self.progress(split, read, whole)
@@ -202,11 +204,11 @@ class Reader:
 
     def _whole(self, split: str, plan: Plan) -> int | None:
         """Micro-batches of this process, at most `limit`; None if unknown."""
-        rows = self.task.length(split)
+        rows, limit = self.task.length(split), self.limit and self.limit.batches
         if rows is None or self.task.epoch_steps(plan) is not None:
-            return self.limit
+            return limit
         share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
-        return min(-(-share // plan.batch), self.limit or share)
+        return min(-(-share // plan.batch), limit or share)
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""

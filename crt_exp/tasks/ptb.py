@@ -127,7 +127,8 @@ class PTB(Task):
         """Yield tokens and labels (B, T); labels are -100 where there is no word.
 
         `place` is the index of the micro-batch in its process and selects the carried state. `first` is True at the
-        start of the columns. Evaluation counts each word once, in the same columns for any number of processes.
+        start of the columns. Evaluation counts each word once, in the same columns for any number of processes. A
+        limited evaluation reads consecutive batches from a random place on, because the state carries over batches.
         """
         training = split == "train"
         count, micro, start = (
@@ -135,11 +136,18 @@ class PTB(Task):
         )
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
         first, last = (count * each // plan.world for each in (plan.rank, plan.rank + 1))
+        left_out, begin = 0, 0
+        if plan.limit is not None and not training:
+            left_out = max(-(-columns.shape[2] // self.bptt) - plan.limit.batches, 0)
+            plan.limit.partial |= left_out > 0
+        if left_out:
+            start = int(np.random.default_rng(0).integers(left_out + 1))
+            begin = start * self.bptt
         for at in range(start * self.bptt, columns.shape[2], self.bptt):
             parts = np.split(columns[:, first:last, at : at + self.bptt], micro, axis=1)
             for place, (tokens, labels) in enumerate(map(torch.tensor, parts)):
                 if training or (labels != IGNORED).any():
-                    yield {"tokens": tokens, "labels": labels, "place": place, "first": at == 0}
+                    yield {"tokens": tokens, "labels": labels, "place": place, "first": at == begin}
 
     # ---- model
 

@@ -20,7 +20,7 @@ from crt_exp.config import ConfigError
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, SYSTEM, files_ending
 from crt_exp.data.loading import Mark, Micro, Streamed, by_workers, listed_batches
-from crt_exp.data.plan import Plan
+from crt_exp.data.plan import Limit, Plan
 from crt_exp.runner.trainer import read_ahead
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -454,6 +454,26 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
     ):
         with pytest.raises(DataError, match=message):
             Streamed(HUB | three_files).load_state_dict(state)
+
+
+@pytest.mark.parametrize("batches, size", [(1, 20), (2, 10), (1, 40)])
+def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, size):
+    labels = np.repeat(np.arange(5), 20)
+    part = images.Images(tuple("abcde"), labels, [*range(100)], None)
+    whole = [row[1:] for batch in listed_batches(part, "val", Plan(size)) for row in batch]
+    assert sorted(whole) == [*zip(range(100), labels)]
+    assert {label for _, label in whole[: batches * size]} == {*range(5)}
+    limited = [*listed_batches(part, "val", Plan(size, limit=Limit(batches)))]
+    assert len(limited) == batches
+    assert {label for batch in limited for *_, label in batch} == {*range(5)}
+
+
+def test_a_sample_of_streamed_validation_is_not_its_first_images(shards):
+    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
+    keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
+    whole, sample = keys(Plan(3)), keys(Plan(3, seed=7, limit=Limit(1)))
+    assert len(sample) == 3 and sample != whole[:3] and {*sample} < {*whole}
+    assert keys(Plan(1, rank=1, world=3, limit=Limit(1))) == sample[1:2]
 
 
 def test_streamed_validation_is_read_in_order_by_all(shards):

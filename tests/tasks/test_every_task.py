@@ -462,6 +462,21 @@ def test_training_beats_the_baseline(name, data, one_thread):
     assert better(metrics), metrics
 
 
+def read(task, limit):
+    reader = Reader(task, batch=2, limit=limit)
+    return list(islice(reader.batches(task.validation), 1)), reader.partial
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_thread):
+    words = [word.replace("DATA", str(data)) for word in TASKS[name]]
+    words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
+    task = instantiate(compose(words).task)
+    (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
+    assert is_part and not is_whole
+    assert str(sample) == str(again) != str(first)
+
+
 # ---- where weights go ------------------------------------------------------------------------------------------------
 
 

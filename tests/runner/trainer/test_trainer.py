@@ -19,6 +19,7 @@ from toy import FILES, OVERSHOT, PLAIN, assert_close, assert_same, checkpoints, 
 
 from crt_exp import swap_attention
 from crt_exp.config import CONF, ConfigError
+from crt_exp.data.plan import Limit, by_length
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.runner import checkpoint, fit
@@ -126,7 +127,7 @@ def test_evaluation_alone_on_a_part_of_the_data(typed, tmp_path):
         and only["evaluated_batches"] == 2
         and checkpoints(tmp_path / "run") == []
     )
-    assert "; on the first 2 batches only" in out
+    assert "; on a random sample of 2 batches only" in out
 
 
 def test_micro_batches_and_read_ahead_change_nothing(plain, typed, tmp_path, monkeypatch):
@@ -382,6 +383,46 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
         )
         assert count == min(every, limit or every) and reader.partial == (count < every)
         assert {whole for *_, whole in told} == {limit if kind is toy.Uneven else count}
+
+
+def joined(orders):
+    return np.concatenate([rows for order in orders for rows in order])
+
+
+@pytest.mark.parametrize("batches, batch", [(1, 12), (3, 12), (2, 6)])
+def test_a_limited_evaluation_reads_a_fixed_random_sample(batches, batch):
+    """Of rows that are sorted by class: the same for each seed, each repetition and any number of processes."""
+    plans = [Plan(batch, seed=seed, limit=Limit(batches)) for seed in (0, 0, 5)]
+    first, *others = [joined([plan.rows(1000, "validation")]) for plan in plans]
+    assert len({*first}) == len(first) == batches * batch and plans[0].limit.partial
+    assert all(np.array_equal(first, other) for other in others)
+    assert first.min() < 300 and first.max() > 700
+    for world in (2, 3):
+        shares = [
+            Plan(batch // world, rank=r, world=world, limit=Limit(batches)) for r in range(world)
+        ]
+        orders = [[*plan.rows(1000, "validation")] for plan in shares]
+        assert np.array_equal(joined(orders), first) and {*map(len, orders)} == {batches}
+    whole = Plan(batch, limit=Limit(1000))
+    assert np.array_equal(joined([whole.rows(1000, "test")]), np.arange(1000))
+    assert not whole.limit.partial
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("batches", [1, 2, 7])
+def test_a_limited_evaluation_of_rows_of_unequal_cost_reads_a_sample_too(batches, world):
+    """Of rows that are sorted by cost: not the shortest, and as many as the limit allows."""
+    costs = np.sort(np.random.default_rng(1).integers(1, 40, 500))
+    plans = [Plan(4, seed=r, rank=r, world=world, limit=Limit(batches)) for r in range(world)]
+    orders = [[*plan.by_cost(costs, 80, "validation")] for plan in plans]
+    rows = joined(orders)
+    assert max(map(len, orders)) == batches and all(plan.limit.partial for plan in plans)
+    assert len({*rows}) == len(rows) and (np.diff(rows) > 0).all()
+    assert abs(costs[rows].mean() - costs.mean()) < 40 / len(rows) ** 0.5
+    by_size = by_length(costs, "validation", Plan(8, limit=Limit(batches)), False)
+    assert costs[joined([by_size])].max() > 20
+    whole = Plan(4, limit=Limit(500))
+    assert len(joined([whole.by_cost(costs, 80, "test")])) == 500 and not whole.limit.partial
 
 
 # ---- rates, reading ahead, progress ----------------------------------------------------------------------------------
