@@ -42,11 +42,11 @@ def listed_batches(part: images.Images, split: str, plan: Plan, repeats: int = 1
 
     Evaluation reads them in a fixed random order: they are listed by class, and any first batches are a sample.
     """
-    order = np.arange(len(part))
-    if split != "train":
-        order = np.random.default_rng(0).permutation(order)
+    order = np.random.default_rng(0).permutation(len(part))
     for rows in plan.rows(len(part), split, repeats):
-        places = order[rows % len(part)]
+        if split != "train":
+            rows = order[rows]
+        places = rows % len(part)
         yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
 
 
