@@ -12,8 +12,9 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
 from typing import (
@@ -42,6 +43,19 @@ Complex = Annotated[
     complex, Strict(False)
 ]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
 Several = Annotated[Sequence[Entry], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Mark in an annotation: the string names a file or a folder, or is one of `words`.
+
+    A run records the named files, and a continued run must read the same ones.
+    """
+
+    words: tuple[str, ...] = ()
+
+
+FileName = Annotated[str, Files()]
 
 
 class ConfigError(ValueError):
@@ -321,6 +335,41 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
     for key, parameter in wanted.items():
         if parameter.required and key not in values:
             raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
+
+
+def files_named(value: Any, hint: Any) -> Iterator[str]:
+    """Yield the strings of a value that name files, by its annotation.
+
+    >>> [*files_named(["a.txt", "b"], list[FileName] | None)], [*files_named("a.txt", str)]
+    (['a.txt', 'b'], [])
+    """
+    bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    kind, options = get_origin(bare) or bare, get_args(bare)
+    for mark in marks:
+        if isinstance(mark, Files) and isinstance(value, str) and value not in mark.words:
+            yield value
+    if kind in (Union, types.UnionType):
+        for option in options:
+            yield from files_named(value, option)
+    elif isinstance(value, Mapping) and kind is dict and options:
+        for entry in value.values():
+            yield from files_named(entry, options[1])
+    elif isinstance(value, Sequence) and not isinstance(value, str) and options:
+        for entry in value:
+            yield from files_named(entry, options[0])
+
+
+def files_of_options(
+    prefix: str, target: Any, values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield key and name of the files that the options of a class or a TypedDict name."""
+    for name, parameter in parameters(target).items():
+        value = values.get(name)
+        if is_typeddict(parameter.hint) and isinstance(value, Mapping):
+            yield from files_of_options(f"{prefix}.{name}", parameter.hint, value)
+        else:
+            for file in files_named(value, parameter.hint):
+                yield f"{prefix}.{name}", file
 
 
 def checked(prefix: str) -> Callable[[type], type]:

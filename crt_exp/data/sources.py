@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.data import DataError, warn
-from crt_exp.options import did_you_mean
+from crt_exp.options import FileName, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Hub(TypedDict):
 
     name: str | None
     config: str | None
-    data_files: str | Sequence[str] | dict[str, Any] | None
+    data_files: FileName | Sequence[FileName] | dict[str, FileName | Sequence[FileName]] | None
 
 
 # ---- files or the hub ------------------------------------------------------------------------------------------------

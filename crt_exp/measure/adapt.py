@@ -22,7 +22,7 @@ from crt_exp.data.text import IGNORED, generator_of, official_file
 from crt_exp.measure import SwapMeasurement, pretrained
 from crt_exp.measure.variance import mnist_file
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import Count, Positive, Several, Whole, checked
+from crt_exp.options import Count, FileName, Positive, Several, Whole, checked
 from crt_exp.runner.trainer_config import Adapters
 from crt_exp.swap.bench import fit_attention, quiet
 from crt_exp.swap.calibration import learns, swapped_states
@@ -379,7 +379,7 @@ class AdaptPretrained(SwapMeasurement):
 
     def __init__(
         self,
-        model: str,
+        model: FileName,
         texts: Several[Literal[*pretrained.ROWS]],
         length: Count,
         tested: Count,

@@ -21,7 +21,7 @@ from crt_exp.measure import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders, vision
 from crt_exp.models.folder import CONFIG, TRANSDUCER, block_of
-from crt_exp.options import Count, Positive, checked
+from crt_exp.options import Count, FileName, Positive, checked
 from crt_exp.swap.advise import (
     LEAST,
     SAMPLES,
@@ -65,11 +65,11 @@ class Advise(Measurement):
 
     def __init__(
         self,
-        model: str | None,
-        text: str | Sequence[str] | None,
-        images: str | None,
-        audio: str | None,
-        tokenizer: str | None,
+        model: FileName | None,
+        text: FileName | Sequence[FileName] | None,
+        images: FileName | None,
+        audio: FileName | None,
+        tokenizer: FileName | None,
         length: Count | None,
         attentions: Sequence[str] | None,
         samples: Count | None,

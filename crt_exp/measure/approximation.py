@@ -32,7 +32,7 @@ from crt_exp.measure.fidelity import LayerCall, Subject, relative_error
 from crt_exp.measure.kernel import generator, log_relative_mse, sample_projections, sampled_ratios
 from crt_exp.mechanism import Mechanism
 from crt_exp.models.language import Transformer
-from crt_exp.options import Count, Positive, Several, Whole, checked
+from crt_exp.options import Count, FileName, Positive, Several, Whole, checked
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached_property
 
@@ -76,9 +76,9 @@ class Approximation(SwapMeasurement):
         d: Count,
         scale: Positive,
         depth: Whole,
-        model: str | None = None,
-        text: str | None = None,
-        tokenizer: str | None = None,
+        model: FileName | None = None,
+        text: FileName | None = None,
+        tokenizer: FileName | None = None,
         layers: Sequence[int] | None = None,
         length: Count | None = None,
         turn: Positive | None = None,

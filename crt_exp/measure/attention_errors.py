@@ -34,7 +34,7 @@ from crt_exp.measure.kernel import generator
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.folder import WEIGHTS, folder_of
-from crt_exp.options import Count, Positive, Several, checked
+from crt_exp.options import Count, FileName, Positive, Several, checked
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.swap.bench import fit_attention
 from crt_exp.swap.calibration import swapped_states
@@ -150,7 +150,7 @@ class ErrorByLayer(SwapMeasurement):
         d: Count,
         depth: Count,
         texts: Count,
-        init: str | None = None,
+        init: FileName | None = None,
     ):
         self.source = (
             Synthetic(length, heads, d, scale_of(sum, d), depth)
@@ -236,7 +236,7 @@ class AttentionMaps(SwapMeasurement):
     metric = "mean_error"
 
     def __init__(
-        self, start: str | None, file: str, entry: str, sequences: Count, drawn: bool = False
+        self, start: FileName | None, file: str, entry: str, sequences: Count, drawn: bool = False
     ):
         self.start, self.file, self.entry, self.sequences, self.drawn = (
             start,

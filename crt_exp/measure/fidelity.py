@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from crt_exp.data.text import official_file
 from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.advise import length_in, load_language_model, rows_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import Count, Several, Whole, checked
+from crt_exp.options import Count, FileName, Files, Several, Whole, checked
 from crt_exp.runner.configuration import load_task
 from crt_exp.swap.bench import SHARE, TextBench, calibrated_layers, nats
 from crt_exp.swap.calibration import learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
+TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName] | None
 
 
 class LayerCall(NamedTuple):
@@ -254,10 +255,10 @@ class Fidelity(SwapMeasurement):
 
     def __init__(
         self,
-        model: str | None,
-        text: str | Sequence[str] | None,
-        calibration: str | Sequence[str] | None,
-        tokenizer: str | None,
+        model: FileName | None,
+        text: TextOption,
+        calibration: TextOption,
+        tokenizer: FileName | None,
         length: Count | None,
         texts: Count,
         calibration_texts: Count,
@@ -337,7 +338,9 @@ class SwapLoss(SwapMeasurement):
 
     metric = "loss"
 
-    def __init__(self, start: str | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0):
+    def __init__(
+        self, start: FileName | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0
+    ):
         self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
 
     @torch.no_grad()

@@ -30,7 +30,7 @@ from crt_exp.data.text import lines_of, local_blocks, official_file
 from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.recall import attention_of
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import Count, checked
+from crt_exp.options import Count, FileName, checked
 from crt_exp.swap.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
 from crt_exp.swap.saved import fetched
 
@@ -212,7 +212,7 @@ class SwapText(SwapMeasurement):
 
     def __init__(
         self,
-        model: str,
+        model: FileName,
         kind: Literal[*ROWS],
         length: Count,
         dtype: Literal[*DTYPES] | None,
@@ -249,7 +249,7 @@ class SwapEmbeddings(SwapMeasurement):
 
     metric, lower_is_better = "mean", False
 
-    def __init__(self, model: str, length: Count, texts: Count, fit: Count, fit_text: FitText):
+    def __init__(self, model: FileName, length: Count, texts: Count, fit: Count, fit_text: FitText):
         self.model, self.length, self.texts, self.fit, self.fit_text = (
             model,
             length,
@@ -296,7 +296,7 @@ class SwapImages(SwapMeasurement):
 
     metric, lower_is_better = "mean", False
 
-    def __init__(self, model: str, dataset: str, size: Count, images: Count, fit: Count):
+    def __init__(self, model: FileName, dataset: str, size: Count, images: Count, fit: Count):
         self.model, self.dataset, self.size, self.images, self.fit = (
             model,
             dataset,

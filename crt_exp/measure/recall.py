@@ -29,7 +29,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
-from crt_exp.options import Count, Positive, Several, Whole, checked, split_words
+from crt_exp.options import Count, FileName, Positive, Several, Whole, checked, split_words
 from crt_exp.swap.bench import MIN_CONTEXT, TextBench, fit_attention, next_token_labels
 from crt_exp.swap.swap import LayerMaker, swap_layers
 from crt_exp.tasks.mlm import repeat_first_half
@@ -145,7 +145,7 @@ class SwapRecall(SwapMeasurement):
 
     metric, lower_is_better = "accuracy", False
 
-    def __init__(self, start: str | None, length: Count, pairs: Count, evaluated: Count):
+    def __init__(self, start: FileName | None, length: Count, pairs: Count, evaluated: Count):
         self.start, self.length, self.pairs, self.evaluated = start, length, pairs, evaluated
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class SwapCopying(SwapMeasurement):
 
     metric = "copied"
 
-    def __init__(self, start: str | None, length: Count, baseline: str | None):
+    def __init__(self, start: FileName | None, length: Count, baseline: str | None):
         self.start, self.length, self.baseline = start, length, baseline
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from crt_exp.features.base import Params
 from crt_exp.measure import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.options import Count, Positive, Several, checked, join_words, split_words
+from crt_exp.options import Count, FileName, Positive, Several, checked, join_words, split_words
 from crt_exp.runner.configuration import load_task
 from crt_exp.runner.run import read_records
 from crt_exp.sampled_softmax import (
@@ -303,7 +303,7 @@ class ClassDistributions(Measurement):
 
     metric = "ks"
 
-    def __init__(self, start: str | None, every: Count, ms: Several[Count]):
+    def __init__(self, start: FileName | None, every: Count, ms: Several[Count]):
         self.start, self.every, self.ms = start, every, list(ms)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from crt_exp.measure import SwapMeasurement
 from crt_exp.measure.adapt import descent
 from crt_exp.measure.pretrained import DTYPES, folder_of, with_attention
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import Count, Positive, Several, Whole, checked
+from crt_exp.options import Count, FileName, Positive, Several, Whole, checked
 from crt_exp.swap.bench import Bench, fit_attention, quiet
 from crt_exp.tasks.base import error_rates
 
@@ -153,7 +153,7 @@ class SwapSpeech(SwapMeasurement):
     metric = "wer"
 
     def __init__(
-        self, model: str, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count
+        self, model: FileName, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count
     ):
         self.model, self.subset, self.count, self.dtype, self.fit = model, subset, count, dtype, fit
 
@@ -177,7 +177,7 @@ class Dictation(SwapMeasurement):
 
     metric = "above"
 
-    def __init__(self, model: str, subset: str, count: Count, fit: Count):
+    def __init__(self, model: FileName, subset: str, count: Count, fit: Count):
         self.model, self.subset, self.count, self.fit = model, subset, count, fit
 
     @torch.no_grad()
@@ -211,7 +211,7 @@ class Whisper(SwapMeasurement):
 
     def __init__(
         self,
-        model: str,
+        model: FileName,
         subset: str,
         speakers: Several[str],
         tested: Count,

@@ -23,8 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 import crt_exp
 from crt_exp.atomic_write import atomic_path
-from crt_exp.config import ConfigError, instantiate, read_json, read_yaml
+from crt_exp.config import ConfigError, import_object, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
+from crt_exp.options import files_of_options
 from crt_exp.runner.configuration import overrides
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
@@ -214,15 +215,13 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
     """Return a digest of names, sizes and times of the input files, per option.
 
-    Includes the files that options of the task name and the task's own `inputs()` (key "data").
+    Includes the files of options that the task's class declares as names of files (crt_exp.options.Files), and the
+    task's own `inputs()` (key "data").
     """
-    places = [
-        (f"task.{key}", text)
-        for key, value in leaves(options)
-        if key not in ("cache_dir", "data_dir")
-        for text in (value if isinstance(value, list) else [value])
-        if isinstance(text, str)
-    ]
+    places: list[tuple[str, str | Path]] = []
+    if "_target_" in options:
+        target = import_object(options["_target_"])
+        places += files_of_options("task", target, options)
     places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
     found: dict[str, list[tuple[str, int, int]]] = {}
     for key, place in places:

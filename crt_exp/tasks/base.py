@@ -74,8 +74,8 @@ class Task(Protocol):
     def inputs(self) -> Iterable[Path | None]:
         """Data files and folders that the task reads.
 
-        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) knows the paths of options such as
-        task.text and task.init. A resumed run must read the same inputs.
+        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) adds the files of options with the
+        annotation `FileName` of crt_exp.options, such as task.text. A resumed run must read the same inputs.
         """
         return ()
 

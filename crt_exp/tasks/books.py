@@ -23,7 +23,7 @@ from crt_exp.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.data.sources import no_folder, stand_in
 from crt_exp.data.text import IGNORED, Masking, official_file, table, text_files
 from crt_exp.data.vocabularies import fast_tokenizer, new_tokenizer
-from crt_exp.options import Count, checked
+from crt_exp.options import Count, FileName, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, exp
 from crt_exp.tasks.sequences import Share, SymbolTask
 
@@ -40,9 +40,9 @@ class Books(SymbolTask):
         ConfigError: options contradict each other.
     """
 
-    text: str | list[str] | None
-    validation_text: str | list[str] | None
-    test_text: str | list[str] | None
+    text: FileName | list[FileName] | None
+    validation_text: FileName | list[FileName] | None
+    test_text: FileName | list[FileName] | None
     data_dir: str | None
     rows: Literal["packed", "apart"]
     vocabulary: Literal["byte_pairs", "sentencepiece"]

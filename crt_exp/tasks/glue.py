@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from crt_exp.data.text import check_vocabulary
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.options import Count, checked
+from crt_exp.options import Count, FileName, Files, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, glue_metrics, jackknife_values
 
 
@@ -41,8 +41,8 @@ class GLUE(Task):
     dataset: Literal[*glue.TASKS]
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
-    model: str
-    init: str
+    model: FileName
+    init: Annotated[str, Files(("scratch", "uptrain"))]
     max_length: Count
     examples: Count | None
     bucketed: bool

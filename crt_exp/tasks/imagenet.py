@@ -33,7 +33,7 @@ from crt_exp.data.sources import SOURCES, is_on_hub, task_folder
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import vision
-from crt_exp.options import Count, NotNegative, checked
+from crt_exp.options import Count, Files, NotNegative, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
@@ -51,7 +51,7 @@ class ImageTask(Task):
 
     model: str | None
     size: Count | None
-    init: str
+    init: Annotated[str, Files(("scratch", "pretrained"))]
     dataset: str
     data_dir: str | None
     source: Literal["auto", "files", "hub"]

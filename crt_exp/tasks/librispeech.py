@@ -34,7 +34,7 @@ from crt_exp.models.conformer_transducer import (
     greedy,
 )
 from crt_exp.models.folder import take_weights
-from crt_exp.options import Count, Positive, Several, Whole, check_options, checked
+from crt_exp.options import Count, Files, Positive, Several, Whole, check_options, checked
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, error_rates
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -98,7 +98,7 @@ class LibriSpeech(Task):
     augment: SpeechAugment
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
-    init: str
+    init: Annotated[str, Files(("scratch",))]
 
     metric, lower_is_better = "wer", True
 

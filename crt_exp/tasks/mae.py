@@ -21,7 +21,7 @@ from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
 from crt_exp.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.options import Count, checked
+from crt_exp.options import Count, FileName, Files, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.imagenet import ImageTask, Part, Share
 
@@ -55,6 +55,8 @@ class MAE(ImageTask):
         ConfigError: options contradict each other.
     """
 
+    model: FileName | None
+    init: Annotated[str, Files(("scratch", "uptrain"))]
     sizes: MAESizes
     mask_share: Annotated[float, Field(gt=0, lt=1)]
     normalised: bool

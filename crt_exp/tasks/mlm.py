@@ -26,7 +26,7 @@ from crt_exp.data.sources import Hub, no_folder
 from crt_exp.data.vocabularies import new_tokenizer
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import encoders
-from crt_exp.options import Count, Whole, checked
+from crt_exp.options import Count, FileName, Files, Whole, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
@@ -85,15 +85,15 @@ class MLM(Task):
         ConfigError: options contradict each other.
     """
 
-    text: str | Sequence[str] | None
-    validation_text: str | Sequence[str] | None
+    text: FileName | Sequence[FileName] | None
+    validation_text: FileName | Sequence[FileName] | None
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     hub: TextHub
-    model: str | None
-    init: str
+    model: FileName | None
+    init: Annotated[str, Files(("scratch", "uptrain"))]
     sizes: dict[str, Any]
-    vocabulary: str | None
+    vocabulary: FileName | None
     vocabulary_size: Count
     lowercase: bool
     block: Annotated[int, Field(ge=3)]

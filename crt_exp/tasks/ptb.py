@@ -25,7 +25,7 @@ from crt_exp.data.text import IGNORED
 from crt_exp.drawing import new_figure, save_figure
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import lstm
-from crt_exp.options import Count, NotNegative, Positive, checked
+from crt_exp.options import Count, Files, NotNegative, Positive, checked
 from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,
@@ -77,11 +77,11 @@ class PTB(Task):
         ConfigError: options contradict each other.
     """
 
-    corpus: str
+    corpus: Annotated[str, Files(("ptb", "wikitext2"))]
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     min_count: Count | None
-    init: str
+    init: Annotated[str, Files(("scratch",))]
     width: Count
     layers: Count
     dropout: Annotated[float, Field(ge=0, lt=1)]

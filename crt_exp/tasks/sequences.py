@@ -27,7 +27,7 @@ from crt_exp.data.text import IGNORED
 from crt_exp.mechanism import Mechanism
 from crt_exp.models import language
 from crt_exp.models.language import PRESETS, Dropout, LanguageDescription, LanguageModel, Positions
-from crt_exp.options import Count, Whole, checked
+from crt_exp.options import Count, Files, Whole, checked
 from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.tasks.base import Batch, Plan, Reader, Task, exp
 
@@ -72,7 +72,7 @@ class SymbolTask(SequenceTask):
     """
 
     tied: bool | None
-    init: str
+    init: Annotated[str, Files(("scratch",))]
     calibration: Whole
 
     metric, lower_is_better = "perplexity", True

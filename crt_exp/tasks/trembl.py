@@ -19,7 +19,7 @@ from crt_exp.data import DataError, protein
 from crt_exp.data.plan import by_length
 from crt_exp.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
 from crt_exp.data.sources import stand_in, task_folder
-from crt_exp.options import Count, checked
+from crt_exp.options import Count, FileName, checked
 from crt_exp.tasks.base import Batch, Plan, Reader
 from crt_exp.tasks.sequences import Share, SymbolTask
 
@@ -49,7 +49,7 @@ class TrEMBL(SymbolTask):
     share: Share
     validation_share: Share
     test_share: Share
-    families: str | None
+    families: FileName | None
     held_out_families: Sequence[str] | None
     held_out_files: Sequence[str] | None
     generated: FamilyOptions

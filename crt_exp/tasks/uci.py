@@ -25,7 +25,7 @@ from crt_exp.estimators.kernel_regression import (
 )
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import Count, Positive, Several, checked, split_words
+from crt_exp.options import Count, FileName, Positive, Several, checked, split_words
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.times import interval
 
@@ -56,7 +56,7 @@ class UCI:
         sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
         draws: Count = 1,
         data_dir: str | None = None,
-        csv: str | None = None,
+        csv: FileName | None = None,
         target: str | None = None,
         kind: tabular.Kind | None = None,
         baseline: str | None = None,

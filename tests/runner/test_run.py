@@ -18,7 +18,7 @@ import crt_exp.drawing
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.measure.advise import Advise
 from crt_exp.runner.loggers import draw_curves
-from crt_exp.runner.run import LOCK, input_states, read_records
+from crt_exp.runner.run import LOCK, input_states, leaves, read_records
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
 from crt_exp.tasks.lra import Pixels
@@ -235,10 +235,9 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_every_change_of_inputs_is_seen(change, data):
-    options, task = (
-        {"text": [str(data)], "hub": {"data_files": str(data)}},
-        SimpleNamespace(inputs=lambda: [data]),
-    )
+    options = {"text": [str(data)], "hub": {"data_files": {"train": str(data)}}}
+    options["_target_"] = "crt_exp.tasks.mlm.MLM"
+    task = SimpleNamespace(inputs=lambda: [data])
     before = input_states(options, task)
     assert before == input_states(options, task) and [*before] == [
         "task.text",
@@ -254,10 +253,68 @@ def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
     (data / "model").mkdir()
     for name in ("config.yaml", "curves.png", "model/weights"):
         (data / name).write_text(name)
-    options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "rows": 3}
+    options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "block": 3}
+    options["_target_"] = "crt_exp.tasks.mlm.MLM"
     before = input_states(options, None)
     (data / "curves.png").write_text("more")
     assert [*before] == ["task.init"] and before == input_states(options, None)
+
+
+NAMESAKES = [
+    ("uci.UCI", {"dataset": "digits", "csv": None, "target": "class"}),
+    ("imagenet.ImageNet", {"dataset": "digits", "init": "scratch", "model": "vit_tiny"}),
+    ("imagenet.ImageNet", {"init": "pretrained", "source": "auto"}),
+    ("mlm.MLM", {"init": "uptrain", "sizes": {"hidden_act": "gelu"}, "hub": {"name": "text"}}),
+    ("glue.GLUE", {"dataset": "sst2", "init": "scratch"}),
+    ("ptb.PTB", {"corpus": "ptb", "init": "scratch", "softmax": "full"}),
+    ("books.Books", {"vocabulary": "byte_pairs", "rows": "packed", "init": "scratch"}),
+    ("librispeech.LibriSpeech", {"corpus": "fsdd", "init": "scratch", "preset": "small"}),
+    ("trembl.TrEMBL", {"dataset": "generated", "held_out_families": ["PF1"]}),
+]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize("target, options", NAMESAKES)
+def test_a_namesake_of_a_value_is_no_input(target, options, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _, value in leaves(options):
+        for name in value if isinstance(value, list) else [value]:
+            if kind == "file":
+                Path(str(name)).write_text("notes")
+            else:
+                Path(str(name)).mkdir()
+                Path(str(name), "notes.txt").write_text("notes")
+    assert input_states(options | {"_target_": f"crt_exp.tasks.{target}"}, None) == {}
+
+
+@pytest.mark.parametrize(
+    "target, options",
+    [
+        ("tasks.uci.UCI", {"csv": "data"}),
+        ("tasks.mlm.MLM", {"validation_text": ["data/a.txt"], "model": "data"}),
+        ("tasks.mae.MAE", {"init": "data", "model": "data"}),
+        ("tasks.ptb.PTB", {"corpus": "data/a.txt"}),
+        ("tasks.transfer.TransferVision", {"init": "data"}),
+        ("tasks.trembl.TrEMBL", {"families": "data/b.txt"}),
+        ("measure.fidelity.Fidelity", {"text": ["data"], "calibration": "data/a.txt"}),
+        ("measure.fidelity.SwapLoss", {"start": "data"}),
+        ("measure.advise.Advise", {"model": "data", "audio": "data", "tokenizer": "data/a.txt"}),
+    ],
+)
+def test_files_that_options_name_are_inputs(target, options, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = input_states(options | {"_target_": f"crt_exp.{target}"}, None)
+    assert {*found} == {f"task.{key}" for key in options}
+
+
+def test_a_folder_named_like_a_data_set_blocks_no_resume(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("wine").mkdir()
+    args = [*SHORT, "task.dataset=wine", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert typed(*args)[0] == 0
+    assert json.loads((tmp_path / "run" / "inputs.json").read_text()) == {}
+    Path("wine", "notes.txt").write_text("notes")
+    assert typed(*args, "resume=auto")[0] == 0
 
 
 def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(typed, tmp_path):
