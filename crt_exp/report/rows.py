@@ -11,6 +11,7 @@ import gzip
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -24,6 +25,13 @@ from crt_exp.runner.run import names_in, write_atomic
 
 FOLDER = Path("outputs/report")
 ORIGIN = ("seconds", "commit", "date", "versions")
+TEXT = (
+    "sweep",
+    "method",
+    "sample",
+    "metric",
+    *ORIGIN,
+)  # columns that are text, whatever it looks like
 LARGEST = 2**20  # maximum bytes of an uncompressed file
 LEVEL = 0.05  # significance level of tests; intervals have level 1 - LEVEL
 DECIDED = ("supported", "contradicted")
@@ -136,13 +144,7 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
         text = content.decode()
         if not text.endswith("\n"):
             raise ValueError("the last line is incomplete")
-        frame = pd.read_csv(
-            StringIO(text),
-            keep_default_na=False,
-            na_values={},
-            dtype={"sample": str, "versions": str},
-            low_memory=False,
-        )
+        frame = pd.read_csv(StringIO(text), keep_default_na=False, na_values={}, dtype=str)
         if frame.isna().any(axis=None):
             raise ValueError("a line has too few fields")
     except (EOFError, gzip.BadGzipFile, ValueError, zlib.error) as error:
@@ -151,8 +153,8 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
             f"{page} --run`"
         ) from None
     for name in frame.columns:
-        if name not in ("sample", *ORIGIN):
-            frame[name] = _numbers(frame[name])
+        if name not in TEXT:
+            frame[name] = _numbers(frame[name], measured=name == "value")
     if missing := {"method", "sample", "metric", "value", *ORIGIN} - {*frame.columns}:
         raise ValueError(
             f"{path}: columns {', '.join(frame.columns)}; missing {', '.join(sorted(missing))}"
@@ -160,12 +162,25 @@ def read_rows(page: str, folder: Path = FOLDER) -> Rows:
     return Rows(frame)
 
 
-def _numbers(column: pd.Series) -> pd.Series:
-    """Convert to numbers if all nonempty values are numeric; empty values become nan."""
-    if column.dtype != object and not pd.api.types.is_string_dtype(column):
+def _numbers(column: pd.Series, measured: bool) -> pd.Series:
+    """Convert text to numbers if this loses nothing; empty values become nan.
+
+    measured: the column holds measured values, where 1e5, inf and nan are numbers too.
+    """
+    values = {text: _number(text, measured) for text in column.unique() if text}
+    if not values or None in values.values():
         return column
-    values = pd.to_numeric(column.where(column != ""), errors="coerce")
-    return values if values.notna().any() and (values.notna() | (column == "")).all() else column
+    return pd.Series([values.get(text, math.nan) for text in column], column.index)
+
+
+def _number(text: str, measured: bool) -> float | None:
+    """Return the number that is written as `text`, or None."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            number = kind(text)
+            if measured or str(number) == text and math.isfinite(number):
+                return number
+    return None
 
 
 def rows_path(page: str, folder: Path = FOLDER) -> Path:

@@ -1,5 +1,6 @@
 """Rows of a page, the verdicts on its claims, and the sweeps that make its rows."""
 
+import csv
 import errno
 import gzip
 import math
@@ -73,6 +74,35 @@ def test_values_are_means_of_a_sample_and_pairs_share_samples(tmp_path):
     write_rows("page", pd.concat([ROWS] * 5000), tmp_path)  # large tables are compressed
     assert rows_path("page", tmp_path).suffix == ".gz" and not (tmp_path / "page.csv").exists()
     assert len(read_rows("page", tmp_path).frame) == 5000 * len(ROWS)
+
+
+LOOKS = [
+    *("012345678901", "5285e1900000", "12e456789012", "123456789012", "48f8ed069106+"),
+    *("1e5", "01", "1.0", "1.50", "+1", "1_000", " 1", "0x10", "nan", "NA", "None", "null", "inf"),
+    *("-inf", "true", "False", "2026-11-28", "12345678901234567890123", ""),
+]
+
+
+@pytest.mark.parametrize("column", ["sweep", "method", "sample", "metric", "dataset", "commit"])
+@pytest.mark.parametrize("text", LOOKS)
+def test_text_that_looks_like_a_number_stays_as_it_is(column, text, tmp_path):
+    for others in (text, "other"):
+        frame = ROWS.assign(sweep="a", dataset="wine")
+        frame[column] = [text, *[others] * (len(frame) - 1)]
+        write_rows("page", frame, tmp_path)
+        once = read_rows("page", tmp_path).frame
+        assert column == "dataset" or [*once[column]] == [*frame[column]]
+        write_rows("page", once, tmp_path)
+        lines = csv.DictReader((tmp_path / "page.csv").open())
+        assert [line[column] for line in lines] == [*frame[column]]
+
+
+def test_measured_values_are_numbers_in_any_notation(tmp_path):
+    write_rows("page", ROWS, tmp_path)
+    text = (tmp_path / "page.csv").read_text().replace(",1.0,", ",1e0,").replace(",2.0,", ",inf,")
+    (tmp_path / "page.csv").write_text(text)
+    values = read_rows("page", tmp_path).frame["value"]
+    assert values.dtype == float and values[0] == 1 and values[1] == math.inf
 
 
 @pytest.mark.parametrize("packed, part", [(False, 0.3), (False, 0.97), (True, 0.6), (True, 0.999)])
