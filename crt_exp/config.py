@@ -77,6 +77,28 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
         _OWN.reset(before)
 
 
+UNKNOWN_USER = "~NAME of a path names no user; write $HOME or the whole path"
+
+
+def unknown_user(error: Exception) -> bool:
+    """Whether an error is that of expanduser() for ~NAME without such a user."""
+    return isinstance(error, RuntimeError) and "home directory" in str(error)
+
+
+def written_folder(name: str | Path, key: str) -> Path:
+    """The path of a folder that is written, with a leading ~ expanded.
+
+    Raises ConfigError, naming `key`, if a folder named ~ would be created.
+    """
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={name}: {UNKNOWN_USER}") from None
+    if "~" in folder.parts:
+        raise ConfigError(f"{key}={name}: ~ is expanded at the beginning only; write $HOME")
+    return folder
+
+
 def own_folders() -> tuple[Path, ...]:
     """The folders of the active `own_names`."""
     return _OWN.get()

@@ -38,7 +38,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.config import ConfigError, own_names
+from crt_exp.config import UNKNOWN_USER, ConfigError, own_names, unknown_user
 from crt_exp.data import DataError, images
 from crt_exp.data.files import IMAGES, files_ending
 from crt_exp.data.speech import (
@@ -112,8 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse_arguments(KINDS[kind][0], arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
-    except (ConfigError, DataError, ValueError, OSError, ImportError) as error:
-        print(f"crt_exp.infer: error: {explain(error) or error}", file=sys.stderr)
+    except (ConfigError, DataError, ValueError, OSError, RuntimeError, ImportError) as error:
+        message = UNKNOWN_USER if unknown_user(error) else explain(error)
+        if message is None and isinstance(error, RuntimeError | ImportError):
+            raise  # a bug: keep the traceback
+        print(f"crt_exp.infer: error: {message or error}", file=sys.stderr)
         return 2
 
 

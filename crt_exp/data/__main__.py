@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from crt_exp.config import ConfigError
 from crt_exp.data import DataError
 from crt_exp.data.sources import SOURCES, File, Source, data_root, from_hub, select
 
@@ -55,19 +56,19 @@ FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.err
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return 2 for a wrong command, 1 for a failed fetch or a bad file, else 0."""
     options = parser().parse_args(arguments)
-    root = data_root(options.dir)
     try:
+        root = data_root(options.dir)
         if options.command == "list":
             return list_sets(root)
         if root is None:
             raise DataError("CRT_DATA: not set; set CRT_DATA=DIR, or pass --dir DIR")
         return (verify if options.command == "verify" else fetch)(options.names, root)
-    except DataError as error:
+    except (ConfigError, DataError) as error:
         print_error(error)
         return 2
 
 
-def print_error(error: DataError) -> None:
+def print_error(error: ValueError | DataError) -> None:
     print(f"crt_exp.data: error: {error}", file=sys.stderr)
 
 

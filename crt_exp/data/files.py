@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
+from crt_exp.config import written_folder
 from crt_exp.data import DataError, warn
 
 SYSTEM = (
@@ -181,7 +182,7 @@ def cached(directory: str | Path | None, key: str, make: Callable[[], Arrays]) -
     """
     if directory is None:
         return make()
-    folder = Path(directory).expanduser() / key
+    folder = written_folder(directory, "task.cache_dir") / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder.parent}.lock"):  # only one rank makes the arrays

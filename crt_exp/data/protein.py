@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.config import ConfigError
+from crt_exp.config import ConfigError, written_folder
 from crt_exp.data import DataError, warn
 from crt_exp.data.files import files_ending
 from crt_exp.data.plan import pad_rows, with_key_mask
@@ -186,7 +186,7 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
         (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files
     ]
     held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
-    cache = Path(cache_dir or held.name).expanduser()
+    cache = written_folder(cache_dir or held.name, "task.cache_dir")
     folder = (
         cache
         / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"

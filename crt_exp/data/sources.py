@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from crt_exp.atomic_write import atomic_path
+from crt_exp.config import written_folder
 from crt_exp.data import DataError, warn
 from crt_exp.options import FileName, did_you_mean
 
@@ -99,8 +100,9 @@ def select(name: str) -> list[Source]:
 
 def data_root(folder: str | Path | None = None) -> Path | None:
     """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
+    key = "--dir" if folder else "CRT_DATA"
     folder = folder or os.environ.get("CRT_DATA")
-    return Path(folder).expanduser() if folder else None
+    return written_folder(folder, key) if folder else None
 
 
 def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:

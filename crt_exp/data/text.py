@@ -84,7 +84,7 @@ def wordnet_file() -> Path:
     distribution without fee. Raises DataError if the file has other content.
     """
     path = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
         / "crt_exp"
         / f"{WORDNET}.txt"
     )

@@ -70,7 +70,7 @@ class Reading(NamedTuple):
 
 def folder_of(model: str) -> Path:
     """Return the folder of a model. Raises DataError that names the fetch command."""
-    return fetched(model) or Path(model)
+    return fetched(model) or Path(model).expanduser()
 
 
 @lru_cache(maxsize=1)

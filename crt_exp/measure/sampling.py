@@ -316,7 +316,7 @@ class ClassDistributions(Measurement):
                 noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
                 yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
             return
-        last = read_records(Path(self.start) / "metrics.jsonl")[-1]
+        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
         yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
         for name, shares in [
             ("uniform", torch.ones(len(y))),

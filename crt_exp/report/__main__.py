@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from crt_exp.config import ConfigError, own_names
+from crt_exp.config import ConfigError, own_names, written_folder
 from crt_exp.data import DataError
 from crt_exp.report import pages
 from crt_exp.report.rows import FOLDER
@@ -35,6 +35,7 @@ def main() -> None:
 
 
 def make(args: argparse.Namespace) -> None:
+    args.out = args.out and written_folder(args.out, "--out")
     if args.page is None:
         render_all(args.out or pages.folder_of(args.size), args.size)
         return
@@ -110,9 +111,7 @@ def parser() -> argparse.ArgumentParser:
         default="basic",
         help="of Hydra: basic, joblib, submitit_local, submitit_slurm",
     )
-    made.add_argument(
-        "--out", type=lambda path: Path(path).expanduser(), help=f"folder (default: {FOLDER})"
-    )
+    made.add_argument("--out", help=f"folder (default: {FOLDER})")
     made.add_argument(
         "--config-dir", help="a folder of your own configuration, as of python -m crt_exp"
     )

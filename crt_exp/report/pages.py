@@ -11,6 +11,7 @@ The Markdown shows claims, figure and first table; further tables and the descri
 """
 
 import importlib.util
+import os
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -198,9 +199,10 @@ def load(name: str) -> ModuleType:
         ConfigError: If there is no such page or file.
     """
     if name.endswith(".py"):
-        if not Path(name).is_file():
+        file = Path(os.path.expanduser(name))
+        if not file.is_file():
             raise ConfigError(f"{name}: no such file")
-        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

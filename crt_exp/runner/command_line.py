@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from crt_exp.config import (
@@ -54,6 +54,7 @@ def check_command_line(args: list[str]) -> str | None:
         return None
     if flags.multirun and inside_torchrun():
         raise ConfigError("-m: not supported inside torchrun; start torchrun for each run")
+    refuse_home("--config-dir", flags.config_dir)
     with own_names([flags.config_dir] if flags.config_dir else []):
         for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
             cfg = compose(job)
@@ -62,6 +63,7 @@ def check_command_line(args: list[str]) -> str | None:
                 return help_text(cfg)
             if not flags.cfg:
                 check_early(cfg)
+            check_home(cfg)
     if not flags.cfg and rank() == 0:
         check_writable(Path(str(cfg.hydra.sweep.dir if flags.multirun else cfg.hydra.run.dir)))
     return None
@@ -159,6 +161,23 @@ def unknown_key(error: OmegaConfBaseException) -> ConfigError:
     return unknown(
         "key", str(error.full_key), sorted({f"{path}.{name}" if path else name for name in known})
     )
+
+
+FOLDERS = ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "launcher.submitit_folder")
+
+
+def check_home(cfg: DictConfig) -> None:
+    """Raise ConfigError for ~ in a folder of Hydra, which would create a folder of that name."""
+    for key in FOLDERS:
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(cfg.hydra, parent) if parent else cfg.hydra
+        refuse_home(f"hydra.{key}", OmegaConf.to_container(node, resolve=False).get(name))
+
+
+def refuse_home(key: str, place: str | None) -> None:
+    parts = Path(place or "").parts
+    if "~" in parts or parts and parts[0].startswith("~"):
+        raise ConfigError(f"{key}={place}: ~ is not expanded here; write $HOME for ~")
 
 
 def check_writable(directory: Path) -> None:

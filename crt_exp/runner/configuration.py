@@ -240,7 +240,7 @@ def load_task(run: str | Path, **changes: Any) -> Any:
     The file is untrusted data: only tasks of this package with plain option values are created. Raises ConfigError for
     others.
     """
-    path = Path(run) / "config.yaml"
+    path = Path(run).expanduser() / "config.yaml"
     node = read_yaml(path).get("task")
     if not isinstance(node, dict) or not str(node.get("_target_")).startswith("crt_exp."):
         raise ConfigError(f"{path}: task={format_value(node)}: expected a task of this package")

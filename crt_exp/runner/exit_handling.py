@@ -17,7 +17,7 @@ from typing import Any
 
 from hydra.errors import CompactHydraException
 
-from crt_exp.config import ConfigError
+from crt_exp.config import UNKNOWN_USER, ConfigError, unknown_user
 from crt_exp.data import DataError, inside_torchrun, rank
 from crt_exp.optional import explain
 from crt_exp.runner.configuration import directory_override, is_sweep, output_directory, override
@@ -104,9 +104,9 @@ def report_errors() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError, ImportError) as error:
-        broken = explain(error)
-        if broken:
-            end_run(ConfigError(broken), ERROR_CODE)
+        message = UNKNOWN_USER if unknown_user(error) else explain(error)
+        if message:
+            end_run(ConfigError(message), ERROR_CODE)
         no_memory = isinstance(error, MemoryError) or any(
             words in str(error) for words in NO_MEMORY
         )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import atomic_path
+from crt_exp.config import written_folder
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
@@ -187,7 +188,7 @@ class Advice:
 
     def save(self, directory: str | Path) -> None:
         """Write advise.csv, advise.md and advise.png to a folder."""
-        folder, table = Path(directory), self.table
+        folder, table = written_folder(directory, "directory"), self.table
         folder.mkdir(parents=True, exist_ok=True)
         sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
         with atomic_path(folder / "advise.md") as part:

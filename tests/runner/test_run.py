@@ -15,6 +15,10 @@ from small_speech import write_librispeech
 from wandb.proto.wandb_internal_pb2 import MetricRecord, RunRecord
 
 import crt_exp.drawing
+from crt_exp import infer
+from crt_exp.config import ConfigError, written_folder
+from crt_exp.data.files import cached
+from crt_exp.data.sources import data_root
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.measure.advise import Advise
 from crt_exp.runner.loggers import draw_curves
@@ -206,6 +210,60 @@ def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     assert typed(*args)[0] == 0 and not (run / LOCK).exists()
     assert typed(*args)[0] == 2  # not empty; a run that fails lets go of it, too
     assert typed(*args, "resume=auto")[0] == 0
+
+
+# ---- ~ in paths: no folder of that name -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home folder, and another folder as the current directory."""
+    for name in ("home", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path / "home"
+    assert not [*tmp_path.rglob("~*")]
+
+
+@pytest.mark.parametrize("place", ["~/x", "~", "~nosuch/x", "~root/x", "sub/~/x", "./~/x", "/~/x"])
+@pytest.mark.parametrize(
+    "key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"]
+)
+def test_a_tilde_in_a_folder_of_hydra_is_refused(key, place, typed, home):
+    sweep = ["-m", "seed=0,1"] if "sweep" in key else []
+    code, _, err = typed(*sweep, *SHORT, f'{key}="{place}"')
+    assert code == 2 and err.count("\n") == 1
+    assert f"{key}={place}: ~ is not expanded here; write $HOME" in err
+    code, _, err = typed(*sweep, *SHORT, f"{key}={place}")
+    assert code == 2 and err.count("\n") == 1 and "write $HOME for ~" in err
+
+
+def test_a_tilde_in_the_folder_of_own_names_is_refused(typed, home):
+    (home / "conf").mkdir()
+    code, _, err = typed("--config-dir=~/conf", *SHORT)
+    assert code == 2 and "--config-dir=~/conf: ~ is not expanded here; write $HOME" in err
+
+
+def test_a_tilde_in_a_path_of_a_task_is_the_home_folder(typed, home):
+    (home / "t.csv").write_text("x,y\n" + "1,a\n2,b\n" * 20)
+    args = [*SHORT, "task.target=y", "hydra.run.dir=run"]
+    assert typed(*args, 'task.csv="~/t.csv"')[0] == 0
+    code, _, err = typed(*args, 'task.csv="~nosuch/t.csv"', "resume=auto")
+    assert code == 2 and err.count("\n") == 1 and "~NAME of a path names no user" in err
+
+
+def test_a_tilde_in_a_folder_that_is_written(home, capsys):
+    assert written_folder("~/x", "key") == home / "x"
+    for place in ("sub/~", "~/~/x", "~nosuch/x"):
+        with pytest.raises(ConfigError, match=f"task.cache_dir={place}: ~"):
+            cached(place, "key", dict)
+        with pytest.raises(ConfigError, match=f"--dir={place}: ~"):
+            data_root(place)
+    cached("~/cache", "key", lambda: {"a": np.ones(1)})
+    assert (home / "cache" / "key").is_dir()
+    assert infer.main(["run=~nosuch/x", "input=a"]) == 2
+    assert "names no user" in capsys.readouterr().err
 
 
 # ---- inputs.json: a run that goes on must read what it began with ----------------------------------------------------

@@ -228,7 +228,7 @@ def compiled() -> Path:
     """
     compiler = shlex.split(os.environ.get("CC", "cc"))
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(home) / "crt_exp" / "native"
+    folder = Path(home).expanduser() / "crt_exp" / "native"
     file = folder / f"native-{_kind(compiler)}.so"
     if file.exists():
         return file
