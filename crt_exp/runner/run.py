@@ -281,8 +281,14 @@ def versions(seed: int) -> dict[str, Any]:
     }
 
 
+GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+
+
 def commit() -> str | None:
-    """Return the commit, with "+changes" for a dirty tree; None outside a checkout."""
+    """Return the commit, with "+changes" for a dirty tree.
+
+    None outside a checkout, and if git is missing or refuses, as for a checkout of another user.
+    """
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -296,4 +302,12 @@ def commit() -> str | None:
         "--exclude=*",
         "--dirty=+changes",
     ]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    # variables of a surrounding git command, such as a hook, name another repository
+    own = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=own)
+    except OSError:
+        return None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip() or None

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from crt_exp.data.sources import data_root
 from crt_exp.data.speech import AudioPart, Utterance
 from crt_exp.measure.advise import Advise
 from crt_exp.runner.loggers import draw_curves
-from crt_exp.runner.run import LOCK, input_states, leaves, read_records
+from crt_exp.runner.run import LOCK, commit, input_states, leaves, read_records
 from crt_exp.tasks.imagenet import ImageNet
 from crt_exp.tasks.librispeech import LibriSpeech, SpokenSplit
 from crt_exp.tasks.lra import Pixels
@@ -210,6 +212,63 @@ def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     assert typed(*args)[0] == 0 and not (run / LOCK).exists()
     assert typed(*args)[0] == 2  # not empty; a run that fails lets go of it, too
     assert typed(*args, "resume=auto")[0] == 0
+
+
+# ---- the commit in versions.json ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one commit, in place of that of the package."""
+    if shutil.which("git") is None:
+        pytest.skip("git is missing")
+    root = tmp_path / "checkout"
+    (root / "crt_exp").mkdir(parents=True)
+    (root / "crt_exp" / "__init__.py").touch()
+    own = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*own, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", root, *words], check=True)
+    monkeypatch.setattr("crt_exp.__file__", str(root / "crt_exp" / "__init__.py"))
+    return root
+
+
+def fake_git(folder, script):
+    folder.mkdir()
+    (folder / "git").write_text(script)
+    (folder / "git").chmod(0o755)
+    return str(folder)
+
+
+BROKEN = {
+    "missing": None,
+    "dubious ownership": "#!/bin/sh\necho 'fatal: detected dubious ownership' >&2\nexit 128\n",
+    "half an answer": "#!/bin/sh\necho 48f8ed\nexit 1\n",
+    "nothing": "#!/bin/sh\nexit 0\n",
+    "not a program": "\x00\x01",
+}
+
+
+@pytest.mark.parametrize("script", BROKEN.values(), ids=BROKEN)
+def test_without_a_working_git_there_is_no_commit(script, checkout, tmp_path, monkeypatch):
+    path = str(tmp_path / "none") if script is None else fake_git(tmp_path / "bin", script)
+    monkeypatch.setenv("PATH", path)
+    assert commit() is None
+
+
+def test_the_commit_is_that_of_the_package(checkout, tmp_path, monkeypatch):
+    found = commit()
+    assert re.fullmatch("[0-9a-f]{40}", found)
+    (tmp_path / "other").mkdir()
+    subprocess.run(["git", "init", "-q", tmp_path / "other"], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert commit() == found
+    (checkout / "crt_exp" / "__init__.py").write_text("1")
+    assert commit() == f"{found}+changes"
+    monkeypatch.delenv("GIT_DIR")
+    shutil.rmtree(checkout / ".git")
+    assert commit() is None
+    subprocess.run(["git", "init", "-q", checkout], check=True)  # a checkout without a commit
+    assert commit() is None
 
 
 # ---- ~ in paths: no folder of that name -------------------------------------------------------------------------
