@@ -35,7 +35,7 @@ from crt_exp.runner.configuration import folders
 from crt_exp.runner.exit_handling import Stopped, exit_process, fail, report_errors
 from crt_exp.runner.fit import build, fit
 from crt_exp.runner.run import agree_on_start
-from crt_exp.runner.sweep import show
+from crt_exp.runner.sweep import show, use_sweeper
 
 
 def main() -> None:
@@ -51,6 +51,7 @@ def main() -> None:
             return
     except ConfigError as error:
         fail(error)
+    use_sweeper()
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between two runs of a sweep

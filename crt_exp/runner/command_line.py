@@ -34,6 +34,7 @@ from crt_exp.config import (
 from crt_exp.data import inside_torchrun, rank
 from crt_exp.options import to_text, unknown
 from crt_exp.runner.configuration import GROUPS, check_early, explain_error, plain_config
+from crt_exp.runner.sweep import without_unused
 
 COLUMN = 40  # column of the comments in --help
 LINE = re.compile(
@@ -101,6 +102,7 @@ def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
         ):  # this sweeper chooses the values itself
             parsed = [o for o in parsed if not o.is_sweep_override()]
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    jobs, _ = without_unused(jobs, compose)
     seen: set[str] = set()
     for job in jobs:
         if not seen.issuperset(job) or not job:

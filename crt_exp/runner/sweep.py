@@ -1,12 +1,18 @@
-"""The result table at the end of a sweep."""
+"""Sweeps: their runs, and the result table at the end."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.config import ConfigError, json_object
+from crt_exp.config import ConfigError, json_object, uses
+from crt_exp.options import annotations_in_source
+from crt_exp.runner.configuration import GROUPS, mechanism_part, override_key
 from crt_exp.runner.run import PARTIAL, read_records
 
 if TYPE_CHECKING:
@@ -32,6 +38,9 @@ RECORD = [
     PARTIAL,
 ]  # columns from the final record
 
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
+BasicSweeper = PLUGINS[BASIC]
 _started: list[tuple[Path, float]] = []
 
 
@@ -47,6 +56,129 @@ def check_direction(task_class: type, asked: Any) -> None:
         raise ConfigError(
             f"hydra.sweeper.direction={asked}: expected {needed} for the metric of the task"
         )
+
+
+# ---- the runs of a sweep
+
+
+class UsedOptionsSweeper(BasicSweeper):
+    """Hydra's basic sweeper, without overrides that the mechanism of a run does not use."""
+
+    def split_arguments(
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        (jobs,) = BasicSweeper.split_arguments(overrides, None)
+        jobs, notes = without_unused(jobs, self._compose)
+        for note in notes:
+            print(note, flush=True)
+        return list(self.split_overrides_to_chunks(jobs, max_batch_size))
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        return self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+
+
+def use_sweeper() -> None:
+    """Let Hydra build `UsedOptionsSweeper` as its basic sweeper."""
+    PLUGINS[BASIC] = UsedOptionsSweeper
+
+
+def without_unused(
+    jobs: Sequence[Sequence[str]], compose: Callable[[list[str]], DictConfig]
+) -> tuple[list[list[str]], list[str]]:
+    """Drop overrides that the mechanism of a job does not use; equal rests are one job.
+
+    An override that no job uses stays, so that the check of a run refuses it.
+
+    Args:
+        jobs: overrides of each job, with equal keys in equal order.
+        compose: composes a configuration from overrides.
+
+    Returns:
+        The jobs, and a line for each choice that does not use a key.
+    """
+    keys = [override.partition("=")[0] for override in jobs[0]]
+    choices = [tuple(filter(_chooses, job)) for job in jobs]
+    unused = {}
+    for choice in dict.fromkeys(choices):
+        unused[choice] = _unused_keys(compose([*choice]), keys)
+    without_user = set(keys).intersection(*unused.values())
+    runs = []
+    shortened = set()
+    dropped: dict[str, dict[str, None]] = {}
+    for job, choice in zip(jobs, choices):
+        run = []
+        for key, override in zip(keys, job):
+            if key in without_user or key not in unused[choice]:
+                run.append(override)
+            else:
+                dropped.setdefault(unused[choice][key], {})[key] = None
+        if len(run) == len(job) or tuple(run) not in shortened:
+            runs.append(run)
+        if len(run) < len(job):
+            shortened.add(tuple(run))
+    swept = [key for key, values in zip(keys, zip(*jobs)) if len(set(values)) > 1]
+    notes = [_note(name, [*names], swept) for name, names in dropped.items()]
+    return runs, notes
+
+
+def _chooses(override: str) -> bool:
+    """Whether an override selects files of the configuration."""
+    key = override_key(override)
+    return key in (*GROUPS, "experiment") or key.startswith("hydra")
+
+
+def _unused_keys(cfg: DictConfig, keys: Sequence[str]) -> dict[str, str]:
+    """Return the keys that a configuration does not use, each with the choice to blame."""
+    found = {}
+    for key in keys:
+        choice = _non_user(cfg, key)
+        if choice is not None:
+            found[key] = choice
+    return found
+
+
+def _non_user(cfg: DictConfig, key: str) -> str | None:
+    """Return the choice that does not use an override's key, such as attention=exact."""
+    part = mechanism_part(key)
+    if part is None:
+        return None
+    group, _, option = override_key(key).partition(".")
+    attention = cfg.get("attention")
+    if attention is not None and part not in {
+        "attention",
+        *uses(OmegaConf.to_container(attention)),
+    }:
+        return f"attention={cfg.hydra.runtime.choices.attention}"
+    if not option or part == "m" or _has_option(cfg.get(group), option, key.startswith("+")):
+        return None
+    return f"{group}={cfg.hydra.runtime.choices.get(group) or 'null'}"
+
+
+def _has_option(node: DictConfig | None, option: str, new: bool) -> bool:
+    """Whether a node has an option, or, for a `new` one, its class takes it."""
+    if node is None:
+        return False
+    *path, name = option.split(".")
+    for key in path:
+        node = node.get(key) if OmegaConf.is_dict(node) else None
+    if not OmegaConf.is_dict(node):
+        return False
+    hints = annotations_in_source(node.get("_target_", ""))
+    return name in node or new and (not hints or name in hints)
+
+
+def _note(choice: str, keys: list[str], swept: list[str]) -> str:
+    """Return the line on keys that a choice does not use."""
+    names = " ".join(map(override_key, keys))
+    if not set(keys) & set(swept):
+        return f"{choice} does not use {names}: run without"
+    group = choice.partition("=")[0]
+    others = [override_key(key) for key in swept if key not in keys and key != group]
+    each = f" for each {', '.join(others)}" if others else ""
+    return f"{choice} does not use {names}: run once{each}"
+
+
+# ---- the result table
 
 
 class SweepStart(Callback):

@@ -91,7 +91,7 @@ WRONG = {
     "task=glue +task.epochs=1": "unknown key 'task.epochs'; did you mean task.parts?",
     "task=uci trainer.optimizer=adamww": "trainer.optimizer=adamww: expected adamw or adam; did you mean adamw?",
     "-m seed=0 task.repeats=1,0": "task.repeats=0: expected an integer >= 1",
-    "-m attention=exact,favorpp features.m=4,8": "attention=exact: does not use features.m=4; remove it",
+    "-m attention=exact,uniform features.m=4,8": "attention=exact: does not use features.m=4; remove it",
 }
 LIGHT = """
 import sys

@@ -1,6 +1,7 @@
 """Sweeps: their table, a run that fails among others, Hydra's plugins."""
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -11,12 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 from pandas import DataFrame
 from torchrun import ENVIRONMENT
 
 from crt_exp.config import ConfigError
 from crt_exp.measure.attention_errors import ProjectionErrors
-from crt_exp.runner.sweep import check_direction, finished_runs, table
+from crt_exp.runner.command_line import compose
+from crt_exp.runner.configuration import check_early
+from crt_exp.runner.sweep import check_direction, finished_runs, table, without_unused
 from crt_exp.tasks.uci import UCI
 
 HERE = Path(__file__).parents[1]
@@ -89,10 +93,10 @@ def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
     [
         (["features=glob(*)", "features.m=8,1e3"], "features.m=1000.0: expected an integer"),
         (["task=uci,mlmm"], "unknown task 'mlmm'; did you mean mlm?"),
-        (
-            ["attention=exact,favorpp", "features.m=4,8"],
-            "attention=exact: does not use features.m=4",
-        ),
+        (["attention=exact", "features.m=4,8"], "attention=exact: does not use features.m=4"),
+        (["attention=exact,uniform", "features.m=4,8"], "attention=exact: does not use features.m"),
+        (["attention=exact,favorpp", "features.mm=4,8"], "unknown key 'features.mm'"),
+        (["attention=exact,favorppp", "features.m=4"], "unknown attention 'favorppp'"),
     ],
     ids=str,
 )
@@ -100,6 +104,75 @@ def test_a_mistake_in_a_sweep_is_printed_once_and_before_it_begins(args, message
     code, _, err = typed("-m", "logger=none", *args, f"hydra.sweep.dir={tmp_path}/s")
     assert code == 2 and err.startswith(f"crt_exp: error: {message}") and len(err.splitlines()) == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path):
+    folder = tmp_path / "s"
+    args = ["attention=exact,favorp", "features.m=4,8", f"hydra.sweep.dir={folder}"]
+    code, out, err = typed(*WINE, *args)
+    assert code == 0, err
+    assert out.splitlines().count("attention=exact does not use features.m: run once") == 1
+    assert "sweep of 3 runs" in out
+    rows = list(csv.DictReader((folder / "sweep.csv").open()))
+    found = [(row["run"], row["attention"], row["features.m"]) for row in rows]
+    assert found == [("0", "exact", ""), ("1", "favorp", "4"), ("2", "favorp", "8")]
+    before = (folder / "0" / "metrics.jsonl").read_text()
+    code, out, err = typed(*WINE, *args, "resume=auto", "hydra/sweeper=basic")
+    assert code == 0 and "sweep of 3 runs" in out, err
+    assert (folder / "0" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "args, count, notes",
+    [
+        (
+            ["attention=identity,favorpp", "features.m=4,8", "seed=0,1"],
+            2 + 4,
+            ["attention=identity does not use features.m: run once for each seed"],
+        ),
+        (
+            ["features=pos,oprf", "sampler=iid,orthogonal", "attention=window,uniform,favorpp"],
+            1 + 1 + 4,
+            [
+                "attention=window does not use features sampler: run once",
+                "attention=uniform does not use features sampler: run once",
+            ],
+        ),
+        (
+            ["attention=exact,favorpp", "features.m=64"],
+            2,
+            ["attention=exact does not use features.m: run without"],
+        ),
+        (
+            ["attention=window,favorpp", "attention.redraw_every=0,10"],
+            1 + 2,
+            ["attention=window does not use attention.redraw_every: run once"],
+        ),
+        (
+            ["attention=relu,favorpp", "features=pos,oprf", "features.m=4,8"],
+            2 + 4,
+            ["attention=relu does not use features: run once for each features.m"],
+        ),
+        (
+            ["features=trig,gerf", "features.A=0.1,null"],
+            1 + 2,
+            ["features=trig does not use features.A: run once"],
+        ),
+        (["attention=favorp,favorpp", "features.m=4,8", "seed=0,0"], 8, []),
+    ],
+    ids=str,
+)
+def test_runs_of_a_sweep_have_the_options_that_they_use(args, count, notes):
+    choices = []
+    for arg in args:
+        key, _, values = arg.partition("=")
+        choices.append([f"{key}={value}" for value in values.split(",")])
+    runs, found = without_unused([*itertools.product(*choices)], compose)
+    assert found == notes and len(runs) == count
+    for run in {tuple(run) for run in runs}:
+        cfg = compose(list(run))
+        HydraConfig.instance().set_config(cfg)
+        check_early(cfg)
 
 
 def done(settings, value, metric="loss", direction="minimize"):
