@@ -63,15 +63,24 @@ class ConfigError(ValueError):
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
-    """Build the error for an unknown name, with the closest known name."""
+    """Build the error for an unknown name, with the closest known names."""
     known = list(known)
     near = did_you_mean(name, known) or f"; known: {' '.join(known) or 'none'}"
     return ConfigError(f"unknown {what} {name!r}{near}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return a question with the known names that begin with `name`, or the closest one."""
+    known = list(known)
+    near = [each for each in known if name and each.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {either(near)}?" if near else ""
+
+
+def either(names: Sequence[str]) -> str:
+    """Join names as "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 # ---- one value
@@ -159,7 +168,7 @@ def describe(hint: Any) -> str:
     kind, options = get_origin(bare) or bare, get_args(bare)
     if kind in (Union, types.UnionType, Literal):
         words = [str(option) if kind is Literal else describe(option) for option in options]
-        return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+        return either(words)
     name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
     entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
     size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""

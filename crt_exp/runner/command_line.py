@@ -4,6 +4,7 @@ Errors are one line. --help prints the groups with their choices, and every key 
 file.
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -27,16 +28,33 @@ from crt_exp.config import (
     CONF,
     ConfigError,
     canonical,
+    file_of,
     known_names,
     own_folders,
     own_names,
 )
 from crt_exp.data import inside_torchrun, rank
-from crt_exp.options import to_text, unknown
-from crt_exp.runner.configuration import GROUPS, check_early, explain_error, plain_config
-from crt_exp.runner.sweep import without_unused
+from crt_exp.options import either, to_text, unknown
+from crt_exp.runner.configuration import (
+    GROUPS,
+    check_early,
+    explain_error,
+    override_key,
+    plain_config,
+    same_ending,
+)
+from crt_exp.runner.sweep import chooses_files, without_unused
 
 COLUMN = 40  # column of the comments in --help
+NOUNS = {
+    "task": "a task",
+    "features": "a feature map",
+    "sampler": "a sampler",
+    "attention": "an attention",
+    "trainer": "a trainer",
+    "logger": "a logger",
+    "experiment": "an experiment",
+}  # what a choice of a group is
 LINE = re.compile(
     r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$"
 )  # indentation, key and comment of a line
@@ -48,6 +66,7 @@ def check_command_line(args: list[str]) -> str | None:
     Raises ConfigError, with the nearest name, for unknown choices and keys and for invalid values. In a sweep, each
     value of each key is checked.
     """
+    check_utf8(args)
     parser = get_args_parser()
     parser.error = refuse
     flags = parser.parse_args(args)
@@ -72,6 +91,17 @@ def check_command_line(args: list[str]) -> str | None:
 
 def refuse(message: str) -> None:
     raise ConfigError(message)
+
+
+def check_utf8(args: list[str]) -> None:
+    """Raise ConfigError for an argument with bytes that are not UTF-8."""
+    for arg in args:
+        wrong = [f"0x{ord(c) - 0xDC00:02x}" for c in arg if "\udc80" <= c <= "\udcff"]
+        if wrong:  # Python's form of such bytes
+            shown = os.fsencode(arg).decode(errors="backslashreplace")
+            raise ConfigError(
+                f"{shown}: not UTF-8 (bytes {' '.join(wrong)}); rename the file or folder"
+            )
 
 
 def with_file_names(args: list[str]) -> list[str]:
@@ -113,7 +143,7 @@ def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
 def compose(overrides: list[str]):
     """Compose the configuration of one run, including the files of `own_names`."""
     with (
-        one_line(),
+        one_line(overrides),
         hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
     ):
         return hydra.compose(
@@ -128,8 +158,8 @@ def with_folders(folders: Iterable[Path]) -> list[str]:
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
-    """Turn Hydra's errors into ConfigErrors of one line."""
+def one_line(overrides: list[str] = ()) -> Iterator[None]:
+    """Turn Hydra's errors into ConfigErrors of one line; `overrides` are those composed."""
     try:
         yield
     except OverrideParseException as error:
@@ -140,13 +170,11 @@ def one_line() -> Iterator[None]:
         ) from None
     except MissingConfigException as error:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        known = [*(error.options or []), *ALIASES.get(group, ())]
-        plugin = " (plugins: pip install 'crt_exp[sweep]')" if group.startswith("hydra/") else ""
-        raise ConfigError(f"{unknown(group, name, known)}{plugin}") from None
+        raise unknown_choice(group, name, error.options or []) from None
     except (HydraException, OmegaConfBaseException) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
         if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            raise unknown_key(cause) from None
+            raise unknown_key(cause, overrides) from None
         if isinstance(cause, OmegaConfBaseException):
             raise explain_error(cause) from None
         raise ConfigError(" ".join(str(error).split())) from None
@@ -154,15 +182,59 @@ def one_line() -> Iterator[None]:
         raise ConfigError(f"{error}; to remove a group, write ~group") from None
 
 
-def unknown_key(error: OmegaConfBaseException) -> ConfigError:
-    path, _, key = str(error.full_key).rpartition(".")
+def unknown_choice(group: str, name: str, options: list[str]) -> ConfigError:
+    """Build the error for an unknown choice, with the groups that have this name."""
+    others = []
+    for other in (*GROUPS, "experiment"):
+        if canonical(other, name) in known_names(other):
+            others.append(f"{name} is {NOUNS[other]}: {other}={name}")
+    if others:
+        return ConfigError("; ".join([f"unknown {group} {name!r}", *others]))
+    plugin = " (plugins: pip install 'crt_exp[sweep]')" if group.startswith("hydra/") else ""
+    return ConfigError(f"{unknown(group, name, [*options, *ALIASES.get(group, ())])}{plugin}")
+
+
+def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigError:
+    """Build the error for an unknown key.
+
+    Names the choices that use the key, or keys elsewhere with this last part, or the closest key.
+    """
+    full = str(error.full_key)
+    path, _, key = full.rpartition(".")
     if key in GROUPS and not path:
-        return ConfigError(f"{key}: none is chosen, add {key}=...")
+        option = next((o for o in map(override_key, overrides) if o.startswith(f"{key}.")), "")
+        return ConfigError(
+            f"{key}: none is chosen, add {key}={either(users_of(option) or ['...'])}"
+        )
     known = [str(name) for name in error.parent_node or () if not str(name).startswith("_")]
     known += [] if path else [*GROUPS, "experiment"]
-    return unknown(
-        "key", str(error.full_key), sorted({f"{path}.{name}" if path else name for name in known})
-    )
+    nearest = unknown("key", full, sorted({f"{path}.{name}" if path else name for name in known}))
+    group = full.partition(".")[0]
+    if group == "hydra":
+        return nearest
+    cfg = compose(list(filter(chooses_files, overrides)))
+    elsewhere = same_ending(plain_config(cfg), key)
+    question = f"; did you mean {either(elsewhere)}?" if elsewhere else ""
+    if users := users_of(full):
+        hint = question or f"; {group}={either(users)} does"
+        return ConfigError(f"{group}={cfg.hydra.runtime.choices[group]}: does not use {full}{hint}")
+    if elsewhere:
+        return ConfigError(f"unknown key {full!r}{question}")
+    hints = []
+    for other in GROUPS:
+        if users := users_of(f"{other}.{key}"):
+            hints.append(f"{other}.{key} needs {other}={either(users)}")
+    return ConfigError("; ".join([f"unknown key {full!r}", *hints])) if hints else nearest
+
+
+def users_of(key: str) -> list[str]:
+    """Return the choices of a key's group whose files have the key."""
+    group = key.partition(".")[0]
+    users = []
+    for name in known_names(group) if group in GROUPS else []:
+        if any(found == key for found, _ in keys_of(file_of(group, name), group)):
+            users.append(name)
+    return users
 
 
 FOLDERS = ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "launcher.submitit_folder")
@@ -210,7 +282,7 @@ def help_text(cfg: DictConfig) -> str:
 
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
-    found = dict(comments_of(CONF / "config.yaml", ""))
+    found = comments_of(CONF / "config.yaml", "")
     chosen = [
         (place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name
     ]
@@ -222,6 +294,11 @@ def comments(cfg: DictConfig) -> dict[str, str]:
         ):
             found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
     return found
+
+
+def comments_of(path: Path, package: str) -> dict[str, str]:
+    """Return the comments on keys in a file and its defaults."""
+    return {key: comment for key, comment in keys_of(path, package) if comment}
 
 
 def wrap(text: str, indent: int) -> str:
@@ -244,12 +321,12 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
             yield from lines_of(value, comments, f"{name}.")
 
 
-def comments_of(path: Path, package: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys of a file and its defaults, with their comments."""
+def keys_of(path: Path, package: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the dotted keys of a file and its defaults, each with its comment or None."""
     text = path.read_text() if path.is_file() else ""
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            yield from comments_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
+            yield from keys_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
     above = [] if "@package _global_" in text or not package else [(-1, package)]
     for indent, key, comment in (
         match.groups() for match in map(LINE.match, text.splitlines()) if match
@@ -257,5 +334,4 @@ def comments_of(path: Path, package: str) -> Iterator[tuple[str, str]]:
         above = [(depth, name) for depth, name in above if depth < len(indent)] + [
             (len(indent), key)
         ]
-        if comment:
-            yield ".".join(name for _, name in above), comment
+        yield ".".join(name for _, name in above), comment

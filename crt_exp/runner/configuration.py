@@ -4,6 +4,7 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,7 @@ from crt_exp.options import (
     Parameter,
     annotations_in_source,
     check_options,
+    either,
     format_value,
     unknown,
 )
@@ -146,6 +148,20 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
         raise explain_error(error) from None
 
 
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def same_ending(config: dict[str, Any], key: str) -> list[str]:
+    """Return the dotted keys of a configuration whose last part is `key`."""
+    return [name for name, _ in leaves(config) if name.rpartition(".")[2] == key]
+
+
 def explain_error(error: OmegaConfBaseException) -> ConfigError:
     """Return a one-line ConfigError with the key and the problem."""
     if isinstance(error, MissingMandatoryValue):
@@ -214,6 +230,9 @@ def check_plain(given: dict[str, Any]) -> None:
 def check_top(given: dict[str, Any]) -> None:
     for key in given:
         if key not in TOP and key not in GROUPS:
+            elsewhere = [name for name in same_ending(given, key) if name != key]
+            if elsewhere:
+                raise ConfigError(f"unknown key {key!r}; did you mean {either(elsewhere)}?")
             raise unknown("key", key, [*TOP, *GROUPS])
     check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
 

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
@@ -26,7 +25,7 @@ from crt_exp.atomic_write import atomic_path
 from crt_exp.config import ConfigError, import_object, instantiate, read_json, read_yaml
 from crt_exp.data import world_size
 from crt_exp.options import files_of_options
-from crt_exp.runner.configuration import overrides
+from crt_exp.runner.configuration import leaves, overrides
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
@@ -201,15 +200,6 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 # ---- state that a run and its continuation share
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
 
 
 def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:

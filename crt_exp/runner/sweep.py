@@ -97,7 +97,7 @@ def without_unused(
         The jobs, and a line for each choice that does not use a key.
     """
     keys = [override.partition("=")[0] for override in jobs[0]]
-    choices = [tuple(filter(_chooses, job)) for job in jobs]
+    choices = [tuple(filter(chooses_files, job)) for job in jobs]
     unused = {}
     for choice in dict.fromkeys(choices):
         unused[choice] = _unused_keys(compose([*choice]), keys)
@@ -121,7 +121,7 @@ def without_unused(
     return runs, notes
 
 
-def _chooses(override: str) -> bool:
+def chooses_files(override: str) -> bool:
     """Whether an override selects files of the configuration."""
     key = override_key(override)
     return key in (*GROUPS, "experiment") or key.startswith("hydra")
