@@ -193,8 +193,11 @@ def tables(rows: Rows):
 
 
 def figure(rows: Rows):
-    fig, axes = panels(len(sets_in_rows(rows)))
-    for ax, of in zip(axes, sets_in_rows(rows)):
+    names = sets_in_rows(rows)
+    if not names:
+        return None
+    fig, axes = panels(len(names))
+    for ax, of in zip(axes, names):
         dot_plot(ax, at_128_columns(rows, of), overlap=OVERLAP[of], labels=METHODS)
         ax.set(
             title=f"{len(SETS[of])} data sets, 128 columns ({of})",

@@ -6,7 +6,16 @@ Claims are those of Adda and Allen (2021).
 import numpy as np
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, geometric_mean_ci, line_plot, mean_table, sweep
+from crt_exp.report import (
+    Claim,
+    Page,
+    Rows,
+    geometric_interval,
+    geometric_mean_ci,
+    line_plot,
+    mean_table,
+    sweep,
+)
 from crt_exp.report.plots import panels
 
 MAPS, SCALES = {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}, [0.25, 0.5, 0.75, 1.0]
@@ -151,17 +160,16 @@ def tables(rows: Rows):
     relative = pd.DataFrame(
         {
             f"{text}, {scale:g}": {
-                each: "{:.2f} ({:.2f} to {:.2f})".format(
-                    *geometric_mean_ci(
-                        np.exp(
-                            rows.ratio(
-                                f"{name} sampler={sampler}",
-                                f"{name} sampler=orthogonal",
-                                "errors",
-                                scale=scale,
-                            )
+                each: geometric_interval(
+                    np.exp(
+                        rows.ratio(
+                            f"{name} sampler={sampler}",
+                            f"{name} sampler=orthogonal",
+                            "errors",
+                            scale=scale,
                         )
-                    )
+                    ),
+                    ".2f",
                 )
                 for sampler, each in SAMPLERS.items()
                 if sampler != "orthogonal"

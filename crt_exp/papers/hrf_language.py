@@ -209,7 +209,7 @@ def tables(rows: Rows):
             rows,
             {
                 f"lengths {each}": {"metric": "loss", "sweep": "hrf-sampled", "lengths": each}
-                for each in rows.select("loss", "full")["lengths"].unique()
+                for each in rows.select("loss", sweep="hrf-sampled")["lengths"].unique()
             },
             NEGATIVES,
             spec=".2f",
@@ -235,25 +235,24 @@ def figure(rows: Rows):
         ylabel="KS (lower is better)",
     )
     left.set_xticks(MS, MS)
-    lengths = rows.select("loss", "full")["lengths"].iloc[-1]
+    for lengths in rows.select("loss", sweep="hrf-sampled")["lengths"].unique()[-1:]:
+        plot_losses(right, rows, lengths)
+    fig.tight_layout()
+    return fig
+
+
+def plot_losses(ax, rows: Rows, lengths: str) -> None:
+    """Plot the test loss of sampled training, and that of word frequencies."""
     dot_plot(
-        right,
+        ax,
         {
             name: rows.values("loss", name, sweep="hrf-sampled", lengths=lengths)
             for name in NEGATIVES
         },
         labels=NEGATIVES,
     )
-    right.set(
-        title=f"Sampled training, lengths {lengths}", xlabel="test loss, nats (lower is better)"
-    )
-    right.axvline(
-        rows.values("unigram_loss", "full").mean(),
-        color="grey",
-        lw=1,
-        ls="--",
-        label="word frequencies",
-    )
-    right.legend()
-    fig.tight_layout()
-    return fig
+    ax.set(title=f"Sampled training, lengths {lengths}", xlabel="test loss, nats (lower is better)")
+    frequencies = rows.values("unigram_loss", "full")
+    if len(frequencies):
+        ax.axvline(frequencies.mean(), color="grey", lw=1, ls="--", label="word frequencies")
+        ax.legend()

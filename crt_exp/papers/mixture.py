@@ -192,7 +192,7 @@ def table(rows: Rows, columns, methods=LABELS) -> pd.DataFrame:
             if len(found := samples(rows, name, method, n, **where))
         }
     return (
-        pd.DataFrame(made, index=[LABELS[method] for method in methods])
+        pd.DataFrame(made, index=[LABELS[method] for method in methods], dtype=object)
         .dropna(how="all")
         .fillna("")
         .rename_axis("method")
@@ -206,8 +206,10 @@ def fine_tuned_table(rows: Rows) -> pd.DataFrame:
             100 * rows.values("accuracy", method, sweep="mixture/fine-tuned", split="parts", lr=lr)
             for lr in (1e-4, 2e-4)
         ]
-        best[LABELS[method]] = f"{max(map(mean_ci, found), key=lambda each: each.mean):.1f}"
-    return pd.DataFrame({"accuracy, %": best}).rename_axis("method")
+        means = [mean_ci(values) for values in found if len(values)]
+        if means:
+            best[LABELS[method]] = f"{max(means, key=lambda each: each.mean):.1f}"
+    return pd.DataFrame({"accuracy, %": pd.Series(best, dtype=object)}).rename_axis("method")
 
 
 def tables(rows: Rows):

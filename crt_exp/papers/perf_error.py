@@ -5,7 +5,16 @@ Reproduces Figures 2, 4 and 14.
 
 import pandas as pd
 
-from crt_exp.report import Claim, Page, Rows, geometric_mean_ci, line_plot, mean_table, sweep
+from crt_exp.report import (
+    Claim,
+    Page,
+    Rows,
+    geometric_interval,
+    geometric_mean_ci,
+    line_plot,
+    mean_table,
+    sweep,
+)
 from crt_exp.report.plots import panels
 
 COMPARED = {
@@ -123,14 +132,15 @@ def claims(rows: Rows) -> list[Claim]:
             needs="more samples",
         )
 
+    at_120 = {
+        f"length {length}": rows.values("log_ratio", "pos", length=length, angle=120)
+        for length in [0.5, 1, 2]
+    }
     sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
     return [
         Claim(
             "positive features have less error than trigonometric ones at 120 degrees",
-            {
-                f"length {length}": rows.values("log_ratio", "pos", length=length, angle=120).item()
-                for length in [0.5, 1, 2]
-            },
+            {case: values.item() for case, values in at_120.items() if len(values)},
             above=0,
             power=True,
             paper="where kernel values are small",
@@ -162,7 +172,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def interval(values: pd.Series) -> str:
-    return "{:.3g} ({:.3g} to {:.3g})".format(*geometric_mean_ci(values))
+    return geometric_interval(values, ".3g")
 
 
 def tables(rows: Rows):
@@ -196,7 +206,8 @@ def tables(rows: Rows):
 
 def figure(rows: Rows):
     fig, axes = panels(4, columns=2)
-    angles = Rows(rows.frame[rows.frame["angle"].between(0, 150)])
+    degrees = pd.to_numeric(rows.frame["angle"], errors="coerce")
+    angles = Rows(rows.frame[degrees.between(0, 150)])
     line_plot(axes[0], angles, "angle", "log_ratio", {"pos": "FAVOR+", "oprf": "OPRF"}, length=1)
     axes[0].axhline(0, color="black", lw=1)
     axes[0].set(

@@ -267,6 +267,8 @@ def tables(rows: Rows):
 
 def figure(rows: Rows):
     shown = [(metric, case) for metric in SHOWN for case in cases(rows, metric)]
+    if not shown:
+        return None
     fig, axes = panels(len(shown))
     for ax, (metric, case) in zip(axes, shown):
         scale, _, unit = SHOWN[metric]

@@ -104,9 +104,7 @@ page = Page(
 
 def cases(rows: Rows, split: str = "") -> dict[str, dict]:
     """Data set and direction -> what selects the test rows."""
-    found = rows.select(f"loss{split}", "exact", split="test")[
-        ["dataset", "mode"]
-    ].drop_duplicates()
+    found = rows.select(f"loss{split}", split="test")[["dataset", "mode"]].drop_duplicates()
     return {
         f"{name}, {direction}": {"dataset": name, "mode": direction, "split": "test"}
         for name, direction in found.itertuples(index=False)
@@ -244,12 +242,13 @@ def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
 
 
 def tables(rows: Rows):
-    first, *others = dict.fromkeys(each["dataset"] for each in cases(rows).values())
-    return {
-        f"Accuracy, %, {first}": table(rows, "accuracy", first, 100),
-        f"Perplexity, {first}": table(rows, "perplexity", first),
-        **{f"Accuracy, %, {name}": table(rows, "accuracy", name, 100) for name in others},
-    }
+    made = {}
+    for name in dict.fromkeys(each["dataset"] for each in cases(rows).values()):
+        first = not made
+        made[f"Accuracy, %, {name}"] = table(rows, "accuracy", name, 100)
+        if first:
+            made[f"Perplexity, {name}"] = table(rows, "perplexity", name)
+    return made
 
 
 def figure(rows: Rows):

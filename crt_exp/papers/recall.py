@@ -153,9 +153,10 @@ def copying_table(rows: Rows) -> pd.DataFrame:
         increases = (
             rows.paired(method, "exact", metric, sweep="copying") for metric in ("new", "copied")
         )
+        remaining = share(gain, whole)
         return [
             *(f"{mean_ci(each):.3f}" for each in increases),
-            f"{100 * mean_ci(share(gain, whole)).mean:.1f}",
+            f"{100 * remaining.mean():.1f}" if len(remaining) else "",
         ]
 
     columns = [

@@ -4,7 +4,7 @@ from crt_exp.report import (
     Page,
     Rows,
     dot_plot,
-    geometric_mean_ci,
+    geometric_interval,
     label,
     line_plot,
     mean_table,
@@ -92,7 +92,7 @@ def tables(rows: Rows):
                 for classes in [*SIZES, *LARGEST]
             },
             methods,
-            format=lambda values: "{:.1f} ({:.1f} to {:.1f})".format(*geometric_mean_ci(values)),
+            format=lambda values: geometric_interval(values, ".1f"),
         )
 
     return {

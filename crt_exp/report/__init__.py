@@ -2,7 +2,15 @@
 
 from crt_exp.report.pages import Page, label, mean_table
 from crt_exp.report.plots import dot_plot, line_plot
-from crt_exp.report.rows import Claim, Rows, geometric_mean_ci, interval_or_range, mean_ci, share
+from crt_exp.report.rows import (
+    Claim,
+    Rows,
+    geometric_interval,
+    geometric_mean_ci,
+    interval_or_range,
+    mean_ci,
+    share,
+)
 from crt_exp.report.sweeps import Run, sweep
 
 __all__ = [
@@ -11,6 +19,7 @@ __all__ = [
     "Rows",
     "Run",
     "dot_plot",
+    "geometric_interval",
     "geometric_mean_ci",
     "interval_or_range",
     "label",

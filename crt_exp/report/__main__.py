@@ -60,7 +60,7 @@ def make(args: argparse.Namespace) -> None:
             args.out,
         )
     pages.render(module, folder, args.size, part)
-    print(f"{pages.first_table(module, folder)}\n\nwritten: {folder / page.name}.md")
+    print(f"{pages.first_table(module, folder, part)}\n\nwritten: {folder / page.name}.md")
 
 
 def render_all(folder: Path, size: str) -> None:

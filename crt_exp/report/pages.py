@@ -38,6 +38,7 @@ from crt_exp.runner.sweep import aligned
 RUNS = Path("outputs/runs")
 SIZES = ("small", "full")
 LONG = 40  # maximum rows of a folded table; longer tables are left out
+NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
 INTERVAL = (
     "Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
     "threshold exactly where a claim is supported or contradicted."
@@ -238,16 +239,27 @@ def render(
     page, rows = module.page, files.read_rows(module.page.name, folder)
     tested = [] if part else verdicts(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
+    drawn = picture is not None and leave_out_empty_axes(picture)
+    if drawn:
+        save_figure(picture, folder / f"{page.name}.png")
     if picture is not None:
         import matplotlib.pyplot as plt
 
-        save_figure(picture, folder / f"{page.name}.png")
         plt.close(picture)
     write_atomic(
         folder / f"{page.name}.md",
-        page_text(page, rows, tested, module.tables(rows), picture is not None, folder, size, part),
+        page_text(page, rows, tested, module.tables(rows), drawn, folder, size, part),
     )
     return tested
+
+
+def leave_out_empty_axes(figure: Any) -> bool:
+    """Remove axes that show no value of a row; return whether others are left."""
+    for ax in figure.axes:
+        lines = [line for line in ax.lines if line.get_transform() == ax.transData]
+        if not (lines or ax.images or ax.collections):
+            ax.remove()
+    return bool(figure.axes)
 
 
 def verdicts(module: ModuleType, rows: Rows, size: str = "small") -> list[TestedClaim]:
@@ -256,9 +268,12 @@ def verdicts(module: ModuleType, rows: Rows, size: str = "small") -> list[Tested
     return judge(claims, module.page.reduced and size == "small", module.page.stand_in)
 
 
-def first_table(module: ModuleType, folder: Path = files.FOLDER) -> str:
+def first_table(module: ModuleType, folder: Path = files.FOLDER, part: str = "") -> str:
     """Format the first table of a page for the terminal."""
-    title, table = next(iter(module.tables(files.read_rows(module.page.name, folder)).items()))
+    tables = measured_tables(module.tables(files.read_rows(module.page.name, folder)), part)
+    if not tables:
+        return NO_TABLE
+    title, table = next(iter(tables.items()))
     return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
 
 
@@ -272,15 +287,15 @@ def page_text(
     size: str,
     part: str,
 ) -> str:
-    (title, first), *others = tables.items()
+    (title, first), *others = measured_tables(tables, part).items() or [("", None)]
     whole = size == "small" and not part
     sections = [
         f"# {page.title}",
         page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
         "\n".join(_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))),
         f"![{page.title}]({page.name}.png)" if picture else "",
-        f"## {title}\n\n{to_markdown(first)}",
-        details("All claims", f"{claims_table(tested)}\n\n{INTERVAL}") if tested else "",
+        NO_TABLE if first is None else f"## {title}\n\n{to_markdown(first)}",
+        details("All claims", claims_table(tested)),
         *(
             details(name, to_markdown(table)) if len(table) <= LONG else ""
             for name, table in others
@@ -338,11 +353,14 @@ def _line(cases: Sequence[TestedClaim]) -> str:
 
 
 def claims_table(tested: Sequence[TestedClaim]) -> str:
-    """Format all cases as a Markdown table; above LONG cases, link claims.csv."""
+    """Format all cases as a Markdown table; above LONG cases, link claims.csv; none as ""."""
     measured = [each for each in tested if not each.claim.not_measured]
+    if not measured:
+        return ""
     if len(measured) > LONG:
-        return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
-    return markdown(
+        cases = f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
+        return f"{cases}\n\n{INTERVAL}"
+    table = markdown(
         ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
         [
             [
@@ -362,7 +380,8 @@ def claims_table(tested: Sequence[TestedClaim]) -> str:
             ]
             for each in measured
         ],
-    ).rstrip()
+    )
+    return f"{table}\n{INTERVAL}"
 
 
 def threshold(each: TestedClaim) -> str:
@@ -413,6 +432,26 @@ def details(summary: str, text: str) -> str:
         if text
         else ""
     )
+
+
+def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> dict[str, pd.DataFrame]:
+    """Leave out tables and rows without a measured value; in a partial page, columns too.
+
+    Labels with the word "paper" mark values of the papers.
+    """
+    found = {}
+    for title, table in tables.items():
+        filled = (table.notna() & (table != "")).to_numpy(bool)
+        quoted_rows = np.array(["paper" in str(name) for name in table.index], bool)
+        quoted_columns = np.array(["paper" in str(name) for name in table.columns], bool)
+        measured = filled & ~quoted_rows[:, None] & ~quoted_columns
+        rows = measured.any(axis=1) | quoted_rows
+        columns = measured.any(axis=0) | (quoted_columns & filled[rows].any(axis=0))
+        if not part:
+            columns[:] = True
+        if measured.any():
+            found[title] = table.loc[rows, columns]
+    return found
 
 
 def to_markdown(table: pd.DataFrame) -> str:

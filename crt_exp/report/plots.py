@@ -107,6 +107,8 @@ def line_plot(
                 shade,
             )
         )
+    if not ends:
+        return
     if less:
         ax.axhline(1 if geometric else 0, color=drawing.EXACT, lw=1)
     for axis in log:
@@ -132,6 +134,8 @@ def dot_plot(
         overlap: See `mean_ci`.
     """
     shown = [(method, np.asarray(each, float)) for method, each in values.items() if len(each)]
+    if not shown:
+        return
     for place, (method, each) in enumerate(reversed(shown)):
         found = mean_ci(np.log(each) if log else each, overlap=overlap)
         ends = found.mean + np.array([-1, 0, 1]) * (found.half if found.n > 1 else 0)

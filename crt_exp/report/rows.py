@@ -223,6 +223,8 @@ class Mean(NamedTuple):
     n: int
 
     def __format__(self, spec: str) -> str:
+        if self.n == 0:
+            return ""
         return (
             f"{self.mean:{spec}} ± {self.half:{spec.replace('+', '')}}"
             if self.n > 1
@@ -267,8 +269,18 @@ def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:
     return math.exp(log.mean), math.exp(log.mean - log.half), math.exp(log.mean + log.half)
 
 
+def geometric_interval(values: Sequence[float], spec: str) -> str:
+    """Format a geometric mean with its 95% interval, which needs two values; none as ""."""
+    if not len(values):
+        return ""
+    mean, low, high = geometric_mean_ci(values)
+    return f"{mean:{spec}} ({low:{spec}} to {high:{spec}})" if len(values) > 1 else f"{mean:{spec}}"
+
+
 def interval_or_range(percent: pd.Series) -> str:
-    """Format percentages as mean ± 95% CI; below 5 samples, as a range."""
+    """Format percentages as mean ± 95% CI; below 5 samples, as a range; none as ""."""
+    if not len(percent):
+        return ""
     return (
         f"{mean_ci(percent):.1f}"
         if len(percent) >= 5

@@ -11,9 +11,9 @@ import yaml
 from crt_exp.config import import_object
 from crt_exp.mechanism import Mechanism
 from crt_exp.papers import results
-from crt_exp.report import pages
+from crt_exp.report import pages, plots
 from crt_exp.report.__main__ import main
-from crt_exp.report.rows import FOLDER, read_rows
+from crt_exp.report.rows import FOLDER, read_rows, write_rows
 from crt_exp.runner.command_line import check_command_line
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,50 @@ def test_the_committed_page_is_that_of_its_rows(name):
     pages.check(page)
     assert {*page.columns} <= {*frame.columns} and {*frame["metric"].unique()} <= {*page.metrics}
     assert {*frame["sweep"].unique()} <= {*page.small}
+
+
+def parts_of(frame):
+    """Rows of one sweep; of one method of each sweep; of two methods and one sample."""
+    for sweep in frame["sweep"].unique():
+        rows = frame[frame["sweep"] == sweep]
+        yield rows, ""
+        yield rows[rows["method"] == rows["method"].iloc[0]], "--methods first"
+    rows = frame[frame["method"].isin(frame["method"].unique()[-2:])]
+    yield rows[rows["sample"] == rows["sample"].iloc[-1]], "--methods last --seeds 1"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_renders_from_a_part_of_its_rows(name, tmp_path, monkeypatch):
+    """Without error, and without tables that have no value; a part of a page has no empty columns."""
+    saved = []
+    monkeypatch.setattr(pages, "save_figure", lambda figure, path: saved.append(figure))
+    monkeypatch.setattr(plots, "label_ends", lambda *_: None)  # the slowest part of a figure
+    module, frame = pages.load(name), read_rows(name).frame
+    frame = frame[frame["sample"].isin(["", *frame["sample"].unique()[:24]])]
+    for rows, part in parts_of(frame):
+        write_rows(name, rows, tmp_path)
+        saved.clear()
+        pages.render(module, tmp_path, "small", part)
+        text = (tmp_path / f"{name}.md").read_text()
+        assert (f"{name}.png)" in text) == bool(saved)
+        assert all(ax.has_data() for figure in saved for ax in figure.axes)
+        assert pages.NO_TABLE in text or "| ---" in text
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+            lines = [re.split(r" \| ", line.strip("| \n")) for line in table.splitlines()]
+            assert len(lines) > 2 and all(any(cells[1:]) for cells in lines), (part, table)
+            assert "nan" not in table
+        assert pages.first_table(module, tmp_path, part)
+
+
+def test_a_part_without_a_table_keeps_its_figure(tmp_path):
+    frame = read_rows("crt_variance").frame
+    write_rows("crt_variance", frame[frame["sweep"] == "fig1"], tmp_path)
+    module = pages.load("crt_variance")
+    pages.render(module, tmp_path, part="--methods oprf --seeds 1")
+    text = (tmp_path / "crt_variance.md").read_text()
+    assert "crt_variance.png)" in text and "| ---" not in text and pages.NO_TABLE in text
+    assert (tmp_path / "crt_variance.png").is_file()
+    assert pages.first_table(module, tmp_path) == pages.NO_TABLE
 
 
 def test_the_committed_results_are_those_of_the_pages(monkeypatch):
