@@ -8,9 +8,9 @@ silently. A pickled model imports this module through the hooks of its modules.
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from crt_exp.swap.call import attend, check_mask, known_true
+from crt_exp.swap.families import passed_arguments
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -25,18 +25,31 @@ EXTRAS = (
     "position_bias",
     "softcap",
     "s_aux",
+    "sinks",
+    "indices",
+    "block_indices",
     "head_mask",
     "alibi",
 )  # arguments that change the logits or the softmax
 
 
-def interface_name(config, others: list[tuple[str, nn.Module]]) -> str:
+def interface_name(implementation: str, shared: bool) -> str:
     """The attention name for a configuration.
 
-    If attention of other kinds reads the same masks, the name is a variant that keeps transformers' own masks.
+    If attention that is not swapped reads the same masks (`shared`), the name is a variant that keeps transformers' own
+    masks of the implementation.
     """
-    shared = any(getattr(part, "config", config) is config for _, part in others)
-    return AS_BEFORE.get(config._attn_implementation, INTERFACE) if shared else INTERFACE
+    return AS_BEFORE[implementation] if shared else INTERFACE
+
+
+def plain_implementation(implementation: str, parts: list[nn.Module]) -> str:
+    """An equal implementation of `parts` whose masks swapped layers can read: eager or sdpa."""
+    if implementation in AS_BEFORE:
+        return implementation
+    for part in parts:
+        if not passed_arguments(type(part)).keywords.isdisjoint(EXTRAS):
+            return "eager"
+    return "sdpa"
 
 
 def is_ours(config) -> bool:
@@ -68,19 +81,23 @@ def interface_attention(
     query (B,H,L,d), key (B,Hkv,S,d), value (B,Hkv,S,dv), matrix (B,H,L,S) or None.
     """
     state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
+    if state is None:
+        raise ValueError(
+            f"{type(module).__name__}: attn_implementation={INTERFACE!r}, but this layer is not swapped; load the "
+            "model with crt_exp.from_pretrained, or with attn_implementation='sdpa'"
+        )
     causal = is_causal  # without a mask, is_causal of the call or of the module decides, as in torch's fused attention
     if causal is None:
         causal = module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
     # with a recurrent cache these are new keys only; the layer of the cache holds the past
     recurrent = getattr(key, "cache_layer", None)
-    if attention_mask is not None and (attention_mask.ndim == 2 or state is None):
-        keys_alone = attention_mask.ndim == 2
+    if attention_mask is not None and attention_mask.ndim == 2:
         check_mask(
-            attention_mask[:, None, None] if keys_alone else attention_mask,
+            attention_mask[:, None, None],
             query,
             key.shape[2] if recurrent is None else recurrent.length,
-            type(module).__name__ if state is None else state.path,
-            query.shape[2] if keys_alone else None,
+            state.path,
+            query.shape[2],
         )
     used = key.shape[2]  # a static cache has unused slots after the last query
     if attention_mask is not None and attention_mask.ndim == 2:
@@ -91,10 +108,6 @@ def interface_attention(
         ]  # without a mask the queries are the first positions, as in torch's fused attention
     if used < key.shape[2]:
         key, value = key[:, :, :used], value[:, :, :used]
-    if state is None:
-        return _untouched(
-            module, query, key, value, attention_mask, dropout, scaling, causal, matrix, extras
-        )
     if given := [name for name in EXTRAS if extras.get(name) is not None]:
         raise ValueError(
             f"{state.path}: {given[0]} is not supported; leave the layer out with layers=[...]"
@@ -202,29 +215,6 @@ def _wants_matrix(extras: dict) -> bool:
         _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
     )
     return wanted is not None and any("attentions" in key for key in wanted)
-
-
-def _untouched(
-    module, query, key, value, mask, dropout, scaling, causal, matrix, extras
-) -> tuple[Tensor, Tensor | None]:
-    """Exact attention of unswapped layers, for the masks of swapped layers."""
-    L, S = query.shape[2], key.shape[2]
-    if _is_causal(mask, type(module).__name__):
-        mask, causal = (None if bool(mask.all()) else mask[:, None, None]), True
-    elif mask is not None:
-        causal = False  # a mask of pairs includes causality
-    if causal and L > 1 and (mask is not None or L != S):
-        past = torch.ones(L, S, dtype=torch.bool, device=query.device).tril(S - L)
-        mask = past if mask is None else mask & past
-    if mask is not None and mask.dtype == torch.bool:
-        mask = mask | ~mask.any(-1, keepdim=True)  # a query without keys would be NaN
-    dv = value.shape[-1]
-    if matrix:  # the outputs for unit vectors are the columns of the matrix
-        value = torch.cat([value, torch.eye(S).to(value).expand(*value.shape[:2], S, S)], -1)
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, mask, dropout, scaling, causal, **extras
-    )
-    return out[..., :dv], out[..., dv:].transpose(1, 2) if matrix else None
 
 
 for _name, _mask in {

@@ -83,6 +83,7 @@ def unswap_attention(model: nn.Module) -> nn.Module:
             module.__dict__.pop("refuse_replaced").remove()
         if "unswapped_class" in module.__dict__:
             module.__class__ = module.__dict__.pop("unswapped_class")
+    _return_configurations(model)
     for part in model.modules():
         if "unswapped_nested" in part.__dict__:
             part.use_nested_tensor = part.__dict__.pop("unswapped_nested")
@@ -249,28 +250,56 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
     from crt_exp.swap import cache, interface
 
     _own_configurations(model)
-    read = {id(module.config): module.config for module in swapped}
-    before = [
-        (config, config._attn_implementation)
-        for config in read.values()
-        if not interface.is_ours(config)
-    ]
-    others = families.unknown_modules(model)
-    for _, part in families.attention_modules(model):
-        config = getattr(part, "config", None)
-        if id(config) in read and config._attn_implementation == "eager":
-            part.__dict__["unmasked_causal"] = False
-    for config, _ in before:
-        config._attn_implementation_internal = interface.interface_name(config, others)
+    _return_configurations(model)
+    originals = model.__dict__.setdefault("unswapped_configs", [])
+    names = {id(config): name for config, name in originals}
+    for config in {id(module.config): module.config for module in swapped}.values():
+        name = config._attn_implementation
+        if interface.is_ours(config):
+            name = names.get(id(config), "eager")
+        if id(config) not in names:
+            originals.append((config, name))
+        others = _unswapped_parts(model, config)
+        plain = interface.plain_implementation(name, others)
+        config._attn_implementation_internal = interface.interface_name(plain, bool(others))
+        _keep_implementation(others, config, plain)
+        for module in swapped:
+            if module.config is config and name == "eager":
+                module.__dict__["unmasked_causal"] = False
     for module in swapped:
         if "refuse_replaced" not in module.__dict__:
             module.__dict__["refuse_replaced"] = module.register_forward_pre_hook(
                 interface.refuse_replaced
             )
-    kept = model.__dict__.setdefault("unswapped_configs", [])
-    known = {id(config) for config, _ in kept}  # swapped before, then given another implementation
-    kept.extend((config, name) for config, name in before if id(config) not in known)
     cache.install(model)
+
+
+def _unswapped_parts(model: nn.Module, config: Any) -> list[nn.Module]:
+    """The attention modules with this configuration that keep their own attention."""
+    parts = [*families.attention_modules(model), *families.unknown_modules(model)]
+    return [
+        part
+        for _, part in parts
+        if "swapped" not in part._modules and getattr(part, "config", config) is config
+    ]
+
+
+def _keep_implementation(parts: list[nn.Module], config: Any, implementation: str) -> None:
+    """Give unswapped modules a copy of the configuration with their own implementation."""
+    own = copy.copy(config)
+    own._attn_implementation_internal = implementation
+    for part in parts:
+        for inner in part.modules():
+            if vars(inner).get("config") is config:
+                inner.__dict__["shared_config"] = config
+                inner.config = own
+
+
+def _return_configurations(model: nn.Module) -> None:
+    """Undo `_keep_implementation`."""
+    for part in model.modules():
+        if "shared_config" in part.__dict__:
+            part.config = part.__dict__.pop("shared_config")
 
 
 def _own_configurations(model: nn.Module) -> None:

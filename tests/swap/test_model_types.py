@@ -61,6 +61,16 @@ SLOW = {
     ],
     "timm": ["vit_small_patch16_rope_224"],
 }
+# layers that cannot be swapped beside layers that can: what the own attention function of the former takes
+MIXED = {
+    "canary": "a mask of its own",
+    "dots3_note": "a sparse index",
+    "gemma3_text": "a sliding window",
+    "llama4_text": "chunks",
+    "mimo_v2_flash": "sinks",
+    "modernbert": "a sliding window, bidirectional",
+    "seamless_m4t": "a position bias",
+}
 REFUSED = {
     "deepseek_v32": "sparse index",
     "gemma2": "softcap",
@@ -213,6 +223,27 @@ def distance(one, two, mask=None):
     return worst
 
 
+def judge_partly(name, implementation=None):
+    """(case, layers, distance) of a model that gets exact attention in some of its layers."""
+    model, batch = LIBRARIES["transformers"][1](name)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    cases = {"plain": batch} | padded(model, batch)
+    if implementation == "eager":
+        cases["with matrices"] = batch | {"output_attentions": True}
+    before = {case: outputs(model, cases[case]) for case in cases}
+    for layers in ("supported", 0):
+        try:
+            swap_attention(model, "exact", layers=layers)
+        except ValueError:  # no layer, or not the first one, can be swapped
+            continue
+        for case, own in before.items():
+            mask = cases[case].get("attention_mask")
+            yield case, layers, distance(outputs(model, cases[case]), own, mask)
+        unswap_attention(model)
+        assert all(distance(outputs(model, cases[case]), before[case]) == 0 for case in cases)
+
+
 # ---- the verdicts
 
 
@@ -238,6 +269,40 @@ def test_no_model_type_is_wrong(library):
     found = {name: judge(library, name) for name in {*LIBRARIES[library][0](), *exact}}
     assert not {name: why for name, (outcome, why) in found.items() if outcome == "wrong"}
     assert not {name: found[name] for name in exact if found[name][0] != "exact"}
+
+
+@pytest.mark.parametrize("implementation", [None, "eager"])
+@pytest.mark.parametrize("name", [*MIXED, "bart", "bert", "llama"])
+def test_layers_that_stay_compute_what_they_computed(name, implementation):
+    found = list(judge_partly(name, implementation))
+    assert found and not [case for case in found if not case[-1] < EXACT]
+
+
+@pytest.mark.parametrize("name", ["dots3_note", "hy_v4_vl"])
+@torch.no_grad()
+def test_layers_that_stay_select_the_keys_that_they_selected(name):
+    """A sparse index that leaves keys out, which those of small models do not."""
+    model, batch = tiny_models.of_transformers(name)
+    whole, batch = outputs(model, batch), {"input_ids": batch["input_ids"]}
+    for part in model.modules():
+        if hasattr(part, "index_topk"):
+            part.index_topk = 2
+    before = outputs(model, batch)
+    assert distance(before, whole) > EXACT
+    swap_attention(model, "exact", layers="supported")
+    assert distance(outputs(model, batch), before) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_layer_that_stays_computes_otherwise():
+    wrong = []
+    for name in tiny_models.model_types():
+        try:
+            wrong += [(name, *case) for case in judge_partly(name) if not case[-1] < EXACT]
+        except NotBuilt:
+            continue
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", ["ClapText", "AlignText"])

@@ -36,7 +36,6 @@ from crt_exp import (
 )
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.features import OPRF, PosRF, Product, Sum, TrigRF
-from crt_exp.swap.interface import interface_attention
 from crt_exp.swap.swap import swap_layers
 
 pytestmark = [
@@ -354,12 +353,29 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
         torch.testing.assert_close(run(unswap_attention(adapted).eval(), **batch), before, **LOOSE)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_layer_left_out_is_exact_attention(causal):
-    q, k, v = torch.randn(3, B, 2, L, 4)
-    out, matrix = interface_attention(
-        nn.Module(), q, k, v, None, is_causal=causal, output_attentions=True
-    )
-    logits = q @ k.mT / 2 + (torch.full((L, L), -torch.inf).triu(1) if causal else 0)
-    torch.testing.assert_close(matrix, logits.softmax(-1))
-    torch.testing.assert_close(out, (matrix @ v).transpose(1, 2))
+@torch.no_grad()
+def test_layers_that_stay_keep_their_implementation_and_get_their_configuration_back():
+    model = made(bert)
+    own, name = [part.self.config for part in attentions(model)], model.config._attn_implementation
+    assert all(config is model.config for config in own)
+    swap_attention(model, "exact", layers=[0])
+    first, second = (part.self.config for part in attentions(model))
+    assert first is model.config and second._attn_implementation == name
+    swap_attention(model, "exact", layers=[1])
+    assert all(part.self.config is model.config for part in attentions(model))
+    unswap_attention(model)
+    assert all(part.self.config is model.config for part in attentions(model))
+    assert model.config._attn_implementation == name
+
+
+def attentions(model):
+    return [layer.attention for layer in model.encoder.layer]
+
+
+@torch.no_grad()
+def test_a_model_of_a_swapped_configuration_that_is_not_swapped_is_refused():
+    """It would compute exact attention under the name of another."""
+    config = swapped(bert).config
+    with pytest.raises(ValueError, match="BertSelfAttention: .*crt_exp.*is not swapped"):
+        transformers.BertModel(config).eval()(**inputs(bert))
+    run(swap_attention(transformers.BertModel(config).eval(), "exact"), **inputs(bert))
