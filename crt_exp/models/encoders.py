@@ -19,7 +19,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.models import folder
 from crt_exp.models.folder import check_numbers, whole_folder
 from crt_exp.options import did_you_mean
-from crt_exp.swap.saved import KEY, check_record, fetched, take_record
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
 
 EXACT = Mechanism.of("exact").describe()
 WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
@@ -81,8 +81,11 @@ def load_config(origin: Origin, **changes: Any):
     """Load the model's configuration with changed keys. Raises DataError."""
     from transformers import AutoConfig
 
+    unnamed = {IMPLEMENTATION: None}  # a swapped model names an attention of its own
     return load_or_explain(
-        lambda: AutoConfig.from_pretrained(origin.name, trust_remote_code=False, **changes),
+        lambda: AutoConfig.from_pretrained(
+            origin.name, trust_remote_code=False, **(unnamed | changes)
+        ),
         origin,
         "configuration",
     )

@@ -39,8 +39,10 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
         return auto.from_pretrained(published, **options)
     # refuse remote code without asking
     safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
+    # the layers that are not swapped have the default implementation, not the saved name
+    unnamed = {saved.IMPLEMENTATION: None}
     with saved.ignoring_buffers():
-        model = auto.from_pretrained(folder, **(safely | options))
+        model = auto.from_pretrained(folder, **(unnamed | safely | options))
     if (record := saved.take_record(model)) is None:
         raise ConfigError(
             f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}"

@@ -4,6 +4,8 @@ save_pretrained of transformers stores `config.crt_exp` and the buffers of `swap
 - `version`: the version of this package.
 - `mechanisms`: a list of `Mechanism.saved` records, each with the `causal` argument of the swap.
 - `layers`: path of each attention module -> index of its mechanism; null for a layer with its own attention.
+
+The configurations of swapped models also hold `attn_implementation: crt_exp`, a name that transformers refuses to load.
 """
 
 import os
@@ -23,6 +25,7 @@ from crt_exp.options import Whole, check
 from crt_exp.swap.families import attention_modules
 
 KEY = "crt_exp"
+IMPLEMENTATION = "attn_implementation"  # key of config.json, which transformers reads at loading
 NEW_NOISE = "use saved=False for new ones"
 
 
@@ -38,26 +41,40 @@ def write_record(model: nn.Module) -> None:
             if state is not None and state.record not in mechanisms:
                 mechanisms.append(state.record)
             layers[path] = None if state is None else mechanisms.index(state.record)
+        take_record(holder)
         if mechanisms:
-            setattr(
-                holder.config,
-                KEY,
-                {"version": __version__, "mechanisms": mechanisms, "layers": layers},
-            )
-        else:
-            take_record(holder)
+            record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
+            setattr(holder.config, KEY, record)
+            _name_implementation(holder)
 
 
 def holders(model: nn.Module) -> list[nn.Module]:
     """The outermost transformers models: the model itself, or those in a wrapper."""
-    bases = {kind.__name__ for kind in type(model).__mro__}
-    if "PreTrainedModel" in bases and getattr(model, "config", None) is not None:
+    if _is_pretrained(model):
         return [model]
     return [holder for child in model.children() for holder in holders(child)]
 
 
+def _is_pretrained(part: nn.Module) -> bool:
+    bases = {kind.__name__ for kind in type(part).__mro__}
+    return "PreTrainedModel" in bases and getattr(part, "config", None) is not None
+
+
+def _name_implementation(holder: nn.Module) -> None:
+    """Write the attention's name into the configurations of all models with swapped layers.
+
+    A model inside another one may be saved by itself.
+    """
+    for part in holder.modules():
+        if _is_pretrained(part) and any("swapped" in inner._modules for inner in part.modules()):
+            setattr(part.config, IMPLEMENTATION, KEY)
+
+
 def take_record(holder: nn.Module) -> dict[str, Any] | None:
     """Remove `config.crt_exp` and return it; None if there is none."""
+    for part in holder.modules():
+        if _is_pretrained(part):
+            vars(part.config).pop(IMPLEMENTATION, None)
     return vars(holder.config).pop(KEY, None)
 
 

@@ -119,9 +119,8 @@ def test_a_swap_of_a_loaded_model_takes_the_saved_noise(tmp_path):
         if isinstance(part, RandomFeatureAttention):
             part.redraw()
     model.save_pretrained(tmp_path)
-    loaded = swap_attention(
-        type(model).from_pretrained(tmp_path, **BARE[bert]), "favorpp", m=32
-    ).eval()
+    plain = type(model).from_pretrained(tmp_path, attn_implementation="sdpa", **BARE[bert])
+    loaded = swap_attention(plain, "favorpp", m=32).eval()
     assert alike(loaded, model, bert)
     with pytest.raises(ValueError, match="use m=32.*saved=False"):
         swap_attention(unswap_attention(loaded), "favorpp", m=16)
@@ -175,7 +174,7 @@ def harmless(tmp_path_factory):
 
 def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, caplog):
     """It has exact attention, and the record of a swap without the noise."""
-    model = transformers.AutoModel.from_pretrained(harmless)
+    model = transformers.AutoModel.from_pretrained(harmless, attn_implementation="sdpa")
     assert alike(model.eval(), made(bert), bert) and "swapped.omega" in caplog.text
     caplog.clear()
     back(harmless)
@@ -183,6 +182,91 @@ def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, cap
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="random projections of encoder.layer.0"):
         back(tmp_path)
+
+
+PARTS = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+SMALL_TEXT = PARTS | {"intermediate_size": 16, "vocab_size": 30}
+SMALL_VISION = PARTS | {"intermediate_size": 16, "image_size": 16, "patch_size": 8}
+
+
+def clip():
+    config = transformers.CLIPConfig(text_config=SMALL_TEXT, vision_config=SMALL_VISION)
+    return transformers.CLIPModel(config)
+
+
+def llava():
+    text, vision = (
+        transformers.LlamaConfig(**SMALL_TEXT),
+        transformers.CLIPVisionConfig(**SMALL_VISION),
+    )
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=5)
+    )
+
+
+def bert2bert():
+    parts = [transformers.BertConfig(**SMALL_TEXT) for _ in range(2)]
+    return transformers.EncoderDecoderModel(
+        transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    )
+
+
+# model -> its class, and the parts that can be saved by themselves
+FOLDERS = {
+    bert: ("BertModel", ()),
+    llama: ("AutoModelForCausalLM", ()),
+    clip: ("AutoModel", ("text_model", "vision_model")),
+    llava: ("AutoModelForImageTextToText", ("model.language_model",)),
+    bert2bert: ("AutoModelForSeq2SeqLM", ("encoder",)),
+}
+PLAIN = """
+import sys, transformers
+for each in sys.argv[1:]:
+    folder, name = each.split(":")
+    auto = getattr(transformers, name)
+    try:
+        auto.from_pretrained(folder)
+        print("loaded", folder)
+    except ValueError as error:
+        assert 'attn_implementation="crt_exp"' in str(error), error
+    for implementation in ("sdpa", "eager"):
+        model = auto.from_pretrained(folder, attn_implementation=implementation)
+        assert {p.config._attn_implementation for p in model.modules() if hasattr(p, "config")} == {implementation}
+"""
+
+
+def test_transformers_refuses_a_plain_load_by_name_in_another_process(tmp_path):
+    """Whole models, in one file and in several; models of parts, and their parts; a base of an adapter."""
+    peft = pytest.importorskip("peft")
+    asked = []
+    for make, (name, parts) in FOLDERS.items():
+        folder = tmp_path / make.__name__
+        model = swap_attention(make(), "favorp", m=4)
+        model.save_pretrained(folder, max_shard_size="1GB" if make is bert else "20KB")
+        asked.append(f"{folder}:{name}")
+        for part in parts:
+            inner = model.get_submodule(part)
+            inner.save_pretrained(folder / part)
+            asked.append(f"{folder / part}:{type(inner).__name__}")
+        again = crt_exp.from_pretrained(getattr(transformers, name), folder)
+        assert again.config.crt_exp == model.config.crt_exp
+        config = unswap_attention(again).config
+        assert "crt_exp" not in config.to_json_string()
+    base = crt_exp.from_pretrained(transformers.AutoModelForCausalLM, tmp_path / "llama")
+    adapted = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    asked.append(f"{tmp_path / 'adapter'}:AutoModelForCausalLM")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLAIN, *asked], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
+def test_a_plain_load_in_this_process_is_refused_at_its_first_call(harmless):
+    model = transformers.AutoModel.from_pretrained(harmless).eval()
+    with pytest.raises(ValueError, match="is not swapped; .*crt_exp.from_pretrained"):
+        run(model, **inputs(bert))
+    assert alike(back(harmless, attn_implementation="eager"), back(harmless), bert)
 
 
 LAYER = "encoder.layer.0.attention.self"
