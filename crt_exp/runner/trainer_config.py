@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from crt_exp.config import ConfigError, unknown
 from crt_exp.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
 from crt_exp.options import Count, NotNegative, Positive, Whole, checked
 from crt_exp.swap import families
+from crt_exp.swap.saved import holders
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -213,6 +215,27 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     return found
 
 
+def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """The layers whose weight belongs to another module too, such as a head tied to the embeddings."""
+    owners = Counter(
+        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False)
+    )
+    return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
+
+
+def untie_weights(model: nn.Module) -> None:
+    """Give each module of a transformers model weights of its own; saved models load them so."""
+    seen = set()
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                own = parameter.detach().clone()
+                setattr(part, name, nn.Parameter(own, parameter.requires_grad))
+            seen.add(id(parameter))
+        if getattr(getattr(part, "config", None), "tie_word_embeddings", False):
+            part.config.tie_word_embeddings = False
+
+
 class Adapters:
     """Low-rank adapters, added to a model by the constructor. Raises ConfigError.
 
@@ -232,6 +255,12 @@ class Adapters:
         ]  # such as a new head
         whole = [*anew, *match_names(parameters, lora["also"], "trainer.lora.also")]
         targets = linear_layers(model, lora["targets"])
+        tied = tied_layers(model, targets)
+        if lora["merge"] and tied and not holders(model):
+            raise ConfigError(
+                f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
+                "or set trainer.lora.merge=false"
+            )
         self.model, self.config = (
             model,
             LoraConfig(
@@ -296,9 +325,14 @@ class Adapters:
                 save_tensors(rest, folder / TRAINED)
 
     def merge(self) -> None:
-        """Merge the adapters into the weights, in place; layers become plain again."""
+        """Merge the adapters into the weights, in place; layers become plain again.
+
+        A layer that shares its weight with another module, such as a tied head, gets a weight of its own.
+        """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
+        if tied_layers(self.model, self.config.target_modules):
+            untie_weights(self.model)
         for path, part in list(self.model.named_modules()):
             if isinstance(part, BaseTunerLayer):
                 part.merge()

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import torch
 import toy
+import transformers
 from omegaconf import OmegaConf
 from stopping import stop_signal
 from swap_models import bert, gpt2, inputs, made
 from torch import nn
 from toy import FILES, OVERSHOT, PLAIN, assert_close, assert_same, checkpoints, records
 
-from crt_exp import swap_attention
+from crt_exp import from_pretrained, swap_attention
 from crt_exp.config import CONF, ConfigError
 from crt_exp.data.plan import Limit, by_length
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
+from crt_exp.models.language import LanguageDescription, LanguageModel
 from crt_exp.runner import checkpoint, fit
 from crt_exp.runner.trainer import Trainer, read_ahead
 from crt_exp.runner.trainer_config import (
@@ -525,6 +527,47 @@ def test_adapters_begin_as_nothing_and_merge_into_what_they_were(make):
         adapters.merge()
         torch.testing.assert_close(model(**batch)[0], moved, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(moved, before, atol=1e-3) and list(model.state_dict()) == names
+
+
+def masked_bert():
+    return transformers.BertForMaskedLM(bert().config).eval()
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    "make, target, apart",
+    [
+        (gpt2, "lm_head", True),
+        (masked_bert, "decoder", True),
+        (gpt2, "c_attn", False),
+        (masked_bert, "query", False),
+    ],
+)
+@torch.no_grad()
+def test_merged_adapters_are_what_was_evaluated(make, target, apart, tmp_path):
+    """Also on a head that is tied to the embeddings, which stay; in the model and in its folder."""
+    model, batch = swap_attention(make(), "favorp", m=8), {"input_ids": torch.arange(3, 9)[None]}
+    adapters = Adapters(model, LOW_RANK | {"targets": [target], "merge": True})
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    evaluated, words = model(**batch)[0], model.get_input_embeddings().weight.clone()
+    adapters.merge()
+    torch.testing.assert_close(model(**batch)[0], evaluated, rtol=1e-4, atol=1e-5)
+    assert torch.equal(model.get_input_embeddings().weight, words)
+    assert model.config.tie_word_embeddings != apart
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    again = from_pretrained(type(model), tmp_path).eval()
+    torch.testing.assert_close(again(**batch)[0], evaluated, rtol=1e-4, atol=1e-5)
+
+
+@needs_peft
+def test_a_tied_head_that_a_model_cannot_keep_apart_is_refused():
+    sizes = {"d": 8, "heads": 2, "layers": 1, "d_ff": 8}
+    model = LanguageModel(LanguageDescription(9, 8, sizes, True), Mechanism.of("exact").layer)
+    with pytest.raises(ConfigError, match="trainer.lora.merge=true: head is tied.*trainer.lora"):
+        Adapters(model, LOW_RANK | {"targets": ["head"], "merge": True})
+    Adapters(model, LOW_RANK | {"targets": ["head"]})
 
 
 def test_targets_are_the_projections_of_attention_unless_they_are_named():
