@@ -227,7 +227,8 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
     known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(
         f"{type(holder).__name__}.{name}"
     )
-    reason = known or _bias(module, passed) or _softmax(module, passed) or _window(module, passed)
+    reason = known or _bias(module, passed) or _softmax(module, passed) or _axis(module, passed)
+    reason = reason or _window(module, passed)
     return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
 
 
@@ -255,6 +256,16 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
     if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
         return "has sinks in its softmax (s_aux)"
     return "selects keys for each query (sparse index)" if "indices" in passed.keywords else None
+
+
+def _axis(module: nn.Module, passed: Passed) -> str | None:
+    """Why the keys of a module are not the tokens of one sequence, or None."""
+    if "cache_offset" in passed.parameters:
+        return "runs several times in a forward pass, each time with other cached keys"
+    sized = _first(module, (*HEADS, *HEAD_DIMS)) is not None
+    if sized or "attention_mask" in passed.parameters:
+        return None
+    return "attends over another axis than tokens, such as layers or channels"
 
 
 def _window(module: nn.Module, passed: Passed) -> str | None:

@@ -12,8 +12,10 @@ import tiny_models
 import torch
 import transformers
 from tiny_models import BATCH, NotBuilt, outputs, spread
+from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 
 from crt_exp import swap_attention, unswap_attention
+from crt_exp.swap import families
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -73,6 +75,7 @@ MIXED = {
 }
 REFUSED = {
     "deepseek_v32": "sparse index",
+    "dory": "runs several times",
     "gemma2": "softcap",
     "gpt_oss": "sinks",
     "mistral": "has a window",
@@ -269,6 +272,50 @@ def test_no_model_type_is_wrong(library):
     found = {name: judge(library, name) for name in {*LIBRARIES[library][0](), *exact}}
     assert not {name: why for name, (outcome, why) in found.items() if outcome == "wrong"}
     assert not {name: found[name] for name in exact if found[name][0] != "exact"}
+
+
+def test_attention_over_layers_or_channels_is_refused():
+    """Its axes would be taken for heads and tokens, so that every call would fail."""
+    text = tiny_models.tiny_model("inkling2_text")
+    depth = [path for path, part in text.named_modules() if "AttentionResidual" in str(type(part))]
+    places = [path for path, _ in families.attention_modules(text)]
+    assert depth and {*depth} < {*places}
+    with pytest.raises(ValueError, match="no layer can be swapped"):
+        swap_attention(text, "exact", layers="supported")
+    with pytest.raises(ValueError, match="another axis than tokens"):
+        swap_attention(text, "exact", layers=[places.index(path) for path in depth])
+    sizes = {"embed_dim": [32], "num_heads": [4], "num_groups": [4], "depths": [1]}
+    shapes = {
+        "patch_size": [7],
+        "patch_stride": [4],
+        "patch_padding": [3],
+        "patch_prenorm": [False],
+    }
+    config = transformers.Florence2VisionConfig(**sizes, **shapes, projection_dim=32)
+    vision = Florence2VisionBackbone(config).eval()
+    with pytest.raises(ValueError, match="channel_attn.*another axis than tokens.*swaps \\[0\\]"):
+        swap_attention(vision, "exact")
+
+
+@pytest.mark.parametrize("name", ["hrm_text", "zamba2"])
+@torch.no_grad()
+def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    mamba = {"mamba_d_state": 4, "n_mamba_heads": 2, "mamba_headdim": 32, "chunk_size": 4}
+    layers = {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4}
+    special = {
+        "hrm_text": {"num_layers_per_stack": 1},
+        "zamba2": mamba | layers | {"num_mem_blocks": 1},
+    }
+    config = transformers.CONFIG_MAPPING[name](
+        **sizes, intermediate_size=48, vocab_size=64, **special[name]
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    ids = tiny_models.tokens()
+    whole = swap_attention(model, "nearfar")(input_ids=ids, use_cache=False).logits
+    cached = model(input_ids=ids[:, :7], use_cache=True)
+    last = model(input_ids=ids[:, 7:8], past_key_values=cached.past_key_values, use_cache=True)
+    torch.testing.assert_close(last.logits, whole[:, 7:8], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
