@@ -23,12 +23,13 @@ from crt_exp.config import written_folder
 from crt_exp.drawing import colour, label_ends, markdown, new_figure, plain_ticks, save_figure
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.bench import MASKED, BatchBench, Bench, TextBench, length_of, predicts
-from crt_exp.swap.calibration import eval_mode, learns
+from crt_exp.swap.calibration import check_batch, check_ids, eval_mode, learns
 from crt_exp.times import interval, ratio
 
 EXACT, UNIFORM = "exact", "uniform"
 TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
 SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
+TEXTS = "strings, one tensor of token ids or images, or a list of dictionaries of arguments"
 LEAST = 32  # minimum length of a document, in tokens
 TOLERANCE = 0.02  # nats; 2% of the perplexity
 REPEATED = 0.1  # nats, tolerance on repeated passages
@@ -75,13 +76,14 @@ def advise(
 
     Raises:
         ValueError: the data do not fit the model, or there are too few samples.
+        TypeError: the data are of another type.
     """
     with eval_mode(model):
-        first = texts if isinstance(texts, str | Tensor) else texts[0]
-        if isinstance(first, str) or (isinstance(first, Tensor) and not first.is_floating_point()):
-            ids = (
-                (texts if isinstance(texts, Tensor) else _tokens(texts, tokenizer)).flatten().long()
-            )
+        if _are_tokens(texts):
+            if labels is not None:
+                raise ValueError("labels: not used for token ids; remove labels")
+            ids = texts if isinstance(texts, Tensor) else _tokens(texts, tokenizer)
+            ids = ids.flatten().long()
             length = length_of(model, length, LEAST)
             rows = ids[: len(ids) // length * length].view(-1, length)
             bench = text_bench(model, rows, samples, calibration, tokenizer, seed)
@@ -213,6 +215,44 @@ class Advice:
 # ---- samples
 
 
+def _are_tokens(texts: Any) -> bool:
+    """Whether samples are strings or token ids, or else images or dictionaries.
+
+    Raises ValueError or TypeError for other samples.
+    """
+    if isinstance(texts, Tensor):
+        images = texts.is_floating_point() and texts.ndim == 4
+        ids = texts.ndim in (1, 2) and not texts.is_floating_point() and texts.dtype != torch.bool
+        if images or ids:
+            return ids
+        raise ValueError(
+            f"texts: tensor {tuple(texts.shape)} of {texts.dtype}; expected token ids (n,) of torch.long, or "
+            "images (n, C, H, W) of floating point, as of the model's image processor"
+        )
+    if isinstance(texts, str):
+        return True
+    if not isinstance(texts, Sequence):
+        raise TypeError(f"texts: {type(texts).__name__}, expected {TEXTS}")
+    if not texts:
+        raise ValueError(f"texts: empty, expected {TEXTS}")
+    kind = str if isinstance(texts[0], str) else Mapping
+    for i, text in enumerate(texts):
+        if not isinstance(text, kind):
+            raise TypeError(f"texts[{i}]: {type(text).__name__}, expected {TEXTS}")
+    return kind is str
+
+
+def _check_labels(labels: Any, count: int) -> None:
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels: {type(labels).__name__}, expected a tensor (n,) of classes")
+    if labels.ndim == 1 and len(labels) != count:
+        raise ValueError(f"labels: {len(labels)}, expected {count}, one per sample")
+    if labels.ndim != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"labels: tensor {tuple(labels.shape)} of {labels.dtype}; expected (n,) of torch.long"
+        )
+
+
 def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
     if tokenizer is None:
         raise ValueError("tokenizer=None: expected a tokenizer for strings, or token ids")
@@ -238,9 +278,10 @@ def text_bench(
         raise ValueError(
             f"{type(model).__name__}: predicts masked tokens; pass tokenizer=..., with a mask token"
         )
-    judged, training = spread(
-        len(rows), samples or SAMPLES["texts"], calibration, f"texts of {rows.shape[1]} tokens"
-    )
+    check_ids(model, rows, "texts")
+    if samples is None:
+        samples = SAMPLES["texts"]
+    judged, training = spread(len(rows), samples, calibration, f"texts of {rows.shape[1]} tokens")
     return TextBench(
         model,
         rows[judged],
@@ -262,10 +303,14 @@ def _batch_bench(
     noun, pieces = (
         ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
     )
-    if labels is not None and len(labels) != len(pieces):
-        raise ValueError(f"labels: {len(labels)}, expected {len(pieces)}, one per sample")
-    judged, training = spread(len(pieces), samples or SAMPLES[noun], calibration, noun)
-    return BatchBench(
+    if labels is not None:
+        _check_labels(labels, len(pieces))
+    if samples is None:
+        samples = SAMPLES[noun]
+    judged, training = spread(len(pieces), samples, calibration, noun)
+    for i in (*judged, *training):
+        check_batch(model, pieces[i], f"texts[{i}]")
+    bench = BatchBench(
         model,
         [pieces[i] for i in judged],
         [pieces[i] for i in training],
@@ -273,6 +318,11 @@ def _batch_bench(
         seed=seed,
         labels=None if labels is None else [labels[i : i + 1] for i in judged],
     )
+    if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < bench.classes:
+        raise ValueError(
+            f"labels: {int(labels.min())} to {int(labels.max())}, expected classes 0 to {bench.classes - 1}"
+        )
+    return bench
 
 
 def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[int], list[int]]:

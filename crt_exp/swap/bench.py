@@ -375,6 +375,7 @@ class BatchBench(Bench):
         )
         self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
+        self.classes = None if labels is None else scores(outputs[0]).shape[-1]
         self.own = (
             None
             if self.labelled

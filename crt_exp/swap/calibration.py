@@ -76,7 +76,7 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
         The model.
 
     Raises:
-        ValueError: no layer has random features, or there are no batches.
+        ValueError: no layer has random features, or there are no batches, or a batch does not fit the model.
 
     Warns:
         UserWarning: a layer is further from exact attention than uniform attention is.
@@ -104,11 +104,16 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
 @torch.no_grad()
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
     """Do `calibrate_attention` without measuring errors."""
+    if isinstance(batches, Tensor | str) or hasattr(batches, "keys"):
+        raise ValueError(f"batches: one {type(batches).__name__}, expected a list, such as [batch]")
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches: {type(batches).__name__}, expected a list, such as [batch]")
     count = 0
     with eval_mode(model), ExitStack() as stack:
         for state in _states(model).values():
             stack.enter_context(state.calibration())
         for batch in batches:
+            check_batch(model, batch, f"batches[{count}]")
             call(model, batch)
             count += 1
     if not count:
@@ -152,19 +157,63 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     return states
 
 
+def check_batch(model: nn.Module, batch: Any, name: str) -> None:
+    """Raise ValueError or TypeError, naming the batch, for inputs that no model can read."""
+    if hasattr(batch, "keys"):
+        values = {str(key): batch[key] for key in batch.keys()}  # noqa: SIM118
+    elif isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
+        values = {str(i): value for i, value in enumerate(batch)}
+    elif isinstance(batch, Tensor):
+        values = {"0": batch}
+    else:
+        raise TypeError(
+            f"{name}: {type(batch).__name__}, expected a dictionary of arguments, a tuple of tensors or a tensor"
+        )
+    for key, value in values.items():
+        if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim >= 3:
+            raise ValueError(
+                f"{name}: {key} of uint8; expected floating-point values, as of the model's image processor"
+            )
+    first = "0" if getattr(model, "main_input_name", "") == "input_ids" else ""
+    ids = values.get("input_ids", values.get(first))
+    if isinstance(ids, Tensor):
+        if ids.ndim < 2:
+            raise ValueError(f"{name}: token ids {tuple(ids.shape)}, expected (batch, tokens)")
+        check_ids(model, ids, name)
+
+
+def check_ids(model: nn.Module, ids: Tensor, name: str) -> None:
+    """Raise ValueError for token ids that are no integers of the vocabulary of a transformers model."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name}: token ids of {ids.dtype}, expected integers (torch.long)")
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    size = getattr(embeddings, "num_embeddings", None)
+    if size is None or not ids.numel():
+        return
+    for token in (int(ids.min()), int(ids.max())):
+        if not 0 <= token < size:
+            raise ValueError(
+                f"{name}: token id {token}, expected 0 to {size - 1}, the vocabulary of the model"
+            )
+
+
 def call(model: nn.Module, batch):
-    """Call the model with a batch of `calibrate_attention`."""
+    """Call the model with a batch of `calibrate_attention`. Raises ValueError for ids out of range."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def moved(value):
         return value.to(device) if isinstance(value, Tensor) else value
 
+    given, named = (batch if isinstance(batch, tuple | list) else (batch,)), {}
     if hasattr(batch, "keys"):
         # BatchEncoding of tokenizers
-        return model(**{key: moved(batch[key]) for key in batch.keys()})  # noqa: SIM118
-    return model(
-        *(moved(each) for each in (batch if isinstance(batch, (tuple, list)) else (batch,)))
-    )
+        given, named = (), {key: moved(batch[key]) for key in batch.keys()}  # noqa: SIM118
+    try:
+        return model(*map(moved, given), **named)
+    except IndexError as error:
+        raise ValueError(
+            f"{type(model).__name__}: {error}; expected ids and labels that the model knows"
+        ) from error
 
 
 def call_arguments(

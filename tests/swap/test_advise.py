@@ -364,6 +364,62 @@ def test_candidates_and_bad_inputs():
             crt_exp.advise(model, images(), **({"samples": 3} | given))
 
 
+TEXTS = {
+    "a list without entries": ([], "texts: empty, expected strings"),
+    "a tuple without entries": ((), "texts: empty"),
+    "None": (None, "texts: NoneType"),
+    "one dictionary": ({"input_ids": ids(64)[None]}, "texts: dict"),
+    "a generator": ((text for text in "ab"), "texts: generator"),
+    "an array": (ids().numpy(), "texts: ndarray"),
+    "numbers": (ids().tolist(), r"texts\[0\]: int"),
+    "tensors": ([ids(), ids()], r"texts\[0\]: Tensor, expected strings, one tensor"),
+    "strings and another": (["one", None], r"texts\[1\]: NoneType"),
+    "an id beyond the vocabulary": (ids() + 10, "token id .*, expected 0 to"),
+    "a negative id": (ids() - 6, "token id -1, expected 0 to"),
+    "ids of another type": (ids().float(), "torch.float32; expected token ids"),
+    "ids that are a mask": (ids() > 9, "torch.bool; expected token ids"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_of_another_form_are_refused(name):
+    texts, message = TEXTS[name]
+    with pytest.raises((ValueError, TypeError), match=f"^texts.*{message.removeprefix('texts')}"):
+        crt_exp.advise(llama(), texts, length=64, tokenizer=lambda text, **_: {"input_ids": []})
+
+
+CLASSIFIED = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+IMAGES = {
+    "whole numbers": ({"texts": images().byte()}, "uint8; expected .* image processor"),
+    "one image": ({"texts": images()[0]}, r"\(3, 12, 12\).*expected .*images \(n, C, H, W\)"),
+    "dictionaries of whole numbers": (
+        {"texts": [{"x": image[None].byte()} for image in images()]},
+        r"texts\[0\]: x of uint8",
+    ),
+    "a class too many": ({"labels": CLASSIFIED + 1}, "labels: 1 to 3, expected classes 0 to 2"),
+    "a negative class": ({"labels": CLASSIFIED - 1}, "labels: -1 to 1, expected classes 0 to 2"),
+    "probabilities": ({"labels": CLASSIFIED / 2}, r"labels: .*expected \(n,\) of torch.long"),
+    "a column": ({"labels": CLASSIFIED[:, None]}, r"labels: .*expected \(n,\) of torch.long"),
+    "a list": ({"labels": CLASSIFIED.tolist()}, "labels: list, expected a tensor"),
+    "no samples": ({"samples": 0}, "samples=0"),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_and_labels_of_another_form_are_refused(name):
+    given, message = IMAGES[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        crt_exp.advise(vit(), **({"texts": images(), "samples": 3} | given))
+
+
+def test_labels_of_text_and_labels_in_dictionaries_are_refused():
+    with pytest.raises(ValueError, match="labels: not used for token ids"):
+        crt_exp.advise(llama(), ids(), length=64, labels=CLASSIFIED)
+    pieces = [{"input_ids": row[None], "labels": row[None] + 99} for row in ids(448).view(7, 64)]
+    with pytest.raises(ValueError, match="LlamaForCausalLM: Target .* out of bounds"):
+        crt_exp.advise(llama(), pieces, samples=3)
+
+
 def test_labels_come_from_folders():
     assert label_of("val/class1/a/3.png", CLASSES) == 1 and label_of("mine/3.png", CLASSES) is None
     assert label_of("class0/class2/3.png", CLASSES) == 2 and label_of("class1.png", CLASSES) is None
