@@ -348,6 +348,7 @@ class Mechanism:
                 f"{type(made).__name__}: ignores {other[0]}={format_value(asked[other[0]])}; pass "
                 "**options on in __init__: super().__init__(heads, d, **options)"
             )
+        made.mechanism = self.name
         return made
 
     def swap(

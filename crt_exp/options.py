@@ -11,7 +11,9 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +37,17 @@ import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 Entry = TypeVar("Entry")
+# packages whose frames a warning skips, so that it names a line of the user
+LIBRARIES = (
+    "accelerate",
+    "contextlib",
+    "crt_exp",
+    "peft",
+    "timm",
+    "torch",
+    "torchaudio",
+    "transformers",
+)
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -60,6 +73,16 @@ FileName = Annotated[str, Files()]
 
 class ConfigError(ValueError):
     """An invalid configuration; the message states what to change."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning at the innermost line outside LIBRARIES."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:

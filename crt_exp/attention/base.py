@@ -38,6 +38,7 @@ class AttentionLayer(nn.Module):
         True  # whether outputs depend on token positions, beyond the set of visible keys
     )
     exact_to = 0  # sequence length up to which the layer is exact attention
+    mechanism: str | None = None  # name of the method, such as favorpp, in tables and warnings
 
     def __init__(
         self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None

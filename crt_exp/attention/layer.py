@@ -11,7 +11,6 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m project
 q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 """
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from crt_exp.attention.state import (
 )
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
-from crt_exp.options import Count, Whole, checked
+from crt_exp.options import Count, Whole, checked, warn
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, map_leaves, transforming
 
@@ -327,10 +326,9 @@ class RandomFeatureAttention(Redraws, Running):
         self._said = True
         empty = self.phi.until_fitted if self.clusters else "using A = 0"
         if not float(self.clusters.fits if self.clusters else self.running_weight) > 0:
-            warnings.warn(
-                f"{type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
-                "calibrate_attention(model, batches)",
-                stacklevel=4,
+            warn(
+                f"{self.mechanism or type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
+                "calibrate_attention(model, batches)"
             )
 
     def _record(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:

@@ -16,7 +16,6 @@ gradient, because they cancel in numerator / denominator.
 Notation: L queries x, S keys y, values v (..., S, dv), M features; a and b are the log features of queries and keys.
 """
 
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat
 from crt_exp.attention.engines import TINY
 from crt_exp.features.base import ONE, Features
 from crt_exp.features.blocks import Block, Blocks
+from crt_exp.options import warn
 from crt_exp.samplers.noise import transforming
 
 POLICIES = ("none", "clamp", "abs")
@@ -244,11 +244,10 @@ class DenominatorCount:
     def warn(self) -> None:
         """Warn about non-positive denominators, unless that would wait for a device."""
         if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
-            warnings.warn(
+            warn(
                 f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
                 "more features, a positive map or denominator='clamp'",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
 

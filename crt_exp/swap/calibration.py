@@ -9,7 +9,6 @@ unscaled.
 """
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
+from crt_exp.options import warn
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
 
@@ -92,10 +92,9 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
         if state.measured.error > state.measured.uniform
     ]
     if worse:
-        warnings.warn(
+        warn(
             f"{len(worse)} of {len(states)} layers are further from exact attention than uniform attention: "
-            f"{', '.join(worse[:3])}; use more features (m), or exclude layers",
-            stacklevel=2,
+            f"{', '.join(worse[:3])}; use more features (m), or exclude layers"
         )
     return model
 

@@ -6,7 +6,6 @@ interface, timm's Attention, and torch.nn.MultiheadAttention (including Transfor
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from crt_exp.options import warn
 from crt_exp.swap import families
 from crt_exp.swap.families import WINDOW_REASON
 from crt_exp.swap.saved import restore_own, write_record
@@ -131,13 +131,10 @@ def _attention_modules(model: nn.Module) -> list[AttentionModule]:
 def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
     kind = type(model).__name__
     if others := families.unknown_modules(model):
-        warnings.warn(
-            f"{kind}: unsupported attention stays unchanged: {_names(others)}", stacklevel=4
-        )
+        warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}")
     if windows:
-        warnings.warn(
-            f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}",
-            stacklevel=4,
+        warn(
+            f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}"
         )
 
 
@@ -341,8 +338,7 @@ def _warn_unreached(model: nn.Module, *_) -> None:
     for _, module in unreached:
         module.swapped.__dict__["reached"] = False
     if unreached:
-        warnings.warn(
+        warn(
             f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
-            "other inputs may call them, or the model computes attention itself",
-            stacklevel=3,
+            "other inputs may call them, or the model computes attention itself"
         )

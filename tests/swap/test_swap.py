@@ -1,10 +1,13 @@
 """Attention of whole models swapped: exact attention is the original, and the laws of linear attention hold."""
 
 import copy
+import inspect
+import linecache
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from swap_models import (
     ALL,
@@ -379,3 +382,61 @@ def test_a_model_of_a_swapped_configuration_that_is_not_swapped_is_refused():
     with pytest.raises(ValueError, match="BertSelfAttention: .*crt_exp.*is not swapped"):
         transformers.BertModel(config).eval()(**inputs(bert))
     run(swap_attention(transformers.BertModel(config).eval(), "exact"), **inputs(bert))
+
+
+def warnings_of(call):
+    """(file, line of code, message) of each warning."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [
+        (each.filename, linecache.getline(each.filename, each.lineno).strip(), str(each.message))
+        for each in found
+    ]
+
+
+class Chunked(nn.Module):
+    """Attention of an unknown kind beside one that is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.other = nn.MultiheadAttention(8, 2, batch_first=True), OtherAttention()
+
+    def forward(self, x):
+        return x
+
+
+class OtherAttention(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@torch.no_grad()
+def test_warnings_have_the_words_and_the_line_of_the_user():
+    def cached():
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
+
+    def called():
+        model(torch.tensor([[5, 6]]))
+
+    def calibrated():
+        calibrate_attention(model, [torch.tensor([[5, 6, 7]])])
+
+    def swaps():
+        swap_attention(chunked, "favorpp", m=4)
+
+    def unreached():
+        chunked(torch.ones(1, 2, 8))
+
+    chunked = Chunked()
+    for name in ("favorpp", "favorsharp", "favormix"):
+        for call in (cached, called):
+            model = swap_attention(made(llama), f"{name} m=4")
+            found = [each for each in warnings_of(call) if "no statistics" in each[-1]]
+            assert found and all(each[-1].startswith(f"{name}: no stat") for each in found), found
+            assert all(each[0] == __file__ and each[1].startswith("model") for each in found), found
+    cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
+    for call, message in cases:
+        found = [each for each in warnings_of(call) if message in each[-1]]
+        assert found and all(each[0] == __file__ for each in found), (message, found)
+        assert all(each[1] in inspect.getsource(call) for each in found)
