@@ -69,7 +69,11 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _check_options(self) -> None:
         check_kernel(self.kernel)
-        name = self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
+        name = self._name
+        if not getattr(self._map(), "estimates", True):
+            raise ValueError(
+                f"mechanism={name}: estimates no kernel; use another map, such as oprf"
+            )
         if self._own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
@@ -97,6 +101,10 @@ class RandomFeatureEstimator(BaseEstimator):
             if isinstance(self.mechanism, FeatureMap)
             else load_map(self.mechanism, self.kernel)
         )
+
+    @property
+    def _name(self) -> str:
+        return self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
 
     @property
     def _own_kernel(self) -> bool:
@@ -161,7 +169,9 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _fit_map(self, X, weight: np.ndarray) -> torch.Generator:
         self.map_ = self._map()
-        generator = self._draw(self._projections())
+        m = self._projections()
+        self.map_ = self.map_.of_size(m)
+        generator = self._draw(m)
         self.params_ = self.map_.fit(self._statistics(X, weight) if self.map_.fitted else None)
         return generator
 
@@ -236,10 +246,20 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     - c |(X - center_) scale_|^2), with c = 1, or 1/2 for kernel="softmax".
 
     Raises:
+        ValueError: the map estimates the kernel up to a factor only (mixture with fitted weights).
         ValueError: (in `transform`) queries and keys have different features (gerf, hybrids; for kernel="softmax" also
             sderf and auto): use KernelRegressionClassifier, KernelRegressionRegressor, or phi_q and phi_k. Also for
             pois_plus and geom_plus, if a row lies below the fitted minimum; a larger `margin` avoids this error.
     """
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        phi = self._map()
+        if not phi.fixes_scale:
+            raise ValueError(
+                f"mechanism={self._name}: fitted weights do not fix the scale of the kernel; pass "
+                f"{type(phi).__name__}(kernel={phi.kernel!r}, weights='unbiased')"
+            )
 
     def fit(self, X, y=None):
         """Fit the parameters to X (n, d), dense or sparse, and sample the projections."""

@@ -48,7 +48,14 @@ class Features(NamedTuple):
         return phi if self.value is ONE else self.value * phi
 
     def write(self, out: Tensor) -> None:
-        """Write phi into `out` (..., L, M), without gradient."""
+        """Write phi into `out` (..., L, M), without gradient.
+
+        Raises:
+            ValueError: the features have another shape than `out`, which torch would resize.
+        """
+        shape = torch.broadcast_shapes(self.value.shape, self.log_scale.shape)
+        if shape != out.shape:
+            raise ValueError(f"features: shape {tuple(shape)}, expected {tuple(out.shape)}")
         if self.log_scale.shape[-1] < out.shape[-1]:
             torch.mul(self.value, self.log_scale.exp(), out=out)
         else:
@@ -112,6 +119,9 @@ class FeatureMap:
     kernel: Kernel = "softmax"
 
     estimates = True  # the features estimate a kernel without bias; False for learned features
+    fixes_scale = (
+        True  # the features estimate the kernel, not only its ratios over the keys of a query
+    )
     own_kernel = (
         False  # the kernel is neither softmax nor Gaussian; such maps do not serve attention
     )

@@ -80,6 +80,10 @@ class Mixture(Dense):
         return self.kernel != "softmax"
 
     @property
+    def fixes_scale(self) -> bool:
+        return self.weights == "unbiased"
+
+    @property
     def until_fitted(self) -> str:
         return "using zero centres: " + (
             "FAVOR+" if self.weights == "unbiased" else "uniform attention"
@@ -102,6 +106,11 @@ class Mixture(Dense):
 
     def exponent(self, noise, params):
         centres = params.centres.to(noise.sq_norm)
+        if noise.m != centres.shape[-2]:
+            raise ValueError(
+                f"noise: m={noise.m}, expected {centres.shape[-2]} as the fitted centres; use "
+                f"mixture.of_size({noise.m})"
+            )
         if self.weights == "fitted":
             return centres, None, (params.log_weights.to(centres) - sq_norm(centres).mT / 2) / 2
         rows = centres + noise.rows()

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import scipy.sparse
+import torch
 from covering import in_turn
 from maps import HYBRIDS, map_names
 from sklearn.base import clone
@@ -18,14 +19,15 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
-from crt_exp import RandomFeatureClassifier
+from crt_exp import RandomFeatureClassifier, RandomFeatureRidge
 from crt_exp.estimators import RandomFeatures
 from crt_exp.estimators.kernel_regression import (
     KernelRegressionClassifier,
     KernelRegressionRegressor,
 )
-from crt_exp.features import OPRF, ArcCosineRF, PosRF, Sum, TrigRF
+from crt_exp.features import OPRF, ArcCosineRF, Hedgehog, Mixture, PosRF, Statistics, Sum, TrigRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import orthogonal
 
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
 TWO_SIDES = (
@@ -342,6 +344,47 @@ def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
     np.testing.assert_allclose(one.transform(P), two.transform(P), rtol=1e-9, atol=1e-12)
     if mechanism != "trig":
         np.testing.assert_allclose(one.center_, P.mean(0))
+
+
+@pytest.mark.parametrize("n", (1, 100, 256, 300))
+def test_mixture_has_as_many_centres_as_components(n):
+    X = 0.5 * np.random.default_rng(0).normal(size=(150, 4))
+    exact = np.exp(-0.5 * ((X[:, None] - X[None]) ** 2).sum(-1))
+    phi = Mixture("gaussian", weights="unbiased", size=64)
+    Z = [
+        RandomFeatures(phi, n_components=n, gamma=0.5, random_state=s).fit_transform(X)
+        for s in range(4)
+    ]
+    assert Z[0].shape == (150, n)
+    estimate = np.mean([z @ z.T for z in Z], 0)
+    assert abs(np.median(estimate / exact) - 1) < 0.4 / n**0.5 + 0.05
+    for kernel in ("gaussian", "softmax"):
+        model = KernelRegressionRegressor("mixture", n_components=n, kernel=kernel, random_state=0)
+        assert np.isfinite(model.fit(X, X[:, 0]).predict(X)).all()
+        assert model.params_.centres.shape == (n, 4)
+
+
+@pytest.mark.parametrize("make", (RandomFeatures, RandomFeatureRidge, RandomFeatureClassifier))
+@pytest.mark.parametrize("mechanism", ("mixture", Mixture("gaussian"), Mixture("gaussian", size=8)))
+def test_maps_that_fix_no_scale_are_refused(make, mechanism):
+    with pytest.raises(ValueError, match="ixture: fitted weights do not fix the scale"):
+        make(mechanism, n_components=8).fit(np.eye(4), np.array([0, 1, 0, 1]))
+
+
+@pytest.mark.parametrize("make", (RandomFeatures, KernelRegressionRegressor))
+def test_maps_that_estimate_no_kernel_are_refused(make):
+    with pytest.raises(ValueError, match="mechanism=Hedgehog: estimates no kernel"):
+        make(Hedgehog(), n_components=8).fit(np.eye(4), np.arange(4.0))
+
+
+def test_features_of_another_width_are_refused():
+    phi = Mixture("gaussian", weights="unbiased", size=8)
+    x = torch.randn(5, 3)
+    params = phi.fit(Statistics.of(x, x))
+    with pytest.raises(ValueError, match="noise: m=9, expected 8"):
+        phi.phi_q(x, orthogonal(9, 3, torch.Generator()), params)
+    with pytest.raises(ValueError, match=r"features: shape \(5, 4\), expected \(5, 6\)"):
+        PosRF().phi_q(x, orthogonal(4, 3, torch.Generator())).write(torch.empty(5, 6))
 
 
 def test_in_a_pipeline():
