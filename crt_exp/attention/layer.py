@@ -11,6 +11,7 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, m project
 q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 """
 
+import copy
 import weakref
 import zlib
 from collections.abc import Callable
@@ -345,11 +346,29 @@ class RandomFeatureAttention(Redraws, Running):
         """Replace the fitted state by that of the passes in eval mode within the context.
 
         Running statistics become the unweighted mean over the passes. Maps that are fitted to vectors use all passes.
+
+        Raises:
+            ValueError: the passes give no finite parameters; the state stays as it was.
         """
         if self.keeps_statistics:
             self._forget()
-        with super().calibration():
-            yield
+        statistics = {
+            name: t.clone()
+            for name, t in self.named_buffers(recurse=False)
+            if name.startswith(("running", "pending", "folds"))
+        }
+        fitted = copy.deepcopy(self.clusters and self.clusters.state_dict())
+        try:
+            with super().calibration():
+                yield
+                if self.running:
+                    self.phi.bind(self.noise, self._running_params())  # raises for unusable values
+        except Exception:
+            for name, t in statistics.items():
+                getattr(self, name).copy_(t)
+            if fitted:
+                self.clusters.load_state_dict(fitted)
+            raise
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in self.gaussian:

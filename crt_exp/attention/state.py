@@ -11,6 +11,8 @@ Samples come from all processes, and parameters from the first, so that all rank
 Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as ranks
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import outside_graphs, repeat_heads
-from crt_exp.features.base import FeatureMap, Params
+from crt_exp.features.base import FeatureMap, NotFinite, Params, all_true, values_readable
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
@@ -90,8 +92,13 @@ class Running(LinearAttention):
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
-        """Pool the statistics of this batch, over all ranks, with the pending ones."""
+        """Pool the statistics of this batch, over all ranks, with the pending ones.
+
+        Raises:
+            NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
+        """
         stats = self._statistics(q, k, key_mask)
+        pooled = {}
         for side, moments in (("x", stats.x), ("y", stats.y)):
             count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
             pending = [getattr(self, f"pending_{side}_{name}") for name in self.moments]
@@ -104,14 +111,29 @@ class Running(LinearAttention):
             kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
             total = kept + count
             share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
-            for t, new in zip(pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)):
-                t.copy_(torch.lerp(t.to(sums), (new / count.clamp(min=1)).view_as(t), share))
-            minimum.copy_(_lower(minimum, kept > 0, low, count > 0))
-            kept.copy_(total)
+            for name, t, new in zip(
+                self.moments, pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)
+            ):
+                mean = (new / count.clamp(min=1)).view_as(t)
+                pooled[f"pending_{side}_{name}"] = torch.lerp(t.to(sums), mean, share).to(t)
+            pooled[f"pending_{side}_minimum"] = _lower(minimum, kept > 0, low, count > 0)
+            pooled[f"pending_{side}_count"] = total
+        self._check_statistics(pooled.values())
+        for name, value in pooled.items():
+            getattr(self, name).copy_(value)
         self.pending_weight.copy_((total > 0).to(self.pending_weight))
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
+
+    def _check_statistics(self, values: Iterable[Tensor]) -> None:
+        for value in values:
+            read = self.calibrated is not None or values_readable(value)
+            if read and not all_true(value.isfinite()):
+                raise NotFinite(
+                    f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
+                    "infinity or overflow"
+                )
 
     @torch.no_grad()
     def _fold(self, rate: Tensor) -> None:
@@ -290,13 +312,25 @@ class FittedOnce(nn.Module):
     def _fit(self, samples: dict[str, Tensor]) -> None:
         """Fit the map to the finite rows of the samples.
 
-        Rows of processes without vectors are NaN. Raises ValueError as `phi.fit` does.
+        Rows of processes without vectors are NaN.
+
+        Raises:
+            ValueError: as `phi.fit` does.
+            NotFinite: a parameter is not finite in the dtype of its buffer; the stored ones stay.
         """
         params = self._params_of(*(samples[side].float() for side in SIDES))
+        stored = {}
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
             fitted = t.to(getattr(self, name)).contiguous()
             if several_ranks():
                 ranks.broadcast(fitted, 0)
+            stored[name] = fitted
+        if not all(bool(t.isfinite().all()) for t in stored.values()):
+            raise NotFinite(
+                f"fitted parameters of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
+                "infinity or overflow"
+            )
+        for name, fitted in stored.items():
             if self.trained:
                 getattr(self, name).copy_(fitted)
             else:
@@ -358,6 +392,9 @@ class FittedToSequences(FittedOnce):
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         if self.seen is None and (self.settled or int(self.passes)):
             return
+        if self.seen is not None:
+            self._check_vectors(x, x_mask)
+            self._check_vectors(y, y_mask)
         known = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
         tokens = (
             known[0]
@@ -383,10 +420,20 @@ class FittedToSequences(FittedOnce):
         if self.seen is None and bool(there.any()):
             self.passes.fill_(tokens)
 
+    def _check_vectors(self, x: Tensor, mask: Tensor | None) -> None:
+        """Raise NotFinite if an unmasked vector is not finite; exact attention accepts such vectors."""
+        finite = x.isfinite().all(-1)
+        if not bool((finite if mask is None else finite | ~mask[:, None]).all()):
+            raise NotFinite(
+                f"vectors for {type(self.phi).__name__}: expected vectors without NaN or infinity"
+            )
+
     def calibrate(self, begin: bool) -> None:
-        if not begin and self.seen and self.seen["keys"]:
-            self._fit({side: torch.stack(rows, 1) for side, rows in self.seen.items()})
-        super().calibrate(begin)
+        try:
+            if not begin and self.seen and self.seen["keys"]:
+                self._fit({side: torch.stack(rows, 1) for side, rows in self.seen.items()})
+        finally:
+            super().calibrate(begin)
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
         """Do nothing: the number of rows is constant."""

@@ -347,7 +347,7 @@ class GERF(FeatureMap):
         for other_a, other_moment, other_s in candidates[1:]:
             better = other_moment < moment
             A, s = torch.where(better, other_a, A), torch.where(better, other_s, s)
-        return GERFParams(check_finite(A, "A")[..., None, None], s[..., None, None])
+        return GERFParams(A[..., None, None], s[..., None, None])
 
     def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return A, log second moment and s, each of the batch shape."""
@@ -355,6 +355,7 @@ class GERF(FeatureMap):
         A = optimal_a(mean_s / stats.d) if s == 1 else optimal_a_trig(mean_s, stats.d)
         if self.search == "complex":
             A = search_complex_a(A, mean_s, s, stats.d)
+        A = check_finite(A, "A")
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
         log_kernel_sq = (
             mean_s - 2 * mean_n if s == 1 else -mean_s

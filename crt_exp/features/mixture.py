@@ -43,6 +43,11 @@ ROUNDS = 4  # iterations of k-means
 QUERIES, UPDATES = 128, 30  # queries per sequence and iterations of the weight fit
 DEVIATION = 0.6  # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
+LEAST, LARGEST = (
+    1e-30,
+    1e30,
+)  # limits of a fitted weight relative to its start, and of a float32 factor
+MOST_EXCESS = 10.0  # nats; beyond them the factors of visible keys are computed in blocks
 
 
 class MixtureParams(NamedTuple):
@@ -152,10 +157,11 @@ class Mixture(Dense):
         """
         if self.size is None:
             raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
-        of_heads = [
-            self._of_head(*(check_finite(t.double(), "mixture") for t in pair), causal)
-            for pair in zip(x, y, strict=True)
-        ]
+        of_heads = []
+        for queries, keys in zip(x, y, strict=True):
+            for vectors in (queries, keys):
+                check_finite(sq_norm(vectors.float()), "mixture")
+            of_heads.append(self._of_head(queries.double(), keys.double(), causal))
         return MixtureParams(
             *(None if each[0] is None else torch.stack(each) for each in zip(*of_heads))
         )
@@ -175,7 +181,7 @@ class Mixture(Dense):
         if not causal:
             drawn = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
             centres = centres + DEVIATION * drawn.to(centres)
-        some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].to(x.device)
+        some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].sort().values.to(x.device)
         return MixtureParams(
             G,
             centres,
@@ -216,31 +222,88 @@ def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
     )
 
 
+class Block(NamedTuple):
+    """Factors of pairs: K_ij = sum_r a_r q_ir k_jr, up to a factor for each query i."""
+
+    queries: slice
+    exact: Tensor  # (B, l, s), float32
+    q: Tensor  # (B, l, m), float64
+    k: Tensor  # (B, s, m), float32
+
+
 def fitted_weights(
     x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor
 ) -> Tensor:
     """Return log a_r + |w_r|^2 / 2 (1, m) of least KL divergence from exact attention.
 
-    `exact` (B, L, S) is the attention of x (B, L, d) to y (B, S, d). `start` initialises the result.
+    `exact` (B, L, S) is the attention of x (B, L, d) to y (B, S, d). `start` initialises the result. `seen` (L, S) is
+    True for the first keys of each query; their number does not decrease.
 
     The divergence is mean_i (log sum_j K_ij - sum_j exact_ij log K_ij) + const, K = sum_r a_r psi_r(x) psi_r(y). Each
     update minimises an upper bound: the tangent of the first term plus the EM bound of the second. The divergence
     therefore never increases.
     """
-    log_q, log_k = x @ rows.mT + start - sq_norm(rows).mT / 2, y @ rows.mT - sq_norm(y) / 2
-    top = log_k.amax((0, 1))
-    log_q = log_q + top
-    q, k, exact = (
-        (log_q - log_q.amax(-1, keepdim=True)).exp().float(),
-        (log_k - top).exp().float(),
-        exact.float(),
-    )
-    sums, weights = seen.float() @ k, torch.ones_like(q[0, 0])
+    log_q = x @ rows.mT + start - sq_norm(rows).mT / 2
+    log_k = y @ rows.mT - sq_norm(y) / 2
+    blocks, sums = relative_factors(log_q, log_k, exact, seen)
+    weights = torch.ones_like(log_q[0, 0])
     for _ in range(UPDATES):
-        weighted = q * weights
-        total = (weighted * sums).sum(-1, keepdim=True)
-        ratio = exact / (weighted @ k.mT + TINY * total)
-        weights = (
-            weights * (q * (ratio @ k)).sum((0, 1)) / (q * sums / total).sum((0, 1)).clamp(min=TINY)
-        )
-    return start + weights.clamp(min=1e-30).log()
+        total = (sums * weights).sum(-1, keepdim=True)
+        raised = torch.zeros_like(weights)
+        for block in blocks:
+            shares = (block.q * weights / total[:, block.queries]).clamp(max=LARGEST).float()
+            ratio = block.exact / (shares @ block.k.mT + TINY)
+            raised += (shares * (ratio @ block.k)).sum((0, 1))
+        lowered = (sums / total).sum((0, 1)).clamp(min=TINY)
+        weights = (raised / lowered).clamp(min=LEAST)
+    return start + weights.log()
+
+
+def relative_factors(
+    log_q: Tensor, log_k: Tensor, exact: Tensor, seen: Tensor
+) -> tuple[list[Block], Tensor]:
+    """Return the blocks of pairs, and sum_j q_ir k_jr over the visible keys, (B, L, m).
+
+    Factors are at most 1. One block serves all pairs unless a later key of a row exceeds the visible keys so far that
+    the visible terms of a query would underflow. Then the keys of a block are visible to all its queries.
+    """
+    counts = seen.sum(-1)
+    visible = log_k.cummax(1).values[:, counts - 1]
+    excess = (log_q + log_k.amax(1, keepdim=True)).amax(-1) - (log_q + visible).amax(-1)
+    slices = [(slice(None), slice(None))]
+    if float(excess.max()) > MOST_EXCESS:
+        slices = visible_blocks(counts.tolist())
+    tops = [log_k[:, keys].amax(1, keepdim=True) for _, keys in slices]
+    most = torch.full_like(log_q[..., :1], -torch.inf)
+    for (queries, _), top in zip(slices, tops):
+        largest = (log_q[:, queries] + top).amax(-1, keepdim=True)
+        most[:, queries] = most[:, queries].maximum(largest)
+    blocks, sums = [], torch.zeros_like(log_q)
+    for (queries, keys), top in zip(slices, tops):
+        q = (log_q[:, queries] + top - most[:, queries]).exp()
+        k = (log_k[:, keys] - top).exp().float()
+        sums[:, queries] += q * (seen[queries, keys].float() @ k)
+        blocks.append(Block(queries, exact[:, queries, keys].float(), q, k))
+    return blocks, sums
+
+
+def visible_blocks(counts: list[int], low: int = 0, start: int = 0) -> list[tuple[slice, slice]]:
+    """Return slices of queries and keys that cover each visible pair once.
+
+    Args:
+        counts: numbers of visible keys of consecutive queries, not decreasing.
+        low: position of the first query.
+        start: number of keys that other blocks cover.
+
+    >>> visible_blocks([1, 2])
+    [(slice(0, 1, None), slice(0, 1, None)), (slice(1, 2, None), slice(0, 2, None))]
+    """
+    high = low + len(counts)
+    if counts[0] == counts[-1]:
+        return [(slice(low, high), slice(start, counts[0]))] if counts[0] > start else []
+    middle = len(counts) // 2
+    shared = counts[middle - 1]
+    blocks = visible_blocks(counts[:middle], low, start)
+    if shared > start:
+        blocks.append((slice(low + middle, high), slice(start, shared)))
+    return blocks + visible_blocks(counts[middle:], low + middle, shared)

@@ -1,6 +1,7 @@
 """Maps with fitted or trained parameters: dense-exponential features, the choice of a map for each head, Hedgehog,
 layers that train their map, and mixtures. Their parameters are the best ones; any parameters are unbiased."""
 
+import copy
 import math
 
 import module_cases
@@ -512,11 +513,12 @@ def test_error_of_several_centres_by_quadrature():
 # ---- fitted weights
 
 
-def divergence(log_weights, x, y, rows, exact, seen):
+def divergence(log_weights, x, y, rows, exact, seen, least=0.0):
     log_weights = log_weights - rows.square().sum(-1) / 2
     of_keys = y @ rows.mT - y.square().sum(-1, keepdim=True) / 2
     log_k = (x @ rows.mT + log_weights).unsqueeze(-2) + of_keys.unsqueeze(1)
     log_k = log_k.logsumexp(-1).masked_fill(~seen, -torch.inf).log_softmax(-1)
+    log_k = (log_k.exp() + least).log() if least else log_k
     return (exact * (exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0))).sum(-1).mean()
 
 
@@ -552,7 +554,76 @@ def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch
         assert divergence(moved[None], x, y, rows, exact, seen) > found[-1] - 1e-5
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [6.0, 40.0, 1e4])
+def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length):
+    x, y, rows = length * normal(2, 20, 3), length * normal(2, 20, 3, seed=1), normal(5, 3, seed=2)
+    rows = length * rows
+    seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
+    exact, found = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1), []
+    for updates in (0, 1, 5, 30):
+        monkeypatch.setattr(mixture, "UPDATES", updates)
+        log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
+        assert log_weights.isfinite().all()
+        args = log_weights, x, y, rows, exact, seen
+        found.append(float(divergence(*args, least=mixture.TINY)))
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3, 4, 5, 6, 7], [2, 2, 5, 9], [4, 4, 4], [1]])
+def test_blocks_cover_each_visible_pair_once(counts):
+    covered = torch.zeros(len(counts), max(counts), dtype=torch.long)
+    for queries, keys in mixture.visible_blocks(counts):
+        covered[queries, keys] += 1
+    assert torch.equal(covered, (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).long())
+
+
 # ---- a layer
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["favormix", "favormix features.weights=unbiased"])
+@pytest.mark.parametrize("length", [4.0, 12.0, 1e3, 1e10])
+def test_a_mixture_is_calibrated_to_long_vectors(causal, name, length):
+    layer = Mechanism.parse(name, m=8).layer(2, 16, causal=causal).eval()
+    q, k, v = (
+        length * normal(2, 2, 30, 16),
+        length * normal(2, 2, 30, 16, seed=1),
+        normal(2, 2, 30, 4),
+    )
+    with layer.calibration():
+        layer(q.float(), k.float(), v.float())
+    assert layer.clusters.fits == 1
+    assert all(t.isfinite().all() for t in layer.state_dict().values())
+    assert layer(q.float(), k.float(), v.float()).isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "name, length",
+    [
+        ("favormix", 1e19),
+        ("favormix", float("nan")),
+        ("favorsharp", 1e19),
+        ("favorpp", 1e19),
+        ("gerf", 1e19),
+        ("geom", float("inf")),
+        ("geom_plus", 1e19),
+        ("pois", 1e4),
+        ("hrf_cluster", float("nan")),
+    ],
+)
+def test_a_refused_calibration_leaves_the_state(causal, name, length):
+    layer = Mechanism.parse(name, m=8).layer(2, 8, causal=causal).eval()
+    q, k, v = clustered()
+    with layer.calibration():
+        layer(q, k, v)
+    before, expected = copy.deepcopy(layer.state_dict()), layer(q, k, v)
+    with pytest.raises(ValueError, match="finite|NaN|Poisson rate"), layer.calibration():
+        layer(q, k, v)
+        layer(length * q, length * k, v)
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+    assert torch.equal(layer(q, k, v), expected)
 
 
 def clustered(heads=2, length=64, d=8, seed=0):
