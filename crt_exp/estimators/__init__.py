@@ -7,7 +7,7 @@ for kernel="softmax". Feature maps take x = sqrt(2 gamma) u, or x = u / length_s
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from numbers import Real
 
 import numpy as np
@@ -43,6 +43,25 @@ def load_map(features: str, kernel: str) -> FeatureMap:
 @cache
 def load_sampler(name: str) -> Callable[..., torch.Tensor]:
     return Mechanism.of("favorp", sampler=name).sampler
+
+
+def all_or_none(method: Callable) -> Callable:
+    """Restore the attributes of the estimator if the method raises.
+
+    The method replaces attributes and does not change their values in place.
+    """
+
+    @wraps(method)
+    def call(estimator, *args, **options):
+        before = vars(estimator).copy()
+        try:
+            return method(estimator, *args, **options)
+        except BaseException:
+            vars(estimator).clear()
+            vars(estimator).update(before)
+            raise
+
+    return call
 
 
 class RandomFeatureEstimator(BaseEstimator):
@@ -261,6 +280,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
                 f"{type(phi).__name__}(kernel={phi.kernel!r}, weights='unbiased')"
             )
 
+    @all_or_none
     def fit(self, X, y=None):
         """Fit the parameters to X (n, d), dense or sparse, and sample the projections."""
         return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
@@ -371,11 +391,22 @@ def validate_rows(estimator, X, y, **checks) -> tuple:
     """Validate rows and targets, in the dtype of X.
 
     Raises:
-        ValueError: y is a scalar.
+        ValueError: y is a scalar, or not finite.
     """
     if np.isscalar(y) or getattr(y, "shape", None) == ():
         raise ValueError("y should be a 1d array, got an array of shape () instead.")
-    return validate_data(estimator, X, y, dtype=FLOATS, **checks)
+    X, y = validate_data(estimator, X, y, dtype=FLOATS, **checks)
+    if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN
+        raise ValueError("Input y contains NaN or infinity.")
+    return X, y
+
+
+def check_targets(y: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless y has the shape of the first batch, but for its rows."""
+    if y.shape[1:] != shape:
+        raise ValueError(
+            f"y: shape {('n', *y.shape[1:])}, expected {('n', *shape)} as in the first batch"
+        )
 
 
 def label_set(*labels) -> np.ndarray:

@@ -14,7 +14,9 @@ from crt_exp.estimators import (
     FLOATS,
     ROWS,
     RandomFeatureEstimator,
+    all_or_none,
     blocks,
+    check_targets,
     label_set,
     validate_rows,
 )
@@ -57,7 +59,11 @@ class _KernelRegression(RandomFeatureEstimator):
         self.state_, self.log_scale_ = None, None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
-        """Add rows to Phi^T [R, 1], stored as state_ exp(log_scale_)."""
+        """Add rows to Phi^T [R, 1], stored as state_ exp(log_scale_).
+
+        Raises:
+            ValueError: a sum overflows.
+        """
         if self._exact:
             self.x_ = np.concatenate([self.x_, X])
             self.targets_ = R if self.targets_ is None else np.concatenate([self.targets_, R])
@@ -67,6 +73,8 @@ class _KernelRegression(RandomFeatureEstimator):
             r = torch.from_numpy(np.column_stack([R[rows], np.ones(len(x))])).to(x.dtype)
             f = self.map_.phi_k(x, self.noise_, self.params_)
             self._merge(*_sums(f, r))
+        if not bool(self.state_.isfinite().all() and self.log_scale_.isfinite().all()):
+            raise ValueError("features or targets overflow: scale X or y down")
 
     def _merge(self, state: torch.Tensor, log_scale: torch.Tensor) -> None:
         if self.state_ is None:
@@ -117,6 +125,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         length_scale: as in RandomFeatures.
     """
 
+    @all_or_none
     def fit(self, X, y):
         """Fit to X (n, d) and labels y (n,)."""
         X, y = validate_rows(self, X, y)
@@ -125,8 +134,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         self._add(X, self._one_hot(y))
         return self
 
+    @all_or_none
     def partial_fit(self, X, y, classes=None):
-        """Add rows. The first call fits the parameters and samples the projections.
+        """Add all rows, or none if the call raises.
+
+        The first call fits the parameters and samples the projections.
 
         Raises:
             ValueError: the first call has no `classes`, or a label is not among them.
@@ -189,18 +201,24 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         )
         return tags
 
+    @all_or_none
     def fit(self, X, y):
         """Fit to X (n, d) and targets y (n,) or (n, C)."""
         X, y = validate_rows(self, X, y, y_numeric=True, multi_output=True)
         self._start(X, y)
         return self._take(X, y)
 
+    @all_or_none
     def partial_fit(self, X, y):
-        """Add rows. The first call fits the parameters and samples the projections."""
+        """Add all rows, or none if the call raises.
+
+        The first call fits the parameters and samples the projections.
+        """
         first = not hasattr(self, "total_")
         X, y = validate_rows(self, X, y, reset=first, y_numeric=True, multi_output=True)
         if first:
             self._start(X, y)
+        check_targets(y, self._shape)
         return self._take(X, y)
 
     def _start(self, X, y):

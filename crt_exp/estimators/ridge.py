@@ -5,6 +5,7 @@ features, S = U diag(lambda) U^T, alpha the ridge. The model is y = c.z + noise 
 All results follow from sums over rows.
 """
 
+from copy import copy
 from numbers import Integral, Real
 from typing import Literal, get_args
 
@@ -16,7 +17,15 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor
 
-from crt_exp.estimators import FLOATS, RandomFeatures, blocks, label_set, validate_rows
+from crt_exp.estimators import (
+    FLOATS,
+    RandomFeatures,
+    all_or_none,
+    blocks,
+    check_targets,
+    label_set,
+    validate_rows,
+)
 from crt_exp.options import whole_number
 from crt_exp.times import threads
 
@@ -34,7 +43,8 @@ LEAST_RIDGE = 1e-6  # of classifiers, relative to the sum of eigenvalues; leave-
 class Sums:
     """Weighted sums over rows of z z^T, z y^T, z, y, y^2 and 1, float64.
 
-    Targets are relative to `origin`, which reduces cancellation.
+    Targets are relative to `origin`, which reduces cancellation. Methods replace the tensors, so that a copy of the
+    object keeps its values.
     """
 
     def __init__(self, columns: int, origin: Tensor):
@@ -56,19 +66,28 @@ class Sums:
         )
 
     def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
-        """Add rows z (n, M), y (n, T), w (n,), float64."""
+        """Add rows z (n, M), y (n, T), w (n,), float64.
+
+        Raises:
+            ValueError: a sum overflows.
+        """
         y, root = y - self.origin, w.sqrt()
         z = z * root[:, None]
-        with np.errstate(invalid="ignore", over="ignore"):  # `Solution` rejects infinite features
-            self.gram += torch.from_numpy(
-                z.numpy().T @ z.numpy()
-            )  # NumPy computes one triangle: half the time
-        self.right += z.mT @ (root[:, None] * y)
-        self.features += root @ z
-        self.targets += w @ y
-        self.squares += w @ y.square()
+        with np.errstate(invalid="ignore", over="ignore"):
+            # NumPy computes one triangle: half the time
+            self.gram = self.gram + torch.from_numpy(z.numpy().T @ z.numpy())
+        self.right = self.right + z.mT @ (root[:, None] * y)
+        self.features = self.features + root @ z
+        self.targets = self.targets + w @ y
+        self.squares = self.squares + w @ y.square()
         self.weight += float(w.sum())
         self.rows += len(w)
+        if not bool(self.gram.diagonal().isfinite().all()):
+            raise ValueError(
+                "features overflow: scale X down, use a larger length_scale, or mechanism='trig'"
+            )
+        if not bool(self.squares.isfinite().all()):
+            raise ValueError("y: squares overflow; scale y down")
 
     def move_targets(self, places: list[int], count: int) -> None:
         """Move the targets to columns `places` of `count`; other columns are zero."""
@@ -89,14 +108,10 @@ class Solution:
         together: select one ridge for all targets.
 
     Raises:
-        ValueError: features overflow, or the weights are too small for selecting alpha.
+        ValueError: the weights are too small for selecting alpha.
     """
 
     def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
-        if not bool(sums.gram.diagonal().isfinite().all()):
-            raise ValueError(
-                "features overflow: scale X down, use a larger length_scale, or mechanism='trig'"
-            )
         self.weight, self.mean = sums.weight, sums.features / sums.weight
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
@@ -220,6 +235,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
             random_state,
         )
 
+    @all_or_none
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
         for name in ("sums_", "classes_"):
@@ -229,10 +245,12 @@ class BaseRandomFeatureRidge(BaseEstimator):
         return self
 
     def _add(self, X, y, sample_weight) -> None:
-        """Validate and add all rows, or none if a row is invalid."""
+        """Validate and add rows; callers restore the attributes if this raises."""
         first = not hasattr(self, "sums_")
         if first:
             self._check_options()
+        else:
+            self.sums_ = copy(self.sums_)
         X, y = validate_rows(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
         if (weight < 0).any():
@@ -359,8 +377,9 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
 
     _target_checks = {"y_numeric": True, "multi_output": True}
 
+    @all_or_none
     def partial_fit(self, X, y, sample_weight=None):
-        """Add rows; coefficients are computed on access."""
+        """Add all rows, or none if the call raises; coefficients are computed on access."""
         self._add(X, y, sample_weight)
         return self
 
@@ -393,10 +412,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
     def _validate_targets(self, y: np.ndarray, first: bool) -> np.ndarray:
         if first:
             self._shape = y.shape[1:]
-        if y.shape[1:] != self._shape:
-            raise ValueError(
-                f"y: shape {('n', *y.shape[1:])}, expected {('n', *self._shape)} as in the first batch"
-            )
+        check_targets(y, self._shape)
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
@@ -441,8 +457,9 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
             random_state=random_state,
         )
 
+    @all_or_none
     def partial_fit(self, X, y, classes=None, sample_weight=None):
-        """Add rows.
+        """Add all rows, or none if the call raises.
 
         Args:
             classes: labels of later batches; optional, since unseen labels add classes.

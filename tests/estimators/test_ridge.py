@@ -11,7 +11,13 @@ from sklearn.base import clone
 from sklearn.linear_model import Ridge
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from crt_exp import RandomFeatureClassifier, RandomFeatureRidge, RandomFeatures
+from crt_exp import (
+    KernelRegressionClassifier,
+    KernelRegressionRegressor,
+    RandomFeatureClassifier,
+    RandomFeatureRidge,
+    RandomFeatures,
+)
 
 FIXED = {"gamma": 0.3, "random_state": 0}
 LABELS = np.array(["a", "b", "c"])
@@ -308,11 +314,114 @@ def test_bad_input(message):
         BAD[message]()
 
 
-def test_a_refused_batch_leaves_the_model_as_it_was():
-    X, y, _ = rows()
-    model = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
-    coefficients = model.coef_.copy()
-    X[17] = np.nan
-    with pytest.raises(ValueError, match="X contains NaN"):
-        model.partial_fit(X, y)
-    assert (model.coef_ == coefficients).all() and model.rows_ == 600
+def changed_last(values, entry):
+    values = values.copy()
+    values[-1] = entry
+    return values
+
+
+MODELS = {
+    "ridge": RandomFeatureRidge("pois_plus", "iid", **SMALL, **FIXED),
+    "softmax ridge": RandomFeatureRidge("trig", kernel="softmax", **SMALL, **FIXED),
+    "classifier": RandomFeatureClassifier("pois_plus", "iid", **SMALL, **FIXED),
+    "kernel classifier": KernelRegressionClassifier("oprf", kernel="softmax", random_state=0),
+    "exact classifier": KernelRegressionClassifier("exact"),
+    "kernel regressor": KernelRegressionRegressor("oprf", kernel="softmax", random_state=0),
+    "exact regressor": KernelRegressionRegressor("exact"),
+}
+REFUSED = {
+    "NaN": lambda X, y: (changed_last(X, np.nan), y),
+    "infinite": lambda X, y: (changed_last(X, np.inf), y),
+    "narrow": lambda X, y: (X[:, :2], y),
+    "no rows": lambda X, y: (X[:0], y[:0]),
+    "fewer targets": lambda X, y: (X, y[1:]),
+    "more columns": lambda X, y: (X, np.stack([y, y], 1)),
+    "no number": lambda X, y: (X, changed_last(y.astype(object), None)),
+    "text": lambda X, y: (X.astype(object) + "a", y),
+}
+
+
+def longer_rows():
+    """More rows than one block holds."""
+    X, y, labels = rows()
+    return np.tile(X, (8, 1)), np.tile(y, 8), np.tile(labels, 8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refused_batch_leaves_the_model_as_it_was(name, kind):
+    X, y, labels = rows()
+    y = labels if "classifier" in name else y
+    options = {"classes": np.unique(y)} if "classifier" in name else {}
+    model = clone(MODELS[name])
+    if kind not in ("narrow", "more columns"):  # which a first batch may be
+        with pytest.raises((ValueError, TypeError)):
+            model.partial_fit(*REFUSED[kind](X, y), **options)
+        assert vars(model) == vars(clone(MODELS[name]))
+    model.partial_fit(X, y, **options).predict(X)
+    before = pickle.dumps(model)
+    with pytest.raises((ValueError, TypeError)):
+        model.partial_fit(*REFUSED[kind](X, y))
+    assert pickle.dumps(model) == before
+
+
+@pytest.mark.parametrize("make", (RandomFeatureRidge, RandomFeatureClassifier))
+@pytest.mark.parametrize("mechanism", ("pois_plus", "geom_plus"))
+def test_rows_below_the_minimum_add_none_of_a_batch(make, mechanism):
+    X, y, labels = longer_rows()
+    y = labels if make is RandomFeatureClassifier else y
+    model = make(mechanism, "iid", **SMALL, **FIXED).fit(X, y)
+    before = pickle.dumps(model)
+    for place in (0, -1):
+        wrong = X.copy()
+        wrong[place] = -50
+        with pytest.raises(ValueError, match="below the fitted minimum"):
+            model.partial_fit(wrong, changed_last(y, y[0]))
+        assert pickle.dumps(model) == before
+    whole = make(mechanism, "iid", **SMALL, **FIXED).fit(X, y).partial_fit(X, y)
+    assert np.array_equal(model.partial_fit(X, y).coef_, whole.coef_)
+
+
+@pytest.mark.parametrize(
+    "name, X, y, message",
+    [
+        ("softmax ridge", 1e3, 1.0, "features overflow"),
+        ("ridge", 1.0, 1e200, "y: squares overflow"),
+        ("kernel regressor", 1e200, 1.0, "overflow"),
+        ("kernel regressor", 1.0, 1e306, "overflow"),
+        ("kernel classifier", 1e200, 1.0, "overflow"),
+    ],
+)
+def test_sums_that_overflow_are_refused(name, X, y, message):
+    U, targets, labels = longer_rows()
+    targets = labels if "classifier" in name else targets + 1
+    options = {"classes": np.unique(labels)} if "classifier" in name else {}
+    model = clone(MODELS[name]).partial_fit(abs(U), targets, **options)
+    before = pickle.dumps(model)
+    with pytest.raises(ValueError, match=message):
+        model.partial_fit(X * abs(U), targets if y == 1 else y * abs(targets))
+    assert pickle.dumps(model) == before
+
+
+def test_a_refused_batch_adds_no_class():
+    X, _, labels = rows()
+    model = RandomFeatureClassifier("pois_plus", "iid", **SMALL, **FIXED).fit(X, labels)
+    before = pickle.dumps(model)
+    with pytest.raises(ValueError, match="below the fitted minimum"):
+        model.partial_fit(changed_last(X, -50), changed_last(labels, "z"))
+    assert pickle.dumps(model) == before
+    with pytest.raises(ValueError, match="sample_weight: -1"):
+        model.partial_fit(X, changed_last(labels, "z"), sample_weight=-np.ones(len(X)))
+    assert pickle.dumps(model) == before and model.classes_.tolist() == ["a", "b", "c"]
+
+
+def test_an_unseen_label_leaves_a_kernel_classifier_as_it_was():
+    X, _, labels = rows()
+    model = clone(MODELS["kernel classifier"])
+    with pytest.raises(ValueError, match="label 'z'"):
+        model.partial_fit(X, changed_last(labels, "z"), classes=["a", "b", "c"])
+    assert vars(model) == vars(clone(MODELS["kernel classifier"]))
+    before = pickle.dumps(model.partial_fit(X, labels, classes=["a", "b", "c"]))
+    with pytest.raises(ValueError, match="label 'z'"):
+        model.partial_fit(X, changed_last(labels, "z"))
+    assert pickle.dumps(model) == before
