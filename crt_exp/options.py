@@ -129,7 +129,9 @@ def fits(value: Any, hint: Any) -> bool:
     return False
 
 
-@functools.cache
+@functools.lru_cache(
+    maxsize=1024
+)  # bounded, because annotations with a Field are equal to themselves alone
 def adapter(hint: Any) -> TypeAdapter:
     """Strict pydantic adapter of a one-element tuple.
 
@@ -150,8 +152,14 @@ def plain(value: Any, sequence: type = list) -> Any:
 
 def whole_number(value: Any, name: str, least: int | None = 1) -> int:
     """Return an integer as int. Raises ConfigError for others and below `least`."""
-    check(name, value, Annotated[int, Field(ge=least)])
+    check(name, value, integer_from(least))
     return int(value)
+
+
+@functools.cache
+def integer_from(least: int | None) -> Any:
+    """Return one annotation per bound, so that `adapter` finds it again."""
+    return Annotated[int, Field(ge=least)]
 
 
 SIGNS = {

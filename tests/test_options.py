@@ -20,6 +20,7 @@ from crt_exp.options import (
     Positive,
     Several,
     Whole,
+    adapter,
     check,
     check_options,
     checked,
@@ -28,6 +29,7 @@ from crt_exp.options import (
     join_words,
     parse_arguments,
     split_words,
+    whole_number,
 )
 from crt_exp.samplers import iid
 
@@ -146,6 +148,34 @@ def test_arguments_of_a_command():
 def test_maps_samplers_and_layers_check_their_arguments(words, make):
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_checks_of_integers_share_one_adapter():
+    for least in (None, 0, 1, 2):
+        whole_number(5, "m", least)
+    known = adapter.cache_info().currsize
+    for _ in range(20):
+        for least in (None, 0, 1, 2):
+            whole_number(5, "m", least)
+        with pytest.raises(ConfigError, match="m=0: expected an integer >= 1"):
+            whole_number(0, "m")
+    assert adapter.cache_info().currsize == known
+
+
+@pytest.mark.parametrize("name", ["favorp", "favorpp", "hrf_gaussian", "reformer", "linformer"])
+def test_redraws_store_nothing(name):
+    layer = Mechanism.of(name, redraw_every=1).layer(2, 8).train()
+    q, k, v = torch.randn(3, 1, 2, 20, 8)
+    for _ in range(2):
+        layer(q, k, v)
+    known = adapter.cache_info().currsize
+    for _ in range(5):
+        layer(q, k, v)
+    assert int(layer.draws) == 6 and adapter.cache_info().currsize == known
+
+
+def test_annotations_that_are_used_once_are_forgotten():
+    assert adapter.cache_info().maxsize is not None
 
 
 def test_values_are_read_as_they_are_written():
