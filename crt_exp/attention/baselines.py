@@ -180,13 +180,19 @@ def identity_attention(
 ) -> Tensor:
     """Return the values: an upper bound on the speed of attention.
 
-    A causal call returns the last L values. Raises ValueError if L and S differ in other calls.
+    Query i sees key i alone, and the output is 0 if this key is masked. A causal call returns the last L values.
+
+    Raises:
+        ValueError: L and S differ in a call that is not causal.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     L, S = x.shape[2], y.shape[2]
     if L != S and not causal:
         raise ValueError(f"L={L}, S={S}: identity attention needs L == S")
-    return repeat_heads(v[:, :, S - L :], x.shape[1])
+    values = v[:, :, S - L :]
+    if key_mask is not None:
+        values = torch.where(key_mask[:, None, S - L :, None], values, 0.0)
+    return repeat_heads(values, x.shape[1])
 
 
 def uniform_attention(
@@ -320,7 +326,10 @@ class Exact(Baseline):
 
 
 class Identity(Baseline):
-    """Attention that returns its values: an upper bound on speed ("X" in Performers)."""
+    """Attention that returns its values: an upper bound on speed ("X" in Performers).
+
+    The output is 0 at masked keys.
+    """
 
     can_cross = False
     attend = staticmethod(identity_attention)

@@ -348,6 +348,27 @@ def test_padding_is_truncation_on_either_side(name, causal):
             )
 
 
+@pytest.mark.parametrize("name", TURNS)
+@torch.no_grad()
+def test_masked_keys_enter_no_output(name):
+    """Of queries at padding neither, and a row without keys gives 0."""
+    attention = made(name, causal=name != "linformer" and TURNS.index(name) % 2 == 0)
+    q, k, v, keep = padded([*REAL.values(), slice(0, 0)], [10, 11, 17])
+    out = attention(q, k, v, keep)
+    assert out.isfinite().all() and (out[-1] == 0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_identity_sees_the_key_of_each_query_alone(causal):
+    layer = layer_of("identity", {}, causal=causal)
+    q, k, v, keep = padded([*REAL.values()], [10, 11, 17])
+    expected = torch.where(keep[:, None, :, None], v, 0.0).repeat_interleave(2, 1)
+    assert torch.equal(layer(q, k, v, keep), expected)
+    if causal:
+        assert torch.equal(layer(q[:, :, -7:], k, v, keep), expected[:, :, -7:])
+
+
 @pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
 @torch.no_grad()
 def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
