@@ -283,12 +283,12 @@ class FittedOnce(nn.Module):
         if self.seen is not None:
             for side, rows in samples.items():
                 self.seen[side].append(rows)
-            self._fit(
-                {
-                    side: _subsample(torch.cat(rows, 1), self.vectors)
-                    for side, rows in self.seen.items()
-                }
-            )
+            joined = {
+                side: _subsample(torch.cat(rows, 1), self.vectors)
+                for side, rows in self.seen.items()
+            }
+            if all(bool(rows.isfinite().any()) for rows in joined.values()):  # not of empty batches
+                self._fit(joined)
             return
         for side, rows in samples.items():
             getattr(self, side)[:, at * many : (at + 1) * many] = rows

@@ -334,7 +334,8 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
         ValueError: the largest rate needs a table of more than 10,000 counts.
     """
     # under vmap, the largest rate of all mapped entries
-    top = float((torch.func.debug_unwrap(rate) if transforming() else rate).max())
+    rates = torch.func.debug_unwrap(rate) if transforming() else rate
+    top = float(rates.max()) if rates.numel() else 0.0  # none in an empty batch
     size = int(top + 12 * math.sqrt(top) + 40)
     if size > MAX_COUNT:
         raise ValueError(

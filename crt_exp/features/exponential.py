@@ -28,13 +28,20 @@ from crt_exp.features.base import (
     FeatureMap,
     Features,
     align,
+    all_true,
     check_finite,
     log_cosh,
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, log_0f1
 from crt_exp.options import Complex
-from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
+from crt_exp.samplers.noise import (
+    Noise,
+    at_least_float32,
+    match_float64,
+    no_autocast,
+    transforming,
+)
 
 LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 
@@ -492,7 +499,12 @@ def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
 
     The search starts from the real optimum. The variables are (a, beta) with 1 - 8A = e^(a + ib), b = pi/2 tanh(beta).
     The real A stays unless the log second moment drops by more than 1e-9.
+
+    Raises:
+        ValueError: inside torch.func, which cannot trace the search.
     """
+    if transforming():
+        raise ValueError("search=complex: torch.func cannot trace the search; use search=real")
     values = [
         _search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())
     ]
@@ -536,11 +548,18 @@ def check_a(A: Tensor | complex) -> None:
     Raises:
         ValueError: Re(1 - 8A) <= 0.
     """
-    w = 1 - 8 * torch.as_tensor(A)
-    if values_readable(w) and not bool(((w.real if w.is_complex() else w) > 0).all()):
+    A = torch.as_tensor(A)
+    w = 1 - 8 * A
+    if values_readable(w) and not all_true((w.real if w.is_complex() else w) > 0):
         raise ValueError(
-            f"A={A}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance"
+            f"A={format_entries(A)}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance"
         )
+
+
+def format_entries(t: Tensor) -> str:
+    """Format the first entries of a tensor in one line; inside torch.func the mapped ones too."""
+    values = torch.func.debug_unwrap(t) if transforming() else t
+    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist())
 
 
 def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

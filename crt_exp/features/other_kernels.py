@@ -21,7 +21,15 @@ from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
 from crt_exp.features.exponential import Trigonometric
 from crt_exp.features.statistics import Kernel, Statistics, angle
 from crt_exp.options import Positive
-from crt_exp.samplers.noise import DenseNoise, Nested, Noise, map_leaves, match_float64, share_leaf
+from crt_exp.samplers.noise import (
+    DenseNoise,
+    Nested,
+    Noise,
+    map_leaves,
+    match_float64,
+    share_leaf,
+    transforming,
+)
 
 NODES, POINTS = (
     400,
@@ -50,18 +58,25 @@ class RadialRF(SpectralRF):
         """Rescale the projections.
 
         Raises:
-            ValueError: all projections have one length, so their lengths are not chi-distributed.
+            ValueError: all projections have one length, so their lengths are not chi-distributed; or torch.func maps
+                over projections.
         """
-        sq_norm = noise.sq_norm.double()
+        sq_norm = noise.sq_norm.double().clamp(min=1e-300).cpu()
+        values = torch.func.debug_unwrap(sq_norm) if transforming() else sq_norm
+        if values.shape != sq_norm.shape:
+            raise ValueError(
+                f"{type(self).__name__}: torch.func cannot map over projections; map over the vectors"
+            )
+        # inside torch.func, numpy() fails
+        squares = np.array(values.tolist()).reshape(values.shape)
         if (
             not noise.gaussian
             and noise.m > 1
-            and bool((sq_norm.amax() - sq_norm.amin()) < 1e-6 * sq_norm.amax())
+            and squares.max() - squares.min() < 1e-6 * squares.max()
         ):
             raise ValueError(
                 f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi"
             )
-        squares = sq_norm.clamp(min=1e-300).cpu().numpy()
         factor = np.sqrt(self.squared_length(squares, noise.d) / squares)
         return noise.scaled(torch.from_numpy(factor).mT.to(noise.sq_norm))
 

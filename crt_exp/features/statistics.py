@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.samplers.noise import at_least_float32, cached_property
+from crt_exp.samplers.noise import at_least_float32, cached_property, transforming
 
 Kernel = Literal["softmax", "gaussian"]
 
@@ -49,9 +49,14 @@ def log_0f1(b: float, z: Tensor) -> Tensor:
 
     0F1 is the mean of exp over a sphere. The function uses the scaled Bessel function I, or the power series where I
     underflows.
+
+    Raises:
+        ValueError: inside torch.func.
     """
     from scipy.special import gammaln, ive
 
+    if transforming():
+        raise ValueError("features=smreg: torch.func cannot trace its kernel; compute it outside")
     values = z.detach().double().cpu().numpy()
     t = 2 * np.sqrt(np.maximum(values, 0))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -173,13 +178,21 @@ class Moments:
         """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
 
         Raises:
-            ValueError: the moments were given by `known`, without vectors.
+            ValueError: the moments were given by `known`, without vectors, or the batch is empty.
         """
         if "_x" not in self.__dict__:
             raise ValueError(
                 "statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)"
             )
         batch, x = self._x.shape[:-2], self._x * self._scale
+        if transforming():
+            raise ValueError(
+                "a map that is fitted to vectors: torch.func cannot trace the fit; fit before"
+            )
+        if 0 in batch:
+            raise ValueError(
+                f"vectors: shape {tuple(x.shape)}; a map that is fitted to vectors expected at least one set"
+            )
         keep = (
             torch.ones_like(x[..., 0], dtype=torch.bool)
             if self._mask is None

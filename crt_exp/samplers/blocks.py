@@ -239,9 +239,9 @@ def _quasi(
 
     count = math.prod(batch) if scramble else 1
     seeds = randint(0, 2**62, (count,), generator).tolist() if scramble else [None]
-    u = torch.from_numpy(np.stack([draw(np.random.default_rng(seed)) for seed in seeds])).to(
-        device_of(generator)
-    )
+    # of an empty batch one sample gives the shape
+    points = np.stack([draw(np.random.default_rng(seed)) for seed in seeds or [0]])
+    u = torch.from_numpy(points[:count]).to(device_of(generator))
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
     g = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)

@@ -17,6 +17,7 @@ from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.base import same_step
 from crt_exp.attention.checks import has_dynamic_size
+from crt_exp.config import choices
 from crt_exp.features import (
     CERF,
     GERF,
@@ -35,6 +36,7 @@ from crt_exp.features import (
     Sum,
     TrigRF,
 )
+from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import DenseNoise
 
 ONE = (OPRF(), 16, {"omega"})
@@ -344,6 +346,30 @@ def test_signed_denominators_are_counted():
     q, k, v = (3 * t for t in qkv())
     module(q, k, v)
     assert module.denominators.fraction > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "name", [name for name in choices("attention") if name not in ("generalized", "linformer")]
+)
+def test_an_empty_batch_has_an_empty_output(name, causal):
+    layer = Mechanism.of(name).layer(H, D, causal=causal)
+    empty = torch.zeros(0, H, L, D, requires_grad=True)
+    for training in (True, False):
+        out = layer.train(training)(empty, empty, empty)
+        out.sum().backward()
+        assert out.shape == empty.shape
+    for length in (0, L):
+        with pytest.raises(ValueError) as caught:
+            layer(*(torch.zeros(2, H, size, D) for size in (length, 0, 0)))
+        assert len(str(caught.value).splitlines()) == 1
+    if hasattr(layer, "calibration"):
+        with layer.calibration(), torch.no_grad():
+            layer(empty, empty, empty)
+            layer(*qkv())
+    assert layer(*qkv()).isfinite().all()
 
 
 @pytest.mark.parametrize("phi", [OPRF(), PosRF(), ClusteredHybrid()], ids=repr)

@@ -22,14 +22,20 @@ from crt_exp.features import (
     GERF,
     OPRF,
     SDERF,
+    SMREG,
     AngularHybrid,
+    AutoRF,
     ClusteredHybrid,
     GeomRF,
     Hedgehog,
     HypRF,
+    MaternRF,
+    Mixture,
     PoisRF,
     PoisRFPlus,
     PosRF,
+    RationalQuadraticRF,
+    Statistics,
     Sum,
     TrigRF,
 )
@@ -198,7 +204,7 @@ def test_noise_keeps_nothing_of_a_transform():
     torch.testing.assert_close(jvp(f, (x,), (x,))[1], tangent)
 
 
-@pytest.mark.parametrize("phi", [OPRF(), PoisRF()], ids=repr)
+@pytest.mark.parametrize("phi", [OPRF(), PoisRF(), GERF(), GERF(s=-1)], ids=repr)
 def test_gradients_of_each_sample(phi):
     """Of a layer that fits its map to each sequence."""
     layer, x = (
@@ -216,6 +222,48 @@ def test_gradients_of_each_sample(phi):
     assert_pair(
         (ours, torch.stack([torch.autograd.grad(loss(leaf, row[None]), leaf)[0] for row in x]))
     )
+
+
+@pytest.mark.parametrize(
+    "phi",
+    [OPRF(), GERF(), SDERF(), PoisRF(), GeomRF(), MaternRF(), RationalQuadraticRF()],
+    ids=repr,
+)
+def test_fits_and_features_of_each_sample(phi):
+    x, y = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0)).double()
+    noise = phi.noise(8, lambda p: samplers.orthogonal(p.m, 4, dtype=torch.float64))
+
+    def features(x, y):
+        return phi.phi_k(y, noise, phi.fit(Statistics.of(x, y))).exp()
+
+    def variances(x, y):
+        return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+
+    for function in (features, variances, grad(lambda x, y: features(y, x).sum())):
+        alone = torch.stack([function(*pair) for pair in zip(x, y)])
+        torch.testing.assert_close(vmap(function)(x, y), alone)
+
+
+@pytest.mark.parametrize(
+    "phi, words",
+    [
+        (GERF(search="complex"), "search=complex: torch.func cannot trace"),
+        (AutoRF(), "fitted to vectors: torch.func cannot trace"),
+        (ClusteredHybrid(), "fitted to vectors: torch.func cannot trace"),
+        (Mixture(size=4), "fitted to vectors: torch.func cannot trace"),
+        (SMREG(), "features=smreg: torch.func cannot trace"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_traced_is_one_line(phi, words):
+    x = torch.randn(3, 6, 4, dtype=torch.float64)
+
+    def variance(x):
+        return phi.log_variance(x, x, phi.fit(Statistics.of(x, x)))
+
+    with pytest.raises(ValueError, match=words) as caught:
+        vmap(variance)(x)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning")

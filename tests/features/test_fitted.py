@@ -21,6 +21,7 @@ from crt_exp.features import (
     OPRF,
     SDERF,
     AutoRF,
+    ClusteredHybrid,
     Hedgehog,
     HypRF,
     Mixture,
@@ -576,6 +577,13 @@ def test_blocks_cover_each_visible_pair_once(counts):
     for queries, keys in mixture.visible_blocks(counts):
         covered[queries, keys] += 1
     assert torch.equal(covered, (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).long())
+
+
+@pytest.mark.parametrize("phi", [AutoRF(), ClusteredHybrid(), Mixture(size=4)], ids=repr)
+def test_a_map_is_fitted_to_at_least_one_set_of_vectors(phi):
+    none = torch.empty(0, 5, 3)
+    with pytest.raises(ValueError, match=r"vectors: shape \(0, 5, 3\); .* at least one set"):
+        phi.fit(Statistics.of(none, none))
 
 
 # ---- a layer

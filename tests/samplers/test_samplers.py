@@ -75,6 +75,12 @@ def within(values, target, errors=5.0):
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=name)
+@pytest.mark.parametrize("batch", [(0,), (2, 0)])
+def test_an_empty_batch_has_no_rows(sampler, batch):
+    assert sampler(5, 3, seeded(), batch=batch).rows().shape == (*batch, 5, 3)
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=name)
 def test_shapes_seeds_and_batches(sampler):
     for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
         one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
