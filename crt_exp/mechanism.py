@@ -582,7 +582,8 @@ def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(made, str):
         if not is_known(group, choice):
-            raise unknown(group, choice, known_names(group))
+            error = features_of_attention(group, choice) if group == "features" else None
+            raise error or unknown(group, choice, known_names(group))
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Choice(choice, node)
@@ -598,6 +599,18 @@ def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
             f"{group}={format_value(made)}: expected a name of conf/{group} or an object"
         )
     return Choice(getattr(made, "__name__", type(made).__name__), made)
+
+
+def features_of_attention(key: str, name: str) -> ConfigError | None:
+    """Return the error for an attention where a feature map is expected; None for others."""
+    attention = canonical("attention", name)
+    if not is_known("attention", attention):
+        return None
+    features = read_preset(attention)[1].get("features")
+    advice = (
+        f'use "{features}", its feature map' if features else 'use a feature map, such as "oprf"'
+    )
+    return ConfigError(f"{key}={name}: {attention} is an attention; {advice}")
 
 
 def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, wraps
+from inspect import signature
 from numbers import Real
 
 import numpy as np
@@ -18,25 +19,41 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from crt_exp.config import ConfigError, is_known
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
-from crt_exp.mechanism import Mechanism
+from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.options import whole_number
 from crt_exp.samplers import Noise
 from crt_exp.times import threads
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
+NO_KERNEL = "mechanism={}: estimates no kernel; use another map, such as oprf"
 SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
 
 @cache
 def load_map(features: str, kernel: str) -> FeatureMap:
-    """Return a feature map by name, cached because reading conf/ is slow."""
+    """Return a feature map by name, cached because reading conf/ is slow.
+
+    Raises:
+        ConfigError: the name is that of an attention, unknown, or that of a map without a kernel.
+    """
+    if not features:
+        raise ConfigError(
+            f"mechanism={features!r}: expected a name of conf/features, or a FeatureMap"
+        )
+    if not is_known("features", features) and (
+        error := features_of_attention("mechanism", features)
+    ):
+        raise error
     mechanism = Mechanism.of(features=features)
+    if not mechanism.own_kernel and not mechanism.estimates:
+        raise ConfigError(NO_KERNEL.format(features))
     return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
 
 
@@ -62,6 +79,24 @@ def all_or_none(method: Callable) -> Callable:
             raise
 
     return call
+
+
+def names_itself(cls: type) -> type:
+    """Class decorator: errors of the constructor name this class and its arguments."""
+    construct = cls.__init__
+    arguments = signature(construct)
+
+    @wraps(construct)
+    def init(self, *args, **options):
+        try:
+            arguments.bind(self, *args, **options)
+        except TypeError as error:
+            names = " ".join(list(arguments.parameters)[1:])
+            raise TypeError(f"{type(self).__name__}: {error}; expected {names}") from None
+        construct(self, *args, **options)
+
+    cls.__init__ = init
+    return cls
 
 
 class RandomFeatureEstimator(BaseEstimator):
@@ -90,9 +125,7 @@ class RandomFeatureEstimator(BaseEstimator):
         check_kernel(self.kernel)
         name = self._name
         if not getattr(self._map(), "estimates", True):
-            raise ValueError(
-                f"mechanism={name}: estimates no kernel; use another map, such as oprf"
-            )
+            raise ValueError(NO_KERNEL.format(name))
         if self._own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
@@ -231,6 +264,7 @@ class RandomFeatureEstimator(BaseEstimator):
         return x
 
 
+@names_itself
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
     """Random features Z with Z(u).Z(v) close to a kernel, as sklearn's RBFSampler.
 

@@ -18,6 +18,7 @@ from crt_exp.estimators import (
     blocks,
     check_targets,
     label_set,
+    names_itself,
     validate_rows,
 )
 from crt_exp.features import FeatureMap, Features
@@ -112,6 +113,7 @@ class _KernelRegression(RandomFeatureEstimator):
         return torch.column_stack([weights @ targets, weights.sum(-1)]).numpy()
 
 
+@names_itself
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """Predicts the class with the largest kernel sum over its samples (CRT 5.2).
 
@@ -185,6 +187,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return np.eye(len(self.classes_))[places]
 
 
+@names_itself
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     """Nadaraya-Watson regression: kernel-weighted mean of the training targets.
 

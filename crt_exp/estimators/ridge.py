@@ -24,6 +24,7 @@ from crt_exp.estimators import (
     blocks,
     check_targets,
     label_set,
+    names_itself,
     validate_rows,
 )
 from crt_exp.options import whole_number
@@ -346,6 +347,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
         return tags
 
 
+@names_itself
 class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidge):
     """Ridge regression on random features, in time O(n M^2) and memory O(M^2).
 
@@ -416,6 +418,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
+@names_itself
 class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     """Ridge regression on one-hot labels, calibrated by logistic regression.
 

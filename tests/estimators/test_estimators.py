@@ -377,6 +377,41 @@ def test_maps_that_estimate_no_kernel_are_refused(make):
         make(Hedgehog(), n_components=8).fit(np.eye(4), np.arange(4.0))
 
 
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("favorpp", 'mechanism=favorpp: favorpp is an attention; use "oprf"'),
+        ("favor++", r'mechanism=favor\+\+: favorpp is an attention; use "oprf"'),
+        ("favorsharp", 'use "sderf"'),
+        ("favorp", 'use "pos"'),
+        ("performer", 'use "pos"'),
+        ("hrf_cluster", 'use "clustered"'),
+        ("nearfar", 'nearfar is an attention; use a feature map, such as "oprf"'),
+        ("linformer", 'use a feature map, such as "oprf"'),
+        ("hedgehog", "mechanism=hedgehog: estimates no kernel"),
+        ("", "mechanism='': expected a name"),
+        (None, "mechanism=None: expected a name"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    (
+        RandomFeatures,
+        RandomFeatureRidge,
+        RandomFeatureClassifier,
+        KernelRegressionClassifier,
+        KernelRegressionRegressor,
+    ),
+)
+def test_an_attention_names_its_feature_map(make, name, words):
+    with pytest.raises(ValueError, match=words):
+        make(name).fit(np.eye(4), np.array([0, 1, 0, 1]))
+    with pytest.raises(TypeError) as caught:
+        make(name, m=64)
+    assert str(caught.value).startswith(f"{make.__name__}: got an unexpected keyword argument 'm';")
+    assert "n_components" in str(caught.value) and "__init__" not in str(caught.value)
+
+
 def test_features_of_another_width_are_refused():
     phi = Mixture("gaussian", weights="unbiased", size=8)
     x = torch.randn(5, 3)
