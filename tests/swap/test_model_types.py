@@ -240,7 +240,9 @@ def judge_partly(name, implementation=None):
             swap_attention(model, "exact", layers=layers)
         except ValueError:  # no layer, or not the first one, can be swapped
             continue
-        for case, own in before.items():
+        parts = [part for _, part in families.attention_modules(model)]
+        stays = any("swapped" not in part._modules for part in parts)
+        for case, own in before.items() if stays else ():
             mask = cases[case].get("attention_mask")
             yield case, layers, distance(outputs(model, cases[case]), own, mask)
         unswap_attention(model)
