@@ -327,6 +327,21 @@ def test_layers_that_stay_compute_what_they_computed(name, implementation):
     assert found and not [case for case in found if not case[-1] < EXACT]
 
 
+@pytest.mark.parametrize("name, plain", [("gemma3_text", "sdpa"), ("mimo_v2_flash", "eager")])
+@pytest.mark.parametrize("own", ["flash_attention_2", "flex_attention"])
+def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_arguments(
+    name, plain, own
+):
+    model = tiny_models.tiny_model(name)
+    model.config._attn_implementation_internal = own
+    swap_attention(model, "exact", layers="supported")
+    parts = [part for _, part in families.attention_modules(model)]
+    stay = [part for part in parts if "swapped" not in part._modules]
+    assert stay and {part.config._attn_implementation for part in stay} == {plain}
+    unswap_attention(model)
+    assert {part.config._attn_implementation for part in parts} == {own}
+
+
 @pytest.mark.parametrize("name", ["dots3_note", "hy_v4_vl"])
 @torch.no_grad()
 def test_layers_that_stay_select_the_keys_that_they_selected(name):
