@@ -23,7 +23,7 @@ $(if $(UV),uv venv -q --allow-existing --python $(PYTHON),$(PYTHON) -m venv) $(V
 endef
 INSTALL = $(if $(UV),uv pip install -q --compile-bytecode --python $(PY),$(PY) -m pip install -q --disable-pip-version-check)
 
-# The tables and figures of the papers, each a sweep of a page: make TARGET = python -m crt_exp.report TARGET --run
+# The tables and figures of the papers, each a sweep of a page: make TARGET = python -m crt_exp report TARGET --run
 crt_variance  := fig1 fig2
 crt_uci       := table1
 crt_glue      := table2 encoders
@@ -89,7 +89,7 @@ ranges:
 	@$(PYTEST) -m "not slow" $(FILES)
 
 demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture, in under a minute
-	@$(PY) -m crt_exp.report demo --run --out outputs/demo
+	@$(PY) -m crt_exp report demo --run --out outputs/demo
 
 test: $(STAMP)  ## the fast tests
 	@$(PYTEST) -m "not slow" $(FILES)
@@ -118,15 +118,15 @@ docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or name 
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 data: $(STAMP)  ## fetch what the small pages read into CRT_DATA (default data): sizes first, the same command goes on
-	@$(PY) -m crt_exp.data fetch $(DATA)
+	@$(PY) -m crt_exp data fetch $(DATA)
 
 data $(TARGETS): export CRT_DATA ?= data
 
 $(TARGETS): $(STAMP)
-	@$(PY) -m crt_exp.report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))
+	@$(PY) -m crt_exp report $@ --run --size $(SIZE) $(if $(METHODS),--methods "$(METHODS)") $(if $(SEEDS),--seeds $(SEEDS))
 
 report: $(STAMP)  ## render all pages, results.md and index.md from their committed rows
-	@$(PY) -m crt_exp.report --size $(SIZE)
+	@$(PY) -m crt_exp report --size $(SIZE)
 
 sweep-example: $(STAMP)  ## a small sweep on this machine: mechanisms x m x seeds on digits, the table of the runs and the best
 	@$(PY) -m crt_exp -m task=uci task.dataset=digits features=trig,gerf,oprf features.m=8,128 seed=0,1,2 logger=none hydra.sweep.dir=outputs/sweep-example \

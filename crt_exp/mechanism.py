@@ -16,7 +16,8 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.attention import Exact
-from crt_exp.config import (
+from crt_exp.features.base import FeatureMap
+from crt_exp.registry import (
     ATTENTION,
     CONF,
     FEATURES,
@@ -35,8 +36,8 @@ from crt_exp.config import (
     read_yaml,
     uses,
 )
-from crt_exp.features.base import FeatureMap
-from crt_exp.options import (
+from crt_exp.samplers import Noise
+from crt_exp.validation import (
     check,
     check_options,
     format_value,
@@ -46,7 +47,6 @@ from crt_exp.options import (
     unknown,
     whole_number,
 )
-from crt_exp.samplers import Noise
 
 Layers = Iterable[int] | int | Literal["supported"] | None
 PARTS = {"features": FEATURES, "sampler": SAMPLER}

@@ -27,15 +27,15 @@ if (
 
 import signal
 
-from crt_exp.config import CONF, ConfigError, own_names
-from crt_exp.data import world_size
+from crt_exp.experiments.data import world_size
+from crt_exp.experiments.runner.command_line import check_command_line, with_file_names
+from crt_exp.experiments.runner.configuration import folders
+from crt_exp.experiments.runner.exit_handling import Stopped, exit_process, fail, report_errors
+from crt_exp.experiments.runner.fit import build, fit
+from crt_exp.experiments.runner.run import agree_on_start
+from crt_exp.experiments.runner.sweep import show, use_sweeper
 from crt_exp.optional import HideBeforeTransformers
-from crt_exp.runner.command_line import check_command_line, with_file_names
-from crt_exp.runner.configuration import folders
-from crt_exp.runner.exit_handling import Stopped, exit_process, fail, report_errors
-from crt_exp.runner.fit import build, fit
-from crt_exp.runner.run import agree_on_start
-from crt_exp.runner.sweep import show, use_sweeper
+from crt_exp.registry import CONF, ConfigError, own_names
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # before torch starts its threads
 
 import pytest
 import torch
-from torchrun import torchrun
+from helpers.torchrun import torchrun
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -73,7 +73,7 @@ def typed(monkeypatch, capsys, tmp_path):
             return done.returncode, done.stdout, done.stderr
         from accelerate.utils import memory
 
-        from crt_exp.runner import fit
+        from crt_exp.experiments.runner import fit
         from crt_exp.train import main
 
         monkeypatch.chdir(tmp_path)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from crt_exp.atomic_write import atomic_path, write_rows
-from crt_exp.data import images
-from crt_exp.drawing import new_figure, save_figure
-from crt_exp.models.folder import MODEL, save_tensors, whole_folder
-from crt_exp.runner.run import write_atomic
+from crt_exp.experiments.data import images
+from crt_exp.experiments.drawing import new_figure, save_figure
+from crt_exp.experiments.models.folder import MODEL, save_tensors, whole_folder
+from crt_exp.experiments.runner.run import write_atomic
 
 NOISE = np.random.default_rng(0).integers(0, 256, (100, 100, 3), np.uint8)
 

@@ -11,17 +11,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 from omegaconf import OmegaConf
-from pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 
-from crt_exp import infer
-from crt_exp.config import CONF, ConfigError, choices
-from crt_exp.data import __main__ as data_command
-from crt_exp.data import sources
-from crt_exp.options import parameters
-from crt_exp.report import __main__ as report_command
-from crt_exp.report import pages
-from crt_exp.runner.command_line import check_command_line
+from crt_exp.experiments import infer
+from crt_exp.experiments.data import __main__ as data_command
+from crt_exp.experiments.data import sources
+from crt_exp.experiments.report import __main__ as report_command
+from crt_exp.experiments.report import pages
+from crt_exp.experiments.runner.command_line import check_command_line
+from crt_exp.registry import CONF, ConfigError, choices
+from crt_exp.validation import parameters
 
 LANGUAGES = {"python", "bash", "yaml", "make", "sbatch", "mermaid"}
 EXAMPLES = [
@@ -107,18 +107,18 @@ def check(words):
             assert found[1] is None or found[1] in project()["optional-dependencies"]
         case ("export", assignment):
             assert re.fullmatch(r"CRT_DATA=\w+", assignment)
-        case ("python", "-m", "crt_exp.data", *arguments):
+        case ("python", "-m", "crt_exp", "data", *arguments):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)
             assert not name or sources.select(name)
-        case ("python", "-m", "crt_exp.infer", *arguments):
+        case ("python", "-m", "crt_exp", "infer", *arguments):
             keys = {
                 word.lstrip("-").partition("=")[0]
                 for word in arguments
                 if "=" in word or word.startswith("--")
             }
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
-        case ("python", "-m", "crt_exp.report", name, *arguments):
+        case ("python", "-m", "crt_exp", "report", name, *arguments):
             given = parser_of_reports().parse_args([name, *arguments])
             assert name.endswith(".py") or pages.load(name).page.sweeps(given.size)
         case ("python", "-m", "crt_exp", *arguments) | ("torchrun", _, "-m", "crt_exp", *arguments):
@@ -159,7 +159,7 @@ def test_recipes_of_make_are_valid_shell():
         ["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     done = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True)
-    assert "crt_exp.data fetch" in commands and done.returncode == 0, done.stderr
+    assert "crt_exp data fetch" in commands and done.returncode == 0, done.stderr
 
 
 TINY = {  # overrides that make a run of docs/add-your-own.md take a second

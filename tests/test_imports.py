@@ -7,10 +7,11 @@ import sys
 from functools import cache
 from graphlib import TopologicalSorter
 
+import pytest
+from helpers.pages import ROOT, project
 from omegaconf import OmegaConf
-from pages import ROOT, project
 
-from crt_exp.config import CONF, read_yaml
+from crt_exp.registry import CONF, read_yaml
 
 PACKAGE = ROOT / "crt_exp"
 PICTURE = (ROOT / "docs" / "contributing.md").read_text()
@@ -20,7 +21,8 @@ BOXES = {
     for part in parts.split(", ")
 }
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
-COMMANDS = ("__main__", "infer", "predict", "transcribe", "sample")
+COMMANDS = ("crt_exp.data", "crt_exp.report", "crt_exp.infer", "crt_exp.experiments.infer")
+PLAIN = ("samplers", "features", "attention", "nearfar")
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the subpackages
 
 
@@ -48,8 +50,9 @@ def imported(name):
 
 def box(name):
     """The box of the picture that a module stands in."""
-    parts = name.split(".")
-    return "commands" if parts[-1] in COMMANDS else BOXES[parts[1]]
+    if name in COMMANDS or name.endswith(".__main__"):
+        return "commands"
+    return BOXES[name.removeprefix("crt_exp.experiments.").removeprefix("crt_exp.").split(".")[0]]
 
 
 @cache
@@ -84,24 +87,26 @@ def test_no_circle():
     ).prepare()  # raises CycleError, which names the circle
 
 
-def test_subpackages_of_the_library_need_no_runs_no_data_and_maps_no_configuration():
-    """However indirectly; names and files become arguments in `Mechanism`, which stands above maps and layers."""
-    plain = ("samplers", "features", "bounds", "attention", "nearfar")
-    core = (*plain, "mechanism", "swap", "sampled_softmax", "estimators")
-    for parts, apart in (
-        (core, {"runner", "tasks", "data", "models", "measure", "report"}),
-        (plain, {"config", "mechanism"}),
-    ):
-        for part in parts:
-            needed, left = (
-                set(),
-                [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")],
-            )
-            while left:
-                needed.add(name := left.pop())
-                left += imported(name) - needed
-            odd = {name for name in needed if name.split(".")[1] in apart}
-            assert needed and not odd, f"{part} needs {sorted(odd)}"
+def needed_by(part):
+    """The modules that a part of the library imports, however indirectly, with its own."""
+    needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")]
+    while left:
+        name = left.pop()
+        needed.add(name)
+        left += imported(name) - needed
+    return needed
+
+
+@pytest.mark.parametrize("part", ["mechanism", "swap", "sampled_softmax", "estimators", *PLAIN])
+def test_the_library_needs_no_experiments(part):
+    needed = needed_by(part)
+    assert needed and not {name for name in needed if name.startswith(f"{FRONT}.experiments")}
+
+
+@pytest.mark.parametrize("part", PLAIN)
+def test_maps_and_layers_need_no_names(part):
+    """Names and files become arguments in `Mechanism`, which stands above maps and layers."""
+    assert not needed_by(part) & {f"{FRONT}.registry", f"{FRONT}.mechanism"}
 
 
 # ---- the light install: pip install crt_exp
@@ -148,7 +153,7 @@ import crt_exp
 print({name.partition(".")[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names})
 
 from crt_exp import Mechanism, RandomFeatures, calibrate_attention, describe_attention, swap_attention, unswap_attention
-from crt_exp.config import choices
+from crt_exp.registry import choices
 
 for name in choices("attention"):
     Mechanism.of(name).layer(2, 4)

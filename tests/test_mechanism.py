@@ -6,21 +6,21 @@ import json
 import time
 from dataclasses import dataclass
 
-import hostile
 import numpy as np
 import pytest
 import torch
+from helpers import hostile
 from torch import Tensor
 
 from crt_exp import swap_attention
 from crt_exp.attention import Window
-from crt_exp.config import CONF, ConfigError, choices, json_object, own_names, read_yaml
+from crt_exp.experiments.measure.advice import mechanisms
+from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
-from crt_exp.runner.command_line import compose
-from crt_exp.runner.configuration import load_task
+from crt_exp.registry import CONF, ConfigError, choices, json_object, own_names, read_yaml
 from crt_exp.samplers import iid
-from crt_exp.swap.advise import mechanisms
 
 
 def parsed(text, **given):
@@ -314,7 +314,7 @@ def test_files_that_no_run_writes_are_one_line(read, content, words, tmp_path):
     [
         "_target_: os.system\n  command: touch {}",
         "_target_: [1]",
-        "_target_: crt_exp.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}",
+        "_target_: crt_exp.experiments.tasks.sequences.Recall\n  vocabulary: {{_target_: trap.call}}",
     ],
 )
 def test_a_hostile_task_runs_nothing(task, tmp_path, monkeypatch):

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pages import section, write_recipes
+from helpers.pages import section, write_recipes
 from torch import nn
 
 from crt_exp import Mechanism, swap_attention
 from crt_exp.attention import Baseline
-from crt_exp.config import ConfigError, is_known, own_names
 from crt_exp.features import FeatureMap, Features
 from crt_exp.features.base import ONE
+from crt_exp.registry import ConfigError, is_known, own_names
 
 
 @pytest.fixture

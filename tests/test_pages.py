@@ -6,13 +6,13 @@ import re
 import pytest
 import words
 import yaml
-from pages import BLOCKS, PAGES, ROOT, project
+from helpers.pages import BLOCKS, PAGES, ROOT, project
 
-from crt_exp.config import choices
-from crt_exp.papers.results import SPEED, times
-from crt_exp.papers.swap import COMMON
-from crt_exp.report import mean_ci
-from crt_exp.report.rows import read_rows
+from crt_exp.experiments.papers.results import SPEED, times
+from crt_exp.experiments.papers.swap import COMMON
+from crt_exp.experiments.report import mean_ci
+from crt_exp.experiments.report.rows import read_rows
+from crt_exp.registry import choices
 
 
 def test_links_and_files_that_are_named_exist():

@@ -5,11 +5,11 @@ import torch
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, Linformer, Reformer, attention
-from crt_exp.config import ConfigError
+from crt_exp.experiments.runner.configuration import check_top
 from crt_exp.features import AngularHybrid, Hedgehog, Moments, PosRF
 from crt_exp.features.complex_exponential import _for_dimension
 from crt_exp.features.statistics import check_kernel
-from crt_exp.runner.configuration import check_top
+from crt_exp.registry import ConfigError
 from crt_exp.samplers.blocks import row_lengths
 from crt_exp.swap.interface import _is_causal
 

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 
 import pytest
-from pages import ROOT
+from helpers.pages import ROOT
 
 LIBRARY = """
 import crt_exp, torch
@@ -46,4 +46,4 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     assert "task=glue" in run(new / "bin/crt_exp", "--help")
     assert "digits: accuracy" in run(new / "bin/crt_exp", *UCI.split())
     run(new / "bin/python", "-W", "ignore", "-c", LIBRARY.replace("PREFIX", repr(str(new))))
-    assert "uci/abalone" in run(new / "bin/python", "-m", "crt_exp.data", "list")
+    assert "uci/abalone" in run(new / "bin/python", "-m", "crt_exp.experiments.data", "list")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast
-from crt_exp.options import whole_number
 from crt_exp.samplers import at_least_float32
+from crt_exp.validation import whole_number
 
 
 class AttentionLayer(nn.Module):

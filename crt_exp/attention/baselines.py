@@ -12,8 +12,8 @@ from torch import Tensor
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import Shift, check_inputs, first_unmasked, from_first, repeat_heads
 from crt_exp.features.base import all_true, values_readable
-from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers import at_least_float32
+from crt_exp.validation import Count, Whole, checked
 
 VECTOR = 16  # with fewer keys, torch's CPU kernel returns 0 for queries that are NaN
 

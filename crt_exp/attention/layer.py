@@ -36,9 +36,9 @@ from crt_exp.attention.state import (
 )
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
-from crt_exp.options import Count, Whole, checked, warn
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, map_leaves, transforming
+from crt_exp.validation import Count, Whole, checked, warn
 
 # A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
 _MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()

@@ -25,8 +25,8 @@ from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat
 from crt_exp.attention.engines import TINY
 from crt_exp.features.base import ONE, Features
 from crt_exp.features.blocks import Block, Blocks
-from crt_exp.options import warn
 from crt_exp.samplers.noise import transforming
+from crt_exp.validation import warn
 
 POLICIES = ("none", "clamp", "abs")
 CLAMP = 1e-6  # floor of a clamped denominator, relative to the sum of absolute terms

@@ -19,16 +19,16 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.config import ConfigError, is_known
 from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
-from crt_exp.options import whole_number
+from crt_exp.registry import ConfigError, is_known
 from crt_exp.samplers import Noise
-from crt_exp.times import threads
+from crt_exp.samplers.threads import threads
+from crt_exp.validation import whole_number
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache

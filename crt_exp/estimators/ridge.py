@@ -27,8 +27,8 @@ from crt_exp.estimators import (
     names_itself,
     validate_rows,
 )
-from crt_exp.options import whole_number
-from crt_exp.times import threads
+from crt_exp.samplers.threads import threads
+from crt_exp.validation import whole_number
 
 Choice = Literal["gcv", "evidence"]
 ROUNDING = {

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.features.statistics import Kernel, Statistics, log_kernel
-from crt_exp.options import check_values
 from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
+from crt_exp.validation import check_values
 
 ONE = torch.ones(
     ()

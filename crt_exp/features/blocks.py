@@ -26,8 +26,8 @@ from crt_exp.features.base import (
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, angle
-from crt_exp.options import Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64
+from crt_exp.validation import Positive
 
 LEAST = 1e-3  # limit of sigma r; lambda tends to 0 / 0 below it
 

@@ -35,8 +35,8 @@ from crt_exp.features.complex_exponential import (
 from crt_exp.features.exponential import HypRF, PosRF, TrigRF, log_mean_exp2
 from crt_exp.features.hybrid import HybridMap
 from crt_exp.features.statistics import Statistics
-from crt_exp.options import Count, Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast
+from crt_exp.validation import Count, Positive
 
 SEED = 0  # random state of k-means
 STARTS = 4  # initialisations of k-means

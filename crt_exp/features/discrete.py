@@ -27,8 +27,8 @@ from torch import Tensor
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, check_finite
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.options import Positive
 from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast, transforming
+from crt_exp.validation import Positive
 
 MAX_COUNT = 10_000
 MIN_RATE = 1e-8

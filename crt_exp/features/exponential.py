@@ -34,7 +34,6 @@ from crt_exp.features.base import (
     values_readable,
 )
 from crt_exp.features.statistics import Statistics, log_0f1
-from crt_exp.options import Complex
 from crt_exp.samplers.noise import (
     Noise,
     at_least_float32,
@@ -42,6 +41,7 @@ from crt_exp.samplers.noise import (
     no_autocast,
     transforming,
 )
+from crt_exp.validation import Complex
 
 LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 

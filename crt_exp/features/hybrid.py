@@ -40,8 +40,8 @@ from crt_exp.features.blocks import (
 from crt_exp.features.complex_exponential import CERF
 from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.options import Count, Positive, Several, check_options, split_words, unknown
 from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
+from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
 
 
 @dataclass(frozen=True)

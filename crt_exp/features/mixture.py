@@ -32,8 +32,8 @@ from crt_exp.features.complex_exponential import apply_to_pairs, inverse_transpo
 from crt_exp.features.dense import Dense, balance
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Moments, Statistics
-from crt_exp.options import Count
 from crt_exp.samplers import orthogonal
+from crt_exp.validation import Count
 
 KEYS, PAIRS = 2, 8  # least number of sampled keys per query, and of sampled pairs per centre
 UNIFORM = (

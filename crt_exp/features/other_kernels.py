@@ -20,7 +20,6 @@ from torch import Tensor
 from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
 from crt_exp.features.exponential import Trigonometric
 from crt_exp.features.statistics import Kernel, Statistics, angle
-from crt_exp.options import Positive
 from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
@@ -30,6 +29,7 @@ from crt_exp.samplers.noise import (
     share_leaf,
     transforming,
 )
+from crt_exp.validation import Positive
 
 NODES, POINTS = (
     400,

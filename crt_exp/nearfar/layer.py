@@ -22,8 +22,8 @@ from crt_exp.features.statistics import Statistics
 from crt_exp.nearfar.call import apply_by_row, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.options import Count, Whole, checked
 from crt_exp.samplers.noise import transforming
+from crt_exp.validation import Count, Whole, checked
 
 PRESETS = {
     "cheap": Sizes(16, 16, 16, open=16, exact_until=1536),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.features.base import NotFinite
-from crt_exp.options import whole_number
+from crt_exp.validation import whole_number
 
 PAIRS = 2**20  # pairs of query and class per block, so that the block fits the cache
 

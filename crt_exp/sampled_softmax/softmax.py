@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.options import whole_number
 from crt_exp.sampled_softmax.base import ClassSampler, check_queries
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
+from crt_exp.validation import whole_number
 
 MAX_RECORDED = 2**20  # recorded classes before duplicates are removed, or 2 V if that is larger
 LARGEST_BLOCK = 2**24  # entries of a block of the (queries, classes) matrix of exact losses

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.options import whole_number
 from crt_exp.samplers.noise import Noise
+from crt_exp.validation import whole_number
 
 
 class Bias(NamedTuple):

@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crt_exp.options import Count, Whole, whole_number
 from crt_exp.samplers.noise import DenseNoise, HadamardNoise, Noise
-from crt_exp.times import threads
+from crt_exp.samplers.threads import threads
+from crt_exp.validation import Count, Whole, whole_number
 
 ONE_THREAD = 256  # largest matrix factorised with one thread
 SOBOL_MAX_DIM = 21201  # scipy has direction numbers up to this dimension

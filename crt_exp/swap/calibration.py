@@ -26,9 +26,9 @@ from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
-from crt_exp.options import warn
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
+from crt_exp.validation import warn
 
 SEQUENCES = 4  # sequences of a batch, the first ones, on which errors are measured
 QUERIES = 128  # random queries of each sequence that are compared with exact attention

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from crt_exp.config import ConfigError
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
 from crt_exp.swap import saved
 from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers

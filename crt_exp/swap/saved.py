@@ -20,9 +20,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crt_exp import __version__
-from crt_exp.config import ConfigError, json_object
-from crt_exp.options import Whole, check
+from crt_exp.registry import ConfigError, json_object
 from crt_exp.swap.families import attention_modules
+from crt_exp.validation import Whole, check
 
 KEY = "crt_exp"
 IMPLEMENTATION = "attn_implementation"  # key of config.json, which transformers reads at loading
@@ -235,6 +235,6 @@ def fetched(name: str | Path, option: str = "") -> Path | None:
         return folder
     where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
     raise ConfigError(
-        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp.data fetch {name} "
+        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp data fetch {name} "
         f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}"
     )

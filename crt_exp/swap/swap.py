@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from crt_exp.options import warn
 from crt_exp.swap import families
 from crt_exp.swap.families import WINDOW_REASON
 from crt_exp.swap.saved import restore_own, write_record
+from crt_exp.validation import warn
 
 # builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module called as (q, k, v, key_mask)
 LayerMaker = Callable[..., nn.Module]

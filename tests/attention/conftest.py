@@ -1,5 +1,5 @@
 import pytest
-from attention_cases import set_chunks
+from helpers.attention_cases import set_chunks
 
 from crt_exp.attention.engines import native
 

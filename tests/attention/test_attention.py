@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import BLOCKED, FEW, OTHER, OUTLIER, SHAPES, Case, assert_same
-from covering import in_turn
-from maps import HYBRID, MAPS, independent
+from helpers.attention_cases import BLOCKED, FEW, OTHER, OUTLIER, SHAPES, Case, assert_same
+from helpers.covering import in_turn
+from helpers.maps import HYBRID, MAPS, independent
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import samplers

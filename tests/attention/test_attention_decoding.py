@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from attention_cases import FEW, OTHER, Case, assert_same, set_chunks
-from covering import in_turn
+from helpers.attention_cases import FEW, OTHER, Case, assert_same, set_chunks
+from helpers.covering import in_turn
 
 from crt_exp import Mechanism
 from crt_exp.attention import DecodingState, attention, attention_reference

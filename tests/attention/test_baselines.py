@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from attention_cases import Case, assert_same
-from covering import in_turn
+from helpers.attention_cases import Case, assert_same
+from helpers.covering import in_turn
 from timm.utils import ModelEmaV3
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -18,13 +18,13 @@ from crt_exp.attention import (
     uniform_attention,
     window_attention,
 )
-from crt_exp.config import choices
 from crt_exp.features import OPRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
 
 transformers = pytest.importorskip("transformers")
-from decoders import CONTROLS, mechanisms  # noqa: E402
-from decoders import layer as layer_of  # noqa: E402
+from helpers.decoders import CONTROLS, mechanisms  # noqa: E402
+from helpers.decoders import layer as layer_of  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
 B, H, D = 2, 3, 4

@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hybrid_cases import draw, vectors
-from module_cases import B, D, H, L, make, qkv, same, state
+from helpers.hybrid_cases import draw, vectors
+from helpers.module_cases import B, D, H, L, make, qkv, same, state
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
 from crt_exp.attention.base import same_step
 from crt_exp.attention.checks import has_dynamic_size
-from crt_exp.config import choices
 from crt_exp.features import (
     CERF,
     GERF,
@@ -37,6 +36,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
 from crt_exp.samplers import DenseNoise
 
 ONE = (OPRF(), 16, {"omega"})

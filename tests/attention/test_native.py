@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from covering import in_turn
-from native_cases import Case, assert_near, needs_library
-from nearfar_cases import choices
+from helpers.covering import in_turn
+from helpers.native_cases import Case, assert_near, needs_library
+from helpers.nearfar_cases import choices
 
 from crt_exp.attention.engines import native
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF

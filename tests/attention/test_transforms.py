@@ -2,11 +2,11 @@
 
 import io
 
-import native_cases
 import pytest
 import torch
-from attention_cases import Case, assert_same, set_chunks
-from covering import in_turn
+from helpers import native_cases
+from helpers.attention_cases import Case, assert_same, set_chunks
+from helpers.covering import in_turn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 

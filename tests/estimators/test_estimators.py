@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from covering import in_turn
-from maps import HYBRIDS, map_names
+from helpers.covering import in_turn
+from helpers.maps import HYBRIDS, map_names
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic

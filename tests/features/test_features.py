@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from covering import in_turn
-from maps import (
+from helpers.covering import in_turn
+from helpers.maps import (
     COMPOSITE,
     EXPONENTIAL,
     HYBRID,
@@ -25,7 +25,6 @@ from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
 from sklearn.metrics.pairwise import laplacian_kernel
 
 from crt_exp import samplers
-from crt_exp.config import ConfigError, choices
 from crt_exp.features import (
     CERF,
     GERF,
@@ -58,6 +57,7 @@ from crt_exp.features.exponential import (
     search_complex_a,
 )
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError, choices
 from crt_exp.samplers.noise import leaves
 
 

@@ -4,9 +4,9 @@ layers that train their map, and mixtures. Their parameters are the best ones; a
 import copy
 import math
 
-import module_cases
 import pytest
 import torch
+from helpers import module_cases
 from torch.testing import assert_close
 
 from crt_exp import Mechanism, calibrate_attention, describe_attention, samplers, swap_attention

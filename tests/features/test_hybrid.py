@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from covering import in_turn
-from hybrid_cases import draw, vectors
-from maps import HYBRID
+from helpers.covering import in_turn
+from helpers.hybrid_cases import draw, vectors
+from helpers.maps import HYBRID
 
 from crt_exp import samplers
 from crt_exp.features import (

@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from values import attempt, numbers
 
-from crt_exp.config import choices
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
 
 B, H, KV, D = 2, 4, 2, 16
 SMALL = "nearfar block=16 heavy=8 cells=16"

@@ -9,10 +9,10 @@ from sklearn.preprocessing import StandardScaler
 from values import attempt, numbers
 
 from crt_exp import KernelRegressionClassifier, RandomFeatures
-from crt_exp.config import choices
 from crt_exp.estimators.ridge import RandomFeatureClassifier, RandomFeatureRidge
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
 
 D, M = 8, 16
 ESTIMATORS = "estimators"

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.small_bert import write_glue, write_model, write_text
+from helpers.small_images import write_images
+from helpers.small_speech import write_digits
+from helpers.stopping import stopped_and_continued
+from helpers.torchrun import torchrun
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from small_bert import write_glue, write_model, write_text
-from small_images import write_images
-from small_speech import write_digits
-from stopping import stopped_and_continued
-from torchrun import torchrun
 
-from crt_exp.config import CONF, choices
-from crt_exp.runner.command_line import compose
-from crt_exp.tasks.trembl import TrEMBL
+from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.tasks.trembl import TrEMBL
+from crt_exp.registry import CONF, choices
 from crt_exp.train import main
 
 UNTOLD = re.compile(

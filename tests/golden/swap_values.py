@@ -3,10 +3,10 @@
 import tempfile
 import warnings
 
-import swap_models
 import torch
 import transformers
-from tiny_models import NotBuilt, of_timm, of_torch, of_torchaudio, of_transformers, outputs
+from helpers import swap_models
+from helpers.tiny_models import NotBuilt, of_timm, of_torch, of_torchaudio, of_transformers, outputs
 from values import attempt, numbers
 
 from crt_exp import calibrate_attention, from_pretrained, swap_attention

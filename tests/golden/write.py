@@ -10,7 +10,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [
     str(HERE),
     str(ROOT),
-    *(str(HERE.parent / name) for name in ("", "data", "models", "runner", "tasks")),
+    str(HERE.parent),
 ]
 os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
 

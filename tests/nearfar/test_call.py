@@ -3,8 +3,8 @@ scale of keys against queries, copies of a key or sizes beyond the keys."""
 
 import pytest
 import torch
-from native_cases import needs_library
-from nearfar_cases import all_pairs, same, tensors
+from helpers.native_cases import needs_library
+from helpers.nearfar_cases import all_pairs, same, tensors
 from torch.autograd import forward_ad
 
 from crt_exp.attention import exact_attention, softmax_attention, uniform_attention

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from nearfar_cases import tensors
+from helpers.nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -3,8 +3,8 @@ single key that matters is found."""
 
 import pytest
 import torch
-from native_cases import needs_library
-from nearfar_cases import as_integers, choices, same
+from helpers.native_cases import needs_library
+from helpers.nearfar_cases import as_integers, choices, same
 from scipy.special import log_ndtr
 
 from crt_exp.attention import exact_attention, uniform_attention

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crt_exp import Mechanism
+from crt_exp.experiments.measure.sampling import SampledGradients, SamplingTimes
 from crt_exp.features import OPRF, PoisRF, PosRF, Product, Sum, TrigRF
-from crt_exp.measure.sampling import SampledGradients, SamplingTimes
 from crt_exp.sampled_softmax import (
     DenseFeatures,
     ExactSoftmax,

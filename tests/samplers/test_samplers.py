@@ -10,9 +10,9 @@ import torch
 from scipy.stats import kstest
 
 from crt_exp import samplers
-from crt_exp.config import choices
 from crt_exp.features import SMREG, GeomRF, PoisRF, PosRF
 from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
 from crt_exp.samplers import (
     givens,
     hadamard,

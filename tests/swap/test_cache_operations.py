@@ -8,9 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from covering import in_turn  # noqa: E402
-from decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
-from native_cases import needs_library  # noqa: E402
+from helpers.covering import in_turn  # noqa: E402
+from helpers.decoders import BELOW, BEYOND, CONTROLS, SMALL, called, mechanisms, swapped, tokens  # noqa: E402
+from helpers.native_cases import needs_library  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from crt_exp import swap_attention, unswap_attention  # noqa: E402

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from swap_models import bert, gpt2, inputs, llama, made, run, swapped
+from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped
 from torch import nn
 
 from crt_exp import (

@@ -8,10 +8,10 @@ the model's own attention does not, and keep padding out."""
 import copy
 
 import pytest
-import tiny_models
 import torch
 import transformers
-from tiny_models import BATCH, NotBuilt, outputs, spread
+from helpers import tiny_models
+from helpers.tiny_models import BATCH, NotBuilt, outputs, spread
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 
 from crt_exp import swap_attention, unswap_attention

@@ -8,22 +8,22 @@ import sys
 import warnings
 
 import accelerate
-import hostile
 import huggingface_hub
 import pytest
 import torch
 import transformers
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from small_bert import write_model
-from swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
+from helpers import hostile
+from helpers.small_bert import write_model
+from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
 
 import crt_exp
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
-from crt_exp.config import ConfigError
-from crt_exp.data import DataError
-from crt_exp.data.__main__ import main
-from crt_exp.models import encoders
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.__main__ import main
+from crt_exp.experiments.models import encoders
+from crt_exp.registry import ConfigError
 from crt_exp.swap.saved import fetched
 
 pytestmark = [

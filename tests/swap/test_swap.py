@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from swap_models import (
+from helpers.swap_models import (
     ALL,
     LOOSE,
     SIZES,

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 import transformers
-from decoders import tokens as tokens_of
-from swap_models import SIZES, gpt2, llama, made, neox
+from helpers.decoders import tokens as tokens_of
+from helpers.swap_models import SIZES, gpt2, llama, made, neox
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.swap.cache import NewKeys, RecurrentLayer

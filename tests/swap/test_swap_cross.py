@@ -3,11 +3,11 @@
 import copy
 
 import pytest
-import swap_models
 import torch
 import transformers
-from decoders import tokens
-from swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, marian, whisper
+from helpers import swap_models
+from helpers.decoders import tokens
+from helpers.swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, marian, whisper
 from torch import nn
 
 from crt_exp import calibrate_attention, samplers, swap_attention

@@ -4,11 +4,11 @@ what linear attention cannot represent is refused."""
 import copy
 
 import pytest
-import swap_models
 import torch
 import transformers
-from decoders import tokens as tokens_of
-from swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
+from helpers import swap_models
+from helpers.decoders import tokens as tokens_of
+from helpers.swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
 from torch import nn
 from transformers import masking_utils
 

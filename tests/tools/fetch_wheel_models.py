@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from wheel_models.convert import convert
 
-from crt_exp.data import DataError
-from crt_exp.data.__main__ import install_model
-from crt_exp.data.sources import data_root, select
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.__main__ import install_model
+from crt_exp.experiments.data.sources import data_root, select
 
 CHUNK, PARTS = 1 << 20, ".parts"
 OPTIONS = (

@@ -11,14 +11,14 @@ import fetch_wheel_models as tool
 import numpy as np
 import pytest
 import torch
-from local_servers import held
+from helpers.local_servers import held
 from timm.models.vision_transformer import VisionTransformer
 from torch.testing import assert_close
 from transformers import Dinov2Config, Dinov2Model, WhisperConfig, WhisperForConditionalGeneration
 from wheel_models import convert, ctranslate2, onnx
 
-from crt_exp.data import DataError
-from crt_exp.data.sources import SOURCES, Source, select
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.sources import SOURCES, Source, select
 
 CONTENTS = {
     f"tiny_model/model/{name}": name.encode() * 100 for name in ("model.safetensors", "config.json")

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from crt_exp.config import json_object
-from crt_exp.data import DataError
-from crt_exp.models.encoders import quiet
-from crt_exp.models.folder import save_tensors
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.models.encoders import quiet
+from crt_exp.experiments.models.folder import save_tensors
+from crt_exp.registry import json_object
 from wheel_models import ctranslate2, onnx
 
 # Tokens of reactions: atoms, bonds, brackets, as rxnfp 0.1.0 and rxnmapper 0.4.3 take strings apart.

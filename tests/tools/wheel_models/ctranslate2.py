@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data import DataError
+from crt_exp.experiments.data import DataError
 
 VERSION = 6
 TYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.data import DataError
+from crt_exp.experiments.data import DataError
 
 GRAPH, NODE, INITIALIZER = 7, 1, 5  # fields of a model and of its graph
 INPUT, NODE_NAME = 1, 3  # of a node

@@ -1,0 +1,59 @@
+"""Readers of data sets; `python -m crt_exp data` lists, fetches, verifies files.
+
+This module holds the error, the warnings and the process number that all readers share. It imports no heavy library, so
+that an error about data appears at once.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+
+class DataError(Exception):
+    """A data set cannot be used.
+
+    The message states the problem, its position (file and line) and the fix: the file to get, where to put it, or
+    the option to set.
+    """
+
+
+@functools.cache
+def warn(message: str, *about: Any) -> None:
+    """Log a warning once in a process, on the first process of a run only."""
+    if rank() == 0:
+        logging.getLogger(__name__).warning(message, *about)
+
+
+def check_classes(labels: Iterable[Hashable], where: str) -> None:
+    """Raise DataError if there are fewer than two classes.
+
+    labels: those of the training rows, or the names of the classes. With one class, every model has accuracy 1.
+    """
+    different = set(labels)
+    if len(different) < 2:
+        raise DataError(
+            f"{where}: one class only ({', '.join(map(str, different)) or 'none'}); expected at least 2"
+        )
+
+
+# ---- process number, from the environment variables of torchrun ------------------------------------------------------
+
+
+def rank() -> int:
+    """Rank of this process under torchrun, else 0."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def inside_torchrun() -> bool:
+    return "LOCAL_RANK" in os.environ
+
+
+def full_tensor(tensor: Any) -> Any:
+    """Gather a sharded tensor on all processes (collective); return others unchanged."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

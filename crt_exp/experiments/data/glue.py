@@ -1,0 +1,270 @@
+"""GLUE data: official TSV files or the Hugging Face copy, and their token ids.
+
+`load("rte", "dev")` reads $CRT_DATA/glue/RTE/dev.tsv. Files are read without quoting, because a field may hold an
+unpaired double quote. Columns are found by name, because their order differs between the files of a task. The train and
+dev files of CoLA have no header.
+Notation: n examples of a split, B of a batch, L tokens of the longest example of a batch.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data.plan import pad_rows
+from crt_exp.experiments.data.sources import from_hub, how_to_fetch, is_on_hub, missing, task_folder
+from crt_exp.experiments.data.text import numbered_lines
+
+HUB = "nyu-mll/glue"
+GROUP = 10_000  # examples per call of the tokenizer
+
+
+@dataclass(frozen=True)
+class GlueTask:
+    """Files, columns, classes and metrics of one GLUE task.
+
+    Attributes:
+        spelled: labels of the classes in the files, in the order of `names`. Both are empty for a score from 0 to 5.
+        metrics: the metric of the paper's table comes first.
+    """
+
+    folder: str
+    label: str
+    names: tuple[str, ...] = ()
+    spelled: tuple[str, ...] = ("0", "1")
+    columns: tuple[str, ...] = ("sentence1", "sentence2")
+    hub_columns: tuple[str, ...] = ()  # if they differ from `columns`
+    headless: tuple[str, ...] = ()  # columns of files without a header line
+    metrics: tuple[str, ...] = ("accuracy",)
+    two_devs: bool = False  # matched and mismatched
+    broken: float = 0.0  # share of broken rows in the published files
+
+    @property
+    def source(self) -> str:
+        return f"glue/{self.folder}"
+
+    @property
+    def outputs(self) -> int:
+        """Width of the model's head: the number of classes, or 1 for a score."""
+        return len(self.names) or 1
+
+    @property
+    def splits(self) -> dict[str, str]:
+        """File name without suffix of each split; test labels are not published."""
+        devs = (
+            {"dev": "dev_matched", "dev_mm": "dev_mismatched"} if self.two_devs else {"dev": "dev"}
+        )
+        return {"train": "train", **devs}
+
+
+ENTAILMENT = ("entailment", "not_entailment")
+NLI = ("entailment", "neutral", "contradiction")
+TASKS = {
+    "cola": GlueTask(
+        "CoLA",
+        "label",
+        ("unacceptable", "acceptable"),
+        columns=("sentence",),
+        metrics=("mcc",),
+        headless=("source", "label", "mark", "sentence"),
+    ),
+    "sst2": GlueTask("SST-2", "label", ("negative", "positive"), columns=("sentence",)),
+    "mrpc": GlueTask(
+        "MRPC",
+        "Quality",
+        ("not_equivalent", "equivalent"),
+        columns=("#1 String", "#2 String"),
+        hub_columns=("sentence1", "sentence2"),
+        metrics=("f1", "accuracy"),
+    ),
+    # Some published question pairs are broken over two lines; other readers leave them out too.
+    "qqp": GlueTask(
+        "QQP",
+        "is_duplicate",
+        ("not_duplicate", "duplicate"),
+        columns=("question1", "question2"),
+        metrics=("accuracy", "f1"),
+        broken=1e-3,
+    ),
+    "stsb": GlueTask("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
+    "mnli": GlueTask(
+        "MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True
+    ),
+    "qnli": GlueTask("QNLI", "label", ENTAILMENT, ENTAILMENT, columns=("question", "sentence")),
+    "rte": GlueTask("RTE", "label", ENTAILMENT, ENTAILMENT),
+    "wnli": GlueTask("WNLI", "label", ("not_entailment", "entailment")),
+}
+
+
+@dataclass(frozen=True)
+class Examples:
+    """n examples in file order: one or two lists of sentences, and their labels.
+
+    labels: classes, or scores.
+    """
+
+    texts: list[list[str]]
+    labels: list[int] | list[float]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def subsample(self, n: int | None, seed: int = 0) -> "Examples":
+        """Random n examples without replacement, in file order; all for n = None.
+
+        The sample depends only on the seed and the number of examples. A smaller sample is part of a larger one.
+        """
+        return self if n is None or n >= len(self) else self.rows(self.order(seed)[:n])
+
+    def hold_out(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
+        """Split off n held-out examples: (other examples, held-out examples).
+
+        The held-out examples are those of `subsample`. Raises DataError if no other example is left.
+        """
+        if n >= len(self):
+            raise DataError(
+                f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples"
+            )
+        order = self.order(seed)
+        return self.rows(order[n:]), self.rows(order[:n])
+
+    def order(self, seed: int) -> list[int]:
+        draw = random.Random(seed).random
+        order = [draw() for _ in self.labels]
+        return sorted(range(len(order)), key=order.__getitem__)
+
+    def rows(self, chosen: Sequence[int]) -> "Examples":
+        *texts, labels = [
+            [values[i] for i in sorted(chosen)] for values in (*self.texts, self.labels)
+        ]
+        return Examples(texts, labels)
+
+
+def load(
+    name: str, split: str = "train", data_dir: str | Path | None = None, source: str = "auto"
+) -> Examples:
+    """Read one split (train, dev; MNLI also dev_mm) of the GLUE task `name`.
+
+    source: "files" reads the official TSVs in `data_dir` (default $CRT_DATA/glue/<TASK>). "hub" reads the copy on the
+    Hugging Face hub. "auto" reads the files if they exist, else the hub. Raises DataError for a missing or empty file,
+    too many rows with a wrong number of columns, and an unknown label.
+    """
+    task = TASKS[name]
+    if is_on_hub(source, task.source, task_folder(task.source), data_dir):
+        return from_copy(name, split)
+    path = split_file(task, split, data_dir)
+    lines = [
+        (f"{path}, line {number}", line.split("\t"))
+        for number, line in numbered_lines(path)
+        if line
+    ]
+    header = [*task.headless] or (lines.pop(0)[1] if lines else [])
+    rows = [
+        (place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)
+    ]
+    broken = [place for place, fields in lines if len(fields) != len(header)]
+    if (
+        not rows
+        or not {*task.columns, task.label} <= {*header}
+        or len(broken) > task.broken * len(rows)
+    ):
+        raise DataError(
+            f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
+            f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp data fetch {task.source}`"
+        )
+    if broken:
+        warn("%s: skipped %s broken rows", path, len(broken))
+    return Examples(
+        [[row[column] for _, row in rows] for column in task.columns],
+        [label_of(task, row[task.label], place) for place, row in rows],
+    )
+
+
+def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -> Path:
+    """Path of the official TSV of a split. Raises DataError if the file is missing."""
+    folder = task_folder(task.source, data_dir)
+    path = folder / f"{task.splits[split]}.tsv" if folder else None
+    if path is None or not path.is_file():
+        raise missing(task.source, path, list(task.splits).index(split))
+    return path
+
+
+def label_of(task: GlueTask, text: str, place: str) -> int | float:
+    """Class or score of a label; raises DataError for other labels."""
+    if text in task.spelled:
+        return task.spelled.index(text)
+    if not task.spelled and re.fullmatch(r"[0-4](\.\d+)?|5(\.0+)?", text):
+        return float(text)
+    raise DataError(
+        f"{place}: label {text!r}: expected {', '.join(task.spelled) or 'a number from 0 to 5'}"
+    )
+
+
+def from_copy(name: str, split: str) -> Examples:
+    from datasets import load_dataset
+
+    task = TASKS[name]
+    part = task.splits[split].replace("dev", "validation")
+    rows = from_hub(
+        lambda: load_dataset(HUB, name, split=part),
+        f"{HUB} ({name}, {part})",
+        how_to_fetch(task.source),
+    )
+    if task.names != tuple(getattr(rows.features["label"], "names", ())):
+        raise DataError(
+            f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files"
+        )
+    return Examples(
+        [list(rows[column]) for column in task.hub_columns or task.columns], list(rows["label"])
+    )
+
+
+def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> list[dict[str, Any]]:
+    """Token ids and label of each example, with special tokens.
+
+    Truncation to `max_length` removes tokens from the longer sentence of a pair first. Raises DataError if `max_length`
+    leaves no tokens for text.
+    """
+    special = tokenizer.num_special_tokens_to_add(pair=len(examples.texts) > 1)
+    if max_length <= special or tokenizer.pad_token_id is None:
+        raise DataError(
+            f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
+            "tokenizer with a padding token"
+        )
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(examples), GROUP):
+        group = [part[start : start + GROUP] for part in examples.texts]
+        coded = tokenizer(
+            *group, truncation=True, max_length=max_length, return_attention_mask=False
+        )
+        rows += [
+            {name: np.array(ids, np.int32) for name, ids in zip(coded, row)}
+            for row in zip(*coded.values())
+        ]
+    labels = np.array(examples.labels, np.int64 if classes else np.float32)
+    return [row | {"labels": label} for row, label in zip(rows, labels)]
+
+
+def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
+    """Batch of examples, padded on the right to the longest.
+
+    Returns labels (B,), and int64 tensors (B, L): input_ids, attention_mask (1 = token) and, if present,
+    token_type_ids.
+    """
+    lengths = torch.tensor([len(item["input_ids"]) for item in batch])
+    out = {
+        "labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
+        "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long(),
+    }
+    return out | {
+        name: pad_rows([item[name] for item in batch], pad_id if name == "input_ids" else 0)
+        for name in batch[0]
+        if name != "labels"
+    }

@@ -1,0 +1,286 @@
+"""Images by class from folders or scikit-learn's digits, and single images.
+
+Notation: n images, s pixels of a side, C channels.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crt_exp.atomic_write import atomic_path
+from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data.files import IMAGES, files_of_each, leads_up, visible_entries
+from crt_exp.experiments.data.sources import SOURCES, stand_in, task_folder
+
+SPLITS = ("train", "val")
+SPLIT = re.compile(
+    r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*"
+)
+DIGITS = "digits"
+STAND_IN = stand_in(
+    "ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320"
+)
+SHARE = 0.2  # held-out share of a folder without splits
+DIGITS_VAL = 360  # of 1797 images
+VALUES = 256  # pixel values of a channel
+
+
+class Unreadable(DataError):
+    """A file is not a complete image; the message names the file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """Images of a split.
+
+    `read(sources[i])` returns image i as a PIL.Image in RGB, or raises Unreadable.
+    """
+
+    classes: tuple[str, ...]
+    labels: np.ndarray  # (n,) int64: indices into `classes`
+    sources: Sequence[Any]  # (n,): paths or pixels
+    read: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: np.ndarray) -> "Images":
+        return replace(self, labels=self.labels[rows], sources=self.sources[rows])
+
+    def held_out(self, share: float) -> tuple["Images", "Images"]:
+        """Split off a fixed `share` of each class: (other images, held-out images).
+
+        Raises DataError if one part is empty.
+        """
+        rng, chosen = np.random.default_rng(0), np.zeros(len(self), bool)
+        for label in range(len(self.classes)):
+            rows = rng.permutation(np.flatnonzero(self.labels == label))
+            chosen[rows[: round(share * len(rows))]] = True
+        if chosen.all() or not chosen.any():
+            raise DataError(
+                f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
+                f"{len(self)}"
+            )
+        return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str, Images]:
+    """Splits "train" and "val" of an image folder, or of the embedded digits.
+
+    Args:
+        dataset: "digits", or a folder name in $CRT_DATA/images.
+        data_dir: the image folder itself. It holds train/<class>/ and val/<class>/, or only <class>/. Images may lie in
+            subfolders of a class.
+
+    Raises:
+        DataError: the folder is missing or has another layout.
+    """
+    if dataset == DIGITS and data_dir is None:
+        return digits()
+    root = task_folder(f"images/{dataset}", data_dir)
+    if root is None or not root.is_dir():
+        raise missing(dataset, root)
+    if not all((root / split).is_dir() for split in SPLITS):
+        return split_folder(root)
+    splits = dict(zip(SPLITS, images_in(*(root / split for split in SPLITS))))
+    if different := set(splits["train"].classes) ^ set(splits["val"].classes):
+        raise DataError(
+            f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
+        )
+    return splits
+
+
+def split_folder(root: Path) -> dict[str, Images]:
+    """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
+    names = folders_in(root)
+    inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
+    splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
+    if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
+        raise DataError(
+            f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
+            "val/<class>/, or <class>/ only; rename it"
+        )
+    (every,) = images_in(root)
+    warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
+    return dict(zip(SPLITS, every.held_out(SHARE)))
+
+
+def images_in(*splits: Path) -> list[Images]:
+    """Images in the class folders of each split, each file once.
+
+    Raises DataError for a class without images.
+    """
+    folders = []
+    for split in splits:
+        folders += [split / name for name in folders_in(split)]
+    files = dict(zip(folders, files_of_each(folders, IMAGES)))
+    return [images_of(split, files) for split in splits]
+
+
+def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
+    """Images of a split; files: those of each class folder of all splits."""
+    own = {folder.name: paths for folder, paths in files.items() if folder.parent == split}
+    counts = [len(paths) for paths in own.values()]
+    if 0 in counts or not counts:
+        place = split / [*own][counts.index(0)] if counts else f"{split}/<class>"
+        raise DataError(
+            f"{place}: no images of its own; expected files that end with {' '.join(IMAGES)}"
+        )
+    paths = np.array(
+        [os.fsencode(path) for each in own.values() for path in each]
+    )  # 100 MB for a million paths
+    return Images(tuple(own), np.repeat(np.arange(len(own)), counts), paths, read_image)
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Visible folders, without links to a folder above."""
+    names = []
+    for entry in visible_entries(str(folder)):
+        if not os.path.isdir(entry.path):
+            continue
+        if entry.is_symlink() and leads_up(entry.path, folder):
+            warn("%s: left out: leads to a folder above", entry.path)
+        else:
+            names.append(entry.name)
+    return names
+
+
+def missing(dataset: str, root: Path | None) -> DataError:
+    what, source = (
+        f"{root} is not there" if root else "CRT_DATA is not set",
+        SOURCES.get(f"images/{dataset}"),
+    )
+    get = (
+        f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
+        if source
+        else "take your own"
+    )
+    return DataError(
+        f"task.dataset={dataset}: {what}: {get} as DIR/images/{dataset}/train/<class>/ and val/<class>/, "
+        "and set CRT_DATA=DIR; or set task.data_dir to a folder of images"
+    )
+
+
+def digits() -> dict[str, Images]:
+    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels, in a fixed split."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    order = np.random.default_rng(0).permutation(len(loaded.target))
+    pixels = (loaded.images * (255 / 16)).round().astype(np.uint8)
+    every = Images(
+        tuple(map(str, loaded.target_names)), loaded.target.astype(np.int64), pixels, read_pixels
+    )
+    return {"train": every.take(order[DIGITS_VAL:]), "val": every.take(order[:DIGITS_VAL])}
+
+
+# ---- single images ---------------------------------------------------------------------------------------------------
+
+
+def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
+    """Read an image as a PIL.Image in RGB, upright by its EXIF orientation.
+
+    Transparent pixels become white. source: a path, or the content of a file and its name. Raises Unreadable.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    file, name = (
+        (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
+    )
+    try:
+        with Image.open(file) as image:
+            image.load()
+            with suppress(Exception):  # damaged EXIF data has no orientation
+                ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
+    except Exception as error:  # decoders differ in their errors
+        reason = (
+            "no image"
+            if isinstance(error, UnidentifiedImageError)
+            else str(error) or type(error).__name__
+        )
+        raise Unreadable(f"{name}: not a readable image ({reason}).") from None
+
+
+def read_pixels(pixels: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(pixels).convert("RGB")
+
+
+def to_rgb(image: Any) -> Any:
+    """RGB with 8 bits a channel, on a white ground where the image is transparent.
+
+    Raises ValueError for 32-bit integers and floats, and for a white drawing on a transparent ground.
+    """
+    if image.mode.startswith("I;16"):  # convert() would clip values above 255
+        pixels = np.asarray(image)
+        opaque = pixels != image.info.get("transparency", -1)
+        return on_white(read_pixels((pixels >> 8).astype(np.uint8)), opaque)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixel mode {image.mode}; expected 8 or 16 bits per channel")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return on_white(image.convert("RGB"), np.asarray(image.getchannel("A")) / 255)
+
+
+def on_white(image: Any, opacity: np.ndarray) -> Any:
+    """The image (RGB) on a white ground; opacity: (H, W), 0 to 1."""
+    from PIL import Image
+
+    alpha = Image.fromarray((255 * opacity).round().astype(np.uint8))
+    result = Image.composite(image, Image.new("RGB", image.size, "white"), alpha)
+    least, most = alpha.getextrema()
+    if least < most and result.getextrema() == ((255, 255),) * 3:
+        raise ValueError("white on a transparent ground; expected a ground of another colour")
+    return result
+
+
+# ---- pixel values ----------------------------------------------------------------------------------------------------
+
+
+def square_image(images: Images, i: int, side: int, channels: int) -> np.ndarray:
+    """Image i cropped and resized by `crop_square`; raises Unreadable."""
+    name = f"image {i}" if images.read is read_pixels else os.fsdecode(images.sources[i])
+    return crop_square(images.read(images.sources[i]), side, channels, name)
+
+
+def crop_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
+    """Central square, averaged down to (side, side, channels) uint8.
+
+    channels: 3, or 1 for grey. Raises DataError, with the image's name, for an image smaller than `side`.
+    """
+    from PIL import Image
+
+    width, height = image.size
+    least = min(width, height)
+    if least < side:
+        raise DataError(
+            f"task.size={side}: {name} has {width} x {height} pixels; use a smaller size"
+        )
+    left, top = (width - least) // 2, (height - least) // 2
+    image = image.crop((left, top, left + least, top + least)).convert(
+        "RGB" if channels == 3 else "L"
+    )
+    image = image if least == side else image.resize((side, side), Image.Resampling.BOX)
+    return np.asarray(image, np.uint8).reshape(side, side, channels)
+
+
+def save_grid(pictures: Sequence[np.ndarray], path: Path) -> None:
+    """Save pictures (s, s, C) uint8 as a PNG, eight in a row."""
+    from torchvision.transforms.functional import to_tensor
+    from torchvision.utils import save_image
+
+    with atomic_path(path) as part:
+        save_image([to_tensor(each) for each in pictures], part, format="png", pad_value=1.0)

@@ -1,0 +1,524 @@
+"""Protein sequences: FASTA files, splits, rows of tokens, statistics, unigram.
+
+A hash of its letters assigns a sequence to training, validation or test, in every release of the data. Only the first
+of equal sequences is kept. Sequences of held-out Pfam families or files, and their copies, are out of distribution
+(ood). Source: Performers, appendix C. The hash has 64 bits: among the 139 million sequences of TrEMBL, the probability
+of any collision is 1 / 2000.
+
+Notation: n sequences, B rows of a batch, L tokens of the longest row.
+"""
+
+import gzip
+import hashlib
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, TypedDict
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor
+
+from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data.files import files_ending
+from crt_exp.experiments.data.plan import pad_rows, with_key_mask
+from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.data.text import IGNORED, Masking, table
+from crt_exp.registry import ConfigError, written_folder
+from crt_exp.validation import Count, Whole
+
+STANDARD, ANOMALOUS = (
+    "ACDEFGHIKLMNPQRSTVWY",
+    "BOUXZ",
+)  # ambiguous, rare and unknown amino acids in UniProt
+LETTERS = STANDARD + ANOMALOUS
+PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
+TOKENS = len(LETTERS) + 4
+UNKNOWN = 255  # code of a byte that is not a letter
+CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
+BASES = [(LETTERS.index(letter),) for letter in "ACG"] + [tuple(map(LETTERS.index, "TU"))]
+NUCLEOTIDES = b"ACGTUN".translate(CODES)
+ENDINGS = tuple(
+    name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz")
+)
+HEADER = re.compile(
+    r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)"
+)  # drops UniProt's version
+BLOCK = 1 << 14  # sequences per write
+LINES = 1 << 20  # lines per read of a table of families
+COUNTED = 100_000  # training rows that give the unigram baseline
+ARRAYS = {
+    "tokens": np.uint8,
+    "ends": np.int64,
+    "accessions": "S16",
+    "digests": np.uint64,
+    "repeated": np.bool_,
+    "files": np.uint32,
+}
+SPLITS = ("train", "validation", "test", "ood")
+HELD_OUT = (
+    "PF18369",
+    "PF04680",
+    "PF17988",
+    "PF12325",
+    "PF03272",
+    "PF03938",
+    "PF17724",
+    "PF10696",
+    "PF11968",
+    "PF04153",
+    "PF06173",
+    "PF12378",
+    "PF04420",
+    "PF10841",
+    "PF06917",
+    "PF03492",
+    "PF06905",
+    "PF15340",
+    "PF17055",
+    "PF05318",
+)  # Performers, appendix C.1
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sequences:
+    """Memory-mapped sequences; row i is tokens[ends[i - 1]:ends[i]].
+
+    Attributes:
+        digests: 64-bit hashes of the letters, for splits.
+        repeated: whether an earlier sequence is equal.
+        files: index in `names` of the file or generated family.
+    """
+
+    tokens: np.ndarray  # (letters,) uint8
+    ends: np.ndarray  # (n,) int64
+    accessions: np.ndarray  # (n,) S16
+    digests: np.ndarray  # (n,) uint64
+    repeated: np.ndarray  # (n,) bool
+    files: np.ndarray  # (n,) uint32
+    names: tuple[str, ...]
+    held: Any = field(default=None, repr=False)  # keeps a temporary folder alive
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.tokens[int(self.ends[row - 1]) if row else 0 : int(self.ends[row])]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of each sequence, (n,) int64."""
+        return np.diff(self.ends, prepend=0)
+
+
+def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
+    """Sequences of all FASTA files of a folder, by default $CRT_DATA/protein.
+
+    Raises DataError.
+    """
+    folder = task_folder("protein", data_dir)
+    if folder is None or not folder.is_dir():
+        raise missing("protein", folder and folder / "UP000000625_83333.fasta")
+    files = [Path(file) for file in files_ending(folder, ENDINGS, deep=False)]
+    if not files:
+        raise DataError(
+            f"{folder}: no FASTA file; expected files ending in {' '.join(ENDINGS[::2])}, plain or .gz"
+        )
+    return read_files(files, cache_dir)
+
+
+def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield accession and letter codes of each sequence. Raises DataError."""
+    from Bio.SeqIO.FastaIO import SimpleFastaParser
+
+    try:
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(
+            path, "rt", encoding="latin-1"
+        ) as stream:
+            if stream.read(1) != ">":
+                raise DataError(f"{path}: expected a FASTA file, which starts with >")
+            stream.seek(0)
+            for header, letters in SimpleFastaParser(stream):
+                match, tokens = HEADER.match(header), letters.encode("latin-1").translate(CODES)
+                if match is None or not tokens or UNKNOWN in tokens:
+                    wrong = (
+                        repr(letters[tokens.find(UNKNOWN)])
+                        if UNKNOWN in tokens
+                        else "an empty name or sequence"
+                    )
+                    raise DataError(
+                        f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}"
+                    )
+                yield (match[1] or match[2]).encode("latin-1"), tokens
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def is_nucleic(tokens: bytes) -> bool:
+    """Whether letter codes read as DNA or RNA: all four bases, and at most a tenth other letters."""
+    others = len(tokens.translate(None, NUCLEOTIDES))
+    if len(tokens) < 10 or others > len(tokens) / 10:
+        return False
+    return all(any(code in tokens for code in base) for base in BASES)
+
+
+def digest_of(content: bytes, size: int = 8) -> int:
+    """Hash of the content with `size` bytes, as an integer."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=size).digest(), "little")
+
+
+def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Sequences:
+    """Read FASTA files into memory-mapped arrays.
+
+    cache_dir: stores the arrays; None uses a temporary folder. The folder's name depends on the size and time of each
+    file, so a changed file is read again. Raises DataError.
+    """
+    from filelock import FileLock
+
+    states = [
+        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files
+    ]
+    held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
+    cache = written_folder(cache_dir or held.name, "task.cache_dir")
+    folder = (
+        cache
+        / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"
+    )
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                with TemporaryDirectory(dir=cache, prefix="proteins-part-") as part:
+                    write_arrays(files, Path(part, "arrays"))
+                    Path(part, "arrays").rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"task.cache_dir={cache_dir}: {error}; expected a writable folder, or null"
+        ) from None
+    names = tuple(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE) for file in files)
+    arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
+    return Sequences(**arrays, names=names, held=held)
+
+
+def write_arrays(files: Sequence[Path], folder: Path) -> None:
+    """Write the arrays of `Sequences` in blocks, because TrEMBL exceeds the memory.
+
+    Only the hashes of all sequences are in memory at once.
+    """
+    import pandas as pd
+
+    folder.mkdir()
+    end = 0
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
+        for number, file in enumerate(files):
+            found = entries(file)
+            total = nucleic = 0
+            while block := list(islice(found, BLOCK)):
+                names, letters = zip(*block)
+                total += len(letters)
+                nucleic += sum(map(is_nucleic, letters))
+                if nucleic > total / 2:
+                    raise DataError(
+                        f"{file}: {nucleic} of {total} sequences are DNA or RNA; expected proteins"
+                    )
+                ends = end + np.cumsum([len(each) for each in letters])
+                end = int(ends[-1])
+                values = {
+                    "tokens": np.frombuffer(b"".join(letters), np.uint8),
+                    "ends": ends,
+                    "accessions": names,
+                    "digests": [*map(digest_of, letters)],
+                    "files": [number] * len(names),
+                }
+                for name, array in values.items():
+                    streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
+            if nucleic:
+                warn("%s: %d of %d sequences look like DNA or RNA", file, nucleic, total)
+    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(
+        folder / "repeated"
+    )
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.ndarray:
+    """Mask of sequences in held-out files, (n,) bool. Raises ConfigError.
+
+    names: None holds out the last of several files.
+    """
+    known = sequences.names
+    names = (known[-1:] if len(known) > 1 else ()) if names is None else names
+    held = set(names)
+    if not held <= set(known) or held == set(known):
+        raise ConfigError(
+            f"task.held_out_files={list(names)}: expected some, not all, of {', '.join(known[:50])}"
+        )
+    return np.isin(sequences.files, [i for i, name in enumerate(known) if name in held])
+
+
+def held_out_by_family(
+    sequences: Sequences, path: str | Path, families: Sequence[str]
+) -> np.ndarray:
+    """Mask of sequences in held-out Pfam families, (n,) bool. Raises DataError.
+
+    path: Pfam-A.regions.uniprot.tsv.gz as published by Pfam, or its header with some lines.
+    """
+    import pandas as pd
+
+    try:
+        blocks = pd.read_csv(
+            Path(path).expanduser(),
+            sep="\t",
+            usecols=["uniprot_acc", "pfamA_acc"],
+            dtype=str,
+            chunksize=LINES,
+        )
+        held = pd.concat(
+            block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks
+        ).unique()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(
+            f"task.families={path}: {error}; expected columns uniprot_acc and pfamA_acc"
+        ) from None
+    out = np.isin(
+        np.char.partition(sequences.accessions, b"-")[:, 0], np.array([*held], "S")
+    )  # isoforms: P12345-2
+    if not out.any():
+        raise DataError(
+            f"task.families={path}: expected some sequences of {', '.join(families[:3])} ..."
+        )
+    return out
+
+
+def split_rows(
+    sequences: Sequences, out: np.ndarray, validation: float, test: float
+) -> dict[str, np.ndarray]:
+    """Rows of each split in order, without repeated sequences.
+
+    out: (n,) bool, out-of-distribution sequences; their copies join them. Raises DataError if a split is empty.
+    """
+    import pandas as pd
+
+    digests, at = pd.Series(sequences.digests), sequences.digests / 2.0**64
+    which = np.where(at < test, 2, np.where(at < test + validation, 1, 0))
+    which[digests.isin(digests[out])] = 3
+    which[sequences.repeated] = -1
+    if count := int(sequences.repeated.sum()):
+        warn("skipped %d of %d sequences, which repeat earlier ones", count, len(sequences))
+    rows = {split: np.flatnonzero(which == i) for i, split in enumerate(SPLITS)}
+    if empty := [split for split in SPLITS[:3] if not len(rows[split])]:
+        raise DataError(
+            f"{empty[0]}: none of {len(sequences)} sequences with task.validation_share={validation}, "
+            f"task.test_share={test}; use more sequences, or other shares"
+        )
+    return rows if len(rows["ood"]) else {split: rows[split] for split in SPLITS[:3]}
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Singles:
+    """Rows of one sequence each, truncated to L letters."""
+
+    sequences: Sequences
+    rows: np.ndarray
+    longest: int
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return np.minimum(self.sequences.lengths[self.rows], self.longest)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.sequences[self.rows[i]][: self.longest]
+
+
+@dataclass(frozen=True)
+class Chains(Singles):
+    """All sequences joined with END tokens, in rows of exactly L tokens.
+
+    Tokens that do not fill a last row are left out.
+    """
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """End of each sequence with its END token in the chain."""
+        return np.cumsum(self.sequences.lengths[self.rows] + 1)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.full(len(self), self.longest)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) // self.longest
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        first, last = i * self.longest, (i + 1) * self.longest
+        a, b = np.searchsorted(self.ends, [first, last - 1], "right")
+        parts = [np.append(self.sequences[row], np.uint8(END)) for row in self.rows[a : b + 1]]
+        begin = self.ends[a] - len(parts[0])
+        return np.concatenate(parts)[first - begin : last - begin]
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
+    """Batch for next-token prediction: inputs begin with BEGIN, labels are the row.
+
+    A row shorter than L also predicts END.
+    """
+    targets = [np.append(row, END) if len(row) < longest else row for row in rows]
+    return batch_of([np.append(BEGIN, target[:-1]) for target in targets], targets)
+
+
+def masked_tokens(
+    rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
+) -> dict[str, Tensor]:
+    """Batch with BERT's masking of each row, by a generator of the row's own."""
+    made = [
+        masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
+        for row, rng in zip(rows, generators)
+    ]
+    return batch_of(*([each[key][0].numpy() for each in made] for key in ("input_ids", "labels")))
+
+
+def masking(share: float) -> Masking:
+    """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
+    special = table(TOKENS, range(len(LETTERS), TOKENS))
+    return Masking(MASK, special, share, len(LETTERS))
+
+
+def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """tokens, labels (B, L) int64, and key_mask (B, L) if there is padding.
+
+    Labels are -100 at padding.
+    """
+    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {
+        "labels": pad_rows(labels, IGNORED)
+    }
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+def statistics(lengths: np.ndarray) -> dict[str, float]:
+    """Length statistics of whole sequences (Performers Table 1)."""
+    return {
+        "sequences": len(lengths),
+        "length_min": int(lengths.min()),
+        "length_max": int(lengths.max()),
+        "length_mean": float(lengths.mean()),
+        "length_std": float(lengths.std()),
+        "length_median": float(np.median(lengths)),
+    }
+
+
+def frequencies(rows: Singles) -> np.ndarray:
+    """Letter frequencies with add-one smoothing, (25,).
+
+    At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.
+    """
+    chosen = np.linspace(0, len(rows) - 1, min(COUNTED, len(rows))).astype(np.int64)
+    counts = sum(np.bincount(rows[i], minlength=TOKENS)[: len(LETTERS)] for i in chosen) + 1.0
+    return counts / counts.sum()
+
+
+# ---- generated families of sequences ---------------------------------------------------------------------------------
+class FamilyOptions(TypedDict):
+    """Options of generated families.
+
+    `families` are in distribution, `held_out` others are not. Sequence lengths are in [shortest, longest], lags in
+    [nearest, farthest]. `copied` is the probability of a copied letter.
+    """
+
+    sequences: Count
+    families: Count
+    held_out: Whole
+    shortest: Count
+    longest: Count
+    nearest: Count
+    farthest: Count
+    copied: Annotated[float, Field(ge=0, lt=1)]
+    seed: Whole
+
+
+class Families:
+    """Generator of protein-like sequences from F families.
+
+    Each family has a Markov chain over the 20 amino acids and a lag. With probability `copied` a letter repeats the
+    letter `lag` positions earlier, else the chain gives the next letter. A model therefore needs the distant letter,
+    and must infer the family from the letters so far. Lengths are uniform.
+
+    Attributes:
+        chains: (F, 20, 20), distribution of the next letter after each letter.
+        starts: (F, 20), distribution of the first letter.
+        lags: (F,).
+    """
+
+    def __init__(self, options: FamilyOptions):
+        """Raises ConfigError for a lower bound above its upper bound."""
+        for low, high in (("shortest", "longest"), ("nearest", "farthest")):
+            if options[low] > options[high]:
+                raise ConfigError(
+                    f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}"
+                )
+        rng, count = (
+            np.random.default_rng([options["seed"], 0]),
+            options["families"] + options["held_out"],
+        )
+        self.chains = rng.dirichlet(np.full(len(STANDARD), 0.3), (count, len(STANDARD)))
+        self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
+        self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
+        self.shortest, self.longest, self.copied = (
+            options["shortest"],
+            options["longest"],
+            options["copied"],
+        )
+        self.inside = options["families"]  # the first families; the others are held out
+
+    def sample(self, n: int, seed: int) -> Sequences:
+        """n sequences, and n / 10 of held-out families; `files` holds the family.
+
+        Sequences are split by their accession.
+        """
+        rng = np.random.default_rng([seed, 1])
+        family = rng.integers(0, self.inside, n)
+        if len(self.lags) > self.inside:
+            family = np.append(family, rng.integers(self.inside, len(self.lags), max(1, n // 10)))
+        lengths = rng.integers(self.shortest, self.longest + 1, len(family))
+        inside = np.arange(self.longest) < lengths[:, None]
+        accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
+        digests = np.array(
+            [(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())],
+            np.uint64,
+        )
+        return Sequences(
+            self.letters(family, rng)[inside],
+            np.cumsum(lengths),
+            accessions,
+            digests,
+            np.zeros(len(family), bool),
+            family.astype(np.uint32),
+            tuple(f"family {i}" for i in range(len(self.lags))),
+        )
+
+    def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Letters of each sequence, (n, T) uint8, before truncation to its length."""
+        result, rows, lag = (
+            np.zeros((len(family), self.longest), np.uint8),
+            np.arange(len(family)),
+            self.lags[family],
+        )
+        for t in range(self.longest):
+            chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
+            drawn = (
+                (chances.cumsum(1) < rng.random((len(rows), 1))).sum(1).clip(max=len(STANDARD) - 1)
+            )
+            copies = (rng.random(len(rows)) < self.copied) & (lag <= t)
+            result[:, t] = np.where(copies, result[rows, np.maximum(t - lag, 0)], drawn)
+        return result

@@ -1,0 +1,399 @@
+"""Text as token ids: files, Hugging Face data sets, token blocks and masks.
+
+No function draws from a global generator. Masks of a block come from a generator of the caller, such as `Plan.rng`, so
+that a resumed run reads the same batches.
+Notation: B sequences of a batch, L tokens of a sequence, V entries of a vocabulary.
+"""
+
+import hashlib
+import json
+import os
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crt_exp.atomic_write import atomic_path
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.files import cached, files_ending, key_of
+from crt_exp.experiments.data.sources import SOURCES, load_rows, missing, text_folder
+
+Paths = str | Path | Sequence[str | Path]
+IGNORED = -100  # label of tokens that the loss ignores
+SUFFIXES = (".txt", ".tokens", ".raw")
+GROUP = 256  # strings per call of the tokenizer, which are parallel
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDNET, DEFINITIONS = "wordnet", 2200
+WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6efd"
+
+
+# ------------------------------------------------------------------------------------------------------- files
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line, without line end and byte order mark.
+
+    Raises DataError.
+    """
+    try:
+        with open(path, "rb") as stream:
+            for number, raw in enumerate(stream, 1):
+                raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+                yield number, raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line {number}: expected UTF-8 text") from None
+    except OSError as error:
+        raise DataError(f"{path}: not readable ({error.strerror or error})") from None
+
+
+def text_files(paths: Paths) -> list[Path]:
+    """Files named by `paths`: files, text files in folders, and "wordnet".
+
+    A folder gives all its .txt, .tokens and .raw files. Raises DataError.
+    """
+    files = []
+    for name in [paths] if isinstance(paths, (str, Path)) else paths:
+        path = text_path(name)
+        inside = [path]
+        if not path.is_file():
+            inside = sorted(Path(file) for file in files_ending(path, SUFFIXES))
+        if not inside:
+            raise DataError(
+                f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}"
+            )
+        files += inside
+    return files
+
+
+def text_path(name: str | Path) -> Path:
+    """Path as typed; "wordnet" is the file of definitions unless such a path exists."""
+    path = Path(name).expanduser()
+    return wordnet_file() if str(name) == WORDNET and not path.exists() else path
+
+
+def wordnet_file() -> Path:
+    """2200 definitions of WordNet 3.0 in random order, one a line, 207 kB.
+
+    The file is written once, in $XDG_CACHE_HOME/crt_exp. The definitions come with the package timm, whose ImageNet
+    classes are WordNet nouns. WordNet is (c) 2006 by Princeton University, which permits use, copies, changes and
+    distribution without fee. Raises DataError if the file has other content.
+    """
+    path = (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+        / "crt_exp"
+        / f"{WORDNET}.txt"
+    )
+    if not path.is_file():
+        from timm.data import ImageNetInfo
+
+        lines = random.Random(0).sample(
+            ImageNetInfo("imagenet-22k").label_descriptions(detailed=True), DEFINITIONS
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as part:
+            part.write_text("\n".join([*lines, ""]))
+    if content(path) != WORDNET_DIGEST:
+        raise DataError(
+            f"{path}: expected the definitions of timm 1.0.31; install timm 1.0.31 and remove this file"
+        )
+    return path
+
+
+def official_file(
+    name: str, split: str, data_dir: str | Path | None = None, source: str = "auto"
+) -> Path:
+    """File of "ptb" or "wikitext2" for the split train, valid or test.
+
+    data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
+    """
+    place = ("train", "valid", "test").index(split)
+    folder = text_folder(source, name, data_dir)
+    path = folder / Path(SOURCES[name].files[place].path).name if folder else None
+    if path is None or not path.is_file():
+        raise missing(name, path, place)
+    return path
+
+
+def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
+    """Lines that are not blank, without WikiText's marks.
+
+    In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
+    """
+    if isinstance(text, HubText):
+        yield from (
+            line for document in text.data for line in document.splitlines() if line.strip()
+        )
+        return
+    for file in text_files(text):
+        for _, line in numbered_lines(file):
+            if line.strip():
+                yield untokenized(line, unknown) if file.suffix.lower() == ".tokens" else line
+
+
+def untokenized(line: str, unknown: str) -> str:
+    for mark in "-,.":
+        line = line.replace(f" @{mark}@ ", mark)
+    return line.replace("<unk>", unknown)
+
+
+def content(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class HubText(NamedTuple):
+    """A text column of a Hugging Face data set, one document per row.
+
+    key: changes with the content.
+    """
+
+    data: Sequence[str]
+    key: str
+
+    @classmethod
+    def load(
+        cls, name: str, config: str | None, split: str, column: str, data_files: Any = None
+    ) -> "HubText":
+        """Load the column.
+
+        Raises DataError if the set or the column is unavailable, and for rows that are not text.
+        """
+        data = load_rows(name, config, split, data_files, "Or give text files of your own.")
+        if column not in data.column_names:
+            raise DataError(
+                f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}"
+            )
+        check_text(data, column, f"{name} {data_files or ''}".strip())
+        return cls(data[column], f"{data._fingerprint} {column}")
+
+
+def check_text(data: Any, column: str, name: str) -> None:
+    """Raise DataError if a row is not text, such as null, a number or a date."""
+    kind = getattr(data.features[column], "dtype", None)
+    if kind in ("string", "large_string") and not data.data.column(column).null_count:
+        return
+    for number, value in enumerate(data[column], 1):
+        if not isinstance(value, str):
+            raise DataError(
+                f"{name}, row {number}: column {column} is {value!r}, read as {type(value).__name__}; "
+                "expected text; fix or remove the row"
+            )
+
+
+Text = HubText | Paths
+
+
+def content_key(cache_dir: str | Path | None, text: Text, *parts: Any) -> str:
+    """Cache key of a result that depends on a text and `parts`.
+
+    Without a cache, the function reads no text.
+    """
+    if cache_dir is None or isinstance(text, HubText):
+        return key_of(*parts, cache_dir and text.key)
+    return key_of(*parts, *(f"{file.suffix}:{content(file)}" for file in text_files(text)))
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
+    """BERT WordPiece tokenizer of a vocab.txt or its folder. Raises DataError."""
+    from transformers import BertTokenizerFast
+
+    path = Path(vocabulary).expanduser()
+    path = path / "vocab.txt" if path.is_dir() else path
+    words = [line for _, line in numbered_lines(path)]
+    if not {*SPECIAL} <= {*words} or len({*words}) < len(words):
+        raise DataError(
+            f"{path}: expected a BERT vocabulary, one unique token per line, with {' '.join(SPECIAL)}"
+        )
+    return BertTokenizerFast(
+        vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase
+    )
+
+
+def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
+    """Raise DataError if the tokenizer does not fit the model.
+
+    The tokenizer's ids must have embeddings, and its padding id must be the model's. vocab_size, pad_token_id: those of
+    the model's configuration. A model may have unused entries at the end.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    problem = ""
+    if largest >= vocab_size:
+        problem = f"the tokenizer's ids go up to {largest} ({token!r}), the model's vocabulary ends at {vocab_size - 1}"
+    elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
+        problem = (
+            f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
+        )
+    if problem:
+        raise DataError(
+            f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training"
+        )
+
+
+def fingerprint(tokenizer) -> str:
+    """Hash (64 hex digits), equal for tokenizers that give the same ids.
+
+    Earlier truncation and padding settings do not change the hash.
+    """
+    import tokenizers
+
+    if tokenizer.is_fast:
+        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {
+            "truncation": None,
+            "padding": None,
+        }
+    else:
+        state = [
+            type(tokenizer).__name__,
+            tokenizer.get_vocab(),
+            repr(sorted(tokenizer.init_kwargs.items(), key=str)),
+        ]
+    return hashlib.sha256(
+        json.dumps([state, tokenizers.__version__], sort_keys=True).encode()
+    ).hexdigest()
+
+
+def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterator[Any]:
+    """Token ids of each string, without special tokens.
+
+    spans: yield (ids, (first, last) characters of each token); needs a fast tokenizer.
+    """
+    texts = iter(texts)
+    while group := list(islice(texts, GROUP)):
+        coded = tokenizer(
+            group,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=spans,
+            verbose=False,
+        )
+        yield from zip(coded["input_ids"], coded["offset_mapping"]) if spans else coded["input_ids"]
+
+
+# ------------------------------------------------------------------------------------------------------ blocks
+def running_blocks(
+    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None, end: str = "\n"
+) -> np.ndarray:
+    """Lines of a document, each with `end`, joined and cut into (n, length) int32.
+
+    `cache_dir` stores the tokens. Tokens that do not fill the last block are left out. Raises DataError if the text
+    does not fill one block.
+    """
+
+    def make() -> dict[str, np.ndarray]:
+        tokens = array("i")
+        for ids in token_lists(
+            (line + end for line in lines_of(text, tokenizer.unk_token or "<unk>")), tokenizer
+        ):
+            tokens.extend(ids)
+        return {"tokens": np.array(tokens, np.int32)}
+
+    key = content_key(cache_dir, text, "tokens 1", end, fingerprint(tokenizer))
+    tokens = cached(cache_dir, key, make)["tokens"]
+    if len(tokens) < length:
+        raise DataError(
+            f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
+            "block"
+        )
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def local_blocks(
+    text: Text, tokenizer, length: int, cache_dir: str | Path | None = None
+) -> np.ndarray:
+    """Blocks [CLS] ... [SEP] of `running_blocks` without line ends, (n, length) int32."""
+    return framed(
+        running_blocks(text, tokenizer, body_length(tokenizer, length), cache_dir, end=""),
+        tokenizer,
+    )
+
+
+def body_length(tokenizer, length: int) -> int:
+    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id) or length < 3:
+        raise DataError(
+            f"length={length}, {type(tokenizer).__name__}: expected length >= 3 and a BERT-type tokenizer "
+            "with [CLS] and [SEP]"
+        )
+    return length - 2
+
+
+def framed(bodies: np.ndarray, tokenizer) -> np.ndarray:
+    """Add [CLS] and [SEP]: (n, length - 2) to (n, length) int32."""
+    marks = ((0, 0), (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    return np.pad(bodies, ((0, 0), (1, 1)), constant_values=marks).astype(np.int32)
+
+
+# ----------------------------------------------------------------------------------------------------- masking
+@dataclass(frozen=True, eq=False)
+class Masking:
+    """BERT's masking (Devlin et al., 2019, section 3.1).
+
+    `share` of the tokens are predicted. Of these, 80% become [MASK], 10% become a random token and 10% stay. Special
+    tokens, which include [UNK], are never predicted. Every row with a candidate has at least one predicted token.
+    """
+
+    mask_id: int
+    special: np.ndarray  # (V,) bool
+    share: float = 0.15
+    drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
+
+    @classmethod
+    def of(cls, tokenizer, share: float = 0.15) -> "Masking":
+        """Masking of a tokenizer; raises DataError without a mask token."""
+        if tokenizer.mask_token_id is None:
+            raise DataError(
+                f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
+            )
+        size = max(tokenizer.get_vocab().values()) + 1
+        return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
+
+    def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
+        """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
+
+        Labels are -100 where nothing is predicted. uniform: (3, B, L) numbers in [0, 1) from `uniforms`. They select
+        the predicted tokens, their replacement and the random token. NumPy is faster here: on small batches, torch's
+        threads cost more than the work.
+        """
+        score, action, token = uniform
+        score = np.where(self.special[ids], 2.0, score)
+        chosen = score <= np.clip(score.min(axis=1, keepdims=True), self.share, 1.0)
+        random_ids = (token * float(self.drawn or len(self.special))).astype(np.int64)
+        inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
+        inputs = np.where(chosen & (action >= 0.9), random_ids, inputs)
+        return {
+            "input_ids": torch.from_numpy(inputs.astype(np.int64)),
+            "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64)),
+        }
+
+
+def table(size: int, members: Sequence[int]) -> np.ndarray:
+    flags = np.zeros(size, bool)
+    flags[np.array(members, np.int64)] = True
+    return flags
+
+
+def uniforms(
+    generators: Iterable[np.random.Generator | torch.Generator], length: int
+) -> np.ndarray:
+    """Random numbers of `Masking`, (3, B, length) float64, a generator for each row."""
+    return np.stack(
+        [
+            torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
+            if isinstance(draw, torch.Generator)
+            else draw.random((3, length))
+            for draw in generators
+        ],
+        axis=1,
+    )
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """Generator for a tuple of non-negative integers, independent for each tuple."""
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))

@@ -1,0 +1,264 @@
+"""Vocabularies from text: WordPiece, byte pairs, sentencepiece, speech symbols.
+
+The same text gives the same vocabulary in every process.
+"""
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.files import cached
+from crt_exp.experiments.data.text import SPECIAL, Text, content_key, lines_of
+
+Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
+END, UNKNOWN = "<|endoftext|>", "<unk>"  # WikiText writes <unk> for rare words
+BYTES = 256
+ALPHABET = 1000  # most frequent characters in a WordPiece vocabulary
+SENTENCES = 2_000_000  # lines that sentencepiece reads
+LONGEST = 2**16  # longest line for sentencepiece, in bytes
+
+
+def new_tokenizer(
+    kind: Kind, text: Text, size: int, lowercase: bool = True, cache_dir: str | Path | None = None
+):
+    """Train a transformers tokenizer with at most `size` entries.
+
+    A small text gives fewer entries. `cache_dir` stores the result. Raises DataError if `size` is too small for the
+    characters or the 256 bytes.
+    """
+    from transformers import BertTokenizerFast
+
+    make = {"wordpiece": wordpieces, "byte_pairs": byte_pairs, "sentencepiece": pieces}[kind]
+    key = content_key(cache_dir, text, "vocabulary 1", kind, size, lowercase)
+    made = cached(
+        cache_dir,
+        key,
+        lambda: {"json": np.frombuffer(make(text, size, lowercase).encode(), np.uint8)},
+    )
+    description = made["json"].tobytes().decode()
+    if kind == "wordpiece":
+        return BertTokenizerFast(vocab=json.loads(description), do_lower_case=lowercase)
+    return fast_tokenizer(description, unk_token=UNKNOWN, eos_token=END, bos_token=END)
+
+
+def fast_tokenizer(description: str, **marks: str):
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(description), **marks)
+
+
+def wordpieces(text: Text, size: int, lowercase: bool) -> str:
+    """JSON of the ids of WordPieces.
+
+    The library numbers "##" characters in hash order and breaks ties by this order. Passing the characters as special
+    tokens makes the result deterministic.
+    """
+    from tokenizers.implementations import BertWordPieceTokenizer
+
+    tokenizer = BertWordPieceTokenizer(lowercase=lowercase)
+    counts = Counter()
+    for line in lines_of(text):
+        counts.update(tokenizer.normalize(line))
+    counts.pop(" ", None)
+    alphabet = sorted(sorted(counts, key=lambda c: (-counts[c], c))[:ALPHABET])
+    first = [*SPECIAL, *("##" + c for c in alphabet)]
+    check_size(size, len(first) + len(alphabet), f"the {len(alphabet)} characters of this text")
+    tokenizer.train_from_iterator(
+        lines_of(text),
+        vocab_size=size,
+        show_progress=False,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=ALPHABET,
+    )
+    return json.dumps(dict(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])))
+
+
+def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
+    """JSON of a byte-pair tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    check_size(size, BYTES + 2, f"the {BYTES} bytes and two marks")
+    tokenizer = lowercased(Tokenizer(models.BPE()), lowercase)
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    lines = (f"{line}\n" for line in lines_of(text, UNKNOWN))  # line ends are tokens too
+    tokenizer.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=[UNKNOWN, END],
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
+    return tokenizer.to_str()
+
+
+def pieces(text: Text, size: int, lowercase: bool) -> str:
+    """JSON of a sentencepiece unigram tokenizer.
+
+    A piece that begins a word includes the blank before the word. A line end is a piece of its own. Unknown characters
+    become bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    lines = islice(lines_of(text, " "), SENTENCES)
+    model = load_sentencepiece(
+        unigram_model(
+            (line.lower() if lowercase else line for line in lines),
+            f"{size} pieces of this text, {BYTES} of them the bytes",
+            "task.vocabulary_size, or task.vocabulary=byte_pairs",
+            vocab_size=size - 2,
+            byte_fallback=True,
+            unk_piece=UNKNOWN,
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            max_sentence_length=LONGEST,
+        )
+    )
+    scores = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
+    tokenizer = lowercased(
+        Tokenizer(models.Unigram([*scores, ("\n", 0.0)], unk_id=0, byte_fallback=True)), lowercase
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("\n", "isolated"),
+            pre_tokenizers.Metaspace("▁", prepend_scheme="never"),
+        ]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([UNKNOWN, END])
+    return tokenizer.to_str()
+
+
+def unigram_model(texts: Iterable[str], wanted: str, instead: str, **options: Any) -> bytes:
+    """Train a sentencepiece model on one thread.
+
+    wanted, instead: what fails and what to set, for the message. Raises DataError.
+    """
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    try:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            hard_vocab_limit=False,
+            num_threads=1,
+            bos_id=-1,
+            eos_id=-1,
+            normalization_rule_name="identity",
+            minloglevel=2,
+            **options,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DataError(
+            f"sentencepiece cannot build {wanted}: {error}; set another {instead}"
+        ) from None
+    return model.getvalue()
+
+
+def load_sentencepiece(model: bytes):
+    from sentencepiece import SentencePieceProcessor
+
+    return SentencePieceProcessor(model_proto=model)
+
+
+def lowercased(tokenizer, lowercase: bool):
+    from tokenizers import normalizers
+
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+def check_size(size: int, least: int, what: str) -> None:
+    if size < least:
+        raise DataError(f"task.vocabulary_size={size}: expected at least {least}, for {what}")
+
+
+# ---- symbols of speech recognition -----------------------------------------------------------------------------------
+
+LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of LibriSpeech transcripts
+SymbolKind = Literal["characters", "words", "pieces"]
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """Output vocabulary of a speech recogniser.
+
+    pieces: serialised sentencepiece model; `entries` then holds its pieces.
+    """
+
+    kind: SymbolKind
+    entries: tuple[str, ...]
+    pieces: bytes = b""
+
+    @classmethod
+    def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
+        """Vocabulary of documents: characters, words, or at most `size` pieces."""
+        if kind == "pieces":
+            return cls.of_pieces(
+                unigram_model(
+                    texts,
+                    f"{size} pieces",
+                    "task.pieces, or task.symbols=characters",
+                    vocab_size=size,
+                    character_coverage=1.0,
+                )
+            )
+        symbols = {
+            part for text in texts for part in (text if kind == "characters" else text.split())
+        }
+        return cls(kind, tuple(sorted(symbols)))
+
+    @classmethod
+    def of_pieces(cls, model: bytes) -> "Symbols":
+        processor = load_sentencepiece(model)
+        return cls(
+            "pieces",
+            tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())),
+            model,
+        )
+
+    def __post_init__(self):
+        object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
+        object.__setattr__(
+            self, "processor", load_sentencepiece(self.pieces) if self.kind == "pieces" else None
+        )
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a string; raises DataError for a symbol outside the vocabulary."""
+        if self.processor is not None:
+            parts = self.processor.encode(text, out_type=str)
+        else:
+            parts = text if self.kind == "characters" else text.split()
+        if unknown := next((part for part in parts if part not in self.numbers), None):
+            raise DataError(f"{unknown!r} is not in the vocabulary of {len(self)} {self.kind}")
+        return [self.numbers[part] for part in parts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        if self.processor is not None:
+            return self.processor.decode(list(numbers))
+        return " ".join(
+            ("" if self.kind == "characters" else " ")
+            .join(self.entries[i] for i in numbers)
+            .split()
+        )

@@ -1,0 +1,394 @@
+"""Evolution strategies for policies (Salimans et al., 2017).
+
+Notation: N parameters theta; n antithetic pairs of members, theta + sigma eps_i and theta - sigma eps_i. The directions
+eps_i are orthogonal in blocks of N (Choromanski et al., 2018). All members of a generation play the same rollouts.
+Returns are replaced by ranks, and Adam ascends
+
+    g = 1 / (2 n sigma) sum_i (rank(theta + sigma eps_i) - rank(theta - sigma eps_i)) eps_i.
+
+Reproducibility: a generation depends only on its number, the seed and the state before it, so that a continued run
+gives identical results. Groups of rollouts have a fixed size and each process uses one thread, because shapes affect
+rounding. So returns do not depend on the number of processes.
+"""
+
+import functools
+import math
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+from crt_exp.experiments.evolution.environments import Environment, Observation
+from crt_exp.experiments.measure.kernel import generator
+from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
+from crt_exp.experiments.runner import checkpoint
+from crt_exp.experiments.runner.exit_handling import Stopped
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import orthogonal
+from crt_exp.samplers.threads import threads
+
+CHECKPOINTS = "checkpoints"  # subfolder of the run directory
+SPLITS = {
+    "train": 0,
+    "validation": 1,
+    "test": 2,
+}  # part of the seed, so that splits have different rollouts
+BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's constants
+
+
+# ---- rollouts, in lockstep groups, in this process or in others
+
+
+DROPPED = float("nan")  # return of a rollout with a non-finite observation or reward
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Context manager: processes started in it ignore ^C; the parent ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True)
+class Player:
+    """An environment class with options, a policy, and the policy's attention.
+
+    policy None: actions are uniformly random, by the seed of the rollout.
+    """
+
+    world: type
+    options: tuple[tuple[str, Any], ...]
+    policy: ImplicitPolicy | None
+    mechanism: Mechanism
+
+    def made(self) -> Environment:
+        return self.world(**dict(self.options))
+
+
+@functools.lru_cache(maxsize=2)
+def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
+    """Create `count` environments and the attention layer, once per process.
+
+    Rollouts leave no state in them.
+    """
+    layer = player.policy.layer(player.mechanism) if player.policy else None
+    return [player.made() for _ in range(count)], layer
+
+
+def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
+    """Return the returns of rows of thetas (B, N) in rollouts of the seeds.
+
+    The return is DROPPED if an observation or a reward is not finite.
+    """
+    with threads(1):
+        worlds, layer = prepared(player, len(seeds))
+        seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
+        draws = [np.random.default_rng([seed, 1]) for seed in seeds]
+        returns, going = np.zeros(len(seeds)), np.ones(len(seeds), bool)
+        while going.any():
+            for i in np.flatnonzero(going):
+                if not finite(seen[i]):
+                    returns[i], going[i] = DROPPED, False
+                    seen[i] = Observation(*map(np.zeros_like, seen[i]))
+            actions = decided(player, layer, thetas, seen, draws)
+            for i in np.flatnonzero(going):
+                seen[i], reward, ended = worlds[i].step(actions[i])
+                returns[i] += reward
+                going[i] = not ended and np.isfinite(reward)
+    return [value if np.isfinite(value) else DROPPED for value in returns.tolist()]
+
+
+def decided(
+    player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence
+) -> np.ndarray:
+    if player.policy is None:
+        return np.stack([draw.uniform(-1, 1, player.world.actions) for draw in draws])
+    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*seen))
+    return player.policy.act(layer, thetas, images, states).numpy()
+
+
+def finite(seen: Observation) -> bool:
+    return bool(np.isfinite(seen.image).all() and np.isfinite(seen.state).all())
+
+
+def play_all(
+    player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int
+) -> list[list[float]]:
+    """Return the returns of each row of thetas (P, N) in each seed, by row.
+
+    `together` rows are played at once. Raises Stopped if a worker process died.
+    """
+    groups = thetas.split(together)
+    calls = [
+        (player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups
+    ]
+    if min(workers, len(calls)) == 1:
+        returns = [play(*call) for call in calls]
+    else:
+        returns = in_processes(calls, workers)
+    flat = [value for group in returns for value in group]
+    return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
+
+
+def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
+    from joblib.externals.loky.process_executor import BrokenProcessPool
+
+    try:
+        with without_interrupts():
+            return joblib.Parallel(n_jobs=workers, batch_size=1)(
+                joblib.delayed(play)(*call) for call in calls
+            )
+    except BrokenProcessPool:
+        raise Stopped(
+            f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1
+        ) from None
+
+
+# ---- evolution strategies
+
+
+@dataclass(frozen=True)
+class Search:
+    """Options of the evolution strategy.
+
+    Args:
+        population: Members of a generation, an even number.
+        rollouts: Rollouts of each member.
+        evaluate_every: Generations between evaluations of theta.
+        evaluated: Rollouts of an evaluation.
+        tested: Rollouts of the test at the end.
+        together: Members that a process plays at once.
+        workers: Number of processes.
+    """
+
+    generations: int
+    population: int
+    rollouts: int
+    sigma: float
+    lr: float
+    evaluate_every: int
+    evaluated: int
+    tested: int
+    together: int
+    workers: int
+
+
+@dataclass
+class State:
+    """State at the beginning of a generation.
+
+    moments: Adam's moments (2, N). generation: completed generations. records: lines of metrics.jsonl. rollouts,
+    dropped: totals in training.
+    """
+
+    theta: Tensor
+    moments: Tensor
+    generation: int = 0
+    records: int = 0
+    rollouts: int = 0
+    dropped: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {key: getattr(self, key) for key in ("generation", "records", "rollouts", "dropped")}
+
+
+def seeds_of(split: str, seed: int, generation: int, count: int) -> list[int]:
+    """Seeds of the rollouts of a generation, equal for all members and attention."""
+    return np.random.SeedSequence([SPLITS[split], seed, generation]).generate_state(count).tolist()
+
+
+def directions(seed: int, generation: int, pairs: int, n: int) -> Tensor:
+    """Orthogonal directions (pairs, n)."""
+    return orthogonal(pairs, n, generator(seed, generation)).rows().float()
+
+
+def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
+    """Return members (2 pairs, N); antithetic members are adjacent."""
+    return (theta + sigma * torch.stack([eps, -eps], 1)).flatten(0, 1)
+
+
+def of_members(returns: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean return of each member, relative to the mean of each rollout.
+
+    The subtraction ensures that a dropped rollout is no advantage. The value is nan if all rollouts of a member were
+    dropped.
+    """
+    table = np.ma.masked_invalid(returns)
+    return (table - table.mean(0)).mean(1).filled(np.nan).tolist()
+
+
+def centered_ranks(returns: Sequence[float]) -> Tensor:
+    """Return ranks from -1/2 to 1/2; ties share a rank.
+
+    Both members of a pair get 0 if one was dropped.
+    """
+    pairs = np.asarray(returns, float).reshape(-1, 2)
+    whole = np.isfinite(pairs).all(1)
+    ranks = np.zeros_like(pairs)
+    if whole.any():
+        ranks[whole] = (rankdata(pairs[whole]).reshape(-1, 2) - 1) / (2 * whole.sum() - 1) - 0.5
+    return torch.from_numpy(ranks).float().flatten()
+
+
+def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
+    """Return the ascent direction (N,)."""
+    up, down = ranks.view(-1, 2).unbind(1)
+    return (up - down) @ eps / (2 * len(eps) * sigma)
+
+
+def ascend(state: State, g: Tensor, lr: float) -> None:
+    """Take one step of Adam."""
+    first, second = state.moments
+    first.lerp_(g, 1 - BETAS[0])
+    second.lerp_(g.square(), 1 - BETAS[1])
+    step = state.generation + 1
+    size = lr * math.sqrt(1 - BETAS[1] ** step) / (1 - BETAS[0] ** step)
+    state.theta = state.theta + size * first / (second.sqrt() + EPS)
+
+
+def evolve(
+    plan: Search, player: Player, seed: int, done: int, directory: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run: generations, evaluations and the final test.
+
+    The first `done` records are in the run directory, which also stores the state. Raises ValueError if no rollout of a
+    generation has a finite return.
+    """
+    state = restored(directory, done) or initial_state(player, seed)
+    if player.policy is not None:
+        if state.generation == 0:
+            keep(directory, state)
+        for number in range(state.generation, plan.generations):
+            for record in (
+                train_generation(plan, player, state, seed, number),
+                *due_evaluation(plan, player, state, seed, number),
+            ):
+                state.records += 1
+                if state.records > done:
+                    yield record
+            state.generation = number + 1
+            keep(directory, state)
+    yield {**evaluate(plan, player, state, seed, "test", plan.tested), "final": True}
+
+
+def initial_state(player: Player, seed: int) -> State:
+    if player.policy is None:
+        return State(torch.zeros(0), torch.zeros(2, 0))
+    theta = player.policy.initial(generator(seed), torch.from_numpy(player.world.lead).float())
+    return State(theta, torch.zeros(2, len(theta)))
+
+
+def train_generation(
+    plan: Search, player: Player, state: State, seed: int, number: int
+) -> dict[str, Any]:
+    """Take the step of a generation and return its record."""
+    eps = directions(seed, number, plan.population // 2, len(state.theta))
+    seeds = seeds_of("train", seed, number, plan.rollouts)
+    returns = play_all(
+        player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers
+    )
+    dropped = int(np.isnan(returns).sum())
+    if dropped == plan.population * plan.rollouts:
+        raise ValueError(
+            f"generation {number}: no finite return; check the environment, or use a smaller task.sigma"
+        )
+    ascend(state, gradient(centered_ranks(of_members(returns)), eps, plan.sigma), plan.lr)
+    state.rollouts, state.dropped = (
+        state.rollouts + plan.population * plan.rollouts,
+        state.dropped + dropped,
+    )
+    return {
+        "step": number + 1,
+        "epoch": 0,
+        "split": "train",
+        "return": float(np.nanmean(returns)),
+        "best": float(np.nanmax(returns)),
+        "rollouts": state.rollouts,
+        "dropped": state.dropped,
+        "seeds": seeds,
+        "returns": [[value if math.isfinite(value) else None for value in row] for row in returns],
+        "norm": float(state.theta.norm()),
+    }
+
+
+def due_evaluation(
+    plan: Search, player: Player, state: State, seed: int, number: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the evaluation on validation, if it is due after a generation."""
+    if (number + 1) % plan.evaluate_every == 0:
+        yield evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+
+
+def evaluate(
+    plan: Search,
+    player: Player,
+    state: State,
+    seed: int,
+    split: str,
+    count: int,
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Evaluate theta on rollouts that are equal at all steps."""
+    seeds = seeds_of(split, seed, 0, count)
+    groups = [
+        play_all(player, state.theta[None], seeds[i : i + plan.together], 1, 1)[0]
+        for i in range(0, count, plan.together)
+    ]
+    returns = np.concatenate(groups)
+    finite = returns[np.isfinite(returns)]
+    if not len(finite):
+        raise ValueError(f"{split}: no finite return in {count} rollouts")
+    return {
+        "step": state.generation if step is None else step,
+        "epoch": 0,
+        "split": split,
+        "return": float(finite.mean()),
+        "std": float(finite.std()),
+        "rollouts": state.rollouts,
+        "dropped": count - len(finite),
+        "seeds": seeds,
+        "returns": finite.tolist(),
+    }
+
+
+# ---- the state on disk
+
+
+def keep(directory: Path | None, state: State) -> None:
+    if directory is not None:
+        checkpoint.save(
+            directory / CHECKPOINTS,
+            state.generation,
+            {"evolution": {"theta": state.theta, "moments": state.moments}},
+            state.counts,
+        )
+        checkpoint.prune(directory / CHECKPOINTS, 2)
+
+
+def restored(directory: Path | None, done: int) -> State | None:
+    """Return the newest intact state, or None.
+
+    Raises CheckpointError if metrics.jsonl lacks records.
+    """
+    path = None if directory is None else checkpoint.newest(directory / CHECKPOINTS)
+    if path is None:
+        return None
+    counts = checkpoint.load_state(path)
+    if done < counts["records"]:
+        raise checkpoint.CheckpointError(
+            f"{path}: expected {counts['records']} records in metrics.jsonl, found "
+            f"{done}; restore the file, or move {path.parent} away to start over"
+        )
+    return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

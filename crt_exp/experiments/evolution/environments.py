@@ -1,0 +1,417 @@
+"""Environments: an Ant on stepping stones, two arms that sweep particles.
+
+x and y are horizontal, z is up. Units: metres, seconds, radians.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from crt_exp.registry import ConfigError, unknown
+
+SERVO, STEP = 0.05, 0.0125  # time steps of the servo commands and of the physics
+
+
+class Observation(NamedTuple):
+    """image (C, H, W), the input of attention; state (S,), of the body itself."""
+
+    image: np.ndarray
+    state: np.ndarray
+
+
+class Environment(Protocol):
+    """An environment: equal seeds and actions give equal results.
+
+    Results do not depend on earlier rollouts.
+    """
+
+    channels: int
+    size: int  # H = W of the image
+    states: int
+    actions: int
+    lead: np.ndarray  # (heads, 3, A), initial controller: see ImplicitPolicy.initial
+    watch: Callable[[Any], None] | None  # called after each servo command, for animations
+
+    def reset(self, seed: int) -> Observation:
+        """Begin a rollout."""
+
+    def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
+        """Take an action (A,) in [-1, 1]; return observation, reward and end flag."""
+
+    def view(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return the ranges of x and y that an animation shows."""
+
+
+def need(task: str, *packages: str) -> None:
+    """Raise ConfigError, naming the extra, if a package is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"task={task}: {' and '.join(missing)} missing; pip install 'crt_exp[robotics]'"
+        )
+
+
+# ---- an Ant on stepping stones ---------------------------------------------------------------------------------------
+# The body is gymnasium's Ant with a fixed gait; the policy chooses the direction. The ground is a row of stones, with
+# gaps between them and on both sides, shifted to the left or right. The Ant falls if it steps into a gap, so it needs
+# to see the stones. The paper has a quadruped whose high level places the feet, and whose low level is a controller
+# (HRF K.1). Here the high level chooses the stride of each diagonal pair of legs, which sets speed and direction, and
+# the low level is a trot of position servos. x is forward, y to the left.
+BODIES = ("Ant-v5", "Ant-v4")
+STONES = 8
+DEPTH = 0.6  # depth of gaps
+FIRST = 0.75  # half the length of the first stone, where the Ant starts
+WIDTH = 1.25  # half the width of stones
+LENGTHS, GAPS, SHIFTS, UNEVEN = (0.9, 1.2), (0.05, 0.15), (0.5, 0.7), 0.02
+TURNS = 0.2  # probability that the direction of the shift changes
+PERIOD = 0.7  # period of the gait
+STAND, LIFT, STRIDE, SHORT = 1.0, 0.35, 0.45, 0.0
+TURN, HEADING = 0.15, 1.0  # maximum correction of the heading by the hips, and its gain
+LEGS = np.array(
+    [1, -1, -1, 1]
+)  # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
+FORWARD = np.array([1, 1, -1, -1])  # sign of the hip angle that moves the foot back
+AIM, AHEAD = (
+    -4.0,
+    1.5,
+)  # weights of the initial controller, which turns away from the attended patches
+FALLEN = 0.27  # torso height below which the Ant has fallen; standing: 0.55
+UNIT = 0.15  # unit of heights in the image
+NEAR, FAR, SIDE = (
+    0.2,
+    1.8,
+    1.0,
+)  # area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
+
+
+class SteppingStones:
+    """gymnasium's Ant on stepping stones; the return is the distance in metres.
+
+    Image (1, size, size): height of the ground ahead, in units of 0.15 m, rows from near to far, columns from left to
+    right. Stones are about 0, gaps -4. Action: strides of the leg pairs (1, 3) and (2, 4), from SHORT at -1 to STRIDE
+    at 1. Equal strides lead straight ahead.
+
+    Args:
+        environment: "Ant-v5" or "Ant-v4".
+        size: Pixels of a side of the image.
+        seconds: Maximum length of a rollout, which ends if the Ant falls.
+    """
+
+    channels, states, actions = 1, 4, 2
+    lead, watch = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]]), None
+
+    def __init__(self, environment: str = "Ant-v5", size: int = 16, seconds: float = 12.0):
+        need("locomotion", "gymnasium", "mujoco")
+        if environment not in BODIES:
+            raise unknown("environment", environment, list(BODIES))
+        self.size, self.decisions = size, round(seconds / (PERIOD / 2))
+        self.model, self.data = body()
+        self.boxes = [self.model.geom(f"stone_{i}").id for i in range(STONES)]
+        joints = [f"{part}_{leg}" for leg in (1, 2, 3, 4) for part in ("hip", "ankle")]
+        order = [
+            self.model.joint(self.model.actuator_trnid[i, 0]).name for i in range(self.model.nu)
+        ]
+        self.servos = np.array([order.index(name) for name in joints]).reshape(4, 2)
+        self.places = np.array([self.model.joint(name).qposadr[0] for name in joints]).reshape(4, 2)
+
+    def reset(self, seed: int) -> Observation:
+        import mujoco
+
+        self.time, self.stones = 0, course(np.random.default_rng(seed))
+        mujoco.mj_resetData(self.model, self.data)
+        for i, (x, y, z, half) in enumerate(self.stones):
+            self.data.mocap_pos[i] = x, y, z - DEPTH / 2
+            self.model.geom_size[self.boxes[i]] = size = half, WIDTH, DEPTH / 2
+            self.model.geom_rbound[self.boxes[i]] = np.linalg.norm(size)
+        self.data.qpos[:7] = 0, 0, 0.6, 1, 0, 0, 0
+        self.data.qpos[self.places[:, 1]] = LEGS * STAND
+        mujoco.mj_forward(self.model, self.data)
+        return self.seen()
+
+    def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
+        """Take half a gait period: one pair of legs pushes, the other swings."""
+        import mujoco
+
+        before, strides = (
+            self.data.qpos[0],
+            SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2,
+        )
+        for k in range(ticks := round(PERIOD / 2 / SERVO)):
+            self.order(strides, (k + 1) / ticks)
+            mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
+            if self.watch:
+                self.watch(self)
+        self.time += 1
+        fallen = not self.data.qpos[2] > FALLEN
+        return self.seen(), float(self.data.qpos[0] - before), fallen or self.time == self.decisions
+
+    def order(self, strides: np.ndarray, phase: float) -> None:
+        """Set the servos at a phase, 0 to 1, of half a gait period."""
+        pushes = np.arange(4) % 2 == self.time % 2
+        turn = np.clip(HEADING * self.yaw, -TURN, TURN)
+        swing = (FORWARD * strides[[0, 1, 0, 1]] + turn) * (2 * phase - 1)
+        self.data.ctrl[self.servos[:, 0]] = np.where(pushes, swing, -swing)
+        self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(
+            pushes, STAND, STAND - LIFT * np.sin(np.pi * phase)
+        )
+
+    def view(self):
+        x, y = self.data.qpos[:2]
+        return (x - 1.5, x + 2.5), (y - 2, y + 2)
+
+    @property
+    def yaw(self) -> float:
+        w, x, y, z = self.data.qpos[3:7]
+        return float(np.arctan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z)))
+
+    def seen(self) -> Observation:
+        x, y, z = self.data.qpos[:3]
+        state = np.array(
+            [np.sin(self.yaw), self.data.qvel[1], 2.0 * (self.time % 2) - 1, 4 * (z - 0.55)]
+        )
+        return Observation(heights(self.stones, x, y, self.yaw, self.size)[None], state)
+
+
+def course(rng: np.random.Generator) -> np.ndarray:
+    """Return x, y, top height and half the length of each stone, (STONES, 4)."""
+    halves = np.r_[FIRST, rng.uniform(*LENGTHS, STONES - 1) / 2]
+    gaps = np.r_[0.0, rng.uniform(*GAPS, STONES - 1)]
+    ends = np.cumsum(2 * halves + gaps) - FIRST
+    sense = rng.choice([-1, 1]) * np.cumprod(np.where(rng.random(STONES - 1) < TURNS, -1, 1))
+    sides = np.r_[0.0, np.cumsum(sense * rng.uniform(*SHIFTS, STONES - 1))]
+    return np.stack(
+        [ends - halves, sides, np.r_[0.0, rng.uniform(-UNEVEN, UNEVEN, STONES - 1)], halves], 1
+    )
+
+
+def heights(stones: np.ndarray, x: float, y: float, yaw: float, size: int) -> np.ndarray:
+    """Return the height map (size, size), in units of 0.15 m."""
+    share = (np.arange(size) + 0.5) / size  # relative positions of pixel centres
+    ahead, left = NEAR + (FAR - NEAR) * share[:, None], SIDE * (1 - 2 * share)
+    at_x = x + np.cos(yaw) * ahead - np.sin(yaw) * left
+    at_y = y + np.sin(yaw) * ahead + np.cos(yaw) * left
+    image = np.full((size, size), -DEPTH / UNIT)
+    for centre, side, top, half in stones:
+        image[(abs(at_x - centre) <= half) & (abs(at_y - side) <= WIDTH)] = top / UNIT
+    return image
+
+
+def body():
+    """Build the model: gymnasium's Ant with position servos, and stones as floor.
+
+    Rotors are lighter, and the time step is smaller, than in gymnasium.
+    """
+    import gymnasium
+    import mujoco
+
+    spec = mujoco.MjSpec.from_file(
+        str(Path(gymnasium.__file__).parent / "envs/mujoco/assets/ant.xml")
+    )
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    spec.option.timestep = STEP
+    for joint in spec.joints:
+        if joint.name != "root":
+            joint.armature, joint.damping = 0.02, np.full((3, 1), 0.5)
+    for motor in spec.actuators:
+        motor.set_to_position(kp=60, kv=2)
+        motor.gear, motor.ctrlrange = [1, 0, 0, 0, 0, 0], [-1.6, 1.6]
+    spec.delete(spec.geom("floor"))
+    for i in range(STONES):
+        stone = spec.worldbody.add_body(
+            name=f"stone_{i}", mocap=True
+        )  # static bodies that reset() moves
+        stone.add_geom(
+            name=f"stone_{i}",
+            type=mujoco.mjtGeom.mjGEOM_BOX,
+            size=[FIRST, WIDTH, DEPTH / 2],
+            conaffinity=1,
+            friction=[1, 0.5, 0.5],
+        )
+    model = spec.compile()
+    return model, mujoco.MjData(model)
+
+
+# ---- two planar arms that sweep particles into a bowl ----------------------------------------------------------------
+# The paper has two arms, 12 coordinates, a camera image and red balls to place in green bowls (HRF K.2). Here each arm
+# has two links and a brush that can be lifted, particles are discs that slide on the table, and the image is computed
+# from positions, as seen from above. An action is one stroke of both arms: the brushes are lifted, move over the places
+# that the policy chose, come down, and drag particles to the bowl. The low level is fixed: inverse kinematics and
+# servos. x is to the right, y away from the arms.
+TABLE = 0.8  # half the side of the table and of the image
+BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
+LINKS = 0.8  # length of each link of an arm
+BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
+ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])  # where strokes end
+BRUSH, DISC = 0.09, 0.02  # half the width of a brush; radius of a particle
+HEAP = 0.08  # standard deviation of positions in the heap
+HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])  # ranges of x and y of its centre
+CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])  # starts of strokes
+LIFTED, OVER, DOWN, DRAG = (
+    0.15,
+    0.3,
+    0.1,
+    0.45,
+)  # height of a lifted brush; durations of the parts of a stroke
+MOST = 4  # maximum value of a pixel
+
+
+def initial_controller() -> np.ndarray:
+    """Return the initial controller (1, 3, 4): strokes start beside the attended spot."""
+    weights = np.zeros((3, 2, 2))
+    weights[1, :, 0], weights[0, :, 1] = 2 * TABLE / RANGE
+    weights[2] = (ENDS - ENDS.mean(0) - CENTRE) / RANGE
+    return weights.reshape(1, 3, 4)
+
+
+class Sweeping:
+    """Two arms sweep particles into a bowl; the return is a share of the particles.
+
+    The return is the share of particles within the bowl, averaged over strokes. Image (1, size, size): number of
+    particles per pixel, at most MOST, rows from near to far, columns from left to right. The bowl does not move.
+    Action: x and y of the start of a stroke, for the left and the right arm.
+
+    Args:
+        particles: Number of particles.
+        strokes: Strokes of a rollout.
+        size: Pixels of a side of the image.
+    """
+
+    channels, states, actions = 1, 1, 4
+    lead, watch = initial_controller(), None
+
+    def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
+        need("sweep", "mujoco")
+        self.particles, self.strokes, self.size = particles, strokes, size
+        self.model, self.data = table(particles)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Positions of the particles, (particles, 2)."""
+        return self.home + self.data.qpos[6:].reshape(-1, 2)
+
+    @property
+    def within(self) -> float:
+        """Share of particles within the bowl."""
+        return float((np.linalg.norm(self.places - BOWL, axis=1) <= RADIUS).mean())
+
+    def reset(self, seed: int) -> Observation:
+        import mujoco
+
+        mujoco.mj_resetData(self.model, self.data)
+        self.stroke, self.home = 0, np.zeros((self.particles, 2))
+        self.data.qpos[6:] = heap(np.random.default_rng(seed), self.particles).flatten()
+        self.tips = ENDS.copy()
+        self.order(self.tips, LIFTED)
+        self.data.qpos[:6] = self.data.ctrl
+        mujoco.mj_forward(self.model, self.data)
+        return self.seen()
+
+    def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
+        begin = CENTRE + RANGE * np.asarray(action, float).reshape(2, 2)
+        self.move(begin, LIFTED, OVER)
+        self.move(begin, 0.0, DOWN)
+        self.move(ENDS, 0.0, DRAG)
+        self.move(ENDS, LIFTED, DOWN)
+        self.stroke += 1
+        return self.seen(), self.within / self.strokes, self.stroke == self.strokes
+
+    def move(self, tips: np.ndarray, height: float, seconds: float) -> None:
+        """Move the brushes along a straight line."""
+        import mujoco
+
+        start, ticks = self.tips, round(seconds / SERVO)
+        for k in range(ticks):
+            self.order(start + (tips - start) * (k + 1) / ticks, height)
+            mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
+            if self.watch:
+                self.watch(self)
+        self.tips = tips
+
+    def order(self, tips: np.ndarray, height: float) -> None:
+        """Set the servos: shoulder, elbow and brush of each arm."""
+        for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
+            shoulder, elbow = inverse_kinematics(tip - base, outward)
+            self.data.ctrl[3 * arm : 3 * arm + 3] = shoulder, elbow, height
+
+    def view(self):
+        return (-1.0, 1.0), (-1.0, 1.0)
+
+    def circles(self) -> list[tuple]:
+        """Centre and radius of circles to draw in addition to bodies."""
+        return [(BOWL, RADIUS)]
+
+    def seen(self) -> Observation:
+        count = np.zeros((self.size, self.size))
+        pixel = 2 * TABLE / self.size
+        column, row = np.floor((self.places.T + TABLE) / pixel).astype(int)
+        inside = (column >= 0) & (column < self.size) & (row >= 0) & (row < self.size)
+        np.add.at(count, (row[inside], column[inside]), 1)
+        return Observation(np.minimum(count, MOST)[None], np.array([self.within]))
+
+
+def inverse_kinematics(reach: np.ndarray, outward: int) -> tuple[float, float]:
+    """Return shoulder and elbow angles for the tip position, with the elbow outward.
+
+    The tip comes as close as possible to positions out of reach.
+    """
+    distance = np.clip(np.hypot(*reach), 0.05, 2 * LINKS - 0.01)
+    inner = np.arccos(distance / 2 / LINKS)
+    return float(np.arctan2(reach[1], reach[0]) + outward * inner), float(-2 * outward * inner)
+
+
+def heap(rng: np.random.Generator, particles: int) -> np.ndarray:
+    """Sample positions of particles, (particles, 2)."""
+    return rng.uniform(*HEAPS.T) + HEAP * rng.standard_normal((particles, 2))
+
+
+def table(particles: int):
+    """Build the model: two arms, and particles that slide in x and y.
+
+    Coordinates: joints of both arms, then x and y of each particle. Servos are in the order of the joints.
+    """
+    import mujoco
+
+    slide, hinge = mujoco.mjtJoint.mjJNT_SLIDE, mujoco.mjtJoint.mjJNT_HINGE
+    capsule, box, disc = (
+        getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("CAPSULE", "BOX", "CYLINDER")
+    )
+    spec = mujoco.MjSpec()
+    spec.option.integrator, spec.option.timestep = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, STEP
+    spec.option.gravity = [0, 0, 0]  # the table carries all bodies
+    for arm, base in enumerate(BASES):
+        parent = spec.worldbody.add_body(pos=[*base, 0.3])
+        for joint in ("shoulder", "elbow"):
+            parent.add_joint(name=f"{joint}_{arm}", type=hinge, axis=[0, 0, 1], damping=[0.5, 0, 0])
+            parent.add_geom(
+                type=capsule,
+                fromto=[0, 0, 0, LINKS, 0, 0],
+                size=[0.03, 0, 0],
+                mass=0.5,
+                contype=0,
+                conaffinity=0,
+            )
+            parent = parent.add_body(pos=[LINKS, 0, 0])
+        parent.add_joint(name=f"brush_{arm}", type=slide, axis=[0, 0, 1], damping=[1.0, 0, 0])
+        parent.add_geom(
+            type=box,
+            size=[0.02, BRUSH, 0.04],
+            pos=[0, 0, -0.27],
+            mass=0.1,
+            contype=2,
+            conaffinity=1,
+        )
+        for joint in ("shoulder", "elbow", "brush"):
+            servo = spec.add_actuator(
+                name=f"{joint}_{arm}", target=f"{joint}_{arm}", trntype=mujoco.mjtTrn.mjTRN_JOINT
+            )
+            servo.set_to_position(kp=60, kv=4)
+    for i in range(particles):
+        body = spec.worldbody.add_body(pos=[0, 0, 0.02])
+        for axis, joint in (([1, 0, 0], "x"), ([0, 1, 0], "y")):
+            body.add_joint(name=f"{joint}_{i}", type=slide, axis=axis, damping=[0.5, 0, 0])
+        body.add_geom(type=disc, size=[DISC, 0.02, 0], mass=0.02, contype=1, conaffinity=3)
+    model = spec.compile()
+    return model, mujoco.MjData(model)

@@ -1,0 +1,433 @@
+"""Use the model of a run: python -m crt_exp infer run=DIR [key=value ...].
+
+The task of the run decides what the command does. Keys of every task:
+  run          directory of the run
+  names        folder of custom names, as given to the run by --config-dir
+
+task=imagenet: print the five most probable classes of each image, as csv.
+  input        an image or a folder of images
+
+task=librispeech: print the transcript, and the time in seconds of each symbol.
+  input        an audio file or a folder of audio files
+  segment      longest segment that is decoded at once, in seconds (20); longer audio is cut at its quietest part
+
+task=trembl, books, pixels: generate sequences.
+  prompt       start of each sequence; for pixels an image file, whose lower half is generated
+  n            number of sequences (1)
+  length       symbols of a sequence, including the prompt (default: the length of training)
+  temperature  sampling temperature (1); 0 takes the most probable symbol
+  top_k        sample from the k most probable symbols
+  top_p        sample from the smallest set of symbols with at least this total probability
+  seed         seed of the first sequence (0); each further sequence adds 1
+  device       cpu or cuda (cpu)
+  output       file to write, FASTA, text or PNG (default: print)
+
+Exit code 2: an error, which is printed, or files that could not be read.
+"""
+
+import math
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from crt_exp.experiments.data import DataError, images
+from crt_exp.experiments.data.files import IMAGES, files_ending
+from crt_exp.experiments.data.speech import (
+    SHORTEST,
+    AudioPart,
+    BadAudio,
+    as_int16,
+    audio_files,
+    decode_audio,
+    pad_audio,
+    seconds_of,
+)
+from crt_exp.experiments.models import language, vision
+from crt_exp.experiments.models.folder import TRANSDUCER, description_in, folder_of
+from crt_exp.optional import explain
+from crt_exp.registry import UNKNOWN_USER, ConfigError, own_names, unknown_user
+from crt_exp.validation import Count, NotNegative, parse_arguments
+
+LIKELIEST = 5  # classes printed for an image
+QUIET = 0.2  # seconds of the quietest part of the audio, where a segment ends
+AT_ONCE = 16  # sequences of a batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    run: str
+    input: str
+    names: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioOptions(ImageOptions):
+    segment: Annotated[float, Field(ge=1)] = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceOptions:
+    run: str
+    prompt: str = ""
+    n: Count = 1
+    length: Count | None = None
+    temperature: NotNegative = 1.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    output: str | None = None
+    names: str | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or {"--help", "-h"} & {*arguments}:
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
+        if not run:
+            raise ConfigError("run: missing, expected the directory of a run")
+        folder = folder_of(
+            run,
+            "run",
+            "the directory of a run of task=imagenet, librispeech, trembl, books or pixels",
+        )
+        described = description_in(folder, f"run={run}")
+        kind = "imagenet" if "architecture" in described else str(described.get("kind"))
+        if kind not in KINDS:
+            raise DataError(
+                f"run={run}: expected a run of task=imagenet, librispeech, trembl, books or pixels"
+            )
+        options = parse_arguments(KINDS[kind][0], arguments)
+        with torch.no_grad(), own_names([options.names] if options.names else []):
+            return KINDS[kind][1](options) or 0
+    except (ConfigError, DataError, ValueError, OSError, RuntimeError, ImportError) as error:
+        message = UNKNOWN_USER if unknown_user(error) else explain(error)
+        if message is None and isinstance(error, RuntimeError | ImportError):
+            raise  # a bug: keep the traceback
+        print(f"crt_exp infer: error: {message or error}", file=sys.stderr)
+        return 2
+
+
+def classify(options: ImageOptions) -> int:
+    """Print a csv row for each image: file name, top classes and their probabilities."""
+    import pandas as pd
+
+    place = Path(options.input).expanduser()
+    files = [Path(file) for file in files_ending(place, IMAGES)] if place.is_dir() else [place]
+    kept, rows, bad = vision.load(options.run), [], []
+    for file in files:
+        try:
+            pixels = kept.transform(images.read_image(file))
+        except images.Unreadable as error:
+            bad.append(error)
+            continue
+        likely = (
+            kept.model(pixels[None])[0].float().softmax(-1).topk(min(LIKELIEST, len(kept.classes)))
+        )
+        rows.append({"image": file})
+        for rank, (i, share) in enumerate(zip(likely.indices.tolist(), likely.values.tolist()), 1):
+            rows[-1] |= {f"class{rank}": kept.classes[i], f"probability{rank}": round(share, 3)}
+    print(pd.DataFrame(rows).to_csv(index=False), end="")
+    return exit_code(bad, files, options.input)
+
+
+def transcribe(options: AudioOptions) -> int:
+    """Print the transcript of each file, and the time of each symbol in seconds."""
+    from crt_exp.experiments.models import conformer_transducer
+    from crt_exp.experiments.models.conformer_transducer import STEP, greedy
+
+    files, bad = audio_files(options.input, "input"), []
+    known, tensors = conformer_transducer.load(options.run, "run")
+    model = known.build(tensors)
+    for file in files:
+        try:
+            seconds = seconds_of(file, str(file))
+            if seconds < SHORTEST:
+                raise BadAudio(f"{file}: {seconds:.3f} s, expected at least {SHORTEST} s")
+            audio = as_int16(decode_audio(AudioPart(str(file), seconds), known.rate))
+        except BadAudio as error:
+            bad.append(error)
+            continue
+        texts, times = [], []
+        for start, end in segments(audio, known.rate, options.segment):
+            _, (heard,) = model(
+                pad_audio([audio[start:end]]), torch.tensor([end - start]), search=greedy
+            )
+            texts.append(known.symbols.decode(heard.symbols))
+            times += [
+                f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
+                for symbol, frame in zip(heard.symbols, heard.frames)
+            ]
+        print(f"{file} ({len(audio) / known.rate:.1f} s): {' '.join(filter(None, texts))}")
+        print(" ", "  ".join(times))
+    return exit_code(bad, files, options.input)
+
+
+def exit_code(bad: list, files: list[Path], given: str) -> int:
+    """Return 2 and print the unreadable files, if any, or if there are no files."""
+    if bad or not files:
+        print(
+            f"input={given}: {len(bad)} of {len(files)} files are unreadable:",
+            *bad,
+            sep="\n  ",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) samples of each segment.
+
+    A segment ends in the quietest part of its second half.
+    """
+    start, most, least, width = (
+        0,
+        int(longest * rate),
+        math.ceil(SHORTEST * rate),
+        int(QUIET * rate),
+    )
+    while (left := len(audio) - start) > most:
+        half = start + most // 2
+        loudness = np.square(
+            audio[half : start + min(most, left - least)].astype(np.float64)
+        ).cumsum()
+        end = half + int((loudness[width:] - loudness[:-width]).argmin()) + width // 2
+        yield start, end
+        start = end
+    yield start, len(audio)
+
+
+def sample(options: SequenceOptions) -> None:
+    """Generate sequences, then write or print them."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: no GPU found; use device=cpu")
+    kept = language.load(options.run, "run")
+    if not kept.description.causal:
+        raise ConfigError(
+            f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional"
+        )
+    alphabet = next(
+        (kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None
+    )
+    if alphabet is None:
+        raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
+    longest = kept.description.length
+    given, length = alphabet.prompt(options.prompt), options.length or longest
+    if alphabet.end is None and options.output is None:
+        raise ConfigError("output=None: expected FILE.png, as this run generates images")
+    if alphabet.end is None and length != longest:
+        raise ConfigError(f"length={length}: expected {longest}, the values of an image; remove it")
+    if len(given) >= length:
+        raise ConfigError(
+            f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}"
+        )
+    model, prompt = (
+        kept.build().to(options.device),
+        torch.tensor([alphabet.begin, *given], device=options.device),
+    )
+    choice = TokenChoice(options.temperature, options.top_k, options.top_p)
+    never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
+    rows, seeds = [], range(options.seed, options.seed + options.n)
+    for i in range(0, options.n, AT_ONCE):
+        part = seeds[i : i + AT_ONCE]
+        rows += generate(
+            model, prompt, length - len(given), choice, part, never=never, end=alphabet.end
+        )
+    alphabet.write([[*given, *row] for row in rows], options)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """Sample a symbol from logits by temperature, top-k and top-p, in this order.
+
+    Temperature 0 takes the most probable symbol. None for top_k or top_p keeps all symbols.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (B, V) -> probabilities (B, V) in float64; 0 where the logit is -inf."""
+        logits = logits.double()
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        logits = logits / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        probabilities = logits.softmax(-1)
+        if self.top_p is not None:
+            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+            kept = ordered.cumsum(-1) - ordered < self.top_p  # keeps the symbol that crosses top_p
+            probabilities = torch.zeros_like(probabilities).scatter(
+                -1, order, torch.where(kept, ordered, 0.0)
+            )
+        return probabilities / probabilities.sum(-1, keepdim=True)
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
+        probabilities = self.probabilities(logits)
+        sums, places = (
+            probabilities.cumsum(-1),
+            torch.arange(probabilities.shape[-1], device=probabilities.device),
+        )
+        last = torch.where(probabilities > 0, places, 0).amax(
+            -1
+        )  # rounding could select a symbol of probability 0
+        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(
+            last
+        )
+
+
+@torch.no_grad()
+def generate(
+    model: language.LanguageModel,
+    prompt: Tensor,
+    count: int,
+    choice: TokenChoice,
+    seeds: Sequence[int],
+    *,
+    never: Iterable[int] = (),
+    end: int | None = None,
+) -> list[list[int]]:
+    """Continue a prompt (P,) by at most `count` symbols, one sequence for each seed.
+
+    The model must be in eval mode. The time of a symbol is constant with random features, and linear in the position
+    with exact attention.
+
+    Args:
+        never: symbols that are never sampled.
+        end: the symbol that ends a sequence; the sequence does not include it.
+
+    Returns:
+        The new symbols of each sequence, without the prompt.
+    """
+    device = prompt.device
+    banned = torch.tensor(sorted(never), dtype=torch.long, device=device)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    pasts, tokens = model.begin(), prompt.expand(len(generators), -1)
+    rows, going = [[] for _ in generators], set(range(len(generators)))
+    for _ in range(count):
+        logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
+        uniform = torch.stack(
+            [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
+        ).to(device)
+        drawn = choice.draw(logits, uniform)
+        going -= {i for i in going if int(drawn[i]) == end}
+        if not going:
+            break
+        for i in going:
+            rows[i].append(int(drawn[i]))
+        tokens = drawn[:, None]
+    return rows
+
+
+def write_text(text: str, output: str | None) -> None:
+    if output is None:
+        print(text)
+    else:
+        Path(output).expanduser().write_text(text + "\n")
+
+
+# Formats of sequences. `begin` is the symbol before the first one, `end` the symbol that ends a sequence, or None.
+# `symbols` is the number of symbols that may be sampled, the first ones of the vocabulary.
+
+
+class Letters:
+    """Protein sequences: one line each, or a FASTA file."""
+
+    def __init__(self, vocabulary: dict[str, Any]):
+        self.letters, self.begin, self.end = (
+            vocabulary[key] for key in ("letters", "begin", "end")
+        )
+        self.symbols = len(self.letters)
+
+    def prompt(self, given: str) -> list[int]:
+        if wrong := [letter for letter in given if letter not in self.letters]:
+            raise ConfigError(
+                f"prompt={given}: unknown letter {wrong[0]!r}; expected {self.letters}"
+            )
+        return [self.letters.index(letter) for letter in given]
+
+    def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
+        lines = ["".join(self.letters[i] for i in row) for row in rows]
+        if options.output is not None:
+            lines = [
+                f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}"
+                for i, line in enumerate(lines)
+            ]
+        write_text("\n".join(lines), options.output)
+
+
+class Text:
+    """Text documents, separated by an empty line."""
+
+    def __init__(self, vocabulary: dict[str, Any]):
+        from tokenizers import Tokenizer
+
+        self.tokenizer = Tokenizer.from_str(vocabulary["tokenizer"])
+        self.begin = self.end = vocabulary["end"]
+        self.symbols = max(self.tokenizer.get_vocab().values()) + 1
+
+    def prompt(self, given: str) -> list[int]:
+        return self.tokenizer.encode(given, add_special_tokens=False).ids
+
+    def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
+        write_text("\n\n".join(self.tokenizer.decode(row) for row in rows), options.output)
+
+
+class Pixels:
+    """Images in a PNG, eight in a row.
+
+    A prompt is an image file. Its upper half is the prompt, its lower half is generated. The image itself comes first.
+    """
+
+    end = None
+
+    def __init__(self, vocabulary: dict[str, Any]):
+        self.symbols, self.begin = vocabulary["pixels"], vocabulary["begin"]
+        self.size, self.channels, self.truth = vocabulary["size"], vocabulary["channels"], []
+
+    def prompt(self, given: str) -> list[int]:
+        if not given:
+            return []
+        image = images.read_image(Path(given).expanduser())
+        self.truth = [images.crop_square(image, self.size, self.channels, given)]
+        return self.truth[0][: self.size // 2].reshape(-1).tolist()
+
+    def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
+        made = [
+            np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows
+        ]
+        times = max(1, 96 // self.size)  # enlarge small images to about 96 pixels
+        made = [image.repeat(times, 0).repeat(times, 1) for image in [*self.truth, *made]]
+        images.save_grid(made, Path(options.output).expanduser())
+
+
+ALPHABETS = {
+    "letters": Letters,
+    "pixels": Pixels,
+    "tokenizer": Text,
+}  # keyed by an entry of the vocabulary
+KINDS = {
+    "imagenet": (ImageOptions, classify),
+    TRANSDUCER: (AudioOptions, transcribe),
+    language.KIND: (SequenceOptions, sample),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

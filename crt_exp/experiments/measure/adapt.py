@@ -1,0 +1,467 @@
+"""Loss after a swap, after attention transfer, and after low-rank adapters.
+
+task=adapt uses small models, trained from scratch for each seed. task=adapt_pretrained uses a pretrained language
+model. The order is that of LoLCATs: swap, attention transfer, then adapters.
+
+Settings of task=adapt: `copying`, a GPT-2 on random symbols whose second half repeats the first half; `causal`, a GPT-2
+on characters of WikiText-2; `vision`, a ViT on MNIST.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.experiments.data.text import IGNORED, generator_of, official_file
+from crt_exp.experiments.measure import SwapMeasurement, pretrained
+from crt_exp.experiments.measure.bench import fit_attention, quiet
+from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
+from crt_exp.experiments.measure.variance import mnist_file
+from crt_exp.experiments.runner.trainer_config import Adapters
+from crt_exp.experiments.tasks.mlm import following
+from crt_exp.experiments.tasks.transfer import (
+    TransferModel,
+    calibrate,
+    layer_parameters,
+    release,
+    swapped_layers,
+    transfer_attention,
+)
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers.threads import threads
+from crt_exp.swap.calibration import learns, swapped_states
+from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
+
+SYMBOLS, LENGTH = 16, 64  # alphabet of `copying`; tokens of a row
+WIDTH, LAYERS, HEADS = 128, 4, 4  # sizes of the small models
+PATCH = 4  # pixels of a side: 49 patches of 28 x 28, and a class token
+ROWS = 16  # batch size
+UNIFORM = "uniform"  # control, without adapters
+MINUTE = 60_000  # milliseconds
+
+
+# ---- rows and models
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A small model and its data.
+
+    model: creates the model. rows: (split, seed, count) -> inputs and labels, IGNORED for positions without prediction.
+    tested: number of test rows.
+    """
+
+    model: Callable[[], nn.Module]
+    rows: Callable[[str, int, int], tuple[Tensor, Tensor]]
+    tested: int = 96
+
+
+@lru_cache(maxsize=2)
+def characters(split: str) -> Tensor:
+    """Characters of WikiText-2 in lower case as integers; unknown ones have id 0."""
+    text = official_file("wikitext2", split).read_text(encoding="utf-8").lower()[:400_000]
+    known = "\n abcdefghijklmnopqrstuvwxyz.,'-@=0123456789"
+    return torch.tensor([known.find(each) + 1 for each in text])
+
+
+def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+    g = generator_of(seed, count + (split == "test"))
+    ids = torch.randint(SYMBOLS, (count, LENGTH // 2), generator=g).repeat(1, 2)
+    labels = following(ids)
+    labels[:, : LENGTH // 2] = IGNORED
+    return ids, labels
+
+
+def causal_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+    text = characters(split)
+    at = torch.randint(len(text) - LENGTH, (count, 1), generator=generator_of(seed, LENGTH))
+    ids = text[at + torch.arange(LENGTH)]
+    return ids, following(ids)
+
+
+@lru_cache(maxsize=2)
+def digits(split: str) -> tuple[Tensor, Tensor]:
+    """MNIST images (n, 1, 28, 28) in [-1, 1], and labels (n,)."""
+    name = {"train": "train", "test": "t10k"}[split]
+    images = torch.tensor(mnist_file(f"{name}-images-idx3-ubyte.gz")).unsqueeze(1) / 127.5 - 1
+    return images, torch.tensor(mnist_file(f"{name}-labels-idx1-ubyte.gz")).long()
+
+
+def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+    images, labels = digits(split)
+    at = torch.randint(
+        len(images), (count,), generator=generator_of(seed, count + 3 * (split == "test"))
+    )
+    return images[at], labels[at]
+
+
+def decoder() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_embd=WIDTH,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            n_inner=2 * WIDTH,
+            n_positions=LENGTH,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            initializer_range=0.1,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def vision() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            image_size=28,
+            patch_size=PATCH,
+            num_channels=1,
+            num_labels=10,
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            intermediate_size=2 * WIDTH,
+            initializer_range=0.1,
+        )
+    )
+
+
+SETTINGS = {
+    "copying": Setting(decoder, copying_rows),
+    "causal": Setting(decoder, causal_rows),
+    "vision": Setting(vision, vision_rows, 400),
+}
+
+
+def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    given, labels = rows
+    return F.cross_entropy(
+        model(given).logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED
+    )
+
+
+@torch.no_grad()
+def test_loss(model: nn.Module, setting: str, seed: int) -> float:
+    """Return nats per predicted token or image, on rows that are never trained on."""
+    model.eval()
+    return float(
+        loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested))
+    )
+
+
+# ---- training
+
+
+def train(
+    model: nn.Module,
+    setting: str,
+    seed: int,
+    steps: int,
+    lr: float,
+    step: Callable[..., Tensor] = loss_of,
+    first: int = 0,
+) -> None:
+    """Train parameters that require gradients, on training rows from `first` on."""
+
+    def loss(i: int) -> Tensor:
+        return step(
+            model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS)
+        )
+
+    model.train()
+    for _ in descent(model, loss, steps, lr):
+        pass
+
+
+def descent(
+    model: nn.Module, loss: Callable[[int], Tensor], steps: int, lr: float
+) -> Iterator[int]:
+    """Train by AdamW on loss(0), loss(1), ...; yield the number of steps done.
+
+    Only parameters that require gradients are trained. The learning rate has a warm-up of 5% and decays linearly to 0.
+    """
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
+    for i in range(steps):
+        given = loss(i)
+        optimizer.zero_grad()
+        given.backward()
+        torch.nn.utils.clip_grad_norm_(wanted, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
+        optimizer.step()
+        yield i + 1
+
+
+@lru_cache(maxsize=64)
+def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
+    """Weights of the model with exact attention of a seed, from which methods start."""
+    torch.manual_seed(seed)
+    model = SETTINGS[setting].model()
+    train(model, setting, seed, steps, lr)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) -> nn.Module:
+    """Swap the model's attention and fit it to training batches."""
+    if mechanism.is_exact:
+        return model
+    with quiet():
+        replace(mechanism, seed=seed).swap(model, saved=False)
+        return fit_attention(model, batches)
+
+
+def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
+    """Add adapters to the projections of attention and freeze other parameters."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Adapters(
+            model,
+            {
+                "rank": rank,
+                "alpha": 2.0 * rank,
+                "dropout": 0.0,
+                "targets": None,
+                "also": [],
+                "merge": True,
+            },
+        )
+
+
+# ---- one method
+
+
+@checked("task")
+class Adapt(SwapMeasurement):
+    """task=adapt: `loss` (nats) of a small model at each `stage`.
+
+    Stages: "swapped"; "transferred"; "transfer, LoRA"; and "LoRA", adapters alone for transfer + lora steps. The
+    uniform control has only the first two.
+
+    Args:
+        model: A key of SETTINGS.
+        steps: Training steps with exact attention.
+        transfer: Steps of attention transfer.
+        lora: Steps of adapters after the transfer.
+    """
+
+    metric = "loss"
+
+    def __init__(
+        self,
+        model: Literal[*SETTINGS],
+        steps: Count,
+        transfer: Count,
+        lora: Count,
+        exact_lr: Positive,
+        transfer_lr: Positive,
+        lora_lr: Positive,
+        rank: Count,
+    ):
+        self.setting, self.steps, self.transfer, self.lora, self.rank = (
+            model,
+            steps,
+            transfer,
+            lora,
+            rank,
+        )
+        self.exact_lr, self.transfer_lr, self.lora_lr = exact_lr, transfer_lr, lora_lr
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        def at(stage: str) -> dict[str, Any]:
+            return {"stage": stage, "loss": test_loss(model, self.setting, seed)}
+
+        with threads(1):
+            model = self.swapped(mechanism, seed)
+            yield at("swapped")
+            if not mechanism.is_exact and layer_parameters(swapped_layers(model)):
+                self.train_transfer(model, seed)
+            yield at("transferred")
+            if mechanism.name != UNIFORM:
+                self.train_adapters(model, seed, self.lora, self.transfer)
+                yield at("transfer, LoRA")
+                model = self.swapped(mechanism, seed)
+                self.train_adapters(model, seed, self.transfer + self.lora, 0)
+                yield at("LoRA")
+
+    def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
+        model = SETTINGS[self.setting].model()
+        model.load_state_dict(exact(self.setting, seed, self.steps, self.exact_lr), strict=False)
+        return swapped(model.eval(), mechanism, seed, calibration(self.setting, seed))
+
+    def train_transfer(self, model: nn.Module, seed: int) -> None:
+        student = TransferModel(model)
+        calibrate(student, calibration(self.setting, seed))
+        train(
+            student,
+            self.setting,
+            seed,
+            self.transfer,
+            self.transfer_lr,
+            lambda student, rows: student(rows[0])[0].mean(),
+        )
+        release(student)
+
+    def train_adapters(self, model: nn.Module, seed: int, steps: int, first: int) -> None:
+        """Train adapters and merge them; the seed determines their initial weights."""
+        adapters = low_rank(model, self.rank, seed)
+        train(model, self.setting, seed, steps, self.lora_lr, first=first)
+        adapters.merge()
+
+
+def calibration(setting: str, seed: int) -> list[Tensor]:
+    return [SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
+
+
+# ---- a pretrained language model
+
+
+def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
+    """Return (count, length) tokens of the training text, in random order by seed.
+
+    Raises ValueError if the text has fewer rows.
+    """
+    text = pretrained.tokens(model, "train")
+    rows = text[: len(text) // length * length].view(-1, length)
+    if count > len(rows):
+        raise ValueError(
+            f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
+            "fewer"
+        )
+    return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+
+
+@lru_cache(maxsize=4)
+def exact_readings(
+    model: str, kind: str, length: int, count: int
+) -> list[tuple[pretrained.Row, pretrained.Reading]]:
+    """Rows, and the outputs of the pretrained checkpoint for each."""
+    return [pretrained.exact_reading(model, kind, length, i) for i in range(count)]
+
+
+def batch_arguments(ids: Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "use_cache": False}
+
+
+@checked("task")
+class AdaptPretrained(SwapMeasurement):
+    """task=adapt_pretrained: loss of a pretrained language model during adaptation.
+
+    After each of `steps` (0, the end of the transfer, then steps of adapters) there is one row per kind in `texts`,
+    with `above`: the loss increase over the pretrained checkpoint with exact attention (nats per token), a list over
+    `tested` rows. One more row has the CPU `minutes` of training so far and `cost`, the mean of `above`.
+
+    Methods without learned parameters skip the transfer.
+
+    Args:
+        texts: Kinds of rows, keys of `pretrained.ROWS`.
+        tested: Test rows of each kind.
+        captured: Training rows of attention transfer.
+        transfer: Steps of attention transfer; all later steps train adapters, one row per step.
+        bf16: Train adapters with bfloat16 autocast.
+    """
+
+    metric = "cost"
+
+    def __init__(
+        self,
+        model: FileName,
+        texts: Several[Literal[*pretrained.ROWS]],
+        length: Count,
+        tested: Count,
+        captured: Count,
+        transfer: Count,
+        steps: Several[Whole],
+        transfer_lr: Positive,
+        lora_lr: Positive,
+        rank: Count,
+        bf16: bool,
+    ):
+        self.model, self.texts, self.length, self.tested, self.captured = (
+            model,
+            texts,
+            length,
+            tested,
+            captured,
+        )
+        self.transfer, self.steps, self.rank, self.bf16 = transfer, steps, rank, bf16
+        self.transfer_lr, self.lora_lr, self.lora = transfer_lr, lora_lr, max(steps) - transfer
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
+        given = [batch_arguments(row[None]) for row in rows[: self.captured]]
+        model, minutes = (
+            swapped(
+                deepcopy(pretrained.load_model_and_tokenizer(self.model).model),
+                mechanism,
+                seed,
+                given,
+            ),
+            0.0,
+        )
+        found = self.readings(model)
+        yield from after(0, found, minutes)
+        if learns(model) or layer_parameters(swapped_states(model)):
+            minutes = (
+                milliseconds(
+                    lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
+                    clock=PROCESSOR,
+                )
+                / MINUTE
+            )
+            found = self.readings(model)
+        yield from after(self.transfer, found, minutes)
+        low_rank(model, self.rank, seed)
+        training = descent(
+            model, adapter_loss(model, rows[self.captured :], self.bf16), self.lora, self.lora_lr
+        )
+        for step in range(self.transfer + 1, self.transfer + self.lora + 1):
+            minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
+            if step in self.steps:
+                yield from after(step, self.readings(model), minutes)
+
+    def readings(self, model: nn.Module) -> dict[str, list[float]]:
+        model.eval()
+        return {
+            kind: [
+                float((pretrained.run_row(model, row).nats - exact.nats).mean())
+                for row, exact in exact_readings(self.model, kind, self.length, self.tested)
+            ]
+            for kind in self.texts
+        }
+
+
+def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
+    yield from ({"step": step, "text": kind, "above": values} for kind, values in found.items())
+    yield {
+        "step": step,
+        "sample": "",
+        "minutes": minutes,
+        "cost": float(np.mean([*found.values()])),
+    }
+
+
+def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
+    """Return loss(i), nats per token of row i."""
+
+    def loss(i: int) -> Tensor:
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+            logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
+        return F.cross_entropy(logits.float(), rows[i][1:])
+
+    return loss

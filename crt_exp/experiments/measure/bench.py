@@ -1,0 +1,417 @@
+"""Measure loss, time and memory of a model with other attention.
+
+`Bench` swaps the attention of any model and restores it. `TextBench` adds the losses of language models, `BatchBench`
+those of models of images, audio and other inputs. A sample has the form of a batch of `calibrate_attention`. Samples
+that attention is fitted to are not evaluated. Models that were built with other attention need no bench: see
+`fit_attention` and `calibrated_layers`.
+
+Notation: B batch, L tokens, V vocabulary size, C classes.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.base import LinearAttention
+from crt_exp.experiments.measure.times import (
+    NO_WARMUP_MS,
+    in_turns,
+    peak_increase,
+    time_after_warmup,
+    trim_memory,
+)
+from crt_exp.features.base import NotFinite
+from crt_exp.mechanism import Mechanism
+from crt_exp.swap.calibration import (
+    calibrate_attention,
+    call,
+    fill_statistics,
+    learns,
+    swapped_states,
+)
+from crt_exp.swap.saved import holders
+from crt_exp.swap.swap import unswap_attention
+
+MAX_CACHED = 8  # number of fitted methods that a bench caches
+MASKED, NEXT = "masked", "next"
+HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
+IGNORED = -100  # label of a token without loss, as in torch and transformers
+SHARE = 0.15  # fraction of tokens that are masked
+MIN_CONTEXT = 16  # tokens after which a model can detect that a passage is repeated
+REPEATED = 4  # rows that are also evaluated as repeated passages
+SHORTEST = 128  # tokens of the shortest timed input
+LENGTH = 512  # default length of a document, in tokens
+TOKENS_PER_BLOCK = 256  # tokens whose losses are computed at a time
+
+
+def fit_attention(model: nn.Module, batches: Iterable) -> nn.Module:
+    """Fit the attention of a model to batches, if it needs fitting; return the model."""
+    if learns(model):
+        fill_statistics(model, batches)
+    return model
+
+
+def calibrated_layers(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
+    """Calibrate the model and return its layers with the measured errors."""
+    with quiet():
+        calibrate_attention(model, batches)
+    return [part for part in model.modules() if isinstance(part, LinearAttention)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context manager that hides UserWarnings of swaps and calibrations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+class Bench:
+    """Evaluate one model with several attention methods.
+
+    `judged` samples are evaluated; attention is fitted to `training` samples. Subclasses define `loss(i)` of sample i
+    in nats, and `timed`: number of tokens -> sample to time, in ascending order. If `repeats` > 0 they also define
+    `repeated_loss(i)`. The model is put in eval mode. Raises ValueError if the model is already swapped.
+    """
+
+    noun = "pieces"  # name of the samples in tables
+    causal = False
+    repeats = 0  # number of samples that are also evaluated as repeated passages
+    labelled = True  # whether losses use labels
+
+    def __init__(
+        self,
+        model: nn.Module,
+        judged: Sequence[Any] = (),
+        training: Sequence[Any] | None = (),
+        seed: int = 0,
+    ):
+        if swapped_states(model):
+            raise ValueError(
+                f"{type(model).__name__}: already swapped; call unswap_attention(model) first"
+            )
+        self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
+        self.device = next(model.parameters()).device
+        self.fits: list[
+            tuple[Any, list[dict[str, Tensor]]]
+        ] = []  # state dicts of the last fitted methods
+
+    def run(self, piece: Any) -> Any:
+        """Return the model's output for a sample."""
+        return call(self.model, piece)
+
+    def body(self, piece: Any) -> Any:
+        """The forward pass that is timed and whose memory is measured."""
+        return self.run(piece)
+
+    def fit(self, attention: Mechanism) -> None:
+        """Fit the attention that the model now has."""
+        fit_attention(self.model, self.training)
+
+    @contextmanager
+    def swapped(
+        self, attention: Mechanism | None, layers: Any = None
+    ) -> Iterator[dict[str, nn.Module]]:
+        """Context manager: swap the attention, fitted once, and yield its layers by path.
+
+        None keeps the model's own attention.
+        """
+        if attention is None:
+            yield {}
+            return
+        with quiet():
+            attention.swap(self.model, layers, saved=False)
+        try:
+            states = swapped_states(self.model)
+            if learns(self.model):
+                self._fit_once((attention, layers), states)
+            yield {state.path: state for state in states}
+        finally:
+            unswap_attention(self.model)
+
+    def _fit_once(self, key: tuple, states: list[nn.Module]) -> None:
+        kept = next((kept for known, kept in self.fits if known == key), None)
+        if kept is None:
+            self.fit(key[0])
+            kept = [{name: t.clone() for name, t in state.state_dict().items()} for state in states]
+            self.fits = [*self.fits, (key, kept)][-MAX_CACHED:]
+            return
+        for state, tensors in zip(states, kept, strict=True):
+            state.load_state_dict(tensors)
+
+    @torch.no_grad()
+    def record_calls(
+        self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+    ) -> tuple[list[Any], Any]:
+        """Run a sample with exact attention and record each attention call.
+
+        Returns:
+            The values of see(layer, arguments, output) for every call, and the model's output.
+        """
+        seen: list[Any] = []
+        with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
+            for state in states.values():
+                stack.callback(
+                    state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove
+                )
+            return seen, self.run(piece)
+
+    # ---- losses
+
+    @torch.no_grad()
+    def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
+        """Losses in nats: "loss" of each sample, "repeated" of the first `repeats`.
+
+        Raises NotFinite if the model's own loss is not finite.
+        """
+        with self.swapped(attention):
+            losses = {
+                "loss": [self.loss(i) for i in range(len(self.judged))],
+                "repeated": [self.repeated_loss(i) for i in range(self.repeats)],
+            }
+        if attention is None and not all(map(math.isfinite, losses["loss"])):
+            raise NotFinite(
+                f"{type(self.model).__name__}: loss without swap is not finite; check the parameters"
+            )
+        return losses
+
+    # ---- time and memory
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest timed sample."""
+        return max(self.timed)
+
+    def times(
+        self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int
+    ) -> dict[str, list[float]]:
+        """Milliseconds of a forward pass, one value for each method and round.
+
+        The methods take turns within a round. An untimed call precedes each timed call.
+        """
+        body = torch.no_grad()(self.body)
+
+        def within(attention: Mechanism | None) -> float:
+            with self.swapped(attention):
+                return time_after_warmup(body, piece, below=NO_WARMUP_MS, device=self.device)
+
+        return in_turns(attentions, rounds, within, warm=0)
+
+    @torch.no_grad()
+    def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
+        """Peak MiB of a forward pass above the memory in use before; None if unknown."""
+        with self.swapped(attention), suppress(OSError):
+            trim_memory()
+            return peak_increase(lambda: self.body(piece), self.device)
+        return None
+
+
+# ---- language models
+
+
+class TextBench(Bench):
+    """Bench of a transformers language model on token ids.
+
+    The repeated-passage loss shows what a causal model loses because its attention cannot retrieve single tokens.
+
+    Args:
+        rows: token ids (n, L) to evaluate.
+        training: token ids (k, L) to fit attention to.
+        mask: id of the mask token, for masked language models.
+        special: ids that are never masked.
+    """
+
+    noun = "texts"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Tensor,
+        training: Tensor | None = None,
+        *,
+        mask: int | None = None,
+        special: Sequence[int] = (),
+        seed: int = 0,
+    ):
+        super().__init__(model, rows, None if training is None else training.split(1), seed)
+        self.predicts, self.rows, self.mask, self.special = (
+            predicts(model),
+            rows,
+            mask,
+            torch.tensor([*special]).long(),
+        )
+        self.causal = self.predicts == NEXT
+        self.options = {"use_cache": False} if self.causal else {}
+        L = rows.shape[1]
+        lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
+        self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
+        if self.causal and L >= 4 * MIN_CONTEXT:
+            self.repeats = min(REPEATED, len(rows))
+
+    def fit(self, attention: Mechanism) -> None:
+        fit_attention(
+            self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training]
+        )
+
+    def run(self, ids: Tensor, **options: Any) -> Any:
+        return self.model(input_ids=ids.to(self.device), **self.options, **options)
+
+    def body(self, ids: Tensor) -> None:
+        """Run the model without the output head, whose logits would dominate the cost."""
+        self.model.base_model(input_ids=ids.to(self.device), **self.options)
+
+    def loss(self, i: int) -> float:
+        """Mean loss of row i, in nats per predicted token."""
+        return float(self.nats(*self.inputs_and_labels(i)).mean())
+
+    def repeated_loss(self, i: int) -> float:
+        """Loss on a repeated passage, in nats per token.
+
+        The input is the first half of row i, twice. The loss covers the second copy.
+        """
+        half = self.rows.shape[1] // 2
+        inputs, labels = next_token_labels(self.rows[i : i + 1, :half].repeat(1, 2))
+        labels[:, : half + MIN_CONTEXT - 1] = IGNORED
+        return float(self.nats(inputs, labels).mean())
+
+    def nats(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each token with a label, labels (1, L), in float64."""
+        return nats(self.run(inputs).logits, labels)
+
+    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of row i, (1, L) each, equal for all methods."""
+        row = self.rows[i : i + 1]
+        if self.causal:
+            return next_token_labels(row)
+        hidden = self._places(i)
+        return row.masked_fill(hidden, self.mask), row.masked_fill(~hidden, IGNORED)
+
+    def _places(self, i: int) -> Tensor:
+        """The tokens of row i to mask, as a boolean tensor (L,)."""
+        draw = torch.rand(
+            self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i)
+        )
+        draw[torch.isin(self.rows[i], self.special)] = 1.0
+        return draw <= max(SHARE, float(draw.min()))
+
+
+def next_token_labels(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids (1, L) and next-token labels; the last token has no label."""
+    return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+
+
+def nats(logits: Tensor, labels: Tensor) -> Tensor:
+    """Logits (B, L, V) and labels (B, L) -> losses of the labelled tokens, float64."""
+    asked = (labels != IGNORED).to(logits.device)
+    wanted = labels.to(logits.device)[asked]
+    return torch.cat(
+        [
+            F.cross_entropy(part.double(), each, reduction="none")
+            for part, each in zip(
+                logits[asked].split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)
+            )
+        ]
+    )
+
+
+def predicts(model: nn.Module) -> str | None:
+    """The training objective, MASKED or NEXT, by class name; None for other models."""
+    name = next((type(part).__name__ for part in holders(model)), "")
+    return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+
+
+def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
+    """The document length in tokens: `length`, or 512, at most the model's positions.
+
+    Raises ValueError if `length` is below `least` or above the model's positions.
+    """
+    most = positions(model)
+    length = min(LENGTH, most) if length is None else length
+    if not least <= length <= most:
+        raise ValueError(
+            f"length={length}: expected {least} to {most} tokens, the positions of the model"
+        )
+    return length
+
+
+def positions(model: nn.Module) -> int:
+    """The longest input of the model in tokens, at most 2**20."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2**20
+    for path, part in model.named_modules():
+        if path.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            # RoBERTa's positions start after the padding index
+            most = min(most, part.num_embeddings - part.padding_idx - 1)
+    return min(most, 2**20)
+
+
+# ---- other models
+
+
+class BatchBench(Bench):
+    """Bench of a model on samples that are tensors or dictionaries of its arguments.
+
+    `labels` holds the labels (B,) of each evaluated sample. Without labels the loss is the model's own loss, or the
+    cross-entropy with the outputs of the model's own attention. The loss increase is then a Kullback-Leibler
+    divergence. Raises ValueError for a model that returns neither loss nor scores.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        judged: Sequence[Any],
+        training: Sequence[Any],
+        *,
+        labels: Sequence[Tensor] | None = None,
+        noun: str = "pieces",
+        seed: int = 0,
+    ):
+        super().__init__(model, judged, training, seed)
+        self.labels, self.noun = labels, noun
+        queries, outputs = zip(
+            *(
+                self.record_calls(piece, lambda state, given, out: given[0].shape[2])
+                for piece in judged
+            )
+        )
+        self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
+        self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
+        self.classes = None if labels is None else scores(outputs[0]).shape[-1]
+        self.own = (
+            None
+            if self.labelled
+            else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
+        )
+
+    def loss(self, i: int) -> float:
+        out = self.run(self.judged[i])
+        if (loss := own_loss(out, self.judged[i])) is not None:
+            return float(loss)
+        wanted = self.own[i] if self.labels is None else self.labels[i].to(self.device)
+        return float(F.cross_entropy(scores(out).float().flatten(0, -2), wanted))
+
+
+def own_loss(out: Any, piece: Any) -> Tensor | None:
+    """The loss that a model returns for inputs with labels, or None.
+
+    The loss is the attribute `loss`, or the mean of per-sample losses (B,) for inputs with "targets".
+    """
+    if getattr(out, "loss", None) is not None:
+        return out.loss.float()
+    given = isinstance(piece, Mapping) and "targets" in piece
+    return out.float().mean() if given and isinstance(out, Tensor) and out.ndim == 1 else None
+
+
+def scores(out: Any) -> Tensor:
+    """Class scores (B, ..., C) of a model's output. Raises ValueError."""
+    out = getattr(out, "logits", out)
+    if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
+        raise ValueError(
+            "model: no loss and no class scores; load it with its head, or pass labels"
+        )
+    return out

@@ -1,0 +1,519 @@
+"""Errors of softmax-kernel estimates, measured and in closed form.
+
+Errors by angle, on tables, in clusters, and at equal FLOPs. Source: Hybrid Random Features (HRF).
+
+Notation: n pairs x, y (n, d) float64; SM(x, y) = exp(x.y). The relative error of an estimate is estimate / SM - 1,
+which does not overflow.
+"""
+
+import math
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from crt_exp.attention.partials import together
+from crt_exp.experiments.data.tabular import file_of, load
+from crt_exp.experiments.measure import Measurement, Series, check_estimates
+from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
+from crt_exp.experiments.models.implicit_policy import column_sums
+from crt_exp.experiments.tasks.uci import scaler
+from crt_exp.features import FeatureMap, Features, Statistics
+from crt_exp.features.base import Params
+from crt_exp.features.blocks import Blocks
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
+from crt_exp.samplers.blocks import haar
+from crt_exp.samplers.noise import Nested
+from crt_exp.samplers.threads import threads
+from crt_exp.validation import Count, NotNegative, Positive, Several, checked
+
+AT_ONCE = 2**24  # maximum feature values in memory at once
+SIDES = 2  # clusters of queries, and of keys (task=clusters)
+TOKENS = 8  # FLOPs of 2 * TOKENS minus those of TOKENS exclude one-time work
+MOST = 2**20  # maximum number of projections
+Two = Annotated[int, Field(ge=2)]
+aten = torch.ops.aten
+ELEMENTWISE = (
+    aten.add,
+    aten.sub,
+    aten.rsub,
+    aten.mul,
+    aten.div,
+    aten.neg,
+    aten.exp,
+    aten.log,
+    aten.cos,
+    aten.sin,
+    aten.sqrt,
+    aten.rsqrt,
+    aten.pow,
+    aten.square,
+    aten.abs,
+    aten.reciprocal,
+    aten.where,
+    aten.lt,
+    aten.eq,
+)
+SUMS = (aten.sum, aten.mean)
+
+
+def generator(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
+
+
+def sample_projections(
+    phi: FeatureMap,
+    mechanism: Mechanism,
+    m: int,
+    d: int,
+    g: torch.Generator,
+    batch: tuple[int, ...],
+) -> Nested:
+    """Sample random projections for the map from the mechanism's sampler."""
+    return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
+
+
+def sampled_ratios(
+    phi: FeatureMap,
+    mechanism: Mechanism,
+    m: int,
+    x: Tensor,
+    y: Tensor,
+    params: Params,
+    draws: int,
+    g: torch.Generator,
+) -> Tensor:
+    """Return estimate / SM for `draws` samples of the projections.
+
+    The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
+    """
+    bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 except for SMREG
+    block, ratios = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
+    for start in range(0, draws, block):
+        batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
+        noise = sample_projections(phi, mechanism, m, x.shape[-1], g, batch)
+        ratios.append(bias * estimate_ratios(phi, x, y, noise, params))
+    return torch.cat(ratios)
+
+
+def squared_errors(
+    phi: FeatureMap,
+    mechanism: Mechanism,
+    x: Tensor,
+    y: Tensor,
+    params: Params,
+    groups: int,
+    draws: int,
+    seed: int,
+) -> Tensor:
+    """Return mean squared relative errors (groups, n) over `draws` samples each.
+
+    For a given seed, maps with equal numbers of projections share them.
+    """
+    ratios = sampled_ratios(
+        phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed)
+    )
+    return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
+
+
+def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
+    """Return log E (estimate / SM - 1)^2 for each pair, in closed form.
+
+    Assumes m iid projections; includes the bias of SMREG.
+    """
+    logits = (x * y).sum(-1)
+    log_bias = phi.log_kernel(x, y) - logits  # 0 except for SMREG
+    variance = phi.log_mse(x, y, params, m) - 2 * logits
+    return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
+
+
+def mse_record(
+    phi: FeatureMap,
+    mechanism: Mechanism,
+    x: Tensor,
+    y: Tensor,
+    params: Params,
+    groups: int,
+    draws: int,
+    seed: int,
+) -> tuple[dict[str, float], list[float]]:
+    """Return E (estimate - SM)^2 over pairs, and its value in each group.
+
+    The first is measured, and for iid projections also in closed form.
+    """
+    weight = (2 * (x * y).sum(-1)).exp()  # SM^2
+    mse = (squared_errors(phi, mechanism, x, y, params, groups, draws, seed) * weight).mean(-1)
+    closed = log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
+    return {"mse": mse.mean().item(), "closed_form": closed.mean().item()}, mse.tolist()
+
+
+def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return x and y (n, d) of norm r at angles theta (n,), in random planes."""
+    u, v = torch.randn(2, len(theta), d, generator=g, dtype=torch.float64)
+    u = F.normalize(u, dim=-1)
+    v = F.normalize(v - (v * u).sum(-1, keepdim=True) * u, dim=-1)
+    return r * u, r * (theta.cos()[:, None] * u + theta.sin()[:, None] * v)
+
+
+def angles_of(n: int) -> Tensor:
+    """Return n angles from 0 to pi, both included."""
+    return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
+
+
+@checked("task")
+class Pointwise(Series):
+    """task=pointwise: relative RMSE at each angle, and the largest (HRF Figs. 2, 5).
+
+    One record per length (HRF 4.1). Parameters are fitted to all pairs of a length. Groups are independent, for
+    intervals. The closed form assumes iid projections.
+    """
+
+    metric, over = "largest_error", "length"
+
+    def __init__(
+        self, d: Two, lengths: Several[Positive], angles: Two, groups: Count, draws: Count
+    ):
+        self.d, self.values, self.angles, self.groups, self.draws = (
+            d,
+            list(lengths),
+            angles,
+            groups,
+            draws,
+        )
+
+    def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
+        theta, phi = angles_of(self.angles), mechanism.map("softmax")
+        x, y = at_angles(theta, r, self.d, generator(seed, 0))
+        params = phi.fit(Statistics.of(x, y))
+        squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        error = squared.mean(0).sqrt()
+        closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
+        return {
+            "theta": theta.tolist(),
+            "error": error.tolist(),
+            "closed_form": closed.tolist(),
+            "largest_error": error.max().item(),
+            "largest_closed_form": closed.max().item(),
+            "largest_of_groups": squared.amax(1).sqrt().tolist(),
+        }
+
+
+# ---- on rows of tables
+
+
+@checked("task")
+class QMC(Measurement):
+    """task=qmc: E (estimate - SM)^2 over pairs of table rows (HRF 4.1, Table 1).
+
+    Columns are scaled as in task=uci; one factor then gives the rows the root mean squared norm `length`. Parameters
+    are fitted to all rows, as queries and keys. The closed form assumes iid projections.
+    """
+
+    metric = "mse"
+
+    def __init__(
+        self,
+        dataset: str,
+        scaling: Literal["standard", "minmax", "none"],
+        length: Positive,
+        pairs: Two,
+        groups: Count,
+        draws: Count,
+        data_dir: str | None = None,
+    ):
+        self.pairs, self.groups, self.draws = pairs, groups, draws
+        self.file, table = file_of(dataset, data_dir), load(dataset, data_dir).encode("ordinal")
+        rows = torch.from_numpy(scaler(table, scaling)(table)).double()
+        self.data = length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
+
+    def inputs(self) -> list[Path | None]:
+        return [self.file]
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        check_estimates(mechanism)
+        phi, (x, y) = mechanism.map("softmax"), self.random_pairs(generator(seed, 0))
+        params = phi.fit(Statistics.of(self.data, self.data))
+        record, of_groups = mse_record(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        yield {
+            **record,
+            "mse_of_groups": of_groups,
+            **bias_record(phi, mechanism.sampler, self.data, self.data, params),
+        }
+
+    def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return x and y (pairs, d): random pairs of different rows."""
+        n = len(self.data)
+        i = torch.randint(n, (self.pairs,), generator=g)
+        return self.data[i], self.data[(i + torch.randint(1, n, (self.pairs,), generator=g)) % n]
+
+    def summary(self, records: list[dict]) -> str:
+        return f"{super().summary(records)}{bias_sentence(records[-1])}"
+
+
+@checked("task")
+class Clusters(Series):
+    """task=clusters: E (estimate - SM)^2 for clustered data (HRF H.3, Table 3).
+
+    One record per m. Two random vectors, each rotated by two random orthogonal matrices, are the centres of two
+    clusters of queries and two of keys. The seed fixes the data; projections differ between repetitions.
+
+    Args:
+        agreeing: Share of the coordinates in which centres of queries and keys have equal sign. At 0 a real diagonal M
+            is optimal at the centres (HRF (21)).
+        spread: Standard deviation of the points around a centre of norm 1, times sqrt(d).
+        length: Norm of all points.
+        points: Points of each cluster.
+    """
+
+    metric, over = "mse", "m"
+
+    def __init__(
+        self,
+        d: Count,
+        agreeing: Annotated[NotNegative, Field(le=1)],
+        spread: NotNegative,
+        length: Positive,
+        points: Count,
+        ms: Several[Count],
+        pairs: Count,
+        repeats: Count,
+    ):
+        self.d, self.agreeing, self.spread, self.length, self.points = (
+            d,
+            agreeing,
+            spread,
+            length,
+            points,
+        )
+        self.values, self.pairs, self.repeats = list(ms), pairs, repeats
+
+    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
+        phi, (xs, ys) = mechanism.map("softmax"), self.points_of(seed)
+        i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
+        record, of_repeats = mse_record(
+            phi,
+            replace(mechanism, m=m),
+            xs[i],
+            ys[j],
+            phi.fit(Statistics.of(xs, ys)),
+            self.repeats,
+            1,
+            seed,
+        )
+        return {**record, "mse_of_repeats": of_repeats}
+
+    def centres(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return centres of queries and keys, (2, d) each, of norm 1."""
+        g = generator(seed, 0)
+        v = F.normalize(torch.randn(2, 1, self.d, generator=g, dtype=torch.float64), dim=-1)
+        turned = (v.unsqueeze(1) @ haar((2, SIDES, self.d, self.d), g)).squeeze(-2)  # (sides, 2, d)
+        signs = torch.where(torch.rand(self.d, generator=g, dtype=torch.float64) < 0.5, -1.0, 1.0)
+        same = torch.randperm(self.d, generator=g) < round(self.agreeing * self.d)
+        queries, keys = turned.abs()
+        return queries * signs, keys * torch.where(same, signs, -signs)
+
+    def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, (2 points, d) each, of norm `length`."""
+        g, size = generator(seed, 1), (self.points, self.d)
+        sides = [
+            torch.cat(
+                [
+                    centre
+                    + self.spread
+                    / self.d**0.5
+                    * torch.randn(size, generator=g, dtype=torch.float64)
+                    for centre in centres
+                ]
+            )
+            for centres in self.centres(seed)
+        ]
+        x, y = (self.length * F.normalize(side, dim=-1) for side in sides)
+        return x, y
+
+
+# ---- at equal FLOPs (HRF Appendix L): 2 for a multiply-add, 1 for an elementwise value and for a term of a sum
+
+
+@checked("task")
+class Flops(Series):
+    """task=flops: error of the most projections within a budget of FLOPs per token.
+
+    The error is the relative RMSE over pairs of one norm at angles from 0 to pi, as in task=pointwise. If one
+    projection exceeds the budget, m = 0 and the error is None.
+
+    counted: "features" of a token, or "attention": features of a query and a key, and their products with values of
+    width d.
+    """
+
+    metric, over = "error", "budget"
+
+    def __init__(
+        self,
+        counted: Literal["features", "attention"],
+        budgets: Several[Positive],
+        d: Two,
+        length: Positive,
+        angles: Two,
+        groups: Count,
+        draws: Count,
+    ):
+        self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
+        self.angles, self.groups, self.draws = angles, groups, draws
+
+    def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        """Return m, columns, FLOPs and errors of the most projections within the budget."""
+        phi = mechanism.map("softmax")
+        x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
+        params = phi.fit(Statistics.of(x, y))
+        cost = lambda m: flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+        m = most_within(cost, budget)
+        if not m:
+            return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
+        squared = squared_errors(
+            phi, replace(mechanism, m=m), x, y, params, self.groups, self.draws, seed
+        ).mean(-1)
+        closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
+        return {
+            "m": m,
+            "columns": phi.width(m),
+            "flops": cost(m),
+            "error": squared.mean().sqrt().item(),
+            "closed_form": closed.item(),
+            "squared_error": squared.tolist(),
+        }
+
+
+def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
+    """Return FLOPs per token.
+
+    "attention" counts the features of a query and a key, and their products with values and ones.
+    """
+    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+
+    def run(x: Tensor) -> Tensor:
+        queries = columns(bound.phi_q(x))
+        return (
+            queries
+            if counted == "features"
+            else queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
+        )
+
+    return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
+
+
+def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
+    """Return FLOPs of run(x) per row of x (2 * TOKENS, d), without one-time work."""
+    run(x)  # warm-up: the projections cache some tables
+    return (count(partial(run, x)) - count(partial(run, x[:TOKENS]))) / TOKENS
+
+
+def columns(f: Features | Blocks) -> Tensor:
+    """Return the features (L, M); those of hybrids are combined after the exponential."""
+    return (
+        together(f.parts, [part.base.exp() for part in f.parts])
+        if isinstance(f, Blocks)
+        else f.exp()
+    )
+
+
+@torch.no_grad()
+def count(run: Callable[[], Any]) -> int:
+    """Return the FLOPs of a call."""
+    of_numbers, of_terms = (
+        (lambda *shapes, out_shape=None, **_: prod(out_shape)),
+        (lambda shape, *_, **__: prod(shape)),
+    )
+    formulas = dict.fromkeys(ELEMENTWISE, of_numbers) | dict.fromkeys(SUMS, of_terms)
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def most_within(cost: Callable[[int], float], budget: float) -> int:
+    """Return the largest m whose cost is within the budget; 0 if there is none."""
+    high = 1
+    while high <= MOST and cost(high) <= budget:
+        high *= 2
+    return bisect_right(range(1, high), budget, key=cost)
+
+
+# ---- ranking the patches of an image by their attention (HRF 4.4)
+
+
+@checked("task")
+class RankingCost(Measurement):
+    """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
+
+    The time is in ms on one thread, one value per round; methods take turns. Queries and keys are on the unit sphere.
+    Exact attention forms its matrix.
+    """
+
+    metric = "flops"
+
+    def __init__(
+        self, d: Two, lengths: Several[Count], rounds: Count, methods: Several[str] | None = None
+    ):
+        self.d, self.lengths, self.rounds = d, lengths, rounds
+        self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        mechanisms = self.mechanisms or {str(mechanism): mechanism}
+        layers = {
+            name: each.layer(1, self.d, scaling=1.0).eval() for name, each in mechanisms.items()
+        }
+        for length in self.lengths:
+            with threads(1):
+                spent = in_turns(
+                    layers, self.rounds, partial(ranking_ms, d=self.d, length=length), warm=0
+                )
+            for name, each in mechanisms.items():
+                yield {
+                    "patches": length,
+                    "method": name,
+                    "ms": spent[name],
+                    "flops": ranking_flops(each, self.d, length),
+                }
+
+
+def on_sphere(rows: int, d: int) -> Tensor:
+    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+
+
+def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
+    """Return the mean time of `calls` calls, ms."""
+    q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
+    column_sums(layer, q, k)
+    return (
+        milliseconds(lambda: [column_sums(layer, q, k) for _ in range(calls)], clock=PROCESSOR)
+        / calls
+    )
+
+
+def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
+    """Return FLOPs, without one-time work; linear in the patches with features."""
+    if not mechanism.estimates:
+        return (
+            length**2 * (2 * d + 4) if mechanism.is_exact else 0
+        )  # products, exp, two sums, one division
+    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
+    params = phi.fit(Statistics.of(x, x))
+    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+
+    def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
+        f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
+        return g @ ((1 / (f @ g.sum(0))) @ f)
+
+    return round(per_token(ranked, x) * length)

@@ -1,0 +1,389 @@
+"""Retrieval of single distant keys: synthetic heads and trained models.
+
+task=far_key: heads in which each query gives most of its weight to one key. task=swap_recall: a model trained on
+associative recall. task=swap_copying: a model that copies passages. Dense baselines reproduce the output of other
+methods, not their cost.
+
+Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crt_exp.attention import exact_attention, uniform_attention, window_attention
+from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention.checks import repeat_heads
+from crt_exp.experiments.data.corpora import FOLDER
+from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
+from crt_exp.experiments.measure import Measurement, SwapMeasurement
+from crt_exp.experiments.measure.bench import (
+    MIN_CONTEXT,
+    TextBench,
+    fit_attention,
+    next_token_labels,
+)
+from crt_exp.experiments.models import language
+from crt_exp.experiments.tasks.mlm import repeat_first_half
+from crt_exp.experiments.tasks.sequences import recall_row
+from crt_exp.mechanism import Mechanism
+from crt_exp.nearfar import near_far_attention
+from crt_exp.nearfar.choice import Sizes, rows_at
+from crt_exp.registry import unknown
+from crt_exp.swap.swap import LayerMaker, swap_layers
+from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
+
+OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
+CALIBRATION = 4  # calibration rows of task=swap_recall
+ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
+NEAR, PAGE = 64, 16  # last keys that a query always attends to; keys of a page
+LLOYD = 10  # iterations of k-means
+CELLS, AT = (
+    64,
+    512,
+)  # CELLS clusters at length AT; the number grows as the square root of the length
+
+
+# ---- heads
+
+
+@checked("task")
+class FarKey(Measurement):
+    """task=far_key: relative error of methods on heads with one important distant key.
+
+    Heads are causal. Each of the last `queries` gives `weight` to one key at least `far` tokens back. Keys are iid
+    normal, or in normal `clusters` with 64% of the variance between clusters. near-far has a number of clusters
+    proportional to sqrt(length).
+
+    methods: uniform, window, nearfar or a dense baseline (a key of BASELINES), with options in text.
+    """
+
+    metric = "error"
+    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+
+    def __init__(
+        self,
+        length: Count,
+        heads: Count,
+        d: Count,
+        far: Count,
+        weight: Positive,
+        queries: Count,
+        clusters: Whole,
+        methods: Several[str],
+    ):
+        self.length, self.heads, self.d, self.far, self.weight = length, heads, d, far, weight
+        self.queries, self.clusters, self.methods = queries, clusters, methods
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+        heads = self.draw(seed)
+        exact = exact_attention(*heads, causal=True)
+        for text in self.methods:
+            yield {
+                "method": text,
+                "error": float((self.output(text, heads) - exact).norm() / exact.norm()),
+            }
+
+    def output(self, text: str, heads: Sequence[Tensor]) -> Tensor:
+        name, options = split_words(text)
+        if name in BASELINES:
+            return BASELINES[name](*heads, **options)
+        if name not in OWN:
+            raise unknown("method", name, [*OWN, *BASELINES])
+        if name == "nearfar":
+            sizes = Sizes(
+                options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options
+            )
+            return near_far_attention(*heads, sizes, causal=True)
+        return {"uniform": uniform_attention, "window": window_attention}[name](
+            *heads, causal=True, **options
+        )
+
+    def draw(self, seed: int) -> tuple[Tensor, ...]:
+        """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
+
+        The attention scale is 1.
+        """
+        g, H, L = torch.Generator().manual_seed(seed), self.heads, self.length
+        k, places = torch.randn(H, L, self.d, generator=g), torch.arange(L - self.queries, L)
+        if self.clusters:
+            at = torch.randint(self.clusters, (H, L), generator=g)
+            k = 0.6 * k + 0.8 * rows_at(torch.randn(H, self.clusters, self.d, generator=g), at)
+        target = (torch.rand(H, self.queries, generator=g) * (places - self.far)).long()
+        q = self.towards(k, target, torch.arange(L) > places.unsqueeze(1))
+        return tuple(t.unsqueeze(0) for t in (q, k, torch.randn(H, L, self.d, generator=g)))
+
+    def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+        """Return queries (H, R, d) with attention weight `weight` on target keys.
+
+        Queries have the direction of the keys k (H, L, d) at `target` (H, R), and are scaled by bisection; keys in
+        `hidden` (R, L) are excluded. The weight is less if a longer key has a similar direction.
+        """
+        unit = F.normalize(rows_at(k, target), dim=-1)
+        logits = (unit @ k.mT).masked_fill(hidden, -torch.inf)
+        low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
+        for _ in range(40):
+            middle = (low + high) / 2
+            less = (middle * logits).softmax(-1).gather(-1, target.unsqueeze(-1)) < self.weight
+            low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+        return low * unit
+
+
+# ---- a model that was trained to recall
+
+
+@checked("task")
+class SwapRecall(SwapMeasurement):
+    """task=swap_recall: accuracy of a run of task=recall after a swap.
+
+    `accuracy` is the share of correct values over all pairs in `evaluated` rows of `length` tokens. There is no
+    training. The seed selects rows, not projections.
+    """
+
+    metric, lower_is_better = "accuracy", False
+
+    def __init__(self, start: FileName | None, length: Count, pairs: Count, evaluated: Count):
+        self.start, self.length, self.pairs, self.evaluated = start, length, pairs, evaluated
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        kept = language.load(self.start, "start")
+        symbols, right, count = kept.symbols["values"], 0, 0
+
+        def row(split: str, number: int) -> tuple[Tensor, Tensor]:
+            return tuple(
+                map(
+                    torch.from_numpy,
+                    recall_row(split, number, self.length, symbols, self.pairs, self.pairs),
+                )
+            )
+
+        given = (row("train", i)[0][None] for i in range(CALIBRATION))
+        model = fit_attention(kept.build(replace(mechanism, seed=0)), given)
+        for i in range(self.evaluated):
+            tokens, labels = row("test", 1000 * seed + i)
+            asked = labels >= 0
+            chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
+            right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
+        yield {"accuracy": right / count}
+
+
+# ---- a model that copies: passages that are repeated
+
+
+@lru_cache(maxsize=2)
+def model_of(start: str) -> tuple[nn.Module, Any]:
+    model = AutoModelForCausalLM.from_pretrained(f"{start}/model").eval()
+    return model, AutoTokenizer.from_pretrained(f"{start}/model")
+
+
+@lru_cache(maxsize=8)
+def blocks(start: str, split: str, length: int) -> Tensor:
+    rows = running_blocks(
+        official_file("wikitext2", split), model_of(start)[1], length, FOLDER / "tokens"
+    )
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def passages(start: str, split: str, length: int, seed: int) -> Tensor:
+    """Return (ROWS, length) tokens; the second half of a row repeats the first half.
+
+    The repetition starts at a random position of the first half.
+    """
+    text, g = blocks(start, split, length), generator_of(seed, length)
+    rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
+    return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
+
+
+@checked("task")
+class SwapCopying(SwapMeasurement):
+    """task=swap_copying: loss of a run of task=mlm after a swap, without training.
+
+    `new`: nats per token of the first half of test rows. `copied`: nats per token of the second half, which repeats the
+    first half, without its beginning. `gain`: new - copied. A dense `baseline` can replace the attention.
+    """
+
+    metric = "copied"
+
+    def __init__(self, start: FileName | None, length: Count, baseline: str | None):
+        self.start, self.length, self.baseline = start, length, baseline
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        rows, train = (
+            passages(self.start, split, self.length, each)
+            for split, each in (("test", seed), ("train", 0))
+        )
+        bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
+        with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
+            nats = [bench.nats(*next_token_labels(row)) for row in rows.split(1)]
+        new = [float(row[: half - 1].mean()) for row in nats]
+        copied = [float(row[half + MIN_CONTEXT :].mean()) for row in nats]
+        new, copied = (sum(each) / len(each) for each in (new, copied))
+        yield {"new": new, "copied": copied, "gain": new - copied}
+
+
+# ---- dense baselines
+#
+# Arguments: queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), values v (1, H, L, dv); scale 1.
+# keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
+
+
+def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return masks (R, L) of the keys always attended to, and of other past keys."""
+    places = torch.arange(k.shape[2])
+    ago = places[len(places) - q.shape[2] :].unsqueeze(1) - places
+    close = (ago >= 0) & ((ago < near) | (places < first))
+    return close, (ago >= 0) & ~close
+
+
+def top_key_attention(
+    q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int
+) -> Tensor:
+    """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
+
+    near, far: masks (R, L).
+    """
+    best = rank.masked_fill(~far, -torch.inf).topk(min(keys, rank.shape[-1]), -1).indices
+    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
+    return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
+
+
+def top_weight_keys(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
+) -> Tensor:
+    """Oracle: near keys and the keys with the largest weights."""
+    return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
+
+
+def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+    """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
+    of_page = k.unflatten(2, (-1, PAGE))
+    rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
+    return top_key_attention(
+        q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys
+    )
+
+
+def clusters(
+    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
+) -> Tensor:
+    """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
+
+    A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
+    by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
+    optimistic.
+    """
+    length, K = q.shape[2], clusters_at(q.shape[2])
+    centres, cell = kmeans(k, K)
+    member = F.one_hot(cell, K).to(k)  # (1, H, L, K)
+    close, far = key_masks(q, k, near, first)
+    there = member.clone()
+    there[:, :, :first] = 0
+    there = torch.cat(
+        [torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2
+    )  # excludes near keys
+    N = there.cumsum(2)
+    late = torch.cat([torch.zeros_like(v[:, :, :near]), v[:, :, :-near]], 2)
+    V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(
+        -1
+    )  # (1, H, L, K, dv)
+    rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
+    order = rank.argsort(-1, descending=True)
+    held = N.gather(-1, order).cumsum(-1)
+    opened = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, held <= keys)
+    read = opened.double() @ member.double().mT > 0
+    logits = torch.cat(
+        [
+            (q @ k.mT).masked_fill(~(close | read & far), -torch.inf),
+            (rank + N.log()).masked_fill(opened | (N == 0), -torch.inf),
+        ],
+        -1,
+    )
+    weights = logits.softmax(-1)
+    return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
+
+
+def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """Return centroids (1, H, K, d) of keys (1, H, L, d), and assignments (1, H, L)."""
+    centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
+    for _ in range(LLOYD):
+        member = F.one_hot(torch.cdist(k, centres).argmin(-1), K).to(k)
+        N = member.sum(2).unsqueeze(-1)
+        centres = torch.where(N > 0, member.mT @ k / N.clamp(min=1), centres)
+    return centres, torch.cdist(k, centres).argmin(-1)
+
+
+def clusters_at(length: int) -> int:
+    return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
+
+
+BASELINES: dict[str, Callable[..., Tensor]] = {
+    "largest": top_weight_keys,
+    "pages": pages,
+    "clusters": clusters,
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Adapter for a bench: a maker of layers in place of a `Mechanism`.
+
+    name: label in tables.
+    """
+
+    make: LayerMaker
+    name: str
+
+    def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
+        return swap_layers(model, self.make, self.name, layers, saved=saved)
+
+
+def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | None:
+    """Return a dense baseline or a `Mechanism`; None for exact attention.
+
+    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. given: options of
+    `Mechanism.parse`.
+    """
+    if isinstance(method, Mechanism):
+        return None if method.is_exact else method
+    name, options = split_words(method)
+    if name in BASELINES:
+        return Layers(partial(Baseline, partial(BASELINES[name], **options)), name)
+    return None if method == "exact" else Mechanism.parse(method, **given)
+
+
+class Baseline(AttentionLayer):
+    """Attention layer of a dense baseline. Raises ValueError for padding masks."""
+
+    def __init__(
+        self,
+        attend: Callable[..., Tensor],
+        heads: int,
+        d: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool = False,
+        scaling: float | None = None,
+        layer: int = 0,
+    ):
+        super().__init__(heads, d, kv_heads, causal, scaling)
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        if key_mask is not None and not bool(key_mask.all()):
+            raise ValueError(
+                "key_mask: not supported by dense baselines; expected rows of one length"
+            )
+        k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
+        return torch.cat(
+            [self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))]
+        )

@@ -1,0 +1,399 @@
+"""Sampled softmax: time, gradient bias and variance, class distributions.
+
+Synthetic classes: targets follow Zipf's law, and class 0 is the most frequent.
+
+Class distributions (HRF 4.2): queries x are the outputs of a run of task=ptb at the words of the test split, and keys y
+are the embeddings of all words. Both are divided by the square root of the temperature, so that the kernel is exp(x.y).
+Distances compare distributions over class numbers: W1 = sum_c |F_c - F^_c| and KS = max_c |F_c - F^_c|. The paper does
+not define its one-dimensional distributions. Negative estimates are set to 0, then rows are normalised.
+
+Notation: V classes, d dimension, B queries of a batch or block, k negatives, m projections, n queries x.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from crt_exp.experiments.data.text import IGNORED
+from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
+from crt_exp.experiments.models import lstm
+from crt_exp.experiments.runner.configuration import load_task
+from crt_exp.experiments.runner.run import read_records
+from crt_exp.experiments.tasks.base import Reader
+from crt_exp.features import OPRF, FeatureMap, Statistics
+from crt_exp.features.base import Params
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import unknown
+from crt_exp.sampled_softmax import (
+    ClassSampler,
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    Quadratic,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
+from crt_exp.samplers.noise import Nested
+from crt_exp.validation import Count, FileName, Positive, Several, checked, join_words, split_words
+
+D, BATCH, NEGATIVES = 64, 700, 40
+FULL_PAIRS = 2**28  # maximum query-class pairs of the full softmax and its gradient at once: 3 GiB
+RATE = 1e-3  # learning rate of timed training steps
+GROUPS = 32  # groups of classes; the likely classes of a query are mostly in one group
+WITHIN = 0.3  # share of the squared norm of a class vector within its group
+REPEATED = 2**23  # maximum values of class vectors gathered at once
+SPLIT, FITTED = "test", 16  # parameters are fitted to every FITTED-th query
+BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
+
+
+def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
+    """Create an output layer with grouped class vectors and a Zipf bias.
+
+    Class vectors have norms around 1, near the centre of their group.
+    """
+    torch.manual_seed(seed)
+    head = nn.Linear(
+        1, 1
+    )  # parameters are replaced below; nn.Linear's initialisation is slow for many classes
+    vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
+    centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
+    for group, centre in enumerate(centres):
+        vectors[group::GROUPS] += centre
+    head.weight, head.bias = nn.Parameter(vectors), nn.Parameter(zipf(classes).log())
+    head.in_features, head.out_features = d, classes
+    return head
+
+
+def zipf(classes: int) -> Tensor:
+    """Log-uniform probabilities (V,)."""
+    return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
+
+
+def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor]:
+    """Sample queries of norm `length` and their targets.
+
+    The cosine between a query and its target's class vector is about 0.7.
+    """
+    targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
+    noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
+    return length * F.normalize(
+        F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1
+    ), targets
+
+
+KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
+    "uniform": lambda head: Uniform(head.out_features),
+    "log_uniform": lambda head: LogUniform(head.out_features),
+    "unigram": lambda head: Unigram(zipf(head.out_features) ** 0.75),
+    "exact": ExactSoftmax,
+    "quadratic": Quadratic,
+}
+FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
+
+
+# ---- cost
+
+
+@checked("task")
+class SamplingTimes(Measurement):
+    """task=sampling_times: time of sampled softmax, ms per round; methods take turns.
+
+    Calls are timed after a warm-up, as in training.
+
+    Args:
+        what: "draw" (sample negatives for a batch) or "step" (forward, backward, optimiser and update of the tables).
+        methods: "tree" or "dense" (FAVOR++ with m features), samplers of task=sampled_gradients without features, and,
+            for steps, "full" and "adaptive" (torch's).
+    """
+
+    metric = "ms"
+
+    def __init__(
+        self,
+        what: Literal["draw", "step"],
+        methods: Several[str],
+        classes: Count,
+        m: Count,
+        rounds: Count,
+    ):
+        self.what, self.methods, self.classes, self.m, self.rounds = (
+            what,
+            list(methods),
+            classes,
+            m,
+            rounds,
+        )
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        head = head_of(self.classes)
+        hidden, targets = batch_of(head, 1.0, BATCH)
+        calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
+        spent = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
+        yield from (
+            {"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
+            for name in self.methods
+        )
+
+    def call(
+        self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor
+    ) -> Callable[[], Any]:
+        whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
+        if name in whole:
+            return whole[name](head, hidden, targets)
+        if name not in {**FEATURES, **KNOWN}:
+            raise unknown("method", name, [*whole, *FEATURES, *KNOWN])
+        sampler = (
+            FEATURES[name](OPRF(), self.classes, D, m=self.m)
+            if name in FEATURES
+            else KNOWN[name](head)
+        )
+        if self.what == "draw":
+            sampler.rebuild(head.weight, head.bias, hidden)
+            return partial(sampler.draw, hidden, targets, NEGATIVES)
+        softmax = SampledSoftmax(sampler, head, NEGATIVES, sparse=True, rebuild_every=0)
+        return training_step(
+            head, lambda: softmax(hidden.detach().requires_grad_(), targets), softmax.update
+        )
+
+
+def training_step(
+    model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int
+) -> Callable[[], None]:
+    optimiser = torch.optim.SGD(model.parameters(), RATE)
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        loss().backward()
+        optimiser.step()
+        update()
+
+    return step
+
+
+def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+    optimiser, size = (
+        torch.optim.SGD(head.parameters(), RATE),
+        max(1, FULL_PAIRS // head.out_features),
+    )
+
+    def step() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        for h, t in zip(hidden.split(size), targets.split(size)):
+            (
+                F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)
+            ).backward()
+        optimiser.step()
+        optimiser.zero_grad(
+            set_to_none=True
+        )  # the other methods share the head and need no gradients on it
+
+    return step
+
+
+def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+    """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
+    classes = head.out_features
+    model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
+    return training_step(model, lambda: model(hidden.detach().requires_grad_(), targets).loss)
+
+
+# ---- gradients
+
+
+@checked("task")
+class SampledGradients(Measurement):
+    """task=sampled_gradients: bias and variance of the gradient of sampled softmax.
+
+    The gradient is that with respect to the queries. Squared bias and variance are relative to the squared norm of the
+    full softmax's gradient. The bias multiplies two halves of the repeats, which removes the variance. A seed has one
+    head and one batch.
+
+    Args:
+        methods: Samplers of negatives: uniform, log_uniform, unigram, exact, quadratic, or features ("favorpp m=64").
+            The kernel of features is the softmax at the mean norms; "favorpp m=64 flatter=2" doubles the temperature.
+        length: Norm of the queries.
+        repeats: Sets of negatives.
+    """
+
+    metric = "variance"
+
+    def __init__(
+        self,
+        methods: Several[str],
+        classes: Count,
+        length: Positive,
+        queries: Count,
+        repeats: Annotated[int, Field(ge=4)],
+    ):
+        self.methods, self.classes, self.length = list(methods), classes, length
+        self.queries, self.repeats = queries, repeats
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        head = head_of(self.classes, seed=seed)
+        hidden, targets = batch_of(head, self.length, self.queries)
+        exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
+        for name, proposal in {
+            name: self.proposal(name, head, seed) for name in self.methods
+        }.items():
+            drawn = repeated(
+                SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, self.repeats
+            )
+            first, second = (half.mean(0) - exact for half in drawn.chunk(2))
+            yield {
+                "method": name,
+                "bias_sq": float((first * second).sum() / exact.square().sum()),
+                "variance": float(drawn.var(0).sum() / exact.square().sum()),
+            }
+
+    def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
+        if text in KNOWN:
+            return KNOWN[text](head)
+        name, options = split_words(text)
+        flatter = options.pop("flatter", 1)
+        made = Mechanism.parse(join_words(name, options))
+        return TreeFeatures(
+            made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed
+        )
+
+
+def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
+    """Return gradients (repeats, B, d) with respect to the queries, one per sample."""
+    part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
+    sizes = [min(part, repeats - start) for start in range(0, repeats, part)]
+    return torch.cat(
+        [
+            gradient(
+                lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),
+                hidden.expand(n, *hidden.shape),
+            )
+            for n in sizes
+        ]
+    )
+
+
+def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    hidden = hidden.clone().requires_grad_()
+    return torch.autograd.grad(loss(hidden), hidden)[0]
+
+
+# ---- distributions over the words of a language model
+
+
+@checked("task")
+class ClassDistributions(Measurement):
+    """task=class_distributions: distance between a softmax and its estimate.
+
+    HRF Figures 3 and 8, Tables 4 and 5. One row per m. With attention=exact, rows have the loss of the model, and the
+    distances of the uniform distribution and of word frequencies.
+
+    Args:
+        start: Folder of a run of task=ptb.
+        every: Use every n-th word of the test split.
+        ms: Numbers of projections; hybrids with n coefficient features use m / n per base.
+    """
+
+    metric = "ks"
+
+    def __init__(self, start: FileName | None, every: Count, ms: Several[Count]):
+        self.start, self.every, self.ms = start, every, list(ms)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        task, x, y = vectors_of(self.start)
+        queries, stats = x[:: self.every].contiguous(), Statistics.of(x[::FITTED].contiguous(), y)
+        if mechanism.estimates:
+            phi = mechanism.map("softmax")
+            for m in self.ms:
+                made = mechanism.with_projections(m // mechanism.features.content.get("n", 1))
+                noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
+                yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
+            return
+        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
+        yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
+        for name, shares in [
+            ("uniform", torch.ones(len(y))),
+            ("unigram", torch.from_numpy(task.unigram).float()),
+        ]:
+            found = distances(queries, y, lambda part, shares=shares: shares.expand(len(part), -1))
+            yield from ({"method": name, "m": m, **found} for m in self.ms)
+
+
+@lru_cache(maxsize=1)
+def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
+    """Return the task of a run, x (n, d) at the words of the test split, and y (V, d)."""
+    task, kept = load_task(start), lstm.load(start, "the model")
+    return (
+        task,
+        outputs(kept.body, task) / kept.temperature**0.5,
+        kept.body.embedding.weight.detach() / kept.temperature**0.5,
+    )
+
+
+@torch.no_grad()
+def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
+    """Return the outputs (n, d), float32, in the order of the text."""
+    state, parts, kept = None, [], []
+    for batch in Reader(task).batches(SPLIT):
+        part, state = body(batch["tokens"], None if batch["first"] else state)
+        parts.append(part)
+        kept.append(batch["labels"] != IGNORED)
+    return torch.cat(parts, 1)[torch.cat(kept, 1)]
+
+
+def estimator(
+    phi: FeatureMap, noise: Nested, params: Params, keys: Tensor
+) -> Callable[[Tensor], Tensor]:
+    """Return a function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c).
+
+    To avoid overflow, key features are divided by the maximum of their column, and each row lacks a common factor.
+    keys: (V, d).
+    """
+    bound = phi.bind(noise, params)
+    values, logs = bound.phi_k(keys).dense()
+    largest = logs.amax(-2, keepdim=True).clamp(
+        min=torch.finfo(logs.dtype).min
+    )  # finite for empty clusters
+    table = (values * (logs - largest).exp()).mT
+
+    def estimate(queries: Tensor) -> Tensor:
+        values, logs = bound.phi_q(queries).dense()
+        logs = logs + largest
+        return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+
+    return estimate
+
+
+def distances(
+    queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK
+) -> dict:
+    """Return mean W1 and KS distances, and the share of negative estimates.
+
+    Compares softmax(x . y_c) with estimate(queries (B, d)) (B, V). Raises ValueError if an estimate is not finite, or
+    if a query has no positive estimate.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in queries.split(block):
+        exact, found = torch.softmax(part @ keys.T, -1), estimate(part)
+        positive = found.clamp(min=0)
+        total = positive.sum(-1, keepdim=True)
+        if not bool(found.isfinite().all() and (total > 0).all()):
+            raise ValueError(
+                "softmax estimates: expected finite values and at least one positive per query"
+            )
+        apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
+        sums += torch.stack(
+            [
+                apart.sum(dtype=torch.float64),
+                apart.amax(-1).sum(dtype=torch.float64),
+                (found < 0).sum() / len(keys),
+            ]
+        )
+    return dict(zip(("w1", "ks", "negative"), (sums / len(queries)).tolist()))

@@ -1,0 +1,400 @@
+"""Time and memory by length, of attention alone and of whole models.
+
+Performers Figure 3, CRT Figure 4. Methods take turns in each round, so that other load affects them equally. Weights
+and inputs are random.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention import (
+    DenominatorCount,
+    attention,
+    exact_attention,
+    identity_attention,
+    uniform_attention,
+)
+from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
+from crt_exp.experiments.models.language import Transformer
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import orthogonal
+from crt_exp.validation import Count, Several, checked, split_words
+
+CAUSAL = " causal"  # suffix of a method's name
+CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
+FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
+NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
+HEADS, D = 8, 64  # sizes of attention alone
+MODELS = {
+    "large": (8, 6, 2048, 512),
+    "small": (1, 6, 64, 64),
+}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+M = {"one_head": 300}  # default number of projections
+OTHER_M = 256
+ALONE = [
+    f"{name}{end}"
+    for end in ("", CAUSAL)
+    for name in ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
+] + ["identity", CHUNKED]
+IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
+# Maximum lengths of the default methods; the causal baseline stores L m d numbers.
+LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, BASELINE: 65536, BASELINE + CAUSAL: 1024}
+# Called directly, because their layers copy the scaled queries and keys.
+PLAIN = {"exact": exact_attention, "identity": identity_attention, "uniform": uniform_attention}
+SAMPLE = 512  # queries and keys of a head to which clusters are fitted, before timing
+WARMED = 1024  # maximum length of the warm-up on a CPU
+CHUNK = 128  # tokens of a chunk; the fastest of 64, 128 and 256 at 1024 tokens
+PATCH = 16  # pixels of a side of a patch
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+# ---- methods
+
+
+def default_methods(what: str, length: int) -> Sequence[str]:
+    """Return the default methods; quadratic ones only up to their maximum length."""
+    if what == "attention":
+        peer = find_spec("performer_pytorch") is not None
+        return [
+            name
+            for name in ALONE
+            if length <= LONGEST.get(name, length) and (peer or not name.startswith(BASELINE))
+        ]
+    return (
+        [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
+    )
+
+
+def mechanism_of(method: str, what: str) -> Mechanism:
+    """Parse a method, with the default number of projections of `what`."""
+    made = Mechanism.parse(method)
+    return made if "m" in split_words(method)[1] else made.with_projections(M.get(what, OTHER_M))
+
+
+def check_methods(texts: Sequence[str], what: str) -> None:
+    """Raise ConfigError for unknown methods."""
+    for text in texts:
+        if text not in NAMES:
+            mechanism_of(text.removesuffix(CAUSAL) if what == "attention" else text, what)
+
+
+class Work(NamedTuple):
+    """A method on its inputs.
+
+    forward: returns the argument of backward. model: module to switch between eval and training mode.
+    """
+
+    forward: Callable[[], Tensor]
+    backward: Callable[[Tensor], None]
+    model: nn.Module = nn.Identity()
+
+    def times(self) -> dict[str, float]:
+        """Return milliseconds of inference, and of training (forward and backward pass)."""
+        self.model.eval()
+        inference = milliseconds(torch.no_grad()(self.forward))
+        self.model.train()
+        return {
+            "inference": inference,
+            "training": milliseconds(lambda: self.backward(self.forward())),
+        }
+
+
+# ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
+
+
+def attention_work(method: str, length: int, device: str = "cpu") -> Work:
+    *given, gradient = inputs(length, device)
+
+    def backward(out: Tensor) -> None:
+        out.backward(gradient)
+        for t in given:
+            t.grad = None
+
+    return Work(partial(attend_by(method, device), *given), backward)
+
+
+def attend_by(method: str, device: str = "cpu") -> Attend:
+    """Return the attention function of a method; fits to statistics are timed with it."""
+    name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
+    if method == CHUNKED:
+        return chunked(
+            orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+            .rows()
+            .to(device)
+        )
+    if name in PLAIN:
+        return partial(PLAIN[name], causal=causal)
+    if name == BASELINE:
+        return performer_pytorch(D, OTHER_M, causal).to(device)
+    mechanism = mechanism_of(name, "attention")
+    return (
+        of_map(mechanism, causal, device)
+        if mechanism.estimates
+        else mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
+    )
+
+
+def of_map(mechanism: Mechanism, causal: bool = False, device: str = "cpu") -> Attend:
+    """Return attention by a feature map; clusters are fitted before, as in a layer."""
+    phi = mechanism.map()
+    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,)).to(device)
+    seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE, device)[:2]))
+    kept = phi.fit(seen) if phi.on_vectors or not phi.fitted else None
+
+    def run(q, k, v):
+        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
+        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
+
+    return run
+
+
+@lru_cache(maxsize=4)
+def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys, values and the gradient of the output, on a GPU in bfloat16.
+
+    The mean |x + y|^2 is about 10, as in pretrained models.
+    """
+    g, dtype = (
+        torch.Generator().manual_seed(1),
+        torch.float32 if device == "cpu" else torch.bfloat16,
+    )
+    q, k, v, grad = (
+        scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+        for scale in (0.28, 0.28, 1.0, 1.0)
+    )
+    return *(t.requires_grad_() for t in (q, k, v)), grad
+
+
+def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
+    """Return causal attention with FAVOR+ features, by chunks, in plain torch.
+
+    Within a chunk it forms the attention matrix; earlier chunks contribute by their sums. Memory: O(L (m + chunk)).
+    There is no stabiliser, which would take time, so vectors must have moderate norms.
+    """
+
+    def features(x):
+        return torch.exp(x @ weight.mT.to(x.dtype) - x.square().sum(-1, keepdim=True) / 2)
+
+    def parts(t):
+        """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
+        return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+
+    def run(x, y, v):
+        length = x.shape[-2]
+        x, y, v = (parts(t) for t in (features(x), features(y), F.pad(v, (0, 1), value=1.0)))
+        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # sums over earlier chunks
+        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
+        return out[..., :-1] / out[..., -1:]
+
+    return run
+
+
+def performer_pytorch(d: int, m: int, causal: bool) -> Attend:
+    """Return the attention of performer-pytorch. Raises ImportError."""
+    from performer_pytorch.performer_pytorch import FastAttention
+
+    with redirect_stdout(io.StringIO()):  # the package prints that its extension is missing
+        return FastAttention(d, m, causal=causal)
+
+
+class OneHead:
+    """One head with d = 16, forward pass, with new projections in each round.
+
+    The time excludes the sampling of projections and the fit.
+    """
+
+    def __init__(self, method: str, length: int):
+        self.mechanism, self.g = mechanism_of(method, "one_head"), torch.Generator().manual_seed(0)
+        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
+        self.x, self.y = x / 2, y / 2  # d^(-1/4)
+
+    @torch.no_grad()
+    def times(self) -> dict[str, float]:
+        return {"ms": milliseconds(self.drawn(), self.x, self.y, self.v)}
+
+    def drawn(self) -> Attend:
+        if not self.mechanism.estimates:
+            return self.mechanism.layer(1, 16, scaling=1.0).eval()
+        phi = self.mechanism.map()
+        return partial(
+            attention,
+            phi=phi,
+            noise=self.mechanism.noise(16, self.g),
+            params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])),
+            counter=DenominatorCount(),
+        )
+
+
+# ---- Transformers and vision transformers, batch 1
+
+
+def transformer(what: str, method: str, length: int) -> Work:
+    heads, layers, ffn, dim = MODELS[what]
+    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
+    return whole(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
+
+
+def whole(model: nn.Module, x: Tensor) -> Work:
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return Work(lambda: model(x).square().mean(), backward, model)
+
+
+def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
+    """Return timm's ViT-Ti/16, and an image of about `tokens` patches.
+
+    The model reads a class token in addition.
+    """
+    import timm
+
+    side = PATCH * max(1, round(tokens**0.5))
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=side, num_classes=10)
+    if method == FORMED:
+        for block in model.blocks:
+            block.attn.fused_attn = False
+    elif method != "exact":
+        mechanism_of(method, "vit").swap(model)
+    return model, torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def vit_step(method: str, tokens: int) -> Update:
+    model, image = vit(method, tokens)
+    return Update(
+        model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long))
+    )
+
+
+# ---- values of `what`
+
+
+TIMED: dict[str, Callable[[str, int], Work | Call]] = {
+    "attention": attention_work,
+    **{what: partial(transformer, what) for what in MODELS},
+    "vit": lambda method, length: whole(*vit(method, length)),
+    "vit_ti": vit_step,
+    "one_head": OneHead,
+}
+PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
+
+
+def attention_memory(method: str, length: int) -> float:
+    warm, work = attention_work(method, 256), attention_work(method, length)
+    warm.backward(warm.forward())  # libraries and threads
+    theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
+    return peak_increase(lambda: work.backward(work.forward())) - theirs / 2**20
+
+
+def training_memory(method: str, length: int) -> float:
+    vit_step(method, 64)()  # libraries and threads
+    return vit_step(method, length).peak_increase()
+
+
+MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
+
+
+# ---- the tasks
+
+
+@checked("task")
+class Speed(Measurement):
+    """task=speed: one row for each length, method and round.
+
+    Rows have `ms`, or the milliseconds of `inference` and `training`.
+
+    Args:
+        what: "attention" alone, "large" or "small" (Transformers), or "vit": inference, and training (forward and
+            backward pass). "vit_ti": a training step with AdamW's update. "one_head": a forward pass, with new
+            projections in each round.
+        methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
+            a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
+        device: "cuda" times attention alone on a GPU, in bfloat16.
+    """
+
+    def __init__(
+        self,
+        what: Literal[*TIMED],
+        lengths: Several[Count],
+        rounds: Count,
+        methods: Several[str] | None = None,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ):
+        check_methods(methods or (), what)
+        if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
+            raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
+        self.what, self.lengths, self.rounds, self.methods = what, lengths, rounds, methods
+        self.device = () if device == "cpu" else (device,)
+        self.metric = "training" if what in PASSES else "ms"
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        places = [
+            (length, method)
+            for length in self.lengths
+            for method in self.methods or default_methods(self.what, length) or [str(mechanism)]
+        ]
+        warm = dict.fromkeys(
+            (length if self.device else min(length, WARMED), method) for length, method in places
+        )
+        in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
+        found = in_turns(
+            {place: self.turn(*place) for place in places},
+            self.rounds,
+            lambda turn: turn(),
+            0,
+            seed,
+        )
+        for length, method in places:
+            for times in found[length, method]:
+                yield {"length": length, "method": method, **times}
+
+    def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
+        made = TIMED[self.what](method, length, *self.device)
+        return made.times if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
+
+    def summary(self, records: list[dict]) -> str:
+        """Return a table of median milliseconds: one row per length."""
+        import pandas as pd
+
+        kind = "a training step" if self.what in PASSES else "in turns"
+        table = (
+            pd.DataFrame(records)
+            .pivot_table(self.metric, "length", "method", "median", sort=False)
+            .rename_axis(index=None, columns="tokens")
+        )
+        return (
+            f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
+        )
+
+
+@checked("task")
+class Memory(Measurement):
+    """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
+
+    attention: a forward and backward pass, in addition to inputs, output and gradients. vit_ti: a training step, in
+    addition to weights, gradients and optimiser state. Run the task in a separate process, because allocators keep
+    memory that earlier calls freed.
+    """
+
+    metric = "mib"
+
+    def __init__(self, what: Literal[*MEMORY], length: Count, method: str | None = None):
+        check_methods([method] if method else (), what)
+        self.what, self.length, self.method = what, length, method
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        yield {
+            "length": self.length,
+            "mib": MEMORY[self.what](self.method or str(mechanism), self.length),
+        }

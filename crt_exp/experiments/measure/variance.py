@@ -1,0 +1,204 @@
+"""Log variance of one projection, by closed forms.
+
+On synthetic pairs (CRT 5.1, Figure 2), by |x + y|^2 (CRT Figure 1), and relative to trigonometric features by angle
+(Performers Figure 2). Parameters are fitted to all pairs together (CRT 3.2.3), or to each pair, an oracle.
+
+Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d-1); `heterogen` x ~ N(0, sigma^2 I), y
+~ N(sigma 1, sigma^2 I); `mnist` 8 x 8 images with pixels in [0, sigma]; `digits` those of scikit-learn.
+"""
+
+import gzip
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.measure import Measurement, Series
+from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
+from crt_exp.features.statistics import Kernel
+from crt_exp.mechanism import Mechanism
+from crt_exp.validation import Count, Positive, Several, checked
+
+
+def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = torch.randn(2, n, d, generator=g, dtype=torch.float64)
+    return x, y
+
+
+def sphere(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+
+
+def heterogen(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, y = normal(n, d, g)
+    return x, y + 1
+
+
+def pairs_of(images: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    i, j = torch.randint(len(images), (2, n), generator=g)
+    return images[i], images[j]
+
+
+def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
+
+
+def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
+    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file.
+
+    data_dir: folder of the file. Default: $CRT_DATA/mnist. Raises DataError.
+    """
+    folder = task_folder("mnist", data_dir)
+    if folder is None or not (folder / name).is_file():
+        raise missing("mnist", folder and folder / name)
+    try:
+        raw = gzip.decompress((folder / name).read_bytes())
+        sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+    except (OSError, EOFError, IndexError, ValueError) as error:
+        raise DataError(
+            f"{folder / name}: damaged ({error}); run `python -m crt_exp data fetch mnist`"
+        ) from None
+
+
+def mnist(
+    n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize
+) -> tuple[Tensor, Tensor]:
+    """Sample pairs of MNIST images, resized to 8 x 8.
+
+    resize: options of torch's interpolate. Default: bilinear, antialiased.
+    """
+    chosen = (
+        torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
+    )
+    options = resize or {"mode": "bilinear", "antialias": True}
+    return pairs_of(
+        torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g
+    )
+
+
+REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "normal": normal,
+    "sphere": sphere,
+    "heterogen": heterogen,
+    "mnist": mnist,
+    "digits": digits,
+}
+
+
+@lru_cache(maxsize=1)
+def sample_pairs(
+    regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]
+) -> tuple[Tensor, Tensor]:
+    """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
+    return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
+
+
+def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """Return the log variance (n,) of one projection, in nats, float64.
+
+    Parameters are fitted to each pair x, y (n, d).
+    """
+    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one pair
+
+
+def of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+    """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
+    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+
+
+FITS = {"pair": log_variances, "set": of_set}
+
+
+@checked("task")
+class Variance(Series):
+    """task=variance: mean and standard deviation of the log variance, for each sigma.
+
+    The last record has `of_pairs`, the log variance of each pair.
+
+    Args:
+        fit: "pair": fit parameters to each pair. "set": fit parameters to all pairs.
+        resize: Options of the regime mnist.
+    """
+
+    metric, over = "log_variance", "sigma"
+
+    def __init__(
+        self,
+        regime: Literal[*REGIMES],
+        pairs: Annotated[int, Field(ge=2)],
+        sigmas: Several[Positive],
+        kernel: Kernel,
+        fit: Literal[*FITS] = "pair",
+        resize: dict[str, Any] | None = None,
+    ):
+        if resize and regime != "mnist":
+            raise ValueError("task.resize: only for task.regime=mnist; remove it")
+        self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
+        self.fit, self.resize = fit, resize or {}
+
+    def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+        x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
+        values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
+        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
+        return record if sigma != self.values[-1] else record | {"of_pairs": values.tolist()}
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (
+            f"{self.regime}: log variance {last['log_variance']:.2f} +- {last['log_variance_std']:.2f} nats at "
+            f"sigma = {last['sigma']} (mean and standard deviation of {self.pairs} pairs)"
+        )
+
+
+@checked("task")
+class VarianceByLength(Measurement):
+    """task=variance_by_length: log variance relative to FAVOR+ (CRT Figure 1).
+
+    `gain` is the log variance of the map minus that of FAVOR+, for x = y with |x + y|^2 = 1, ..., `most`.
+    """
+
+    metric = "gain"
+
+    def __init__(self, d: Count, most: Count):
+        self.d, self.most = d, most
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+        x = torch.zeros(self.most, self.d, dtype=torch.float64)
+        x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
+        gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
+        for i, value in enumerate(gain.tolist(), 1):
+            yield {"sum": i, "gain": value}
+
+
+@checked("task")
+class VarianceByAngle(Measurement):
+    """task=variance_by_angle: log MSE of trigonometric features minus that of the map.
+
+    Performers Figure 2: x and y (2,) have norm `length`, at angles in steps of `degrees`. The value is None at x = y
+    and x = -y, where trigonometric or positive features have no variance.
+    """
+
+    metric, lower_is_better = "log_ratio", False
+
+    def __init__(self, length: Positive, degrees: Count):
+        self.length, self.degrees = length, degrees
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
+        degrees = torch.arange(-180, 181, self.degrees)
+        angle = degrees.double().deg2rad()
+        x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
+        y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
+        ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
+        for each, ratio in zip(degrees.tolist(), ratios.tolist()):
+            yield {"angle": each, "log_ratio": ratio if each % 180 else None}

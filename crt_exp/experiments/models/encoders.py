@@ -1,0 +1,273 @@
+"""Encoders of transformers: loading, swapping, and saving in a run's folder.
+
+`crt_exp.from_pretrained` loads the folder `<run>/model`: config.json, model.safetensors, tokenizer. `crt_exp` in its
+config.json records the attention of training, and the weights include its random projections.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.sources import check_network, reason_of
+from crt_exp.experiments.models import folder
+from crt_exp.experiments.models.folder import check_numbers, whole_folder
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
+from crt_exp.validation import did_you_mean
+
+EXACT = Mechanism.of("exact").describe()
+WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
+
+
+class Origin(NamedTuple):
+    """The source of a model: a folder or a hub name, and what is loaded from it.
+
+    `option` is the configuration key that named the source.
+    """
+
+    name: str
+    option: str
+    weights: bool
+    noise: bool  # load the random projections of the attention that the weights were trained with
+
+
+def origin_of(model: str, init: str) -> Origin:
+    """Resolve task.model and task.init. Raises DataError for an unknown `init`."""
+    if init in ("scratch", "uptrain"):
+        return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
+    if not Path(init).expanduser().is_dir():
+        near = did_you_mean(init, ("scratch", "uptrain"))
+        raise DataError(
+            f"task.init={init}: expected scratch, uptrain, or the directory of a run of task=mlm{near}"
+        )
+    return Origin(folder_of(init, "task.init"), "task.init", True, True)
+
+
+def folder_of(name: str, option: str) -> str:
+    """The folder with config.json: `name` itself, a run's model, or a fetched model.
+
+    Names of the hub are returned unchanged. Raises DataError.
+    """
+    path = fetched(name, option) or Path(name).expanduser()
+    if not path.exists() and not name.startswith((".", "/", "~")) and name.count("/") <= 1:
+        return name
+    return str(folder.folder_of(path, option, WANTED))
+
+
+def load_tokenizer(origin: Origin):
+    """Load the tokenizer. Raises DataError if there is none."""
+    from transformers import AutoTokenizer
+
+    tokenizer = load_or_explain(
+        lambda: AutoTokenizer.from_pretrained(origin.name, trust_remote_code=False),
+        origin,
+        "tokenizer",
+    )
+    # transformers returns an empty tokenizer for a folder without tokenizer files
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise DataError(
+            f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt"
+        )
+    return tokenizer
+
+
+def load_config(origin: Origin, **changes: Any):
+    """Load the model's configuration with changed keys. Raises DataError."""
+    from transformers import AutoConfig
+
+    unnamed = {IMPLEMENTATION: None}  # a swapped model names an attention of its own
+    return load_or_explain(
+        lambda: AutoConfig.from_pretrained(
+            origin.name, trust_remote_code=False, **(unnamed | changes)
+        ),
+        origin,
+        "configuration",
+    )
+
+
+def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
+    """Build a model of class `kind` in float32 with the attention of `mechanism`.
+
+    `kind` is a name such as AutoModelForMaskedLM. Raises DataError for missing weights. Raises ConfigError if random
+    projections of another attention would have to be loaded.
+    """
+    import transformers
+
+    auto = getattr(transformers, kind)
+    if origin.noise:
+        changed = differing_keys(saved_attention(config), mechanism.describe())
+        if changed:
+            raise ConfigError(
+                f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
+                f"use that attention, or task.init=uptrain task.model={origin.name}"
+            )
+    if origin.weights:
+        model, info = load_or_explain(
+            lambda: auto.from_pretrained(
+                origin.name,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+            ),
+            origin,
+            "weights",
+        )  # a head for other classes has other shapes
+        check_complete(model, info, origin)
+        model.__dict__["made_anew"] = sorted(info["missing_keys"])
+        check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
+    else:
+        model = auto.from_config(config).float()
+    take_record(model)  # the record of the attention that the weights were saved with
+    return model if mechanism.is_exact else mechanism.swap(model, saved=origin.noise)
+
+
+def saved_attention(config) -> dict[str, Any]:
+    """`Mechanism.describe` of the attention that the weights were saved with."""
+    if (saved := getattr(config, KEY, None)) is None:
+        return EXACT
+    return check_record(saved, config.name_or_path)["mechanisms"][0].get("described", {})
+
+
+def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The keys in which two `Mechanism.describe` results differ, with both values."""
+    old, new = dict(leaves(old)), dict(leaves(new))
+    return [
+        f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
+        for k in sorted(old | new)
+        if old.get(k) != new.get(k)
+    ]
+
+
+def check_exact(named: str, described: dict[str, Any]) -> None:
+    """Raise ConfigError for weights that were saved with other than exact attention."""
+    if changed := differing_keys(described, EXACT):
+        raise ConfigError(
+            f"{named}: expected exact attention; different keys: {', '.join(changed)}"
+        )
+
+
+def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of nested dictionaries."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
+    """Raise DataError for encoder weights that are missing or of another shape.
+
+    Weights of heads may be new.
+    """
+    prefix = model.base_model_prefix
+    prefix = f"{prefix}." if hasattr(model, prefix) else ""  # a model without a head has no prefix
+    wrong = sorted(
+        name
+        for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+        if name.startswith(prefix) and not name.startswith(f"{prefix}pooler.")
+    )
+    if wrong:
+        raise DataError(
+            f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "
+            f"{', '.join(wrong[:3])}"
+        )
+
+
+def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
+    """Call `load` and turn its errors into a DataError that states the fix."""
+    from safetensors import SafetensorError
+
+    if not (local := Path(origin.name).is_dir()):
+        check_network()
+    try:
+        with quiet():
+            return load()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
+        source = f"{origin.option}={origin.name}: its {what}"
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"{source} needs the code of its repository (auto_map), which is not run"
+            ) from None
+        fix = (
+            ""
+            if local
+            else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+        )
+        raise DataError(f"{source} is not readable: {reason_of(error)[:300]}{fix}") from None
+
+
+@contextmanager
+def quiet():
+    """Context manager that hides transformers' warnings and progress bars.
+
+    `check_complete` reports missing weights.
+    """
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def check_length(config, length: int, option: str) -> None:
+    """Raise ConfigError for sequences longer than the model's positions.
+
+    RoBERTa models count positions from the padding index.
+    """
+    from transformers import AutoModel
+
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
+        return
+    with (
+        buildable(f"{option}={length}"),
+        torch.device("meta"),
+    ):  # takes neither memory nor random numbers
+        model = AutoModel.from_config(config)
+    tables = [
+        module for name, module in model.named_modules() if name.endswith("position_embeddings")
+    ]
+    skipped = [
+        table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None
+    ]
+    most -= max(skipped, default=0)
+    if length > most:
+        raise ConfigError(
+            f"{option}={length}: expected at most {most} tokens, the positions of the model"
+        )
+
+
+@contextmanager
+def buildable(option: str, library: str = "transformers") -> Iterator[None]:
+    """Context manager: raise a ConfigError for any error of building a model."""
+    try:
+        with quiet():
+            yield
+    except ConfigError:
+        raise
+    except Exception as error:  # exception types differ between models and libraries
+        raise ConfigError(
+            f"{option}: {library} cannot build the model: {reason_of(error)[:300]}"
+        ) from None
+
+
+def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
+    with whole_folder(directory) as path, quiet():
+        model.save_pretrained(path, state_dict=tensors)
+        tokenizer.save_pretrained(path)

@@ -1,0 +1,214 @@
+"""The folder `<run>/model` of a run: atomic writes and digests of the weights.
+
+`save_folder` and `open_folder` are for models of this package: config.json and tensors.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from crt_exp.experiments.data import DataError
+from crt_exp.registry import ConfigError, json_object, read_yaml
+
+MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
+TRANSDUCER = "conformer_transducer"  # the kind of speech models; their module needs torchaudio
+DIGESTS = "digests.json"  # SHA-256 of each file of weights
+ADAPTER, TRAINED = "adapter", "trained.safetensors"  # LoRA adapters, and other trained weights
+
+
+def refuse_adapters(path: Path, named: str) -> None:
+    """Raise DataError if a run saved adapters without the weights they modify."""
+    if (path / ADAPTER).is_dir() and not (path / MODEL).is_dir():
+        raise DataError(
+            f"{named}: only adapters are saved ({ADAPTER}/); run it with trainer.lora.merge=true"
+        )
+
+
+@contextmanager
+def whole_folder(
+    directory: Path, name: str = MODEL, then: str = "continue with resume=auto"
+) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `<directory>/<name>` at the end.
+
+    After an error the temporary folder is removed and an existing folder stays. Raises OSError if the folder cannot be
+    written; `then` is the advice in the message.
+    """
+    temporary, final = directory / f".{name}.{os.getpid()}", directory / name
+    shutil.rmtree(temporary, ignore_errors=True)  # folders of other processes may be in use
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        digests = {file.name: digest_of(file) for file in sorted(temporary.glob("*.safetensors"))}
+        (temporary / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot write {final}: {reason}; free space and {then}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Save tensors of any device as safetensors, each with its own storage."""
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path
+    )
+
+
+def digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def verify(folder: Path, named: str) -> None:
+    """Raise DataError if a file of weights differs from the digest of the run.
+
+    Folders without digests pass.
+    """
+    digests = json_object(folder / DIGESTS) if (folder / DIGESTS).is_file() else {}
+    for name, digest in digests.items():
+        file = folder / Path(name).name
+        if not file.is_file() or digest_of(file) != digest:
+            raise DataError(f"{named}: {file} is damaged (wrong checksum); copy it again")
+
+
+def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
+    """Raise DataError naming the first tensor that holds NaN."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise DataError(f"{named}: {name} holds NaN; the run diverged")
+
+
+def check_shapes(
+    make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str
+) -> None:
+    """Raise ConfigError unless the tensors fit the model that `make` builds.
+
+    The model is built on the meta device, so that a configuration with huge sizes takes no memory. `layers` is the
+    number of layers in the configuration.
+    """
+    if layers > len(tensors):
+        raise ConfigError(
+            f"{named}: {CONFIG} describes {layers} layers, but there are {len(tensors)} tensors"
+        )
+    try:
+        with torch.device("meta"):
+            state = make().state_dict()
+    except RuntimeError:  # overflow of the number of elements
+        raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
+    for name, tensor in state.items():
+        found = tuple(tensors[name].shape) if name in tensors else "not"
+        if found != tuple(tensor.shape):
+            raise ConfigError(
+                f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}"
+            )
+
+
+def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
+    """Load the weights of a saved recogniser into a model with any attention.
+
+    The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
+    for name, tensor in state.items():
+        if name not in tensors or tensors[name].shape != tensor.shape:
+            raise ConfigError(
+                f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run"
+            )
+    model.load_state_dict({name: tensors[name] for name in state}, strict=False)
+
+
+def description_in(folder: Path, named: str) -> dict[str, Any]:
+    """Read the config.json of a folder. Raises DataError."""
+    try:
+        return json_object(folder / CONFIG)
+    except ConfigError as error:
+        raise DataError(f"{named}: {folder}: not readable: {error}") from None
+
+
+def block_of(folder: str | Path) -> int | None:
+    """The training block length of the run that saved a model, in tokens.
+
+    Returns None for other models. Raises ConfigError if the run's config.yaml cannot be read.
+    """
+    folder = Path(folder)
+    config = folder.parent / "config.yaml"
+    task = read_yaml(config).get("task") if folder.name == MODEL and config.is_file() else None
+    block = task.get("block") if isinstance(task, dict) else None
+    return block if type(block) is int and block > 0 else None
+
+
+def folder_of(run: str | Path, option: str, wanted: str) -> Path:
+    """The folder with config.json: `run` itself, or the model of that run.
+
+    Raises DataError, naming `option`, if there is none; `wanted` states what to give.
+    """
+    path, named = Path(run).expanduser(), f"{option}={run}"
+    for folder in (path / MODEL, path):
+        if (folder / CONFIG).is_file():
+            verify(folder, named)
+            return folder
+    refuse_adapters(path, named)
+    no_model = f"no {CONFIG}; continue an unfinished run with resume=auto"
+    raise DataError(
+        f"{named}: {no_model if path.is_dir() else 'no such directory'}; expected {wanted}"
+    )
+
+
+# ---- config.json and tensors -----------------------------------------------------------------------------------------
+def save_folder(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write `<directory>/model` with further files, atomically. Raises OSError."""
+    with whole_folder(directory) as folder:
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        for name, content in (files or {}).items():
+            (folder / name).write_bytes(content)
+        save_tensors(tensors, folder / WEIGHTS)
+
+
+@contextmanager
+def open_folder(
+    run: str | Path, option: str, kind: str, task: str
+) -> Iterator[tuple[Path, dict[str, Any], dict[str, Tensor]]]:
+    """Context manager: yield the folder, config and tensors of a run's model.
+
+    Errors of the folder and of the with block become a DataError naming `option`; ConfigError passes unchanged.
+    """
+    named = f"{option}={run}"
+    folder = folder_of(run, option, f"the directory of a run of {task}")
+    try:
+        config = description_in(folder, named)
+        if (found := config.pop("kind", None)) != kind:
+            raise DataError(f"{named}: {CONFIG} has kind={found}; expected a run of {task}")
+        tensors = load_file(folder / WEIGHTS)
+        check_numbers(tensors.items(), named)
+        yield folder, config, tensors
+    except ConfigError:
+        raise
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
+        raise DataError(
+            f"{named}: {folder}: not readable: {type(error).__name__}: {error}"
+        ) from None

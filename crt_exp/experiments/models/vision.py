@@ -1,0 +1,513 @@
+"""Vision transformers of timm: description, weights, and saved folders.
+
+`timm.create_model("local-dir:<run>/model", pretrained=True)` loads the folder `<run>/model`, with exact attention:
+config.json in timm's form, and model.safetensors. `crt_exp` in config.json records the attention of training.
+attention.safetensors holds its random projections and statistics.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention.state import make_room
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.sources import reason_of
+from crt_exp.experiments.models.encoders import EXACT, buildable, differing_keys, quiet
+from crt_exp.experiments.models.folder import (
+    CONFIG,
+    MODEL,
+    check_numbers,
+    refuse_adapters,
+    save_tensors,
+    verify,
+    whole_folder,
+)
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError, json_object
+from crt_exp.swap.saved import fetched
+from crt_exp.validation import did_you_mean
+
+SIZED = "vit_tiny_patch16_224"  # accepts any sizes as options; its own sizes are not used
+NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}  # default sizes of a new model
+SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads": "num_heads"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+ATTENTION = "attention.safetensors"
+HEAD = (
+    "head.",
+    "head_dist.",
+    "fc_norm.",
+    "norm.",
+    "attn_pool.",
+)  # parts that depend on classes and pooling
+MAE_NAMES = {  # names in transformers -> names in timm
+    r"^embeddings\.patch_embeddings\.projection": "patch_embed.proj",
+    r"^embeddings\.position_embeddings": "pos_embed",
+    r"^embeddings\.cls_token": "cls_token",
+    r"^layers": "blocks",
+    r"^layernorm\.": "norm.",
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    r"attention\.o_proj": "attn.proj",
+}
+FOREIGN = ("decoder", "mask_token")  # parts of pretraining that a classifier does not have
+
+
+@dataclass(frozen=True)
+class VisionDescription:
+    """The architecture and preprocessing of a classifier, as in config.json.
+
+    Weights and attention are not part of it.
+
+    Attributes:
+        options: further arguments of timm.create_model.
+        classes: names of the classes; None if unknown (a bare encoder).
+    """
+
+    model: str
+    size: int  # pixels of a side of the images
+    options: dict[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] | None = None
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    crop: float = 1.0  # fraction of a side that the centre crop keeps
+    interpolation: str = "bicubic"
+
+    def make(self, **options: Any) -> nn.Module:
+        """Build the model with random weights and exact attention.
+
+        Raises ConfigError if timm cannot build it.
+        """
+        import timm
+
+        with buildable(
+            f"task.model={self.model} with {self.options | {'img_size': self.size}}", "timm"
+        ):
+            return timm.create_model(self.model, **self.arguments(), **options)
+
+    def arguments(self) -> dict[str, Any]:
+        return self.options | {"num_classes": len(self.classes or ()), "img_size": self.size}
+
+    def check(self) -> None:
+        """Raise ConfigError for inconsistent sizes."""
+        with torch.device("meta"), buildable(f"task.model={self.model}", "timm"):  # takes no memory
+            check_patch(self.size, self.make().patch_embed.patch_size[0])
+
+    def transform(self) -> Callable[[Any], Tensor]:
+        """The evaluation transform: PIL.Image -> tensor (3, size, size)."""
+        from timm.data import create_transform
+
+        return create_transform(
+            self.size,
+            interpolation=self.interpolation,
+            mean=self.mean,
+            std=self.std,
+            crop_pct=self.crop,
+        )
+
+    # ---- config.json
+
+    def written(self, mechanism: Mechanism) -> dict[str, Any]:
+        """The content of config.json in timm's form; the key `crt_exp` is ours."""
+        count = len(self.classes)
+        config = {
+            "input_size": [3, self.size, self.size],
+            "fixed_input_size": True,
+            "crop_pct": self.crop,
+            "interpolation": self.interpolation,
+            "mean": self.mean,
+            "std": self.std,
+            "num_classes": count,
+            "label_names": self.classes,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        }
+        return {
+            "architecture": self.model,
+            "num_classes": count,
+            "model_args": self.options | {"img_size": self.size},
+            "pretrained_cfg": config,
+            "crt_exp": mechanism.to_saved(),
+        }
+
+    @classmethod
+    def read(cls, content: dict[str, Any], path: Path) -> "VisionDescription":
+        """Read a config.json of timm or of transformers' ViTMAE. Raises DataError."""
+        if content.get("model_type") == "vit_mae":
+            return cls.of_mae(content)
+        try:
+            config = content.get("pretrained_cfg", content)
+            config |= {"num_classes": content.get("num_classes", config.get("num_classes"))}
+            options = {
+                k: v
+                for k, v in content.get("model_args", {}).items()
+                if k not in ("img_size", "num_classes")
+            }
+            return cls.of_timm(content["architecture"], config, options)
+        except (ConfigError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DataError(
+                f"{path}: not a configuration of timm: {type(error).__name__}: {error}"
+            ) from None
+
+    @classmethod
+    def of_timm(
+        cls, model: str, config: dict[str, Any], options: dict[str, Any]
+    ) -> "VisionDescription":
+        """Build from a pretrained_cfg of timm."""
+        names = config.get("label_names") or [str(i) for i in range(config.get("num_classes") or 0)]
+        return cls(
+            model,
+            config["input_size"][-1],
+            options,
+            tuple(names) or None,
+            tuple(config["mean"]),
+            tuple(config["std"]),
+            config.get("crop_pct") or 1.0,
+            config.get("interpolation") or "bicubic",
+        )
+
+    @classmethod
+    def of_mae(cls, content: dict[str, Any]) -> "VisionDescription":
+        """Build from a config.json of ViTMAE, where missing keys have their defaults."""
+        from transformers import ViTMAEConfig
+
+        config = ViTMAEConfig(**content)
+        options = {
+            "patch_size": config.patch_size,
+            "embed_dim": config.hidden_size,
+            "depth": config.num_hidden_layers,
+            "num_heads": config.num_attention_heads,
+            "mlp_ratio": config.intermediate_size / config.hidden_size,
+        }
+        return cls(SIZED, config.image_size, options)
+
+
+def check_patch(size: int, patch: int) -> None:
+    """Raise ConfigError if the image side is not a multiple of the patch side."""
+    if size % patch:
+        raise ConfigError(
+            f"task.size={size}: expected a multiple of the patch size, {patch} pixels"
+        )
+
+
+def timm_description(model: str) -> VisionDescription:
+    """The description of a timm model, such as vit_base_patch16_224.mae.
+
+    Raises ConfigError for an unknown name.
+    """
+    import timm
+
+    base, _, tag = model.partition(".")
+    if not timm.is_model(base) or tag and not timm.is_model_pretrained(model):
+        near = did_you_mean(model, timm.list_models("*vit*", pretrained=bool(tag)))
+        raise ConfigError(f"task.model={model}: unknown to timm{near}")
+    config = timm.get_pretrained_cfg(model)
+    return (
+        VisionDescription.of_timm(model, config.to_dict(), {})
+        if config
+        else VisionDescription(model, 224)
+    )
+
+
+# ---- sources of weights
+
+
+class Checkpoint(NamedTuple):
+    """A file of weights, or a folder of weights with config.json."""
+
+    named: str  # name in errors
+    path: Path  # a file, or a folder with config.json
+    description: VisionDescription | None
+    attention: dict[str, Any]  # `crt_exp` of config.json; empty for exact attention
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights with timm's names, without random projections. Raises DataError."""
+        verify(self.path, self.named)
+        config = self.path / CONFIG
+        if config.is_file() and json_object(config).get("model_type") == "vit_mae":
+            return mae_state(self.path, self.named)
+        tensors = tensors_of(self.path, self.named)
+        return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
+
+
+def checkpoint_of(init: str) -> Checkpoint | None:
+    """Resolve task.init to a checkpoint; None for random weights and timm's hub.
+
+    A name such as models/... is a fetched model. Raises DataError if nothing is found.
+    """
+    if init in ("scratch", "pretrained"):
+        return None
+    path, named = fetched(init, "task.init") or Path(init).expanduser(), f"task.init={init}"
+    if path.is_file():
+        return Checkpoint(named, path, None, {})
+    for folder in (path / MODEL, path):
+        if (config := folder / CONFIG).is_file():
+            content = json_object(config)
+            if not isinstance(own := content.get("crt_exp", {}), dict):
+                raise DataError(f"{config}: crt_exp: expected keys with values")
+            return Checkpoint(
+                named,
+                folder,
+                VisionDescription.read(content, config),
+                {} if own.get("described", EXACT) == EXACT else own,
+            )
+    refuse_adapters(path, named)
+    if (path / "config.yaml").is_file():
+        raise DataError(
+            f"{named}: unfinished run; continue it with resume=auto hydra.run.dir={init}"
+        )
+    raise DataError(
+        f"{named}: expected scratch, pretrained, a file of weights, a model folder with {CONFIG}, or a run "
+        f"of task=imagenet or task=mae{did_you_mean(init, ('scratch', 'pretrained'))}"
+    )
+
+
+def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
+    """Load the tensors of a safetensors or torch.save file, or of a folder.
+
+    torch.save files are loaded with weights_only=True. Raises DataError.
+    """
+    from safetensors.torch import load_file
+
+    file = path if path.is_file() else path / "model.safetensors"
+    try:
+        safe = file.suffix == ".safetensors"
+        tensors = (
+            load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
+        )
+    except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
+        raise DataError(
+            f"{named}: {file}: not readable as weights: {reason_of(error)[:300]}"
+        ) from None
+    for key in ("model", "state_dict"):  # wrappers of training scripts
+        tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
+    return {
+        name.removeprefix("module."): tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor)
+    }
+
+
+def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
+    """The encoder of transformers' ViTMAE with timm's names.
+
+    The outputs are equal if the norms have the same epsilon. Raises DataError.
+    """
+    from transformers import ViTMAEModel
+
+    try:
+        with quiet():
+            # reads files of all versions of transformers
+            theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
+    except Exception as error:
+        raise DataError(f"{named}: weights are not readable: {reason_of(error)[:300]}") from None
+    state = {}
+    for name, tensor in theirs.items():
+        for old, new in MAE_NAMES.items():
+            name = re.sub(old, new, name)
+        state[name] = tensor
+    for name in [
+        name for name in state if ".q_proj." in name
+    ]:  # timm has queries, keys and values in one matrix
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    return state
+
+
+# ---- the model of a run
+
+
+def build(
+    description: VisionDescription,
+    mechanism: Mechanism,
+    init: str = "scratch",
+    new_head: bool = False,
+    drop_path: float = 0.0,
+) -> nn.Module:
+    """Build the model in float32 with the weights of `init` and the given attention.
+
+    A run with the same attention also gives its random projections. A run with exact attention is swapped to new random
+    projections. Raises DataError for weights that are missing or do not fit, and ConfigError for another attention or
+    other classes.
+    """
+    checkpoint = checkpoint_of(init)
+    if init == "pretrained":
+        model = from_hub(description, new_head, drop_path)
+    else:
+        model = description.make(drop_path_rate=drop_path)
+        if checkpoint is not None:
+            check_attention(checkpoint, mechanism)
+            check_classes(checkpoint, description, new_head)
+            state = checkpoint.state()
+            check_numbers(state.items(), checkpoint.named)
+            load_weights(model, state, checkpoint.named, new_head)
+    if not mechanism.is_exact:
+        mechanism.swap(model)
+    if checkpoint is not None and checkpoint.attention:
+        load_noise(model, checkpoint)
+    return model.float()
+
+
+def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -> nn.Module:
+    """Load timm's pretrained weights.
+
+    `new_head` allows a randomly initialised head for other classes.
+    """
+    import timm
+
+    config, name = timm.get_pretrained_cfg(description.model), description.model
+    if config.num_classes and not new_head and config.num_classes != len(description.classes):
+        raise other_classes(f"task.model={name}", config.num_classes, len(description.classes))
+    try:
+        with quiet():
+            model = timm.create_model(
+                name, pretrained=True, drop_path_rate=drop_path, **description.arguments()
+            )
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"task.init=pretrained: no weights of task.model={name} ({reason_of(error)[:300]}); `hf "
+            f"download timm/{name} --local-dir DIR`, task.init=DIR"
+        ) from None
+    if new_head and config.num_classes:
+        model.reset_classifier(len(description.classes))
+    return model
+
+
+def other_classes(named: str, theirs: Any, ours: Any) -> ConfigError:
+    return ConfigError(
+        f"{named}: trained on other classes ({theirs}, expected {ours}); task.new_head=true trains a "
+        "new head"
+    )
+
+
+def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
+    """Raise ConfigError if the checkpoint's head has other classes.
+
+    Compares the number of classes, and their names if known.
+    """
+    theirs, ours = checkpoint.description and checkpoint.description.classes, description.classes
+    if new_head or not theirs or theirs == ours:
+        return
+    if len(theirs) != len(ours):
+        raise other_classes(checkpoint.named, len(theirs), len(ours))
+    if theirs != tuple(map(str, range(len(theirs)))):  # numbers stand for unknown names
+        raise other_classes(checkpoint.named, *next((a, b) for a, b in zip(theirs, ours) if a != b))
+
+
+def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
+    """Raise ConfigError if the weights were trained with another linear attention.
+
+    The error names the keys that differ.
+    """
+    changed = (
+        differing_keys(checkpoint.attention["described"], mechanism.describe())
+        if checkpoint.attention
+        else []
+    )
+    if changed:
+        raise ConfigError(
+            f"{checkpoint.named}: trained with another attention; these keys differ: "
+            f"{', '.join(changed)}. Use that attention, or only the weights: "
+            f"task.init={checkpoint.path / 'model.safetensors'}"
+        )
+
+
+def load_weights(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
+    """Load weights with timm's names; timm interpolates position embeddings.
+
+    A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
+    """
+    adapt = getattr(
+        sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, model: state
+    )
+    try:
+        with quiet():
+            state = adapt(dict(state), model)
+        state = {
+            name: tensor
+            for name, tensor in state.items()
+            if not (new_head and name.startswith("head."))
+        }
+        missing, more = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        missing, more = [" ".join(str(error).split())[:300]], []
+    wrong = [name for name in missing if not name.startswith(HEAD)]
+    wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
+    if wrong:
+        raise DataError(
+            f"{named}: does not match task.model at {wrong[0]}; for other classes set task.new_head=true"
+        )
+
+
+def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Load the random projections and statistics of the attention of training."""
+    file = checkpoint.path / ATTENTION
+    noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
+    make_room(model, noise)
+    own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
+    wrong = sorted(set(own) ^ set(noise)) or [
+        name for name in own if own[name].shape != noise[name].shape
+    ]
+    if wrong:
+        raise DataError(
+            f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not match the model: {wrong[0]}"
+        )
+    model.load_state_dict(noise, strict=False)
+
+
+# ---- the folder of a run
+
+
+def save_model(
+    description: VisionDescription,
+    mechanism: Mechanism,
+    tensors: dict[str, Tensor],
+    directory: Path,
+) -> None:
+    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
+    noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
+    with whole_folder(directory) as folder:
+        (folder / "config.json").write_text(
+            json.dumps(description.written(mechanism), indent=1) + "\n"
+        )
+        save_tensors(weights, folder / "model.safetensors")
+        if noise:
+            save_tensors(noise, folder / ATTENTION)
+
+
+class SavedClassifier(NamedTuple):
+    """A saved model in eval mode, its class names, and its input transform.
+
+    The transform takes a PIL.Image in RGB.
+    """
+
+    model: nn.Module
+    classes: tuple[str, ...]
+    transform: Callable[[Any], Tensor]
+
+
+def load(run: str | Path) -> SavedClassifier:
+    """Load the model of a run of task=imagenet, with the attention of training.
+
+    `unswap_attention` restores exact attention. Raises DataError if the run is unfinished or of another task. Raises
+    ConfigError if the name of its attention has another meaning in conf/.
+    """
+    checkpoint = checkpoint_of(str(run))
+    if (
+        checkpoint is None
+        or checkpoint.description is None
+        or checkpoint.description.classes is None
+    ):
+        raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
+    description, saved = checkpoint.description, checkpoint.attention
+    mechanism = Mechanism.from_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
+    return SavedClassifier(
+        build(description, mechanism, str(run)).eval(), description.classes, description.transform()
+    )

@@ -1,0 +1,287 @@
+"""Performers: images as sequences of pixel values, and the Long Range Arena.
+
+Reproduces Figures 7 (left) and 19.
+"""
+
+import pandas as pd
+
+from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, label, mean_table, sweep
+from crt_exp.experiments.report.plots import panels
+
+SIZES = (
+    "+task.sizes.heads=4 +task.sizes.layers=2 +task.sizes.d_ff=128 +task.sizes.d=64 task.positions=rotary "
+    "trainer.select=last trainer.save_every=1000000"
+)
+PIXELS = f"task=pixels task.dataset=cifar10 task.evaluated=16 trainer.eval_batch=2 trainer.warmup=20 {SIZES}"
+IMAGES = {
+    "16 x 16": "task.size=16 trainer.batch=4 trainer.steps=200 trainer.eval_every=50",
+    "32 x 32": "task.size=32 trainer.batch=1 trainer.steps=150 trainer.eval_every=75",
+}
+REFORMER = "reformer chunk=64 hashes=2 buckets=96"
+OF_IMAGES = [
+    "exact",
+    "favorp m=32",
+    "favorpp m=32",
+    "relu m=32",
+    "smreg m=32",
+    REFORMER,
+    "uniform",
+    "identity",
+    "window block=16 first=16",
+]
+LISTOPS = {
+    "ListOps": f"task=lra task.dropout=0 {SIZES} +task.rules.train=20000 +task.rules.test=2000 "
+    "+task.rules.arguments=3 +task.rules.shortest=14 +task.rules.longest=40 trainer.batch=128 "
+    "trainer.eval_batch=256 trainer.steps=500 trainer.eval_every=100 trainer.lr=4e-3"
+}
+OF_LISTOPS = [
+    "exact",
+    "favorp m=16",
+    "favorpp m=16",
+    "relu m=16",
+    "elu",
+    "linformer length=1024 rank=16",
+    "reformer chunk=4 hashes=2 buckets=8",
+    "uniform",
+    "identity",
+    "window block=4 first=4",
+]
+MORE_LISTOPS = ["favorp m=16", "elu", "linformer length=1024 rank=16"]  # undecided after five seeds
+IMAGENET, ARENA = "experiment=performers_imagenet64", "experiment=performers_lra, 13 GPU hours"
+SHOWN = {"bits_per_dim": (1, ".3f", "bits per dimension"), "accuracy": (100, ".1f", "accuracy, %")}
+FULL_SETS = {
+    "ListOps": "",  # the others: sizes, steps and rates of the Arena's base configurations
+    "text": "task.dataset=text task.data_dir=aclImdb task.max_length=4000 +task.sizes.layers=4 +task.sizes.heads=4 "
+    "+task.sizes.d=256 +task.sizes.d_ff=1024 trainer.steps=20000 trainer.warmup=8000 trainer.lr=5.59e-4",
+    "retrieval": "task.dataset=retrieval task.data_dir=aan task.max_length=4000 +task.sizes.layers=4 "
+    "+task.sizes.heads=4 +task.sizes.d=128 +task.sizes.d_ff=512 trainer.warmup=8000 trainer.lr=5.59e-4",
+    "image": "task.dataset=image task.max_length=1024 +task.sizes.layers=1 +task.sizes.heads=8 +task.sizes.d=128 "
+    "+task.sizes.d_ff=128 task.dropout=0.3 trainer.batch=256 trainer.steps=35000 trainer.warmup=175 "
+    "trainer.lr=5e-4 trainer.weight_decay=0 trainer.schedule=cosine",
+    "Pathfinder": "task.dataset=pathfinder task.max_length=1024 +task.sizes.layers=4 +task.sizes.heads=8 "
+    "+task.sizes.d=32 +task.sizes.d_ff=32 task.dropout=0.2 trainer.batch=512 trainer.steps=62400 "
+    "trainer.warmup=312 trainer.lr=1e-3 trainer.weight_decay=0 trainer.schedule=cosine",
+}
+
+page = Page(
+    "perf_long",
+    title="Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena",
+    finding="On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). "
+    "On ListOps, FAVOR+ is more accurate than ELU by 1.7 ± 0.5 points (95% CI, n = 20 seeds).",
+    small={
+        "pixels": sweep(PIXELS, dataset=IMAGES, attention=OF_IMAGES, seed=range(5)),
+        "pixels/speed": sweep(
+            PIXELS,
+            alone=True,
+            dataset=IMAGES,
+            attention=["favorp m=32", REFORMER],
+            seed={0: "seed=0 trainer.steps=10 trainer.log_every=1"},
+        ),
+        "lra": [
+            *sweep(dataset=LISTOPS, attention=OF_LISTOPS, seed=range(5)),
+            *sweep(dataset=LISTOPS, attention=MORE_LISTOPS, seed=range(5, 20)),
+        ],
+    },
+    full={
+        "pixels": [
+            *sweep(
+                IMAGENET,
+                dataset={"ImageNet64": ""},
+                seed=[0],
+                attention=[
+                    "exact",
+                    "relu",
+                    "favorp redraw_every=1000",
+                    "smreg redraw_every=1000",
+                    "uniform",
+                ],
+            ),
+            *sweep(
+                f"{IMAGENET} trainer.clip=null attention=reformer attention.hashes=2 attention.chunk=128 "
+                "attention.buckets=192",
+                dataset={"ImageNet64": ""},
+                seed=[0],
+                method={"reformer, 12 layers": "+task.sizes.layers=12"},
+            ),
+        ],
+        "lra": sweep(
+            "experiment=performers_lra",
+            dataset=FULL_SETS,
+            seed=range(4),
+            attention=[
+                "exact",
+                "favorp",
+                "relu",
+                "elu",
+                "linformer length=4000 rank=256",
+                "reformer chunk=64 buckets=128",
+                "uniform",
+                "identity",
+            ],
+        ),
+    },
+    data="CIFAR-10",
+    columns=["dataset", "split", "method"],
+    metrics=[*SHOWN, "steps_per_s"],
+    measured=[
+        "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
+        "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU.",
+        "Images: CIFAR-10 at 16 x 16 (200 steps of 4 images) and 32 x 32 (150 steps of one). The paper trains 6 to 24 "
+        "layers on ImageNet64.",
+        "ListOps: lists of at most 3 entries, 15 to 39 symbols, 500 steps of 128. The Arena has up to 2,000 symbols.",
+        "At full size models train on 95% of ImageNet64's training images and are tested on its validation images. "
+        "Sparse Transformer, Longformer, Sinkhorn, Synthesizer, BigBird and Path-X were not run.",
+        "Positions and lengths were chosen with exact and uniform attention alone, so that attention matters early.",
+    ],
+)
+
+
+def cases(rows: Rows, metric: str) -> dict[str, dict]:
+    found = rows.select(metric, sweep=("pixels", "lra"), split="test")[
+        ["sweep", "dataset"]
+    ].drop_duplicates()
+    return {
+        name: {"sweep": of, "dataset": name, "split": "test"}
+        for of, name in found.itertuples(index=False)
+    }
+
+
+def failed_checks(rows: Rows) -> dict[str, str]:
+    """Return the image data sets whose sanity check failed, with the reason.
+
+    On these, uniform or identity attention increases the loss too little to compare methods.
+    """
+    costs = {
+        case: min(
+            rows.paired(other, "exact", "bits_per_dim", **where).mean()
+            for other in ("uniform", "identity")
+        )
+        for case, where in cases(rows, "bits_per_dim").items()
+    }
+    return {
+        case: f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"
+        for case, cost in costs.items()
+        if cost < 0.5
+    }
+
+
+def method_names(rows: Rows, metric: str, case: str) -> dict[str, str]:
+    """Methods of a case -> name without options."""
+    return {
+        method: label(method.split(" ")[0] if "=" in method else method)
+        for method in rows.methods(metric, **cases(rows, metric)[case])
+    }
+
+
+def claims(rows: Rows) -> list[Claim]:
+    def higher(metric: str, first: str, second: str) -> dict[str, pd.Series]:
+        made = {}
+        for case, where in cases(rows, metric).items():
+            of = {name: method for method, name in method_names(rows, metric, case).items()}
+            made[case] = SHOWN[metric][0] * rows.paired(
+                of.get(first, first), of.get(second, second), metric, **where
+            )
+        return made
+
+    bits = {
+        "unit": "bits per dimension",
+        "fails": failed_checks(rows),
+        "needs": "experiment=performers_imagenet64, 160 GPU hours",
+    }
+    speed = {
+        case: rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case) for case in IMAGES
+    }
+    layers = "Performer/6-layers matches the Reformer/12-layers"
+    return [
+        *(
+            Claim(
+                f"{name} has a lower loss than FAVOR+",
+                higher("bits_per_dim", "FAVOR+", name),
+                **bits,
+                paper="3.67 against 3.69 after 100k steps",
+            )
+            for name in ("ReLU", "SMREG")
+        ),
+        Claim(
+            "FAVOR+ has a lower loss than Reformer at equal depth",
+            higher("bits_per_dim", "Reformer", "FAVOR+"),
+            paper=layers,
+            reason="Reformer attends to neighbouring pixels, and a window does best here",
+            **bits,
+        ),
+        Claim(
+            "FAVOR+ takes at most half the time of Reformer per step",
+            speed,
+            above=2,
+            log=True,
+            unit="times",
+            fails=failed_checks(rows),
+            paper="can be 2x faster than the Reformer",
+            reason="one process was timed",
+            needs="timings in several processes on a quiet machine",
+        ),
+        Claim(
+            "six layers with FAVOR+ have a lower loss than twelve of Reformer",
+            higher("bits_per_dim", "reformer, 12 layers", "FAVOR+"),
+            paper=layers,
+            not_measured=""
+            if rows.methods("bits_per_dim", dataset="ImageNet64")
+            else "all models have two layers",
+            needs=bits["needs"],
+        ),
+        Claim(
+            "FAVOR+ is more accurate than the other scalable methods",
+            {
+                f"{name}, {case}": values
+                for name in ("Linformer", "Reformer", "ELU", "window")
+                for case, values in higher("accuracy", "FAVOR+", name).items()
+            },
+            unit="points",
+            paper="the largest average over five tasks of the methods above 100 examples/s",
+            needs=ARENA,
+        ),
+        Claim(
+            "Performers have the largest average over five tasks",
+            paper="the largest of scalable Transformers",
+            not_measured="only ListOps is measured at this size",
+            needs=ARENA,
+        ),
+    ]
+
+
+def tables(rows: Rows):
+    columns = {
+        f"{case}, {unit}": mean_table(
+            rows, {"": {"metric": metric, **where}}, method_names(rows, metric, case), scale, spec
+        )[""]
+        for metric, (scale, spec, unit) in SHOWN.items()
+        for case, where in cases(rows, metric).items()
+    }
+    columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
+    return {
+        "On test (bits: lower is better)": pd.concat(columns, axis=1)
+        .fillna("")
+        .rename_axis("attention")
+    }
+
+
+def figure(rows: Rows):
+    shown = [(metric, case) for metric in SHOWN for case in cases(rows, metric)]
+    if not shown:
+        return None
+    fig, axes = panels(len(shown))
+    for ax, (metric, case) in zip(axes, shown):
+        scale, _, unit = SHOWN[metric]
+        dot_plot(
+            ax,
+            {
+                method: scale * rows.paired(method, "exact", metric, **cases(rows, metric)[case])
+                for method in method_names(rows, metric, case)
+                if method != "exact"
+            },
+            zero=True,
+            labels=method_names(rows, metric, case),
+        )
+        ax.set(title=f"{case}: difference from exact attention", xlabel=unit)
+    fig.tight_layout()
+    return fig

@@ -1,0 +1,391 @@
+"""Atomic checkpoints `<root>/step-N/` and the training state in them.
+
+A checkpoint has tensors as safetensors (`model`, `optimizer`), other state as JSON (`state`), and `manifest.json` with
+size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save as serialise
+from torch import Tensor, nn
+
+from crt_exp.attention.state import make_room
+from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.runner.distributed import (
+    Distributed,
+    rng_state,
+    set_rng_state,
+    sharded_like,
+)
+from crt_exp.experiments.runner.run import Run, names_in, write_atomic
+from crt_exp.experiments.runner.trainer_config import Adapters
+from crt_exp.experiments.tasks.base import Task
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # subfolder of the run directory
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, read or used; the message states how to proceed."""
+
+
+# ---- directories
+
+
+def save(
+    root: Path, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
+) -> Path:
+    """Write `<root>/step-<step>`: one safetensors file per entry, and state.json.
+
+    Raises CheckpointError if the disk is full or not writable; earlier checkpoints are preserved.
+    """
+    temporary, final = root / f".step-{step}.{os.getpid()}", root / f"step-{step}"
+    try:
+        temporary.mkdir(parents=True)
+        files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
+        files["state.json"] = json.dumps(state).encode()
+        manifest = {
+            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            for name, content in files.items()
+        }
+        files[MANIFEST] = json.dumps(
+            {"format": FORMAT, "step": step, "files": manifest}, indent=1
+        ).encode()
+        for name, content in files.items():
+            write_atomic(temporary / name, content)
+        shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
+        temporary.rename(final)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint of step {step}: {error}; remaining steps: {steps(root) or 'none'}"
+        ) from None
+    return final
+
+
+def steps(root: Path) -> list[int]:
+    """Return the steps that have a checkpoint, in increasing order.
+
+    Raises OSError if the folder cannot be read.
+    """
+    numbers = [name.removeprefix("step-") for name in names_in(root) if name.startswith("step-")]
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def damage(path: Path) -> str | None:
+    """Return what is wrong with the files of a checkpoint, or None if it is intact.
+
+    Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
+    CheckpointError if the checkpoint cannot be read, or has the format of another version: it may be intact.
+    """
+    try:
+        return _first_difference(path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
+        ) from None
+
+
+def _first_difference(path: Path) -> str | None:
+    """Compare a checkpoint with its manifest."""
+    present = names_in(path)
+    if MANIFEST not in present:
+        return f"{MANIFEST} is missing"
+    content = (path / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(content)
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path}: its format is {manifest['format']}, this version reads {FORMAT}; use the "
+                "version of crt_exp that wrote it, or another hydra.run.dir"
+            )
+        digests = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} is not a manifest: {error}"
+    for name, digest in digests.items():
+        if name not in present:
+            return f"{name} is missing"
+        with (path / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                return f"{name} differs from its checksum"
+    return None
+
+
+def newest(root: Path) -> Path | None:
+    """Return the newest intact checkpoint, or None; remove damaged ones.
+
+    Raises OSError, and removes nothing more, if a checkpoint cannot be read.
+    """
+    for name in names_in(root):
+        if name.startswith(".step-"):  # an incomplete checkpoint of a killed process
+            shutil.rmtree(root / name, ignore_errors=True)
+    intact = steps(root)
+    while intact:
+        path = root / f"step-{intact.pop()}"
+        if not (reason := damage(path)):
+            return path
+        rest = f"trying step-{intact[-1]}" if intact else "no earlier checkpoint"
+        print(f"checkpoint {path}: damaged ({reason}); removed, {rest}")
+        shutil.rmtree(path)
+    return None
+
+
+def prune(root: Path, keep: int, best: int | None = None) -> None:
+    """Remove all checkpoints except the newest `keep` and the best."""
+    for step in {*steps(root)[:-keep]} - {best}:
+        shutil.rmtree(
+            root / f"step-{step}", ignore_errors=True
+        )  # an interrupted removal leaves a damaged checkpoint
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Load the `state` that `save` wrote."""
+    return json.loads((path / "state.json").read_bytes())
+
+
+# ---- tensors
+
+
+def encode(tensors: dict[str, Tensor]) -> bytes:
+    """Serialise tensors as safetensors; tied weights are stored once, with aliases."""
+    kept, first, aliases = {}, {}, {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+        else:
+            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return serialise(kept, metadata={"aliases": json.dumps(aliases)})
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Load the tensors of one `.safetensors` file by name."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+    return tensors | {name: tensors[first] for name, first in aliases.items()}
+
+
+def load_model(
+    model: nn.Module, tensors: dict[str, Tensor], source: Path | str, absent: Collection[str] = ()
+) -> None:
+    """Load weights by name, except those of `absent`.
+
+    Raises CheckpointError that names the first mismatch.
+    """
+    make_room(model, tensors)
+    own = model.state_dict()
+    here, there = (
+        {name: tuple(t.shape) for name, t in each.items() if name not in absent}
+        for each in (own, tensors)
+    )
+    if odd := sorted(
+        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
+    ):
+        raise CheckpointError(
+            f"{source}: {odd[0]} has shape {there.get(odd[0], 'none')}, expected "
+            f"{here.get(odd[0], 'none')}; {len(odd)} tensors differ"
+        )
+    model.load_state_dict(
+        {name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent
+    )
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return the optimiser's tensors as "<parameter name>.<key>"."""
+    return {
+        f"{name}.{key}": full_tensor(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
+    """Restore the result of optimizer_tensors."""
+    parameters, states = dict(model.named_parameters()), {}
+    order = {
+        p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    for name, tensor in tensors.items():
+        parameter, _, key = name.rpartition(".")
+        own = parameters[parameter]
+        states.setdefault(order[own], {})[key] = (
+            tensor if key == "step" else sharded_like(own, tensor)
+        )
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
+
+
+# ---- training state
+
+
+@dataclass
+class Progress:
+    """Progress of a run, saved in each checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0  # completed steps of this epoch
+    evaluated: int = 0  # step of the last evaluation
+    best: dict[str, Any] | None = None  # step, epoch and validation metrics
+    loss: float = 0.0  # sum since the last training record
+    losses: int = 0
+
+
+class TrainingState:
+    """Weights, optimiser, generators, task state and progress of one process.
+
+    All processes must call each method together.
+
+    Args:
+        keep: Number of checkpoints to keep in addition to the best.
+        per_epoch: Steps of an epoch. None: unknown.
+
+    Attributes:
+        progress: The run's progress.
+        saved, saved_at: Step and time of the last checkpoint.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        task: Task,
+        run: Run,
+        distributed: Distributed,
+        keep: int,
+        per_epoch: int | None,
+        adapters: Adapters | None = None,
+    ):
+        self.module, self.optimizer, self.task, self.run, self.distributed = (
+            module,
+            optimizer,
+            task,
+            run,
+            distributed,
+        )
+        self.keep, self.per_epoch, self.scaler = keep, per_epoch, distributed.accelerator.scaler
+        self.stay, self.digest = (adapters.stay, adapters.digest) if adapters else (set(), None)
+        self.root, self.progress = run.directory / CHECKPOINTS, Progress()
+        self.saved, self.saved_at = 0, time.monotonic()
+
+    @property
+    def epoch(self) -> float:
+        """Completed epochs, as a fraction."""
+        return round(
+            self.progress.epoch
+            + (self.progress.position / self.per_epoch if self.per_epoch else 0),
+            4,
+        )
+
+    def save(self) -> None:
+        """Write a checkpoint and remove old ones, on the first process."""
+        tensors = {
+            "model": {
+                name: full_tensor(t)
+                for name, t in self.module.state_dict().items()
+                if name not in self.stay
+            },
+            "optimizer": optimizer_tensors(self.module, self.optimizer),
+        }
+        plain = self.distributed.gather(
+            {
+                name: value.detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in self.task.state_dict().items()
+            }
+        )
+        if of_task := {
+            f"{rank}.{name}": plain[rank].pop(name)
+            for rank, state in enumerate(plain)
+            for name, value in [*state.items()]
+            if isinstance(value, Tensor)
+        }:
+            tensors["task"] = of_task
+        state = asdict(self.progress) | {
+            "rng": self.distributed.gather(rng_state()),
+            "records": len(self.run.records),
+            "task": plain,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "stay": self.digest,
+        }
+        if self.distributed.main:
+            save(self.root, self.progress.step, tensors, state)
+            prune(self.root, self.keep, (self.progress.best or {}).get("step"))
+        self.saved, self.saved_at = self.progress.step, time.monotonic()
+
+    def restore(self) -> None:
+        """Load the newest intact checkpoint and remove later records.
+
+        Without a checkpoint the run starts over. Raises CheckpointError.
+        """
+        path = self.distributed.broadcast(newest(self.root) if self.distributed.main else None)
+        if path is None:
+            self.run.rewind(0)
+            return
+        state, left = load_state(path), self.distributed.broadcast(len(self.run.records))
+        if left < state["records"]:
+            raise CheckpointError(
+                f"{path}: expected {state['records']} records in metrics.jsonl, found {left}; "
+                f"restore the file, or move {self.root} away to start over"
+            )
+        self._load_weights(path, state)
+        load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
+        self.saved = self.progress.step
+        self.run.rewind(state["records"])
+        same = len(state["rng"]) == self.distributed.size
+        if same:
+            set_rng_state(state["rng"][self.distributed.rank])
+        if self.distributed.main:
+            print(
+                f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', new random seeds'})"
+            )
+
+    def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
+        """Load weights and task state. Raises CheckpointError for those of another run."""
+        if state.get("stay") != self.digest:
+            raise CheckpointError(
+                f"{path}: adapters of a different base model; use the task.init of the original run"
+            )
+        load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
+        tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
+        tensors = load_tensors(file) if file.name in names_in(path) else {}
+        for key, tensor in tensors.items():
+            rank, _, name = key.partition(".")
+            tasks[int(rank)][name] = tensor
+        same = len(tasks) == self.distributed.size
+        if not same and not all(same_state(each, tasks[0]) for each in tasks):
+            raise CheckpointError(
+                f"{path}: has task states of {len(tasks)} processes; use the same number"
+            )
+        self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
+
+    def load_best(self) -> None:
+        """Load weights and task state of the best evaluation. Raises CheckpointError."""
+        path = self.root / f"step-{self.progress.best['step']}"
+        if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
+            raise CheckpointError(
+                f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir"
+            )
+        self._load_weights(path, load_state(path))
+
+
+def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two processes have equal task states."""
+    return one.keys() == other.keys() and all(
+        value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
+        for name, value in one.items()
+    )

@@ -1,0 +1,337 @@
+"""Check the command line before Hydra runs and torch is imported; print --help.
+
+Errors are one line. --help prints the groups with their choices, and every key with its comment in the configuration
+file.
+"""
+
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from crt_exp.experiments.data import inside_torchrun, rank
+from crt_exp.experiments.runner.configuration import (
+    GROUPS,
+    check_early,
+    explain_error,
+    override_key,
+    plain_config,
+    same_ending,
+)
+from crt_exp.experiments.runner.sweep import chooses_files, without_unused
+from crt_exp.registry import (
+    ALIASES,
+    CONF,
+    ConfigError,
+    canonical,
+    file_of,
+    known_names,
+    own_folders,
+    own_names,
+)
+from crt_exp.validation import either, to_text, unknown
+
+COLUMN = 40  # column of the comments in --help
+NOUNS = {
+    "task": "a task",
+    "features": "a feature map",
+    "sampler": "a sampler",
+    "attention": "an attention",
+    "trainer": "a trainer",
+    "logger": "a logger",
+    "experiment": "an experiment",
+}  # what a choice of a group is
+LINE = re.compile(
+    r"^( *)(\w+): ?.*?(?:\s*(?<!\S)# (.*))?$"
+)  # indentation, key and comment of a line
+
+
+def check_command_line(args: list[str]) -> str | None:
+    """Check `args`; return the text of --help if they ask for it, else None.
+
+    Raises ConfigError, with the nearest name, for unknown choices and keys and for invalid values. In a sweep, each
+    value of each key is checked.
+    """
+    check_utf8(args)
+    parser = get_args_parser()
+    parser.error = refuse
+    flags = parser.parse_args(args)
+    if flags.hydra_help or flags.info or flags.shell_completion:
+        return None
+    if flags.multirun and inside_torchrun():
+        raise ConfigError("-m: not supported inside torchrun; start torchrun for each run")
+    refuse_home("--config-dir", flags.config_dir)
+    with own_names([flags.config_dir] if flags.config_dir else []):
+        for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
+            cfg = compose(job)
+            HydraConfig.instance().set_config(cfg)  # needed by interpolations
+            if flags.help:
+                return help_text(cfg)
+            if not flags.cfg:
+                check_early(cfg)
+            check_home(cfg)
+    if not flags.cfg and rank() == 0:
+        check_writable(Path(str(cfg.hydra.sweep.dir if flags.multirun else cfg.hydra.run.dir)))
+    return None
+
+
+def refuse(message: str) -> None:
+    raise ConfigError(message)
+
+
+def check_utf8(args: list[str]) -> None:
+    """Raise ConfigError for an argument with bytes that are not UTF-8."""
+    for arg in args:
+        wrong = [f"0x{ord(c) - 0xDC00:02x}" for c in arg if "\udc80" <= c <= "\udcff"]
+        if wrong:  # Python's form of such bytes
+            shown = os.fsencode(arg).decode(errors="backslashreplace")
+            raise ConfigError(
+                f"{shown}: not UTF-8 (bytes {' '.join(wrong)}); rename the file or folder"
+            )
+
+
+def with_file_names(args: list[str]) -> list[str]:
+    """Replace the papers' names of attention, such as favor++, by file names."""
+
+    def renamed(arg: str) -> str:
+        key, sign, names = arg.partition("=")
+        return (
+            f"{key}={','.join(canonical('attention', name) for name in names.split(','))}"
+            if sign
+            else arg
+        )
+
+    return [renamed(arg) if arg.lstrip("+").startswith("attention=") else arg for arg in args]
+
+
+def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
+    """Yield runs of a sweep that together contain each value of each key."""
+    with (
+        one_line(),
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
+    ):
+        parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(
+            overrides
+        )
+        if any(
+            o.key_or_group == "hydra/sweeper" for o in parsed
+        ):  # this sweeper chooses the values itself
+            parsed = [o for o in parsed if not o.is_sweep_override()]
+        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    jobs, _ = without_unused(jobs, compose)
+    seen: set[str] = set()
+    for job in jobs:
+        if not seen.issuperset(job) or not job:
+            yield job
+        seen.update(job)
+
+
+def compose(overrides: list[str]):
+    """Compose the configuration of one run, including the files of `own_names`."""
+    with (
+        one_line(overrides),
+        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
+    ):
+        return hydra.compose(
+            "config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True
+        )
+
+
+def with_folders(folders: Iterable[Path]) -> list[str]:
+    """Return the override that adds folders to Hydra's search path."""
+    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders]
+    return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
+
+
+@contextmanager
+def one_line(overrides: list[str] = ()) -> Iterator[None]:
+    """Turn Hydra's errors into ConfigErrors of one line; `overrides` are those composed."""
+    try:
+        yield
+    except OverrideParseException as error:
+        key = error.override.partition("=")[0]
+        raise ConfigError(
+            f"{error.override}: expected key=value; quote values with special characters twice, "
+            f"'{key}=\"...\"', and write $HOME for ~"
+        ) from None
+    except MissingConfigException as error:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        raise unknown_choice(group, name, error.options or []) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            raise unknown_key(cause, overrides) from None
+        if isinstance(cause, OmegaConfBaseException):
+            raise explain_error(cause) from None
+        raise ConfigError(" ".join(str(error).split())) from None
+    except ValueError as error:  # features=null
+        raise ConfigError(f"{error}; to remove a group, write ~group") from None
+
+
+def unknown_choice(group: str, name: str, options: list[str]) -> ConfigError:
+    """Build the error for an unknown choice, with the groups that have this name."""
+    others = []
+    for other in (*GROUPS, "experiment"):
+        if canonical(other, name) in known_names(other):
+            others.append(f"{name} is {NOUNS[other]}: {other}={name}")
+    if others:
+        return ConfigError("; ".join([f"unknown {group} {name!r}", *others]))
+    plugin = " (plugins: pip install 'crt_exp[sweep]')" if group.startswith("hydra/") else ""
+    return ConfigError(f"{unknown(group, name, [*options, *ALIASES.get(group, ())])}{plugin}")
+
+
+def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigError:
+    """Build the error for an unknown key.
+
+    Names the choices that use the key, or keys elsewhere with this last part, or the closest key.
+    """
+    full = str(error.full_key)
+    path, _, key = full.rpartition(".")
+    if key in GROUPS and not path:
+        option = next((o for o in map(override_key, overrides) if o.startswith(f"{key}.")), "")
+        return ConfigError(
+            f"{key}: none is chosen, add {key}={either(users_of(option) or ['...'])}"
+        )
+    known = [str(name) for name in error.parent_node or () if not str(name).startswith("_")]
+    known += [] if path else [*GROUPS, "experiment"]
+    nearest = unknown("key", full, sorted({f"{path}.{name}" if path else name for name in known}))
+    group = full.partition(".")[0]
+    if group == "hydra":
+        return nearest
+    cfg = compose(list(filter(chooses_files, overrides)))
+    elsewhere = same_ending(plain_config(cfg), key)
+    question = f"; did you mean {either(elsewhere)}?" if elsewhere else ""
+    if users := users_of(full):
+        hint = question or f"; {group}={either(users)} does"
+        return ConfigError(f"{group}={cfg.hydra.runtime.choices[group]}: does not use {full}{hint}")
+    if elsewhere:
+        return ConfigError(f"unknown key {full!r}{question}")
+    hints = []
+    for other in GROUPS:
+        if users := users_of(f"{other}.{key}"):
+            hints.append(f"{other}.{key} needs {other}={either(users)}")
+    return ConfigError("; ".join([f"unknown key {full!r}", *hints])) if hints else nearest
+
+
+def users_of(key: str) -> list[str]:
+    """Return the choices of a key's group whose files have the key."""
+    group = key.partition(".")[0]
+    users = []
+    for name in known_names(group) if group in GROUPS else []:
+        if any(found == key for found, _ in keys_of(file_of(group, name), group)):
+            users.append(name)
+    return users
+
+
+FOLDERS = ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "launcher.submitit_folder")
+
+
+def check_home(cfg: DictConfig) -> None:
+    """Raise ConfigError for ~ in a folder of Hydra, which would create a folder of that name."""
+    for key in FOLDERS:
+        parent, _, name = key.rpartition(".")
+        node = OmegaConf.select(cfg.hydra, parent) if parent else cfg.hydra
+        refuse_home(f"hydra.{key}", OmegaConf.to_container(node, resolve=False).get(name))
+
+
+def refuse_home(key: str, place: str | None) -> None:
+    parts = Path(place or "").parts
+    if "~" in parts or parts and parts[0].startswith("~"):
+        raise ConfigError(f"{key}={place}: ~ is not expanded here; write $HOME for ~")
+
+
+def check_writable(directory: Path) -> None:
+    """Raise ConfigError if the run directory cannot be created."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.run.dir={directory}: {error.strerror}; expected a writable folder"
+        ) from None
+    with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
+        directory.rmdir()
+
+
+# ---- --help
+
+
+def help_text(cfg: DictConfig) -> str:
+    """Fill the help template of conf/config.yaml for a composed configuration."""
+    groups = [
+        wrap(f"{group}: {', '.join(known_names(group))}", 2)
+        for group in sorted([*GROUPS, "experiment"])
+    ]
+    keys = lines_of(plain_config(cfg), comments(cfg), "")
+    template = cfg.hydra.help.template.replace("$APP_CONFIG_GROUPS", "\n".join([*groups, ""]))
+    return template.replace("$CONFIG", "\n".join([*keys, ""]))
+
+
+def comments(cfg: DictConfig) -> dict[str, str]:
+    """Return the comments on keys in config.yaml and in the chosen files."""
+    found = comments_of(CONF / "config.yaml", "")
+    chosen = [
+        (place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name
+    ]
+    for group, name in sorted(
+        chosen, key=lambda choice: choice[0] != "trainer"
+    ):  # a task may replace keys of trainer
+        for folder in (
+            (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ()
+        ):
+            found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
+    return found
+
+
+def comments_of(path: Path, package: str) -> dict[str, str]:
+    """Return the comments on keys in a file and its defaults."""
+    return {key: comment for key, comment in keys_of(path, package) if comment}
+
+
+def wrap(text: str, indent: int) -> str:
+    return textwrap.fill(
+        text, 120, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterator[str]:
+    """Yield key=value and its comment, for each key.
+
+    Keys such as `_target_` are left out.
+    """
+    for key, value in node.items():
+        name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
+        shown = f"{name}.*" if inner else f"{name}={to_text(value)}"
+        if not key.startswith("_") and (name in comments or not inner):
+            yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
+        if inner:
+            yield from lines_of(value, comments, f"{name}.")
+
+
+def keys_of(path: Path, package: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the dotted keys of a file and its defaults, each with its comment or None."""
+    text = path.read_text() if path.is_file() else ""
+    for entry in (yaml.safe_load(text) or {}).get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from keys_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
+    above = [] if "@package _global_" in text or not package else [(-1, package)]
+    for indent, key, comment in (
+        match.groups() for match in map(LINE.match, text.splitlines()) if match
+    ):
+        above = [(depth, name) for depth, name in above if depth < len(indent)] + [
+            (len(indent), key)
+        ]
+        yield ".".join(name for _, name in above), comment

@@ -1,0 +1,267 @@
+"""The composed configuration of a run, and the check of its keys and values.
+
+Keys, types and bounds of a group are those of the constructor that `_target_` names (options.py).
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import Field
+
+from crt_exp.registry import (
+    ATTENTION,
+    FEATURES,
+    SAMPLER,
+    ConfigError,
+    Group,
+    check_node,
+    choices,
+    construct,
+    own_options,
+    read_yaml,
+    uses,
+)
+from crt_exp.validation import (
+    Count,
+    Parameter,
+    annotations_in_source,
+    check_options,
+    either,
+    format_value,
+    unknown,
+)
+
+# ---- Hydra's state
+
+
+def choice(group: str) -> str | None:
+    """Return the choice of a group."""
+    return HydraConfig.get().runtime.choices.get(group)
+
+
+def overrides() -> list[str]:
+    """Return the overrides of this run; empty outside a run."""
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def folders() -> list[str]:
+    """Return the local folders that the user added to Hydra's search path."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [
+        source.path
+        for source in sources
+        if source.provider.endswith("command-line") and source.schema == "file"
+    ]
+
+
+def output_directory() -> Path:
+    """Return the run directory."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def directory_override() -> tuple[str, Path]:
+    """Return the key and value that select this run's or sweep's directory again."""
+    if is_sweep():
+        return "hydra.sweep.dir", Path(HydraConfig.get().sweep.dir).absolute()
+    return "hydra.run.dir", output_directory()
+
+
+def override_key(override: str) -> str:
+    """Return the key of an override, without signs."""
+    return override.split("=")[0].lstrip("+~")
+
+
+def mechanism_part(override: str) -> str | None:
+    """Return the part of a mechanism that an override sets, or None.
+
+    Parts: attention, features, sampler, m.
+    """
+    key = override_key(override)
+    group = key.split(".")[0]
+    return (
+        "m"
+        if key == "features.m"
+        else group
+        if group in ("attention", "features", "sampler")
+        else None
+    )
+
+
+def override(key: str, value: Any) -> str:
+    """Return key=value in Hydra's grammar, with quotes where needed."""
+    text = str(value)
+    if re.fullmatch(r"/[\w./-]+", text, re.ASCII):
+        return f"{key}={text}"
+    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
+
+
+# ---- keys and groups
+
+TOP = {
+    "seed": Parameter(
+        Annotated[int, Field(ge=0, le=2**32 - 1)], True
+    ),  # the range of NumPy's seeds
+    "resume": Parameter(Literal["never", "auto"], True),
+}
+GROUPS = {
+    "task": Group(
+        "a class that measures (`records`) or trains (`batches`), see tasks/base.py",
+        lambda made: (
+            hasattr(made, "summary") and (hasattr(made, "records") or hasattr(made, "batches"))
+        ),
+    ),
+    "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
+    "sampler": SAMPLER,
+    "attention": ATTENTION,
+    "trainer": Group("a TrainerConfig", lambda made: hasattr(made, "check_processes")),
+    "logger": Group(
+        "a class with `start`, `log` and `finish`",
+        lambda made: all(hasattr(made, name) for name in ("start", "log", "finish")),
+    ),
+}
+
+
+def plain_config(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configuration without Hydra's node, with interpolations resolved.
+
+    Raises ConfigError if an interpolation fails.
+    """
+    try:
+        return OmegaConf.to_container(
+            OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]),
+            resolve=True,
+            throw_on_missing=True,
+        )
+    except OmegaConfBaseException as error:
+        raise explain_error(error) from None
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def same_ending(config: dict[str, Any], key: str) -> list[str]:
+    """Return the dotted keys of a configuration whose last part is `key`."""
+    return [name for name, _ in leaves(config) if name.rpartition(".")[2] == key]
+
+
+def explain_error(error: OmegaConfBaseException) -> ConfigError:
+    """Return a one-line ConfigError with the key and the problem."""
+    if isinstance(error, MissingMandatoryValue):
+        return ConfigError(f"{error.full_key}=???: missing, expected {error.full_key}=...")
+    text = str(error.msg or error).splitlines()[0]
+    text = re.sub("^[A-Za-z]*Error raised while resolving interpolation: ", "", text).strip('"')
+    return ConfigError(f"{error.full_key}: {text}" if error.full_key else text)
+
+
+def check_early(cfg: DictConfig) -> None:
+    """Check keys and values against the source of classes, without importing torch.
+
+    Raises ConfigError.
+    """
+    given = plain_config(cfg)
+    check_top(given)
+    for name, group in GROUPS.items():
+        check_source(name, given.get(name), group)
+    check_unused(given.get("attention"))
+
+
+def check_source(path: str, node: Any, group: Group) -> None:
+    """Check a node against the annotations in the source of its class."""
+    hints = (
+        annotations_in_source(node["_target_"])
+        if isinstance(node, dict) and "_target_" in node
+        else {}
+    )
+    if hints:
+        for key in group.parts.keys() & node.keys():
+            check_source(f"{path}.{key}", node[key], group.parts[key])
+        wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
+        check_options(
+            path,
+            wanted,
+            {key: own for key, own in own_options(node).items() if key not in group.parts},
+        )
+
+
+def check_composed(cfg: DictConfig) -> None:
+    """Check a composed configuration with the imported classes.
+
+    Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
+    """
+    given = plain_config(cfg)
+    check_plain(given)
+    check_unused(given.get("attention"))
+
+
+def check_plain(given: dict[str, Any]) -> None:
+    """Check keys and values with the imported classes. Raises ConfigError."""
+    check_top(given)
+    for name, group in GROUPS.items():
+        node = given.get(name)
+        unchosen = (
+            isinstance(node, dict) and node.keys() <= group.extra.keys()
+        )  # only the keys of config.yaml
+        if node is not None and not unchosen:
+            check_node(name, node, group)
+        elif not group.optional:
+            raise ConfigError(
+                f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})"
+            )
+
+
+def check_top(given: dict[str, Any]) -> None:
+    for key in given:
+        if key not in TOP and key not in GROUPS:
+            elsewhere = [name for name in same_ending(given, key) if name != key]
+            if elsewhere:
+                raise ConfigError(f"unknown key {key!r}; did you mean {either(elsewhere)}?")
+            raise unknown("key", key, [*TOP, *GROUPS])
+    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
+
+
+def check_unused(attention: dict[str, Any] | None) -> None:
+    """Raise ConfigError for choices that the attention does not use."""
+    unused = [
+        o
+        for o in overrides()
+        if attention and mechanism_part(o) in {"features", "sampler", "m"} - uses(attention)
+    ]
+    if unused:
+        raise ConfigError(
+            f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
+        )
+
+
+# ---- the configuration in a run directory
+
+
+def load_task(run: str | Path, **changes: Any) -> Any:
+    """Create the task of a run as configured, with changes to some keys.
+
+    The file is untrusted data: only tasks of this package with plain option values are created. Raises ConfigError for
+    others.
+    """
+    path = Path(run).expanduser() / "config.yaml"
+    node = read_yaml(path).get("task")
+    if not isinstance(node, dict) or not str(node.get("_target_")).startswith("crt_exp."):
+        raise ConfigError(f"{path}: task={format_value(node)}: expected a task of this package")
+    check_node("task", node | changes, GROUPS["task"])
+    return construct(node | changes)

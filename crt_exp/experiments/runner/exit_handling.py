@@ -1,0 +1,183 @@
+"""Early ends of a run: signals, error messages and exit codes.
+
+Exit codes: 2 for errors that the user can correct; 3 for a run that diverged; 128 + signal for a run that was stopped
+and left a checkpoint. In a sweep only signals end the other runs too.
+"""
+
+import atexit
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from hydra.errors import CompactHydraException
+
+from crt_exp.experiments.data import DataError, inside_torchrun, rank
+from crt_exp.experiments.runner.configuration import (
+    directory_override,
+    is_sweep,
+    output_directory,
+    override,
+)
+from crt_exp.optional import explain
+from crt_exp.registry import UNKNOWN_USER, ConfigError, unknown_user
+
+ERROR_CODE, DIVERGED_CODE = 2, 3
+NO_MEMORY = (
+    "allocate memory",
+    "out of memory",
+    "not enough memory",
+    "Storage size calculation",
+    "numel: integer",
+)
+
+
+class Stopped(Exception):
+    """A run ended early, with its own exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+# ---- signals
+
+
+def stop_error(signum: int) -> Stopped:
+    """Return the error of a run stopped by a signal, with the command to continue."""
+    words = shlex.quote(override(*directory_override()))
+    return Stopped(
+        f"stopped by {signal.Signals(signum).name}; continue with resume=auto {words}", 128 + signum
+    )
+
+
+class StopSignals:
+    """Remember a stop signal until the step is done.
+
+    torchrun repeats signals that its children have already received. Therefore only a SIGINT more than one second after
+    another signal stops without a checkpoint. Signals that the parent ignores stay ignored (nohup, a shell's &). A
+    submitit job stops on SIGUSR2, not on the SIGTERM that accompanies it; submitit's handler queues the run again at
+    the end.
+    """
+
+    def __init__(self):
+        self.signum: int | None = None
+        self.first, self.previous = 0.0, {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
+            self.previous = {
+                s: signal.signal(s, self.handle)
+                for s in (asking, signal.SIGINT, signal.SIGHUP)
+                if signal.getsignal(s) is not signal.SIG_IGN
+            }
+        return self
+
+    def handle(self, signum: int, frame: Any) -> None:
+        if self.signum is None:
+            self.signum, self.first = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() > self.first + 1:
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind, error, trace) -> None:
+        ending = isinstance(error, Stopped) and error.code > 128
+        for (
+            signum,
+            handler,
+        ) in self.previous.items():  # torchrun's copy of the signal must not cut the output
+            signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)
+        if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
+            self.previous[self.signum](self.signum, None)
+
+
+# ---- error messages and exit
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """End the run with one message, without traceback, for user errors and signals."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        end_run(stop_error(signal.SIGINT), 128 + signal.SIGINT)
+    except Stopped as stopped:
+        end_run(stopped, stopped.code)
+    except (ValueError, OSError, DataError, RuntimeError, MemoryError, ImportError) as error:
+        message = UNKNOWN_USER if unknown_user(error) else explain(error)
+        if message:
+            end_run(ConfigError(message), ERROR_CODE)
+        no_memory = isinstance(error, MemoryError) or any(
+            words in str(error) for words in NO_MEMORY
+        )
+        if (
+            isinstance(error, RuntimeError | ImportError)
+            and not no_memory
+            or os.environ.get("HYDRA_FULL_ERROR") == "1"
+        ):
+            wait_for_first_error()
+            raise  # a bug: keep the traceback
+        if no_memory:
+            error = ConfigError(
+                f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
+                "trainer.batch or task"
+            )
+        end_run(error, ERROR_CODE)
+
+
+def end_run(error: Exception, code: int) -> None:
+    """Print an error and exit; in a sweep only a signal ends the other runs."""
+    if rank() == 0:
+        with suppress(OSError):  # not empty, or missing
+            output_directory().rmdir()
+    if not is_sweep() or code > 128:
+        fail(error, code)
+    message = f"the run in {output_directory()} failed: {error}"
+    print(f"crt_exp: {message}", file=sys.stderr, flush=True)
+    failed = CompactHydraException(
+        message
+    )  # Hydra prints the first failure at the end, without a traceback
+    failed.code = code
+    raise failed from None
+
+
+def fail(error: Exception, code: int = ERROR_CODE) -> None:
+    """Print an error and exit."""
+    if code <= 128:
+        wait_for_first_error()
+    kind = (
+        ""
+        if isinstance(error, Stopped)
+        else f"error on process {rank()}: "
+        if rank()
+        else "error: "
+    )
+    with suppress(OSError):  # the terminal may be closed (SIGHUP)
+        if rank() == 0 or code <= 128:
+            print(f"crt_exp: {kind}{error}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def wait_for_first_error() -> None:
+    """Wait, so that the first process prints its error before torchrun ends all.
+
+    Most errors occur on every process.
+    """
+    if rank():
+        time.sleep(10)
+
+
+def exit_process() -> None:
+    """Exit a process of several without Python's cleanup.
+
+    Threads of a process group can abort Python's own exit (torch 2.12).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,170 @@
+"""Loggers: Weights & Biases, progress lines and curves.png."""
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from crt_exp.experiments.runner.configuration import directory_override, is_sweep
+from crt_exp.registry import ConfigError
+
+EVERY = 10.0  # seconds between lines of progress
+CURVES = "curves.png"
+
+
+class NoLogger:
+    """logger=none: only metrics.jsonl."""
+
+    def start(self, directory: Path, config: dict) -> None: ...
+
+    def log(self, record: dict) -> None: ...
+
+    def finish(self, failed: bool) -> None: ...
+
+
+class WandbLogger:
+    """logger=wandb: copy records to Weights & Biases; continued runs keep their id.
+
+    Args:
+        mode: Default: that of wandb, else online if a key is stored, else offline.
+        group: Default: WANDB_RUN_GROUP, else the name of the sweep directory.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] | None = None,
+    ):
+        self.mode, self.options = (
+            mode,
+            {
+                "project": project,
+                "entity": entity,
+                "group": group,
+                "name": name,
+                "job_type": job_type,
+                "tags": tags,
+            },
+        )
+
+    def start(self, directory: Path, config: dict) -> None:
+        import wandb
+
+        known, number = directory / "wandb_id", None
+        with suppress(FileNotFoundError):
+            number = known.read_text().strip()
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        sweep = directory_override()[1].name if is_sweep() else None
+        self.options["group"] = self.options["group"] or settings.run_group or sweep
+        if self.mode is None and "mode" not in settings.model_fields_set:
+            self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+        try:
+            self.run = wandb.init(
+                **self.options,
+                mode=self.mode,
+                dir=str(directory),
+                config=config,
+                resume="allow",
+                id=number,
+                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"logger=wandb: {str(error).splitlines()[0]}; logger=none runs without it"
+            ) from None
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        known.write_text(self.run.id + "\n")
+
+    def log(self, record: dict) -> None:
+        self.run.log(
+            {
+                key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
+                for key, value in record.items()
+                if isinstance(value, (int, float)) and key != "final"
+            }
+        )
+
+    def finish(self, failed: bool) -> None:
+        """Finish the run; after a success, print how to upload an offline run."""
+        self.run.finish(exit_code=int(failed))
+        if self.run.offline and not failed:
+            print(
+                f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`",
+                file=sys.stderr,
+            )
+
+
+class ProgressLine:
+    """Prints step, loss, metric, samples/s and time left every EVERY seconds.
+
+    Args:
+        total: Steps of the run.
+        start: Step at which this process starts.
+        batch: Samples of a step.
+        shown: Whether this process prints.
+    """
+
+    def __init__(self, total: int, start: int, batch: float, shown: bool):
+        self.total, self.first, self.at, self.batch = total, start, start, batch
+        self.shown, self.metric = shown, ""
+        self.began = self.last = time.monotonic()
+
+    def step(self, loss: float) -> None:
+        self.at += 1
+        seconds = (time.monotonic() - self.began) / (
+            self.at - self.first
+        )  # includes evaluations and checkpoints
+        left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
+        self._print(
+            f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
+        )
+
+    def evaluating(self, split: str, read: int, whole: int | None) -> None:
+        """Print the number of evaluated micro-batches.
+
+        whole: the total of this process. None: unknown.
+        """
+        self._print(f"evaluating {split}: {read}{f' of {whole}' if whole else ''} batches")
+
+    def _print(self, text: str) -> None:
+        if self.shown and time.monotonic() >= self.last + EVERY:
+            self.last = time.monotonic()
+            print(f"step {self.at} of {self.total}, {text}", file=sys.stderr, flush=True)
+
+
+def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:
+    """Draw curves.png: training loss and validation metric by step.
+
+    Draws nothing if both have fewer than two records.
+    """
+    from matplotlib.figure import Figure
+
+    from crt_exp.experiments.drawing import save_figure
+
+    loss = [
+        (r["step"], r["loss"])
+        for r in records
+        if r["split"] == "train" and r.get("loss") is not None
+    ]
+    scores = [
+        (r["step"], r[metric])
+        for r in records
+        if r["split"] != "train" and r.get(metric) is not None and not r.get("final")
+    ]
+    if max(len(loss), len(scores)) < 2:
+        return
+    figure = Figure((8, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(*zip(*loss), lw=1)
+    left.set(title="training loss", xlabel="step")
+    right.plot(*zip(*scores), marker="o", ms=3, lw=1)
+    right.set(title=f"validation {metric}", xlabel="step")
+    save_figure(figure, directory / CURVES)

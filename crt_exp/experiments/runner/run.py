@@ -1,0 +1,303 @@
+"""The run directory: config.yaml, versions.json, inputs.json and metrics.jsonl.
+
+metrics.jsonl is the record of the run: one JSON object per line, flushed to disk. Loggers only copy it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
+
+import crt_exp
+from crt_exp.atomic_write import atomic_path
+from crt_exp.experiments.data import world_size
+from crt_exp.experiments.runner.configuration import leaves, overrides
+from crt_exp.registry import ConfigError, import_object, instantiate, read_json, read_yaml
+from crt_exp.validation import files_of_options
+
+# prefixes of keys (with a trailing dot) that may differ between a run and its continuation
+FREE_KEYS = (
+    "resume.",
+    "logger.",
+    "trainer.prefetch.",
+    "trainer.keep.",
+    "trainer.cpu.",
+    "trainer.save_minutes.",
+    "task.cache_dir.",
+    "task.workers.",
+)
+PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
+LOCK, INPUTS, METRICS = ".lock", "inputs.json", "metrics.jsonl"  # files of the run directory
+STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
+
+
+class Run:
+    """A run in `directory`; a context manager.
+
+    A run that fails before its first record is removed. Only the process with `main` reads and writes; `records` is
+    empty on other processes. The directory is locked, so that a second run there is refused. A continued run needs
+    equal configuration and input files.
+
+    Attributes:
+        records: Lines of metrics.jsonl, including those of a continued run.
+
+    Raises:
+        ConfigError: On entry, if the directory is in use or does not match the configuration.
+    """
+
+    def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
+        self.cfg, self.task, self.directory, self.main = cfg, task, Path(directory), main
+        self.metrics, self.lock = (
+            self.directory / METRICS,
+            FileLock(self.directory / LOCK, blocking=False),
+        )
+        self.existed, self.records, self.logger = True, [], None
+
+    def __enter__(self) -> "Run":
+        if self.main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock.acquire()
+                self._open()
+            except Timeout:
+                raise ConfigError(
+                    f"hydra.run.dir={self.directory}: in use by another run"
+                ) from None
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+        self.started = time.monotonic() - (
+            self.records[-1].get("time_s", 0.0) if self.records else 0.0
+        )
+        return self
+
+    def _open(self) -> None:
+        """Check and read the records of an earlier run, then write the files of this run."""
+        self.existed = self._continues()
+        config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
+        inputs = before = input_states(config["task"], self.task)
+        if self.existed and INPUTS in names_in(self.directory):
+            before = read_json(path.read_text(encoding="utf-8"), path)
+        if changed := [
+            key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)
+        ]:
+            raise ConfigError(
+                f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
+                f"delete {path} if only their times differ"
+            )
+        self.records = read_records(self.metrics)
+        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(path, json.dumps(inputs, indent=1) + "\n")
+        write_atomic(
+            self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n"
+        )
+        logger = instantiate(self.cfg.logger)
+        logger.start(self.directory, config)
+        self.logger = logger
+
+    def _continues(self) -> bool:
+        """Return whether there is an earlier run that may be continued."""
+        if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
+            return False  # a run killed at its start leaves a .tmp file
+        if self.cfg.resume != "auto":
+            raise ConfigError(
+                f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
+            )
+        # absent keys equal null; interpolations in the saved file are not resolved
+        old = dict(leaves(read_yaml(self.directory / "config.yaml")))
+        new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        if changed := [
+            f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_KEYS)
+        ]:
+            raise ConfigError(
+                f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
+            )
+        return True
+
+    def log(self, **record: Any) -> None:
+        """Append a record: step, epoch, split and metrics; adds time_s."""
+        if not self.main:
+            return
+        record["time_s"] = round(time.monotonic() - self.started, 3)
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records.append(record)
+        self.logger.log(record)
+
+    def rewind(self, count: int) -> None:
+        """Keep only the first `count` records, up to the checkpoint to continue from."""
+        if count < len(self.records):
+            del self.records[count:]
+            write_atomic(
+                self.metrics, "".join(json.dumps(record) + "\n" for record in self.records)
+            )
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not self.main:
+            return
+        try:
+            if self.logger is not None:
+                self.logger.finish(failed=kind is not None)
+            if kind and not self.existed:
+                with suppress(OSError):  # a folder that cannot be read stays
+                    if not {METRICS, "checkpoints"} & names_in(self.directory):
+                        shutil.rmtree(self.directory, ignore_errors=True)
+        finally:
+            (self.directory / LOCK).unlink(missing_ok=True)
+            self.lock.release()
+
+
+# ---- files
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names in a folder; empty if there is no such folder.
+
+    Raises OSError if the folder cannot be read, so that this does not look like an empty folder.
+    """
+    try:
+        return {*os.listdir(folder)}
+    except FileNotFoundError:
+        return set()
+
+
+def read_records(path: Path) -> list[dict]:
+    """Read metrics.jsonl; an incomplete last line is removed.
+
+    Raises ConfigError for lines that are not JSON, and OSError if the file cannot be read.
+    """
+    if path.name not in names_in(path.parent):
+        return []
+    *lines, rest = path.read_bytes().split(b"\n")
+    records = [read_json(line.decode(errors="replace"), path, i) for i, line in enumerate(lines, 1)]
+    if rest:
+        write_atomic(path, b"".join(line + b"\n" for line in lines))
+    return records
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file atomically, so that readers see the old or the new content."""
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- state that a run and its continuation share
+
+
+def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
+    """Return a digest of names, sizes and times of the input files, per option.
+
+    Includes the files of options that the task's class declares as names of files (crt_exp.validation.Files), and the
+    task's own `inputs()` (key "data").
+    """
+    places: list[tuple[str, str | Path]] = []
+    if "_target_" in options:
+        target = import_object(options["_target_"])
+        places += files_of_options("task", target, options)
+    places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for key, place in places:
+        path = Path(place).expanduser()
+        if os.path.isfile(
+            path / "config.yaml"
+        ):  # a run: only its weights, because logs and figures may change
+            path = path / "model" if (path / "model").is_dir() else path / "adapter"
+        for file in path.rglob("*") if os.path.isdir(path) else [path]:
+            if os.path.isfile(file) and not file.name.startswith("."):
+                status = file.stat()
+                found.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
+    return {
+        key: f"{len(files)} files, {hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]}"
+        for key, files in found.items()
+    }
+
+
+# ---- versions
+
+
+def agree_on_start() -> None:
+    """Share the first process's start time, so that all use one run directory."""
+    if world_size() > 1:
+        from torch.distributed import rendezvous
+
+        store, own, _ = next(iter(rendezvous("env://")))
+        if own == 0:
+            store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+        os.environ[STARTED] = store.get(STARTED).decode()
+
+
+def versions(seed: int) -> dict[str, Any]:
+    packages = {}
+    for name in (
+        "crt_exp",
+        "torch",
+        "numpy",
+        "scipy",
+        "scikit-learn",
+        "hydra-core",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "timm",
+    ):
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    return {
+        "command": " ".join(["python -m crt_exp", *sys.argv[1:]]),
+        "overrides": overrides(),
+        "seed": seed,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} cores of {platform.machine()}, {platform.system()}",
+        "packages": packages,
+    }
+
+
+GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+
+
+def commit() -> str | None:
+    """Return the commit, with "+changes" for a dirty tree.
+
+    None outside a checkout, and if git is missing or refuses, as for a checkout of another user.
+    """
+    root = Path(crt_exp.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+changes",
+    ]
+    # variables of a surrounding git command, such as a hook, name another repository
+    own = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=own)
+    except OSError:
+        return None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip() or None

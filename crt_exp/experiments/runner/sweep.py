@@ -1,0 +1,273 @@
+"""Sweeps: their runs, and the result table at the end."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+
+from crt_exp.experiments.runner.configuration import GROUPS, mechanism_part, override_key
+from crt_exp.experiments.runner.run import PARTIAL, read_records
+from crt_exp.registry import ConfigError, json_object, uses
+from crt_exp.validation import annotations_in_source
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SHOWN = 20  # maximum rows on the terminal; sweep.csv has one row per run
+DATA = [
+    "task",
+    "task.dataset",
+    "task.corpus",
+    "task.csv",
+    "task.text",
+    "task.data_dir",
+    "task.hub.name",
+    "task.environment",
+]  # settings are ranked within equal values of these keys
+RECORD = [
+    "metric",
+    "value",
+    "direction",
+    "step",
+    "time_s",
+    PARTIAL,
+]  # columns from the final record
+
+BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
+BasicSweeper = PLUGINS[BASIC]
+_started: list[tuple[Path, float]] = []
+
+
+def direction(task: Any) -> str:
+    """Return "minimize" or "maximize" (optuna's terms) for the metric of a task."""
+    return "minimize" if getattr(task, "lower_is_better", False) else "maximize"
+
+
+def check_direction(task_class: type, asked: Any) -> None:
+    """Raise ConfigError if hydra.sweeper.direction (`asked`) is the wrong one."""
+    asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
+    if asked in ("minimize", "maximize") and asked != needed:
+        raise ConfigError(
+            f"hydra.sweeper.direction={asked}: expected {needed} for the metric of the task"
+        )
+
+
+# ---- the runs of a sweep
+
+
+class UsedOptionsSweeper(BasicSweeper):
+    """Hydra's basic sweeper, without overrides that the mechanism of a run does not use."""
+
+    def split_arguments(
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        (jobs,) = BasicSweeper.split_arguments(overrides, None)
+        jobs, notes = without_unused(jobs, self._compose)
+        for note in notes:
+            print(note, flush=True)
+        return list(self.split_overrides_to_chunks(jobs, max_batch_size))
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
+        return self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+
+
+def use_sweeper() -> None:
+    """Let Hydra build `UsedOptionsSweeper` as its basic sweeper."""
+    PLUGINS[BASIC] = UsedOptionsSweeper
+
+
+def without_unused(
+    jobs: Sequence[Sequence[str]], compose: Callable[[list[str]], DictConfig]
+) -> tuple[list[list[str]], list[str]]:
+    """Drop overrides that the mechanism of a job does not use; equal rests are one job.
+
+    An override that no job uses stays, so that the check of a run refuses it.
+
+    Args:
+        jobs: overrides of each job, with equal keys in equal order.
+        compose: composes a configuration from overrides.
+
+    Returns:
+        The jobs, and a line for each choice that does not use a key.
+    """
+    keys = [override.partition("=")[0] for override in jobs[0]]
+    choices = [tuple(filter(chooses_files, job)) for job in jobs]
+    unused = {}
+    for choice in dict.fromkeys(choices):
+        unused[choice] = _unused_keys(compose([*choice]), keys)
+    without_user = set(keys).intersection(*unused.values())
+    runs = []
+    shortened = set()
+    dropped: dict[str, dict[str, None]] = {}
+    for job, choice in zip(jobs, choices):
+        run = []
+        for key, override in zip(keys, job):
+            if key in without_user or key not in unused[choice]:
+                run.append(override)
+            else:
+                dropped.setdefault(unused[choice][key], {})[key] = None
+        if len(run) == len(job) or tuple(run) not in shortened:
+            runs.append(run)
+        if len(run) < len(job):
+            shortened.add(tuple(run))
+    swept = [key for key, values in zip(keys, zip(*jobs)) if len(set(values)) > 1]
+    notes = [_note(name, [*names], swept) for name, names in dropped.items()]
+    return runs, notes
+
+
+def chooses_files(override: str) -> bool:
+    """Whether an override selects files of the configuration."""
+    key = override_key(override)
+    return key in (*GROUPS, "experiment") or key.startswith("hydra")
+
+
+def _unused_keys(cfg: DictConfig, keys: Sequence[str]) -> dict[str, str]:
+    """Return the keys that a configuration does not use, each with the choice to blame."""
+    found = {}
+    for key in keys:
+        choice = _non_user(cfg, key)
+        if choice is not None:
+            found[key] = choice
+    return found
+
+
+def _non_user(cfg: DictConfig, key: str) -> str | None:
+    """Return the choice that does not use an override's key, such as attention=exact."""
+    part = mechanism_part(key)
+    if part is None:
+        return None
+    group, _, option = override_key(key).partition(".")
+    attention = cfg.get("attention")
+    if attention is not None and part not in {
+        "attention",
+        *uses(OmegaConf.to_container(attention)),
+    }:
+        return f"attention={cfg.hydra.runtime.choices.attention}"
+    if not option or part == "m" or _has_option(cfg.get(group), option, key.startswith("+")):
+        return None
+    return f"{group}={cfg.hydra.runtime.choices.get(group) or 'null'}"
+
+
+def _has_option(node: DictConfig | None, option: str, new: bool) -> bool:
+    """Whether a node has an option, or, for a `new` one, its class takes it."""
+    if node is None:
+        return False
+    *path, name = option.split(".")
+    for key in path:
+        node = node.get(key) if OmegaConf.is_dict(node) else None
+    if not OmegaConf.is_dict(node):
+        return False
+    hints = annotations_in_source(node.get("_target_", ""))
+    return name in node or new and (not hints or name in hints)
+
+
+def _note(choice: str, keys: list[str], swept: list[str]) -> str:
+    """Return the line on keys that a choice does not use."""
+    names = " ".join(map(override_key, keys))
+    if not set(keys) & set(swept):
+        return f"{choice} does not use {names}: run without"
+    group = choice.partition("=")[0]
+    others = [override_key(key) for key in swept if key not in keys and key != group]
+    each = f" for each {', '.join(others)}" if others else ""
+    return f"{choice} does not use {names}: run once{each}"
+
+
+# ---- the result table
+
+
+class SweepStart(Callback):
+    """Hydra callback that records directory and start time of a sweep for `show`."""
+
+    def on_multirun_start(self, config, **kwargs) -> None:
+        _started.append((Path(str(config.hydra.sweep.dir)), time.time()))
+
+
+def show() -> None:
+    """Print the result table of this process's sweep, if any, and write sweep.csv."""
+    while _started:
+        directory, began = _started.pop()
+        runs = finished_runs(directory, began)
+        if len(runs) > 1:
+            runs.to_csv(directory / "sweep.csv", index=False)
+            print(f"{table(runs)}\n[{directory}; sweep.csv has one row per run]")
+
+
+def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
+    """Return finished runs: name, varied overrides and final record.
+
+    began: start time of the sweep; earlier runs are left out.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for path in directory.glob("**/versions.json"):  # older files belong to earlier sweeps
+        records = (
+            read_records(path.with_name("metrics.jsonl")) if path.stat().st_mtime >= began else []
+        )
+        if records and records[-1].get("final"):
+            last = records[-1]
+            settings = (
+                override.lstrip("+~").partition("=") for override in json_object(path)["overrides"]
+            )
+            rows.append(
+                {
+                    "run": str(path.parent.relative_to(directory)),
+                    **{key: text for key, _, text in settings},
+                    "value": last[last["metric"]],
+                    **{key: last[key] for key in RECORD if key in last},
+                }
+            )
+    runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
+    keys = [key for key in runs if key not in ("run", *RECORD)]
+    runs[keys] = runs[keys].fillna("")
+    constant = [key for key in keys if runs[key].nunique() == 1]
+    return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
+
+
+def table(runs: "DataFrame") -> str:
+    """Format one line per setting: mean and 95% interval over seeds, best first.
+
+    Settings are grouped by data set.
+    """
+    from crt_exp.experiments.intervals import interval
+
+    keys, rows = [key for key in runs if key not in ("run", "seed", *RECORD)], []
+    for place, group in runs.groupby(["metric", *keys], sort=False):
+        pool = interval(group["value"].astype(float), "mean")
+        text = f"{pool['mean']:.4f}" + (f" +- {pool['mean_ci95']:.4f}" if len(group) > 1 else "")
+        rank = pool["mean"] if group["direction"].iloc[0] == "minimize" else -pool["mean"]
+        data = tuple(
+            value for key, value in zip(["metric", *keys], place) if key in ("metric", *DATA)
+        )
+        rows.append((data, rank != rank, rank, [*place[1:], len(group), place[0], text]))
+    cells = [list(map(str, row[-1])) for row in sorted(rows, key=lambda row: row[:3])]
+    more = [f"  ... and {len(cells) - SHOWN} more in sweep.csv"] if len(cells) > SHOWN else []
+    partial = (
+        ["trainer.evaluate: these results are on a part of the evaluation data"]
+        if PARTIAL in runs
+        else []
+    )
+    return "\n".join(
+        [
+            f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
+            "first:",
+            *aligned([[*keys, "runs", "metric", "value"], *cells[:SHOWN]]),
+            *more,
+            *partial,
+        ]
+    )
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Format rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,460 @@
+"""The training loop for any `Task`, on one or several processes.
+
+An interrupted run continues to identical results. A step is loss, backward, clipping and optimiser. Between steps the
+order is: checkpoint, stop if requested, evaluate. The checkpoint precedes the evaluation of its step, so a continued
+run repeats only that evaluation. A step depends only on the checkpoint (weights, optimiser, generators, position in the
+epoch) and on pure functions of the step (learning rate, data order).
+"""
+
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor, nn
+
+from crt_exp.attention.base import same_step
+from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.runner import checkpoint
+from crt_exp.experiments.runner.checkpoint import TrainingState
+from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
+from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
+from crt_exp.experiments.runner.loggers import ProgressLine
+from crt_exp.experiments.runner.run import PARTIAL, Run
+from crt_exp.experiments.runner.sweep import direction
+from crt_exp.experiments.runner.trainer_config import (
+    Adapters,
+    TrainerConfig,
+    freeze,
+    make_optimizer,
+    schedule,
+)
+from crt_exp.experiments.tasks.base import Plan, Reader, Task
+from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+
+def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
+    """Return the steps of an epoch (None: streamed) and of the run.
+
+    Raises ConfigError if task and config are incompatible.
+    """
+    plan = Plan(config.batch, config.accumulate, world=processes)
+    rows, per_epoch = task.length("train"), task.epoch_steps(plan)
+    if per_epoch is None and rows is not None:
+        per_epoch = rows // config.batch
+    if config.steps == 0:
+        return per_epoch, 0
+    if per_epoch is None and config.steps is None:
+        raise ConfigError(
+            "trainer.steps=null: expected a number, because the task streams its training data"
+        )
+    if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
+        raise ConfigError(
+            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
+            "rows; expected a smaller batch (trainer.steps=0 evaluates only)"
+        )
+    return per_epoch, config.steps or round(config.epochs * per_epoch)
+
+
+def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
+    """Yield items, of which a thread reads `depth` ahead. depth 0: no thread."""
+    if depth == 0:
+        yield from items
+        return
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as pool:
+        early = deque(pool.submit(next, items, end) for _ in range(depth))
+        while (item := early.popleft().result()) is not end:
+            early.append(pool.submit(next, items, end))
+            yield item
+
+
+class Trainer:
+    """Trains `task` by `config`; writes records and checkpoints of `run`.
+
+    Raises:
+        Stopped: After a signal or a divergence.
+        CheckpointError: If a checkpoint cannot be written or used.
+        ConfigError: If task and config are incompatible.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        task: Task,
+        mechanism: Mechanism,
+        run: Run,
+        distributed: Distributed,
+        seed: int,
+    ):
+        self.config, self.task, self.run, self.distributed, self.seed = (
+            config,
+            task,
+            run,
+            distributed,
+            seed,
+        )
+        self.accelerator = distributed.accelerator
+        self.per_epoch, self.total = planned_steps(config, task, distributed.size)
+        self._build(mechanism)
+        self.state = TrainingState(
+            self.module,
+            self.optimizer,
+            task,
+            run,
+            distributed,
+            config.keep,
+            self.per_epoch,
+            self.adapters,
+        )
+        self.rate, self.stopping, self.overdue = 0.0, False, False
+        self.feed: Iterator[Any] | None = None
+        self.signals = StopSignals()
+
+    def _build(self, mechanism: Mechanism) -> None:
+        """Create model and optimiser for the processes, and seed each process."""
+        config = self.config
+        self.module = self.task.build(mechanism)
+        self.adapters = Adapters(self.module, config.lora) if config.adapt else None
+        freeze(self.module, config.freeze)
+        self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
+        self.autocast = (
+            nullcontext if self.sharded else self.accelerator.autocast
+        )  # sharded layers cast themselves
+        self.module.to(self.distributed.device)
+        if self.sharded:
+            self.model = shard(self.module, config.precision)
+        self.optimizer = None
+        if self.total:
+            optimizer = make_optimizer(self.module, config, self.task.lr_scale, self.task.decays)
+            self.optimizer = self.accelerator.prepare_optimizer(optimizer)  # float16: loss scaling
+        if not self.sharded:
+            self.model = self.accelerator.prepare_model(self.module)
+        self.trained = [p for p in self.module.parameters() if p.requires_grad]
+        self.scored = self.module
+        if config.compile:  # _first_nonfinite uses the plain module
+            self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
+        set_seed(
+            int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0])
+        )
+
+    # ---- the loop
+
+    def fit(self) -> None:
+        """Continue from the state in the run directory, up to the final record."""
+        self.state.restore()
+        self.progress = self.state.progress
+        batch = (self.task.length("train") or 0) / (
+            self.per_epoch or 1
+        ) or self.config.batch  # samples of a step
+        self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
+        with self.signals:
+            self.module.train()
+            while not self._between_steps():
+                self._step()
+            self.feed = None  # ends the read-ahead thread
+            self._finish()
+
+    def _between_steps(self) -> bool:
+        """Save, stop and evaluate as due; return whether training is over."""
+        p, config = self.progress, self.config
+        due = (
+            self.task.validation is not None
+            and p.step != p.evaluated
+            and self._is_time(config.eval_every)
+        )
+        if p.step > self.state.saved and (
+            due or self.stopping or self.overdue or self._is_time(config.save_every)
+        ):
+            self._check_parameters("checkpoint")
+            self.state.save()
+            self.overdue = False
+        if self.stopping:
+            raise stop_error(self.signals.signum or signal.SIGTERM)
+        if due:
+            self._evaluate_validation()
+        return p.step >= self.total
+
+    def _is_time(self, every: int | None) -> bool:
+        """Return whether an action is due: every n steps, each epoch (None), or the end."""
+        p = self.progress
+        return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
+
+    def _step(self) -> None:
+        """Take one optimiser step, or end the epoch if it has no more batches."""
+        batches = self._next_batches()
+        if batches is None:
+            return
+        before = rng_state()
+        self.rate = schedule(
+            self.config.schedule, self.progress.step, self.total, self.config.warmup
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self.rate
+        try:
+            loss = self._forward_backward(batches)
+        except NotFinite as error:  # on this process only; others may be waiting
+            first = None if self.sharded else self._first_nonfinite(batches, before)
+            raise self._divergence_error("no loss", first or layer_of(error, self.module)) from None
+        norm = full_tensor(
+            self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf)
+        )
+        loss, norm = self._reduce_loss(loss, norm, batches, before)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._advance(loss, norm)
+        with torch.no_grad():
+            self.task.updated(self.module, self.progress.step)
+
+    def _next_batches(self) -> list[Any] | None:
+        """Return the micro-batches of the next step; None at the end of an epoch.
+
+        Only epochs of unknown length give None.
+        """
+        p, config, world = self.progress, self.config, self.distributed
+        if self.feed is None:
+            plan = Plan(
+                config.batch,
+                config.accumulate,
+                self.seed,
+                p.epoch,
+                p.position,
+                world.rank,
+                world.size,
+            )
+            batches = self.task.batches("train", plan)
+            self.feed = read_ahead(
+                (send_to_device(b, world.device, non_blocking=True) for b in batches),
+                config.prefetch,
+            )
+        batches = list(islice(self.feed, config.accumulate))
+        if len(batches) == config.accumulate:
+            return batches
+        if p.position == 0:
+            raise ValueError(
+                f"trainer.batch={config.batch}: expected at most the rows of the training split"
+            )
+        self._next_epoch()
+        return None
+
+    def _next_epoch(self) -> None:
+        self.progress.epoch, self.progress.position, self.feed = self.progress.epoch + 1, 0, None
+
+    def _forward_backward(self, batches: list[Any]) -> Tensor:
+        """Compute gradients of the step's mean loss; return this process's share."""
+        shares, total = self._shares(batches), 0.0
+        for i, (batch, share) in enumerate(zip(batches, shares)):
+            last, synchronised = (
+                i == len(batches) - 1,
+                nullcontext(),
+            )  # the last micro-batch synchronises gradients
+            if self.sharded:
+                self.model.set_requires_gradient_sync(last)
+            elif not last:
+                synchronised = self.accelerator.no_sync(self.model)
+            with synchronised, same_step(self.model, i > 0):
+                loss = self._loss(self.model, batch)
+                # gradients are averaged over processes; the factor turns the average into a sum
+                self.accelerator.backward(loss * (share * self.distributed.size))
+            total = total + loss.detach().float() * share
+        return total
+
+    def _shares(self, batches: list[Any]) -> list[Tensor | float]:
+        """Return the weight of each micro-batch; the sum over all processes is 1."""
+        weights = [self.task.weight(batch) for batch in batches]
+        if weights[0] is None:
+            return [1 / (len(batches) * self.distributed.size)] * len(batches)
+        weights = [
+            torch.as_tensor(w, dtype=torch.float32, device=self.distributed.device) for w in weights
+        ]
+        total = self.distributed.sum(torch.stack(weights).sum())
+        return [w / total for w in weights]
+
+    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with self.autocast():
+            return self.task.loss(model, batch)
+
+    def _reduce_loss(
+        self, loss: Tensor, norm: Tensor, batches: list[Any], before: Any
+    ) -> tuple[float, float]:
+        """Return the loss over all processes and the gradient norm, as floats.
+
+        One transfer from the device. Also records whether any process must stop or save. Raises Stopped on all
+        processes for non-finite numbers, unless float16 can lower its scale.
+        """
+        minutes = self.config.save_minutes
+        late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
+        noted = torch.tensor(
+            [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
+        )
+        summed = self.distributed.sum(torch.cat([loss.reshape(1), noted]))
+        loss, *noted, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
+        (self.stopping, self.overdue), scaler = map(bool, noted), self.accelerator.scaler
+        if not math.isfinite(loss) or not (
+            math.isfinite(norm) or (scaler and scaler.get_scale() > 1)
+        ):
+            first = self._first_location(self._first_nonfinite(batches, before))
+            raise self._divergence_error(
+                f"loss {loss:.6g}, gradient norm {norm:.6g}",
+                first or "not seen again when the step was repeated",
+            )
+        return loss, norm
+
+    def _advance(self, loss: float, norm: float) -> None:
+        p = self.progress
+        p.step, p.position, p.loss, p.losses = (
+            p.step + 1,
+            p.position + 1,
+            p.loss + loss,
+            p.losses + 1,
+        )
+        if p.position == self.per_epoch:
+            self._next_epoch()
+        self.line.step(loss)
+        if p.step % self.config.log_every == 0:
+            self._record(
+                "train",
+                loss=p.loss / p.losses,
+                lr=self.config.lr * self.rate,
+                grad_norm=norm if math.isfinite(norm) else None,
+            )
+            p.loss, p.losses = 0.0, 0
+
+    # ---- non-finite numbers
+
+    def _first_nonfinite(self, batches: list[Any], before: Any) -> str | None:
+        """Repeat the step to find the first layer with non-finite numbers."""
+        set_rng_state(before)
+        return first_nonfinite(self.module, batches, self._loss)
+
+    def _first_location(self, place: str | None) -> str | None:
+        """Return the first location that any process reports."""
+        places = self.distributed.gather(place)
+        return next(
+            (f"{where} on process {i}" if i else where for i, where in enumerate(places) if where),
+            None,
+        )
+
+    def _divergence_error(self, what: str, where: str, step: int | None = None) -> Stopped:
+        """Return the error of a diverged run.
+
+        step: a completed step, which is evaluated or saved. None: the current step.
+        """
+        good = checkpoint.steps(self.state.root)  # saved only with finite weights
+        last = (
+            f"the checkpoint of step {good[-1]} is the last good one"
+            if good
+            else "there is no checkpoint before it"
+        )
+        step = self.progress.step + 1 if step is None else step
+        return Stopped(f"step {step}: {what}; first not finite: {where}; {last}", DIVERGED_CODE)
+
+    def _check_parameters(self, what: str) -> None:
+        """Raise Stopped if the last step left non-finite weights.
+
+        Their metrics can look valid, and their checkpoint would replace the last good one.
+        """
+        first = self._first_location(next(iter(nonfinite_parameters(self.module)), None))
+        if first:
+            raise self._divergence_error(what, first, self.progress.step)
+
+    # ---- evaluation
+
+    def _evaluate_validation(self) -> None:
+        p = self.progress
+        metrics = self.evaluate(self.task.validation)
+        p.evaluated, value = p.step, metrics[self.task.metric]
+        self._record(self.task.validation, **metrics)
+        self.line.metric = f", {self.task.metric} {'nan' if value is None else f'{value:.4f}'}"
+        old, sign = (
+            p.best and p.best["metrics"][self.task.metric],
+            -1 if self.task.lower_is_better else 1,
+        )
+        if p.best is None or value is not None and (old is None or sign * value > sign * old):
+            p.best = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}
+
+    def evaluate(self, split: str) -> dict[str, float | None]:
+        """Return the task's metrics of a split; None for non-finite values.
+
+        The random generators are left unchanged.
+        """
+        config, generators, world = self.config, rng_state(), self.distributed
+        ranks = (
+            (0, 1) if self.sharded else (world.rank, world.size)
+        )  # sharded models must run in lockstep
+        batch = config.eval_batch or config.batch // (world.size * config.accumulate)
+        self._check_parameters(f"evaluation on {split}")
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                reader = Reader(
+                    self.task,
+                    batch,
+                    self.seed,
+                    world.device,
+                    *ranks,
+                    self.line.evaluating,
+                    config.evaluate,
+                )
+                result = self.task.evaluate(self.scored, split, reader)
+        except NotFinite as error:
+            raise self._divergence_error(
+                f"evaluation on {split}", layer_of(error, self.module), self.progress.step
+            ) from None
+        self.module.train()
+        set_rng_state(generators)
+        if any(world.gather(reader.partial)):
+            result = result | {PARTIAL: config.evaluate}
+        numbers = {key: float(value) for key, value in result.items()}
+        return world.broadcast(
+            {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        )
+
+    def _finish(self) -> None:
+        """Write the final record: the test split with the selected weights.
+
+        Tasks without a test split report their best validation.
+        """
+        p, task = self.progress, self.task
+        best = p.best if self.config.select == "best" else None
+        if best and best["step"] != p.step:
+            self.state.load_best()
+        metrics = (
+            best["metrics"]
+            if task.test is None and best
+            else self.evaluate(task.test or task.validation)
+        )
+        self._export()
+        ending = {"best_step": best["step"]} if best else {}
+        self._record(
+            task.test or task.validation,
+            **metrics,
+            **ending,
+            metric=task.metric,
+            direction=direction(task),
+            final=True,
+        )
+
+    def _export(self) -> None:
+        """Save the tested weights; unmerged adapters are saved without other weights."""
+        merged = self.config.lora["merge"]
+        if self.adapters and merged:
+            self.adapters.merge()
+        tensors = {name: full_tensor(t) for name, t in self.module.state_dict().items()}
+        if self.distributed.main and self.adapters and not merged:
+            self.adapters.save(tensors, self.run.directory)
+        elif self.distributed.main:
+            self.task.export(self.module, tensors, self.run.directory)
+
+    def _record(self, split: str, **values: Any) -> None:
+        self.run.log(step=self.progress.step, epoch=self.state.epoch, split=split, **values)

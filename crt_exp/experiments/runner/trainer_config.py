@@ -1,0 +1,339 @@
+"""Options of `conf/trainer/`: optimiser, schedule, frozen weights and adapters.
+
+Adapters (LoRA, Hu et al., 2022) are those of the library peft. With adapters, only the adapters, newly initialised
+modules and the modules of `trainer.lora.also` are trained. Checkpoints then contain a digest of the frozen weights
+instead of the weights.
+"""
+
+import hashlib
+import importlib.util
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from crt_exp.attention.base import AttentionLayer
+from crt_exp.experiments.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
+from crt_exp.registry import ConfigError, unknown
+from crt_exp.swap import families
+from crt_exp.swap.saved import holders
+from crt_exp.validation import Count, NotNegative, Positive, Whole, checked
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Lora(TypedDict):
+    """Options of `trainer.lora`, explained in conf/trainer/default.yaml."""
+
+    rank: Count
+    alpha: Positive
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    targets: Sequence[str] | None
+    also: Sequence[str]
+    merge: bool
+
+
+@checked("trainer")
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Training options, explained in conf/trainer/default.yaml. Raises ConfigError."""
+
+    batch: Count
+    epochs: Positive
+    steps: Whole | None
+    accumulate: Count
+    eval_batch: Count | None
+    optimizer: Literal["adamw", "adam"]
+    lr: Positive
+    betas: tuple[Beta, Beta]
+    eps: Positive
+    weight_decay: NotNegative
+    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"]
+    warmup: NotNegative
+    clip: Positive | None
+    precision: Literal["no", "bf16", "fp16"]
+    compile: bool
+    strategy: Literal["ddp", "fsdp"]
+    find_unused_parameters: bool
+    cpu: bool
+    eval_every: Count | None
+    evaluate: Count | None
+    log_every: Count
+    save_every: Count | None
+    save_minutes: Positive | None
+    keep: Count
+    select: Literal["best", "last"]
+    prefetch: Whole
+    adapt: Literal["lora"] | None
+    lora: Lora
+    freeze: Sequence[str]
+
+    def __post_init__(self):
+        if self.strategy == "fsdp" and self.precision == "fp16":
+            raise ConfigError("trainer.precision=fp16: not supported with trainer=fsdp; use bf16")
+        if self.strategy == "fsdp" and self.adapt:
+            raise ConfigError(
+                "trainer.adapt=lora: not supported with trainer=fsdp; remove trainer=fsdp"
+            )
+        if self.adapt and importlib.util.find_spec("peft") is None:
+            raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
+
+    def check_processes(self, processes: int) -> None:
+        """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
+        if self.batch % (parts := processes * self.accumulate):
+            raise ConfigError(
+                f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
+                f"{self.accumulate} micro-batches)"
+            )
+        if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
+            raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
+
+
+def make_optimizer(
+    model: nn.Module,
+    config: TrainerConfig,
+    scale: Callable[[str], float],
+    decays: Callable[[str, nn.Parameter], bool],
+) -> torch.optim.Optimizer:
+    """Create Adam or AdamW with one parameter group per scale and weight decay.
+
+    scale: parameter name -> factor on the learning rate; 0 freezes the parameter. decays: whether a parameter has
+    weight decay. Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for key, parameter in model.named_parameters():
+        factor = scale(key)
+        if factor == 0:
+            parameter.requires_grad_(False)
+        if parameter.requires_grad:
+            groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
+    if not groups:
+        raise ConfigError(
+            "no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate"
+        )
+    described = [
+        {
+            "params": params,
+            "lr": config.lr * factor,
+            "peak": config.lr * factor,
+            "weight_decay": config.weight_decay * decayed,
+        }
+        for (factor, decayed), params in groups.items()
+    ]
+    fused = all(
+        p.is_floating_point() and p.device.type in ("cpu", "cuda")
+        for group in groups.values()
+        for p in group
+    )
+    return OPTIMIZERS[config.optimizer](
+        described, betas=tuple(config.betas), eps=config.eps, fused=fused
+    )
+
+
+def schedule(kind: str, step: int, total: int | None, warmup: float) -> float:
+    """Return the factor on the learning rate: linear warm-up, then decay.
+
+    Args:
+        kind: linear or cosine (to 0 at `total`), constant, or inverse_sqrt: as 1 / sqrt(step) after the warm-up
+            (Vaswani et al., 2017).
+        step: Steps done; 0 for the first step.
+        warmup: Steps; below 1, a fraction of `total`.
+    """
+    first = warmup if warmup >= 1 else math.ceil(warmup * (total or 0))
+    if step < first:
+        return (step + 1) / (first + 1)
+    if kind == "constant":
+        return 1.0
+    if kind == "inverse_sqrt":
+        return math.sqrt((first + 1) / (step + 1))
+    left = max(0.0, (total - step) / max(1, total - first))  # 1 at the end of the warm-up
+    return left if kind == "linear" else (1 - math.cos(math.pi * left)) / 2
+
+
+# ---- frozen weights, and adapters
+
+
+def match_names(names: Iterable[str], parts: Sequence[str], option: str) -> list[str]:
+    """Return the dotted names that contain one of the parts, such as "layer.0".
+
+    Raises ConfigError for parts that no name contains.
+    """
+    names = list(names)
+    for part in parts:
+        if not any(f".{part}." in f".{name}." for name in names):
+            raise unknown(
+                f"name in {option}",
+                part,
+                sorted({piece for name in names for piece in name.split(".")}),
+            )
+    return [name for name in names if any(f".{part}." in f".{name}." for part in parts)]
+
+
+def freeze(model: nn.Module, parts: Sequence[str]) -> None:
+    parameters = dict(model.named_parameters())
+    for name in match_names(parameters, parts, "trainer.freeze"):
+        parameters[name].requires_grad_(False)
+
+
+def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
+    """Return the paths of linear layers that get adapters. Raises ConfigError.
+
+    targets: parts of names. None: the projections of attention.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    parents = {
+        path: model.get_submodule(path.rpartition(".")[0])
+        for path, part in model.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D))
+    }
+    # nn.MultiheadAttention reads the weights of its layers without calling them, so adapters would have no effect
+    linear = {
+        path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)
+    }
+    if targets is not None:
+        return match_names(linear, targets, "trainer.lora.targets")
+    found = [
+        name
+        for name, part in linear.items()
+        if families.family(part)
+        or any(isinstance(child, AttentionLayer) for child in part.children())
+    ]
+    if not found:
+        raise ConfigError(
+            "trainer.lora.targets=null: no projections found; set names such as "
+            f"{', '.join([*linear][:3])}"
+        )
+    return found
+
+
+def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """The layers whose weight belongs to another module too, such as a head tied to the embeddings."""
+    owners = Counter(
+        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False)
+    )
+    return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
+
+
+def untie_weights(model: nn.Module) -> None:
+    """Give each module of a transformers model weights of its own; saved models load them so."""
+    seen = set()
+    for part in model.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                own = parameter.detach().clone()
+                setattr(part, name, nn.Parameter(own, parameter.requires_grad))
+            seen.add(id(parameter))
+        if getattr(getattr(part, "config", None), "tie_word_embeddings", False):
+            part.config.tie_word_embeddings = False
+
+
+class Adapters:
+    """Low-rank adapters, added to a model by the constructor. Raises ConfigError.
+
+    Attributes:
+        stay: Names of the frozen weights.
+        digest: SHA-256 of the frozen weights.
+    """
+
+    def __init__(self, model: nn.Module, lora: Lora):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        parameters = dict(model.named_parameters())
+        anew = [
+            f"{path}.{name}".lstrip(".")
+            for path, part in model.named_modules()
+            for name in part.__dict__.get("made_anew", ())
+        ]  # such as a new head
+        whole = [*anew, *match_names(parameters, lora["also"], "trainer.lora.also")]
+        targets = linear_layers(model, lora["targets"])
+        tied = tied_layers(model, targets)
+        if lora["merge"] and tied and not holders(model):
+            raise ConfigError(
+                f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
+                "or set trainer.lora.merge=false"
+            )
+        self.model, self.config = (
+            model,
+            LoraConfig(
+                r=lora["rank"],
+                lora_alpha=lora["alpha"],
+                lora_dropout=lora["dropout"],
+                target_modules=targets,
+            ),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="fan_in_fan_out is set to"
+            )  # peft corrects the option for Conv1D
+            inject_adapter_in_model(self.config, model)
+        for name in parameters.keys() & whole:
+            parameters[name].requires_grad_(True)
+        stay = {
+            name: t.detach()
+            for name, t in sorted(model.state_dict(keep_vars=True).items())
+            if isinstance(t, nn.Parameter) and not t.requires_grad
+        }
+        digest = hashlib.sha256()
+        for name, t in stay.items():
+            digest.update(
+                name.encode() + t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
+        self.stay, self.digest = {*stay}, digest.hexdigest()
+
+    def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Write `<directory>/adapter` in peft's format, and other trained weights."""
+        from transformers import PreTrainedModel
+
+        inner = next(
+            (
+                f"{path}.".lstrip(".")
+                for path, part in self.model.named_modules()
+                if isinstance(part, PreTrainedModel)
+            ),
+            "",
+        )
+        short = {
+            name.removeprefix(inner): t for name, t in tensors.items() if name not in self.stay
+        }
+        self.config.target_modules = {
+            name.removeprefix(inner) for name in self.config.target_modules
+        }
+        with whole_folder(directory, ADAPTER) as folder:
+            save_tensors(
+                {
+                    f"base_model.model.{name.replace('.default.', '.')}": t
+                    for name, t in short.items()
+                    if ".lora_" in name
+                },
+                folder / "adapter_model.safetensors",
+            )
+            self.config.save_pretrained(str(folder))
+            if rest := {
+                name.replace(".base_layer.", "."): t
+                for name, t in short.items()
+                if ".lora_" not in name
+            }:
+                save_tensors(rest, folder / TRAINED)
+
+    def merge(self) -> None:
+        """Merge the adapters into the weights, in place; layers become plain again.
+
+        A layer that shares its weight with another module, such as a tied head, gets a weight of its own.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        if tied_layers(self.model, self.config.target_modules):
+            untie_weights(self.model)
+        for path, part in list(self.model.named_modules()):
+            if isinstance(part, BaseTunerLayer):
+                part.merge()
+                self.model.set_submodule(path, part.get_base_layer())

@@ -1,0 +1,348 @@
+"""Task interface of the trainer, evaluation reader, and task metrics."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from crt_exp.experiments.data.plan import Limit, Plan
+from crt_exp.mechanism import Mechanism
+
+Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
+
+
+class Task(Protocol):
+    """Interface of a trained task: data, model, loss and metrics.
+
+    Subclass it to inherit the defaults. A task does not depend on the attention method, the device or the number of
+    processes.
+
+    The trainer wraps the model for several processes. `loss` may therefore only call the model as a whole,
+    `model(**batch)`, never a submodule.
+    """
+
+    # metric: key in the result of `evaluate` that selects the best weights and that sweeps optimise.
+    # validation: split evaluated during training; None: no evaluation, the last weights are the result.
+    # test: split evaluated at the end; None: the validation split.
+    metric: str
+    lower_is_better: bool = False
+    validation: str | None = "validation"
+    test: str | None = "test"
+    # substitute data in use, and how to get the named data set; empty: the named data set is in use
+    stand_in: str = ""
+    # fields of the run's mechanism that affect this task; the runner rejects other choices
+    uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
+
+    def length(self, split: str) -> int | None:
+        """Number of rows of a split; None if the split is streamed.
+
+        A streamed training split needs `trainer.steps`.
+        """
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        """Build the model; initial weights come from torch's global generator."""
+
+    def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
+        """Yield the micro-batches of `plan` as CPU tensors.
+
+        Draw random numbers from `plan.rng`, never from global generators. The rows of `plan.rows` and `plan.by_cost`
+        are those of the sample if an evaluation is limited; other orders are cut at the limit (`plan.limit`).
+        """
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss of a micro-batch, a scalar."""
+
+    def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
+        """Compute the metrics of a split; rates are fractions, not percentages.
+
+        Each process reads its share with `reader.batches(split)`, of all rows or of a sample (trainer.evaluate).
+        `reader.sum` and `reader.gather` combine the shares.
+        """
+
+    def weight(self, batch: Batch) -> Tensor | float | None:
+        """Normaliser of the mean in `loss`, such as the number of masked tokens.
+
+        None: the same in every micro-batch. If the weight is 0, the loss must still be finite.
+        """
+        return None
+
+    def inputs(self) -> Iterable[Path | None]:
+        """Data files and folders that the task reads.
+
+        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) adds the files of options with the
+        annotation `FileName` of crt_exp.validation, such as task.text. A resumed run must read the same inputs.
+        """
+        return ()
+
+    def check_shards(self) -> None:
+        """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""
+
+    def check_adapters(self) -> None:
+        """Raise ConfigError if the task does not support frozen weights (trainer.adapt)."""
+
+    def epoch_steps(self, plan: Plan) -> int | None:
+        """Optimiser steps of an epoch if micro-batches differ in their number of rows.
+
+        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the
+        training split // trainer.batch.
+        """
+        return None
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        """Update state that follows the weights, such as a sampler's tables.
+
+        Every process calls the hook after each optimiser step, without gradients. step: number of updates so far. With
+        trainer=fsdp, parameters are sharded (DTensor).
+        """
+
+    def state_dict(self) -> dict[str, Tensor | float | int | bool | str | None]:
+        """State of a resumed run, in addition to weights and optimiser.
+
+        Examples are an LSTM's hidden state that carries over batches, or a sampler's tables. Each process has its own
+        state; every checkpoint contains all of them.
+
+        `loss` and `updated` may change the state. `batches` may not, because it reads ahead of the step. `evaluate` may
+        use the state: the best weights are tested with the state of their step.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor | float | int | bool | str | None]) -> None:
+        """Restore `state_dict`; the tensors are on the CPU.
+
+        A different number of processes can load the state only if all processes had the same state. Raises ValueError
+        if a subclass defines `state_dict` alone.
+        """
+        if state:
+            raise ValueError(
+                f"{type(self).__name__}: has state_dict but no load_state_dict; define both"
+            )
+
+    def lr_scale(self, name: str) -> float:
+        """Learning-rate factor of a parameter; 0 freezes the parameter.
+
+        Use it for layer-wise decay or a faster head.
+        """
+        return 1.0
+
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether trainer.weight_decay applies to a parameter.
+
+        Default: to matrices, not to biases and norms.
+        """
+        return parameter.dim() >= 2
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Save the final weights in the run directory; the default saves nothing.
+
+        tensors: the full state dict of `model`. Only the first process calls it, before the final record.
+        """
+
+    def summary(self, records: list[dict]) -> str:
+        """One-line result for the terminal."""
+        last = records[-1]
+        value = math.nan if last[self.metric] is None else last[self.metric]
+        return f"{type(self).__name__.lower()}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
+
+
+def exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+class Reader:
+    """Read a split for `Task.evaluate`, and reduce over all processes.
+
+    The reader yields this process's share of the split on the device. The default is one process on the CPU:
+    `task.evaluate(model, "validation", Reader(task, batch=32))`.
+
+    Args:
+        progress: callback before each micro-batch, with the split, the micro-batches read and their total or None.
+        limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
+            if this limit left rows unread.
+        world: number of processes.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batch: int = 32,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world: int = 1,
+        progress: Callable[[str, int, int | None], None] | None = None,
+        limit: int | None = None,
+    ):
+        self.task, self.device, self.progress = task, torch.device(device), progress
+        self.limit = None if limit is None else Limit(limit)
+        self.plan = Plan(batch, seed=seed, rank=rank, world=world, limit=self.limit)
+
+    @property
+    def partial(self) -> bool:
+        return self.limit is not None and self.limit.partial
+
+    def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
+        """Yield micro-batches of at most `batch` rows, in row order.
+
+        batch: None uses the batch size of the reader.
+        """
+        from accelerate.utils import send_to_device
+
+        plan = self.plan if batch is None else replace(self.plan, batch=batch)
+        whole = self._whole(split, plan) if self.progress else None
+        for read, item in enumerate(self.task.batches(split, plan)):
+            if self.limit is not None and read == self.limit.batches:
+                self.limit.partial = True
+                return
+            if self.progress:
+                self.progress(split, read, whole)
+            yield send_to_device(item, self.device, non_blocking=True)
+
+    def _whole(self, split: str, plan: Plan) -> int | None:
+        """Micro-batches of this process, at most `limit`; None if unknown."""
+        rows, limit = self.task.length(split), self.limit and self.limit.batches
+        if rows is None or self.task.epoch_steps(plan) is not None:
+            return limit
+        share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
+        return min(-(-share // plan.batch), limit or share)
+
+    def sum(self, *values: Any) -> list[float]:
+        """Sum each value (number or scalar tensor) over all processes, in float64."""
+        total = torch.stack([torch.as_tensor(v).detach().to("cpu", torch.float64) for v in values])
+        return torch.stack(self._all(total)).sum(0).tolist()
+
+    def gather(self, rows: list) -> list:
+        """Concatenate the rows of all processes, in the order of the split."""
+        return [row for part in self._all(rows) for row in part]
+
+    def _all(self, mine: Any) -> list:
+        if self.plan.world == 1:
+            return [mine]
+        parts = [None] * self.plan.world
+        torch.distributed.all_gather_object(parts, mine)
+        return parts
+
+
+# ---- metrics
+#
+# Every metric is a fraction. Correlation with constant predictions or labels is 0. `predictions` and `labels` are
+# vectors of one length n > 0 with finite values, else ValueError: a diverged model must not look like a score of 0.
+
+
+def accuracy(predictions: Any, labels: Any) -> float:
+    """Share of predictions equal to the label, in [0, 1]."""
+    predictions, labels = checked(predictions, labels)
+    return float((predictions == labels).mean())
+
+
+def f1(predictions: Any, labels: Any) -> float:
+    """F1 score of class 1, in [0, 1]; 0 if class 1 is neither predicted nor present."""
+    from sklearn.metrics import f1_score
+
+    predictions, labels = checked(predictions, labels)
+    return float(f1_score(labels == 1, predictions == 1, zero_division=0.0))
+
+
+def mcc(predictions: Any, labels: Any) -> float:
+    """Matthews correlation coefficient of the classes, in [-1, 1]."""
+    from sklearn.metrics import matthews_corrcoef
+
+    predictions, labels = checked(predictions, labels)
+    return 0.0 if constant(predictions, labels) else float(matthews_corrcoef(labels, predictions))
+
+
+def pearson(predictions: Any, labels: Any) -> float:
+    """Pearson correlation, in [-1, 1]."""
+    from scipy.stats import pearsonr
+
+    predictions, labels = checked(predictions, labels)
+    return (
+        0.0
+        if constant(predictions, labels)
+        else float(pearsonr(rescale(predictions), rescale(labels)).statistic)
+    )
+
+
+def spearman(predictions: Any, labels: Any) -> float:
+    """Spearman rank correlation (ties get their mean rank), in [-1, 1]."""
+    from scipy.stats import spearmanr
+
+    predictions, labels = checked(predictions, labels)
+    return 0.0 if constant(predictions, labels) else float(spearmanr(predictions, labels).statistic)
+
+
+METRICS: dict[str, Callable[[Any, Any], float]] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "mcc": mcc,
+    "spearman": spearman,
+    "pearson": pearson,
+}
+
+
+def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
+    """Metrics of a GLUE task; the metric of the paper's table comes first.
+
+    predictions: classes (n,), or scores (n,) for STS-B.
+    """
+    from crt_exp.experiments.data.glue import TASKS
+
+    return {name: METRICS[name](predictions, labels) for name in TASKS[task].metrics}
+
+
+def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:
+    """Jackknife pseudo-values of a metric, one for each part of the examples.
+
+    Part i holds every `parts`-th example. Its pseudo-value is parts * metric(all) - (parts - 1) * metric(all but part
+    i). For accuracy and parts of equal size, the pseudo-value is the accuracy of the part.
+
+    The mean of the pseudo-values is the bias-corrected metric, with Student's interval over examples. Pseudo-values of
+    two models on the same examples are paired.
+    """
+    predictions, labels = checked(predictions, labels)
+    whole, part = METRICS[metric](predictions, labels), np.arange(len(labels)) % parts
+    left = [METRICS[metric](predictions[part != i], labels[part != i]) for i in range(parts)]
+    return [parts * whole - (parts - 1) * without for without in left]
+
+
+def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
+    predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
+    if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
+        raise ValueError(
+            f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0"
+        )
+    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
+        raise ValueError("predictions, labels: expected finite values")
+    return predictions, labels
+
+
+def constant(*vectors: np.ndarray) -> bool:
+    return any((values == values[0]).all() for values in vectors)
+
+
+def rescale(values: np.ndarray) -> np.ndarray:
+    """Scale to [0, 1], so that a large offset does not hide a correlation."""
+    return (values - values.min()) / np.ptp(values)
+
+
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
+    """Word and character error rates over all utterances.
+
+    `wer` is the sum of substitutions, deletions and insertions, each as a fraction of the reference words. `cer` and
+    `character_...` count characters, including spaces.
+    """
+    import jiwer
+
+    words = jiwer.process_words(list(references), list(hypotheses))
+    characters = jiwer.process_characters(list(references), list(hypotheses))
+    rates = {}
+    for name, prefix, result in (("wer", "", words), ("cer", "character_", characters)):
+        count = result.hits + result.substitutions + result.deletions
+        rates[name] = getattr(result, name)
+        for part in ("substitutions", "deletions", "insertions"):
+            rates[f"{prefix}{part}"] = getattr(result, part) / count
+    return rates

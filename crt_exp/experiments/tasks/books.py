@@ -1,0 +1,178 @@
+"""Language models of long documents or single sentences (Performers Fig. 5).
+
+Models predict next or masked tokens. Rows are documents packed into a fixed length, or single lines. Perplexity per
+word is exp(loss x tokens per word), as in Performers A.1.1.
+Notation: B rows of a batch, L tokens of a row.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+from torch import nn
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.corpora import PARTS, Row, Rows, TokenText
+from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
+from crt_exp.experiments.data.sources import no_folder, stand_in
+from crt_exp.experiments.data.text import IGNORED, Masking, official_file, table, text_files
+from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp
+from crt_exp.experiments.tasks.sequences import Share, SymbolTask
+from crt_exp.registry import ConfigError
+from crt_exp.validation import Count, FileName, checked
+
+HELD_OUT = 0.05  # share of the text for validation, and again for test, if they have no text
+
+
+@checked("task")
+@dataclass(eq=False)
+class Books(SymbolTask):
+    """Language model of documents; see `conf/task/books.yaml` for the options.
+
+    Raises:
+        DataError: a text is missing or empty.
+        ConfigError: options contradict each other.
+    """
+
+    text: FileName | list[FileName] | None
+    validation_text: FileName | list[FileName] | None
+    test_text: FileName | list[FileName] | None
+    data_dir: str | None
+    rows: Literal["packed", "apart"]
+    vocabulary: Literal["byte_pairs", "sentencepiece"]
+    vocabulary_size: Count
+    evaluated: Count | None
+    max_length: Annotated[int, Field(ge=2)]
+    cache_dir: str | None
+    direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
+    share: Share = 0.15
+
+    compatible_runs = "a run of task=books with the same tokenizer"
+
+    def __post_init__(self):
+        if self.text is None:
+            self.stand_in = stand_in("books", "WikiText-2", "text=DIR", "pg19")
+        self.causal, apart = self.direction == "unidirectional", self.rows == "apart"
+        self.load()
+        files = self.files()
+        if self.kept is not None and "tokenizer" in self.kept.symbols:
+            tokenizer, end = (
+                fast_tokenizer(self.kept.symbols["tokenizer"]),
+                self.kept.symbols["end"],
+            )
+        else:
+            tokenizer = new_tokenizer(
+                self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
+            )
+            end = tokenizer.eos_token_id
+        self.end, self.predictable = end, max(tokenizer.get_vocab().values()) + 1
+        mask = {} if self.causal else {"mask": self.predictable}  # one more symbol
+        self.describe(
+            self.predictable + len(mask),
+            self.max_length,
+            {"tokenizer": tokenizer.backend_tokenizer.to_str(), "end": end} | mask,
+        )
+        texts = {
+            split: TokenText.read(own, tokenizer, end, apart, self.cache_dir)
+            for split, own in files.items()
+        }
+        texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
+        self.train_text = texts["train"]
+        self.data = {
+            split: Rows.of_lines(text, self.max_length, end)
+            if apart
+            else Rows.packed(text, self.max_length, end, whole=split != "train")
+            for split, text in texts.items()
+        }
+        if short := next((split for split, data in self.data.items() if not len(data)), None):
+            raise DataError(
+                f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
+                "use a longer text, or a smaller value"
+            )
+        self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
+
+    # ---- text
+
+    def files(self) -> dict[str, list[Path]]:
+        """Files of each split; only "train" if the other splits are held out of it."""
+        if (self.validation_text is None) != (self.test_text is None):
+            raise ConfigError("task.validation_text, task.test_text: set both or neither")
+        if self.text is None:
+            return {
+                split: [official_file("wikitext2", part, self.data_dir)]
+                for split, part in PARTS.items()
+            }
+        no_folder(self.data_dir, "task.text")
+        given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
+        return {split: text_files(paths) for split, paths in given.items() if paths is not None}
+
+    def inputs(self) -> list[Path]:
+        return [file for files in self.files().values() for file in files]
+
+    # ---- rows
+
+    def some(self, rows: int, split: str) -> np.ndarray:
+        few = rows if split == "train" or self.evaluated is None else min(rows, self.evaluated)
+        return np.linspace(0, rows - 1, few).round().astype(np.int64)
+
+    def length(self, split: str) -> int:
+        return len(self.places[split])
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        data, places = self.data[split], self.places[split]
+        like_together = split == "train" and self.rows == "apart"
+        for chosen in (
+            bucketed(data.lengths, plan) if like_together else plan.rows(len(places), split)
+        ):
+            rows = [data[places[i]] for i in chosen]
+            pairs = (
+                rows
+                if self.causal
+                else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
+            )
+            tokens, labels = zip(*pairs)
+            yield with_key_mask(pad_rows(tokens, self.end), list(map(len, tokens))) | {
+                "labels": pad_rows(labels, IGNORED)
+            }
+
+    def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
+        """BERT's masking of the tokens of a row."""
+        ids = row.labels[None].astype(np.int64)
+        result = self.masking(ids, rng.random((3, *ids.shape)))
+        return Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
+
+    @cached_property
+    def masking(self) -> Masking:
+        """BERT's masking; end tokens are never masked, random tokens are never the mask."""
+        special = table(self.predictable + 1, [self.end, self.predictable])
+        return Masking(self.predictable, special, self.share, self.predictable)
+
+    # ---- metrics
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        metrics = super().evaluate(model, split, reader)
+        ratio = self.data[split].tokens_per_word(self.places[split])
+        return metrics | {
+            "word_perplexity": exp(metrics["loss"] * ratio),
+            "tokens_per_word": ratio,
+            "unigram_word_perplexity": exp(math.log(metrics["unigram_perplexity"]) * ratio),
+        }
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        counts = self.train_text.counts(self.predictable) + 1.0
+        return counts / counts.sum()
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        words, unigram = last["word_perplexity"], last["unigram_word_perplexity"]
+        return (
+            f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
+            f"{last['split']}, step {last['step']})"
+        )

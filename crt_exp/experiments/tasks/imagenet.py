@@ -1,0 +1,354 @@
+"""Image classification with timm's vision transformers, on ImageNet or a folder.
+
+`ImageTask` holds what image tasks share: the source of the images, and batches from worker processes.
+Notation: B rows of a batch, C classes, H = W pixels of a side.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.experiments.data import DataError, check_classes
+from crt_exp.experiments.data import images as data
+from crt_exp.experiments.data.loading import (
+    Generator,
+    ImageHub,
+    Micro,
+    Streamed,
+    Workers,
+    by_workers,
+    listed_batches,
+    seeded_globals,
+)
+from crt_exp.experiments.data.sources import SOURCES, is_on_hub, task_folder
+from crt_exp.experiments.models import vision
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.features.base import NotFinite
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+from crt_exp.validation import Count, Files, NotNegative, checked
+
+TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
+Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, le=1)]
+NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
+
+
+@dataclass(eq=False)
+class ImageTask(Task):
+    """Base class of image tasks: a folder, the embedded digits, or a stream.
+
+    The test split is `val`. It is also the validation split, except with task.held_out.
+    """
+
+    model: str | None
+    size: Count | None
+    init: Annotated[str, Files(("scratch", "pretrained"))]
+    dataset: str
+    data_dir: str | None
+    source: Literal["auto", "files", "hub"]
+    hub: ImageHub
+    held_out: Annotated[float, Field(ge=0, lt=1)]
+    unreadable: Literal["error", "skip"]
+    workers: Workers
+
+    validation, test = "val", "val"
+
+    def __post_init__(self):
+        name = f"images/{self.dataset}"
+        if (
+            self.hub["name"] is None
+            and name in SOURCES
+            and SOURCES[name].hub
+            and is_on_hub(self.source, name, task_folder(name), self.data_dir)
+        ):
+            self.hub = self.hub | {"name": SOURCES[name].hub}
+        if self.source == "hub" and self.hub["name"] is None:
+            raise ConfigError(
+                f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name"
+            )
+        self.left_out, self.stream, self.embedded = (
+            0,
+            None,
+            not self.inputs() and self.hub["name"] is None,
+        )
+        self.stand_in = data.STAND_IN if self.embedded else ""
+        if self.hub["name"] is not None:
+            if self.data_dir or self.held_out:
+                raise ConfigError(
+                    f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out"
+                )
+            self.stream = Streamed(self.hub)
+            self.classes, self.read_source = self.stream.classes, data.read_image
+            self.asked = {"train": self.stream.training, "val": self.stream.validation}
+            self.lengths = {"train": None, "val": self.hub["validation_images"]}
+        else:
+            splits = data.load(self.dataset, self.data_dir)
+            if self.held_out:
+                self.validation = "held_out"
+                splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
+            self.classes, self.read_source = splits["train"].classes, splits["train"].read
+            self.asked = {
+                split: partial(listed_batches, part, split) for split, part in splits.items()
+            }
+            self.lengths = {split: len(part) for split, part in splits.items()}
+        if self.embedded and self.workers is None:  # workers do not pay for 8 x 8 pixels
+            self.workers = 0
+
+    def inputs(self) -> list[Path | None]:
+        if self.hub["name"] is not None or self.dataset == data.DIGITS and self.data_dir is None:
+            return []
+        return [task_folder(f"images/{self.dataset}", self.data_dir)]
+
+    def length(self, split: str) -> int | None:
+        return self.lengths[split]
+
+    def read(
+        self,
+        split: str,
+        plan: Plan,
+        transform: Callable[[Any], Tensor],
+        finish: Callable[[Tensor, Tensor, list[Generator]], Batch],
+        repeats: int = 1,
+    ) -> Iterator[Batch]:
+        """Yield batches; `finish` makes them from images, labels and row generators.
+
+        Raises DataError for an unreadable image. With task.unreadable=skip, an unreadable image gives a warning, is
+        counted and left out. A batch without any readable image still raises DataError.
+        """
+        asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
+        micro = Micro(self.read_source, transform, finish, plan.rng)
+        for batch, problems in by_workers(micro, asked, self.workers):
+            if problems and (batch is None or self.unreadable == "error"):
+                raise DataError(f"{problems[0]} Replace the image, or set task.unreadable=skip")
+            self.left_out += len(problems)
+            for problem in problems:
+                warnings.warn(f"{problem} Skipped.", stacklevel=2)
+            yield batch
+
+    def weight(self, batch: Batch) -> float | None:
+        """Number of images if unreadable images may be left out, else None."""
+        return float(len(next(iter(batch.values())))) if self.unreadable == "skip" else None
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        if self.stream:
+            self.stream.trained(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return self.stream.state_dict() if self.stream else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.stream:
+            self.stream.load_state_dict(state)
+
+    def decays(self, name: str, parameter: nn.Parameter) -> bool:
+        """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
+        return parameter.dim() >= 2 and name.split(".")[-1] not in TOKENS
+
+
+# ---- task=imagenet
+
+
+class VisionSizes(TypedDict):
+    """Sizes of a new model (task.model=null).
+
+    null: the size of the model of task.init, or a small default.
+    """
+
+    patch: Count | None
+    width: Count | None
+    depth: Count | None
+    heads: Count | None
+
+
+class ImageAugment(TypedDict):
+    """timm's augmentation of training images and of pairs (mixup, cutmix)."""
+
+    scale: tuple[Part, Part]
+    flip: Share
+    policy: str | None
+    erase: Share
+    repeats: Count
+    mixup: NotNegative
+    cutmix: NotNegative
+
+
+@checked("task")
+@dataclass(eq=False)
+class ImageNet(ImageTask):
+    """Image classification; see `conf/task/imagenet.yaml` for the options.
+
+    Raises:
+        DataError: images or weights are unavailable.
+        ConfigError: options contradict each other.
+    """
+
+    sizes: VisionSizes
+    pool: Literal["token", "avg"] | None
+    new_head: bool
+    crop: Part
+    augment: ImageAugment
+    smoothing: Annotated[float, Field(ge=0, lt=1)]
+    drop_path: Annotated[float, Field(ge=0, lt=1)]
+    layer_decay: Part
+
+    metric = "accuracy"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_classes(self.classes, self.hub["name"] or self.data_dir or self.dataset)
+        self.description = self.model_description()
+        self.description.check()
+        self.training = training_transform(self.augment, self.description)
+
+    # ---- the model
+
+    def model_description(self) -> vision.VisionDescription:
+        """Description of the model of task.model, task.init or task.sizes."""
+        sizes = {vision.SIZES[key]: value for key, value in self.sizes.items() if value is not None}
+        checkpoint = vision.checkpoint_of(self.init)
+        description = checkpoint.description if checkpoint else None
+        if self.model is not None:
+            description = vision.timm_description(self.model)
+        elif self.init == "pretrained":
+            raise ConfigError("task.init=pretrained: expected task.model=<timm model>")
+        elif description is None:
+            size, patch = (8, 2) if self.embedded else (224, 16)
+            description = vision.VisionDescription(
+                vision.SIZED, size, vision.NEW | {"patch_size": patch} | sizes
+            )
+        if any(description.options.get(key) != value for key, value in sizes.items()):
+            raise ConfigError(
+                "task.sizes: only for a new model; remove it with task.model or task.init=<run>"
+            )
+        options = description.options | ({"global_pool": self.pool} if self.pool else {})
+        return replace(
+            description,
+            classes=self.classes,
+            size=self.size or description.size,
+            options=options,
+            crop=self.crop,
+        )
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        from timm.models import group_parameters
+
+        model = vision.build(self.description, mechanism, self.init, self.new_head, self.drop_path)
+        self.mechanism = mechanism
+        self.layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        return model
+
+    def lr_scale(self, name: str) -> float:
+        """Layer-wise learning-rate decay by timm's groups of layers.
+
+        The factor is 1 for the head and a power of task.layer_decay below the head.
+        """
+        top = max(self.layers.values())
+        return self.layer_decay ** (top - self.layers.get(name, top))
+
+    # ---- batches
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        if split != "train":
+            return self.read(split, plan, self.description.transform(), plain)
+        mixes = self.augment["mixup"] or self.augment["cutmix"]
+        return self.read(
+            split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"]
+        )
+
+    def mixed(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
+        """Apply timm's mixup and cutmix, drawn from the first row's generator.
+
+        targets: (B, C), smoothed. Each image is mixed with the image at the mirrored position of the batch. If B is
+        odd, the last image stays as it is.
+        """
+        from timm.data.mixup import Mixup, mixup_target
+
+        mix = Mixup(
+            self.augment["mixup"],
+            self.augment["cutmix"],
+            label_smoothing=self.smoothing,
+            num_classes=len(self.classes),
+        )
+        targets = mixup_target(labels, len(self.classes), smoothing=self.smoothing)
+        even = len(images) // 2 * 2
+        if even:
+            with seeded_globals(draws[0]):
+                images[:even], targets[:even] = mix(images[:even].clone(), labels[:even])
+        return {"images": images, "targets": targets}
+
+    # ---- training
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits, targets = model(batch["images"]).float(), batch["targets"]
+        return F.cross_entropy(
+            logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing
+        )
+
+    # ---- results
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Loss in nats, top-1 and top-5 accuracy of the readable images."""
+        loss = right = near = count = 0
+        left_out = self.left_out
+        for batch in reader.batches(split):
+            logits, labels = model(batch["images"]).float(), batch["targets"]
+            loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
+            hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
+            right, near, count = (
+                right + int(hits[:, 0].sum()),
+                near + int(hits.sum()),
+                count + len(labels),
+            )
+        loss, right, near, count, left_out = reader.sum(
+            loss, right, near, count, self.left_out - left_out
+        )
+        if not math.isfinite(loss):
+            raise NotFinite("the loss is not finite; try a lower trainer.lr")
+        metrics = {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
+        return metrics | ({"unreadable_images": left_out} if left_out else {})
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Save the model as `<run>/model`."""
+        vision.save_model(self.description, self.mechanism, tensors, directory)
+
+
+def plain(images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
+    return {"images": images, "targets": labels}
+
+
+def training_transform(augment: ImageAugment, description: vision.VisionDescription) -> Any:
+    """timm's training transform, from PIL.Image to (3, H, W).
+
+    Raises ConfigError for a policy that timm does not know.
+    """
+    from timm.data import create_transform
+
+    try:
+        return create_transform(
+            description.size,
+            is_training=True,
+            scale=tuple(augment["scale"]),
+            hflip=augment["flip"],
+            color_jitter=None,
+            auto_augment=augment["policy"],
+            re_prob=augment["erase"],
+            re_mode="pixel",
+            interpolation=description.interpolation,
+            mean=description.mean,
+            std=description.std,
+        )
+    except (AssertionError, ValueError, KeyError, IndexError):
+        raise ConfigError(
+            f"task.augment.policy={augment['policy']}: expected null or a policy of timm, such as "
+            "rand-m9-mstd0.5-inc1 (RandAugment) or augmix-m5-w4-d2"
+        ) from None

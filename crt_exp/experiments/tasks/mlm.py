@@ -1,0 +1,314 @@
+"""Pretraining and fine-tuning of language models on any text, with any attention.
+
+Encoders predict masked tokens. Decoders (task.causal) predict the next token. Text is tokenized into blocks once; masks
+are drawn again each epoch.
+Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries of the vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import text as data
+from crt_exp.experiments.data.sources import Hub, no_folder
+from crt_exp.experiments.data.vocabularies import new_tokenizer
+from crt_exp.experiments.models import encoders
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError, unknown
+from crt_exp.swap.calibration import fill_statistics, learns
+from crt_exp.validation import Count, FileName, Files, Whole, checked
+
+HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
+GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+
+
+class MaskedModel(nn.Module):
+    """Language model that computes logits only at predicted positions.
+
+    For a small encoder, the head over V costs more than the encoder. call: further arguments of the model.
+    """
+
+    def __init__(self, model: nn.Module, call: dict[str, Any] | None = None):
+        super().__init__()
+        self.model, self.chosen, self.call = model, None, call or {}
+        model.base_model.register_forward_hook(self._choose)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (n, V) and labels (n,) at predicted positions.
+
+        input_ids, labels: (B, L); labels are -100 where nothing is predicted.
+        """
+        self.chosen = labels != data.IGNORED
+        try:
+            return self.model(input_ids=input_ids, **self.call).logits[0], labels[self.chosen]
+        finally:
+            self.chosen = None
+
+    def _choose(self, module: nn.Module, inputs: tuple, output: Any) -> Any:
+        if self.chosen is not None:
+            output["last_hidden_state"] = output["last_hidden_state"][self.chosen][None]
+        return output
+
+
+class TextHub(Hub):
+    """Hugging Face text data set: its split and text column."""
+
+    split: str
+    column: str
+
+
+@checked("task")
+@dataclass(eq=False)
+class MLM(Task):
+    """Language model of any text; see `conf/task/mlm.yaml` for the options.
+
+    Raises:
+        DataError: the text or the model is unavailable.
+        ConfigError: options contradict each other.
+    """
+
+    text: FileName | Sequence[FileName] | None
+    validation_text: FileName | Sequence[FileName] | None
+    data_dir: str | None
+    source: Literal["auto", "files", "hub"]
+    hub: TextHub
+    model: FileName | None
+    init: Annotated[str, Files(("scratch", "uptrain"))]
+    sizes: dict[str, Any]
+    vocabulary: FileName | None
+    vocabulary_size: Count
+    lowercase: bool
+    block: Annotated[int, Field(ge=3)]
+    share: Annotated[float, Field(gt=0, lt=1)]
+    cache_dir: str | None
+    causal: bool = False
+    calibration: Whole = 4
+    repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    metric, lower_is_better = "perplexity", True
+
+    def __post_init__(self):
+        self.check_options()
+        self.kind = "AutoModelForCausalLM" if self.causal else "AutoModelForMaskedLM"
+        self.call = {"use_cache": False} if self.causal else {}
+        self.texts = self.named_texts()
+        self.test = "test" if "test" in self.texts else None
+        scratch = self.model is None and self.init == "scratch"
+        self.origin = None if scratch else encoders.origin_of(self.model, self.init)
+        self.tokenizer = (
+            encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
+        )
+        self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
+        data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        encoders.check_length(self.config, self.block, "task.block")
+        self.masking = None if self.causal else data.Masking.of(self.tokenizer, self.share)
+
+    def check_options(self) -> None:
+        if self.vocabulary is not None and (self.causal or self.model is not None):
+            raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model")
+        if self.hub["name"] is not None and self.text is not None:
+            raise ConfigError("task.text, task.hub.name: expected only one of them")
+        if self.model is None and self.init == "uptrain":
+            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
+        if self.repeat and not self.causal:
+            raise ConfigError(f"task.repeat={self.repeat}: only for decoders; set task.causal=true")
+
+    # ---- text
+
+    def named_texts(self) -> dict[str, data.Text]:
+        """Text of each split that has one."""
+        own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
+        if self.hub["name"] is not None or self.text is not None:
+            no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
+            return {
+                "train": data.HubText.load(**self.hub)
+                if self.text is None
+                else data.text_files(self.text)
+            } | own
+        names = {"train": "train", "validation": "valid", "test": "test"}
+        return {
+            split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
+            for split, name in names.items()
+        } | own
+
+    def inputs(self) -> list[Path]:
+        return [
+            file
+            for text in self.texts.values()
+            if not isinstance(text, data.HubText)
+            for file in text
+        ]
+
+    @cached_property
+    def blocks(self) -> dict[str, np.ndarray]:
+        """Blocks of each split, (blocks, block) int32.
+
+        For encoders (blocks, block - 2), because batches add [CLS] and [SEP].
+        """
+        length = self.block if self.causal else data.body_length(self.tokenizer, self.block)
+        blocks = {
+            split: data.running_blocks(
+                text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else ""
+            )
+            for split, text in self.texts.items()
+        }
+        if "validation" not in blocks:
+            held_out = math.ceil(HELD_OUT * len(blocks["train"]))
+            if held_out == len(blocks["train"]):
+                raise DataError(
+                    f"task.block={self.block}: the text fills only one block; expected at least 2; use a "
+                    "longer text, a smaller task.block, or task.validation_text"
+                )
+            blocks["train"], blocks["validation"] = (
+                blocks["train"][:-held_out],
+                blocks["train"][-held_out:],
+            )
+        return blocks
+
+    def length(self, split: str) -> int:
+        return len(self.blocks[split])
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        for rows in plan.rows(self.length(split), split):
+            blocks = self.blocks[split][rows]
+            if not self.causal:
+                yield self.masking(
+                    data.framed(blocks, self.tokenizer),
+                    data.uniforms(map(plan.rng, rows), self.block),
+                )
+                continue
+            ids = torch.from_numpy(blocks.astype(np.int64))
+            if self.repeat:
+                ids = repeat_first_half(
+                    ids,
+                    self.repeat,
+                    torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :, 0]),
+                )
+            yield {"input_ids": ids, "labels": following(ids)}
+
+    # ---- model
+
+    def new_tokenizer(self):
+        if self.vocabulary is not None:
+            return data.bert_tokenizer(self.vocabulary, self.lowercase)
+        return new_tokenizer(
+            "byte_pairs" if self.causal else "wordpiece",
+            self.texts["train"],
+            self.vocabulary_size,
+            self.lowercase,
+            self.cache_dir,
+        )
+
+    def new_config(self):
+        import transformers
+
+        kind, names = (
+            (transformers.GPT2Config, GPT2_NAMES) if self.causal else (transformers.BertConfig, {})
+        )
+        known = [*kind().to_dict(), *names]
+        if wrong := next((key for key in self.sizes if key not in known), None):
+            raise unknown("key", f"task.sizes.{wrong}", [f"task.sizes.{key}" for key in known])
+        given = {
+            "max_position_embeddings": max(512, self.block),
+            "vocab_size": len(self.tokenizer),
+            **self.sizes,
+        }
+        marks = {
+            f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id")
+            for mark in ("pad", "bos", "eos")
+        }
+        marks = {mark: number for mark, number in marks.items() if number is not None}
+        with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
+            config = kind(**marks | {names.get(key, key): value for key, value in given.items()})
+            if config.hidden_size % config.num_attention_heads:
+                raise ConfigError(
+                    f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "
+                    f"num_attention_heads={config.num_attention_heads}"
+                )
+            with torch.device("meta"):  # uses neither memory nor random numbers
+                transformers.AutoModel.from_config(config)
+        return config
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        origin = self.origin or encoders.Origin("", "task.model", False, False)
+        model = encoders.load_model(self.kind, self.config, origin, mechanism)
+        if origin.weights and not origin.noise:
+            self.calibrate(model)
+        return MaskedModel(model, self.call)
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Fit statistics of causal features: the weights come from another attention."""
+        if self.calibration and learns(model):
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(
+                model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches]
+            )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits, labels = model(**batch)
+        return F.cross_entropy(logits.float(), labels)
+
+    def weight(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != data.IGNORED).sum()
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Loss in nats, perplexity and accuracy over predicted tokens."""
+        loss = right = count = 0
+        for batch in reader.batches(split):
+            logits, labels = model(**batch)
+            loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+            right += int((logits.argmax(-1) == labels).sum())
+            count += len(labels)
+        loss, right, count = reader.sum(loss, right, count)
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            "predicted_tokens" if self.causal else "masked_tokens": count,
+        }
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        encoders.save_model(model.model, inner, self.tokenizer, directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        which = "next" if self.causal else "masked"
+        return (
+            f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
+            f"({last['split']}, step {last['step']})"
+        )
+
+
+def repeat_first_half(ids: Tensor, share: float, draws: Tensor) -> Tensor:
+    """ids (B, L), where rows with probability `share` repeat their first half.
+
+    The second half is the first half, rotated to begin at a random position. draws: (2, B) uniform in [0, 1).
+    """
+    half = ids.shape[1] // 2
+    at = (draws[1] * half).long().unsqueeze(1) + torch.arange(ids.shape[1] - half)
+    again = torch.cat([ids[:, :half], ids.gather(1, at % half)], 1)
+    return torch.where((draws[0] < share).unsqueeze(1), again, ids)
+
+
+def following(ids: Tensor) -> Tensor:
+    """Next-token labels (B, L); the last one is ignored."""
+    return torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], data.IGNORED)], 1)

@@ -1,0 +1,302 @@
+"""Word-level language models with full or sampled softmax (HRF 4.2, I).
+
+The text is the Penn Treebank, WikiText-2 or any other. An LSTM reads the text in columns and carries its state from
+batch to batch. Evaluation reports the perplexity of every word of a split by the full softmax, and the unigram
+perplexity.
+Notation: B columns of a step, T words of each, V words of the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, TypedDict
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from crt_exp.atomic_write import write_rows
+from crt_exp.experiments.data import corpora, full_tensor
+from crt_exp.experiments.data.sources import stand_in
+from crt_exp.experiments.data.text import IGNORED
+from crt_exp.experiments.drawing import new_figure, save_figure
+from crt_exp.experiments.models import lstm
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+from crt_exp.sampled_softmax import (
+    DenseFeatures,
+    ExactSoftmax,
+    LogUniform,
+    Quadratic,
+    SampledSoftmax,
+    TreeFeatures,
+    Uniform,
+    Unigram,
+)
+from crt_exp.validation import Count, Files, NotNegative, Positive, checked
+
+
+class Sampling(TypedDict):
+    """Options of a sampled softmax.
+
+    Attributes:
+        negatives: negative samples of each word.
+        temperature: of the kernel exp(cos(h, e) / temperature) of random features.
+        rebuild_every: steps between two builds of the tables of random features.
+        tree: sample random features by a tree, else by one score for each class.
+        alpha: weight of the squared logit of the quadratic sampler.
+    """
+
+    negatives: Count
+    temperature: Positive
+    rebuild_every: Count
+    tree: bool
+    alpha: NotNegative
+
+
+class LengthPenalties(TypedDict):
+    """Penalties on lengths other than 1 of queries and keys, HRF (105).
+
+    Queries are the outputs of the LSTM, keys the embeddings.
+    """
+
+    queries: NotNegative
+    keys: NotNegative
+
+
+@checked("task")
+@dataclass(eq=False)
+class PTB(Task):
+    """Word-level language model; see `conf/task/ptb.yaml` for the options.
+
+    Raises:
+        DataError: a text is missing, too short, or has words that the training text lacks.
+        ConfigError: options contradict each other.
+    """
+
+    corpus: Annotated[str, Files(("ptb", "wikitext2"))]
+    data_dir: str | None
+    source: Literal["auto", "files", "hub"]
+    min_count: Count | None
+    init: Annotated[str, Files(("scratch",))]
+    width: Count
+    layers: Count
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    bptt: Count
+    softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
+    sampling: Sampling
+    temperature: Positive
+    lengths: LengthPenalties
+    eval_columns: Count
+
+    metric, lower_is_better = "perplexity", True
+
+    def __post_init__(self):
+        self.carried: dict[str, Tensor] = {}
+        self.queries: list[float] = []
+        if self.corpus == "wordnet":
+            self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
+        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
+        V, negatives = len(self.text.words), self.sampling["negatives"]
+        if self.softmax != "full" and negatives > V - 1:
+            raise ConfigError(
+                f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
+                "task.softmax=full"
+            )
+
+    @property
+    def uses(self) -> frozenset[str]:
+        """Mechanism fields in use: none unless the sampler uses random features."""
+        return super().uses if self.softmax == "features" else frozenset()
+
+    # ---- text
+
+    def inputs(self) -> list[Path]:
+        return corpora.word_files(self.corpus, self.data_dir, self.source)
+
+    def length(self, split: str) -> int:
+        return len(self.text.parts[split])
+
+    def epoch_steps(self, plan: Plan) -> int:
+        return -(-(self.length("train") // plan.batch) // self.bptt)
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        """Yield tokens and labels (B, T); labels are -100 where there is no word.
+
+        `place` is the index of the micro-batch in its process and selects the carried state. `first` is True at the
+        start of the columns. Evaluation counts each word once, in the same columns for any number of processes. A
+        limited evaluation reads consecutive batches from a random place on, because the state carries over batches.
+        """
+        training = split == "train"
+        count, micro, start = (
+            (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
+        )
+        columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
+        first, last = (count * each // plan.world for each in (plan.rank, plan.rank + 1))
+        left_out, begin = 0, 0
+        if plan.limit is not None and not training:
+            left_out = max(-(-columns.shape[2] // self.bptt) - plan.limit.batches, 0)
+            plan.limit.partial |= left_out > 0
+        if left_out:
+            start = int(np.random.default_rng(0).integers(left_out + 1))
+            begin = start * self.bptt
+        for at in range(start * self.bptt, columns.shape[2], self.bptt):
+            parts = np.split(columns[:, first:last, at : at + self.bptt], micro, axis=1)
+            for place, (tokens, labels) in enumerate(map(torch.tensor, parts)):
+                if training or (labels != IGNORED).any():
+                    yield {"tokens": tokens, "labels": labels, "place": place, "first": at == begin}
+
+    # ---- model
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        body = lstm.WordLSTM(len(self.text.words), self.width, self.layers, self.dropout)
+        if self.init != "scratch":
+            start = lstm.load(self.init, "task.init")
+            ours = tuple(self.text.words), str(body), self.temperature
+            if (start.words, str(start.body), start.temperature) != ours:
+                raise ConfigError(
+                    f"task.init={self.init}: other words or sizes, or another task.temperature"
+                )
+            body = start.body
+        return lstm.LSTMLanguageModel(
+            body,
+            self.head(body.embedding, mechanism),
+            self.temperature,
+            self.lengths["queries"],
+            self.lengths["keys"],
+        )
+
+    def head(self, embedding: nn.Embedding, mechanism: Mechanism) -> nn.Module | None:
+        """Sampled softmax for training; None for the full softmax.
+
+        Raises ConfigError if task.softmax=features has no random features.
+        """
+        if self.softmax == "full":
+            return None
+        if self.softmax == "features" and not mechanism.estimates:
+            raise ConfigError(
+                f"task.softmax=features: attention={mechanism.name} has no random features; set "
+                "attention=favorpp, or task.softmax=quadratic or unigram"
+            )
+        V, options = len(self.text.words), self.sampling
+        tables = TreeFeatures if options["tree"] else DenseFeatures
+        make = {
+            "uniform": lambda: Uniform(V),
+            "log_uniform": lambda: LogUniform(V),
+            "unigram": lambda: Unigram(torch.from_numpy(self.text.counts)),
+            "exact": lambda: ExactSoftmax(embedding),
+            "quadratic": lambda: Quadratic(embedding, options["alpha"]),
+            "features": lambda: tables(
+                mechanism, V, self.width, temperature=options["temperature"], seed=mechanism.seed
+            ),
+        }
+        return SampledSoftmax(
+            make[self.softmax](), embedding, options["negatives"], rebuild_every=1
+        )
+
+    # ---- training with carried state
+
+    def check_shards(self) -> None:
+        if self.softmax != "full":
+            raise ConfigError(
+                f"task.softmax={self.softmax}: not supported with trainer=fsdp; set task.softmax=full"
+            )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        place = str(batch["place"])
+        before = None if batch["first"] else self.carried[place].to(batch["tokens"].device)
+        result = model(batch["tokens"], batch["labels"], before)
+        self.carried[place] = result.state.detach()
+        return result.loss
+
+    def updated(self, model: nn.Module, step: int) -> None:
+        """Rebuild the tables of random features every `rebuild_every` steps.
+
+        Adam moves nearly every embedding in each step, so the tables are rebuilt instead of updated row by row.
+        """
+        if self.softmax == "features" and step % self.sampling["rebuild_every"] == 0:
+            model.head.update()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.carried)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.carried = dict(state)
+
+    # ---- metrics
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Full-softmax loss in nats, perplexity and accuracy over all words of a split."""
+        unigram = torch.from_numpy(self.unigram)
+        loss = right = count = base = 0
+        state, lengths = None, []
+        for batch in reader.batches(split):
+            result = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
+            state, labels = result.state, batch["labels"][batch["labels"] != IGNORED].cpu()
+            loss, right, count = (
+                loss + float(result.loss),
+                right + int(result.right.sum()),
+                count + len(labels),
+            )
+            base -= float(unigram[labels].log().sum())
+            lengths += result.lengths.tolist()
+        loss, right, count, base = reader.sum(loss, right, count, base)
+        self.queries = reader.gather(lengths)
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            "words": count,
+            "unigram_loss": base / count,
+            "unigram_perplexity": exp(base / count),
+            "query_length": float(np.mean(self.queries)),
+            "key_length": float(full_tensor(model.body.embedding.weight).norm(dim=-1).mean()),
+        }
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        """Word frequencies of the training text with add-one smoothing, (V,)."""
+        counts = self.text.counts + 1.0
+        return counts / counts.sum()
+
+    # ---- results
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        body = {
+            name.removeprefix("body."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("body.")
+        }
+        lstm.save_model(model.body, self.text.words, self.temperature, body, directory)
+        lengths = {
+            "queries": np.array(self.queries),
+            "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy(),
+        }
+        draw_lengths(lengths, directory)
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (
+            f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
+            f"{self.softmax} ({last['split']}, step {last['step']})"
+        )
+
+
+def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
+    """Write lengths.csv and lengths.png with histograms (HRF Figures 7, 9).
+
+    They show |h| of all evaluated words and |e| of all classes.
+    """
+    edges = np.linspace(0.0, 1.001 * max(map(np.max, lengths.values())), 61)
+    counts = {name: np.histogram(part, edges)[0] for name, part in lengths.items()}
+    columns = (column.tolist() for column in (edges[:-1], edges[1:], *counts.values()))
+    write_rows(directory / "lengths.csv", [["from", "to", *counts], *zip(*columns)])
+    figure, axes = new_figure(1, 2, figsize=(7, 3), layout="constrained")
+    for ax, (name, part) in zip(axes, counts.items()):
+        ax.stairs(part, edges, fill=True)
+        ax.set(title=f"lengths of {name}", xlabel="length", ylabel="count")
+    save_figure(figure, directory / "lengths.png")

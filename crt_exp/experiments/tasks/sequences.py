@@ -1,0 +1,283 @@
+"""Base classes of tasks on the sequence model, and task=recall.
+
+`SequenceTask` holds the options of the model. `SymbolTask` adds initial weights, loss and metrics for next or masked
+symbols.
+
+task=recall is multi-query associative recall (Arora et al., 2023). A row has P key-value pairs among noise, followed by
+Q queries for the values of keys. With one pair it is a needle-in-a-haystack test. Attention that cannot retrieve single
+keys fails here, however well it models text.
+Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from crt_exp.experiments.data.text import IGNORED
+from crt_exp.experiments.models import language
+from crt_exp.experiments.models.language import (
+    PRESETS,
+    Dropout,
+    LanguageDescription,
+    LanguageModel,
+    Positions,
+)
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+from crt_exp.swap.calibration import fill_statistics, learns
+from crt_exp.validation import Count, Files, Whole, checked
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+SPLITS = {"train": 0, "validation": 1, "test": 2}
+NOISE = 64  # noise symbols of task=recall
+WIDTH = 128  # default width of new models of task=recall
+
+
+@dataclass(eq=False)
+class SequenceTask(Task):
+    """Options of the sequence model; `conf/task/trembl.yaml` explains them."""
+
+    preset: Literal[*PRESETS] | None
+    sizes: dict[str, Any]
+    positions: Positions | None
+    dropout: Dropout
+    checkpointing: bool
+
+    # name of the option that sets the length of the longest row
+    length_option = "max_length"
+
+    def new_description(
+        self, symbols: int, length: int, causal: bool, tied: bool = True
+    ) -> LanguageDescription:
+        sizes = language.sizes_of(self.preset or "tiny", self.sizes, "task.sizes")
+        return LanguageDescription(
+            symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout
+        )
+
+
+@dataclass(eq=False)
+class SymbolTask(SequenceTask):
+    """Prediction of next or masked symbols, with new weights or those of a run.
+
+    Subclasses define these attributes:
+
+    Attributes:
+        causal: whether symbols are predicted from earlier symbols alone.
+        predictable: number of symbols whose predictions count; these symbols have the first ids.
+        unigram: (predictable,) frequencies in the training rows, with add-one smoothing.
+    """
+
+    tied: bool | None
+    init: Annotated[str, Files(("scratch",))]
+    calibration: Whole
+
+    metric, lower_is_better = "perplexity", True
+    counted = "tokens"  # name of the number of symbols in the metrics
+    compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
+
+    def load(self) -> None:
+        """Load the model of task.init into `kept`; raises DataError."""
+        self.kept = None if self.init == "scratch" else language.load(self.init, "task.init")
+
+    def describe(self, symbols: int, length: int, vocabulary: Mapping[str, Any]) -> None:
+        """Set the model description from task.init, or from the options.
+
+        vocabulary: saved with the model, as JSON. Raises ConfigError if options contradict the model of task.init.
+        """
+        self.vocabulary = dict(vocabulary)
+        if self.kept is None:
+            tied = True if self.tied is None else self.tied
+            self.description = self.new_description(symbols, length, self.causal, tied)
+        else:
+            self.description = self.saved_description(length)
+
+    def saved_description(self, length: int) -> LanguageDescription:
+        theirs = self.kept.description
+        if self.kept.symbols != self.vocabulary:
+            raise ConfigError(
+                f"task.init={self.init}: trained with other symbols; expected {self.compatible_runs}"
+            )
+        sizes = (
+            language.sizes_of(self.preset, self.sizes, "task.sizes")
+            if self.preset
+            else theirs.sizes | dict(self.sizes)
+        )
+        same = {
+            "direction": self.causal == theirs.causal,
+            "positions": self.positions in (None, theirs.positions),
+            "tied": self.tied in (None, theirs.tied),
+            "preset and task.sizes": sizes == theirs.sizes,
+        }
+        if wrong := next((key for key, right in same.items() if not right), None):
+            raise ConfigError(f"task.{wrong}: differs from task.init={self.init}; remove it")
+        if theirs.positions == "learned" and length > theirs.length:
+            raise ConfigError(
+                f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
+                f"{theirs.length} positions of task.init={self.init}"
+            )
+        return replace(theirs, dropout=self.dropout)
+
+    # ---- model
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        self.mechanism = mechanism
+        model = LanguageModel(self.description, mechanism.layer, self.checkpointing)
+        if self.kept is not None and not language.load_weights(model, self.kept, mechanism):
+            self.calibrate(model)
+        return model
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Fit statistics of causal features: the weights come from another attention."""
+        if self.calibration and learns(model):
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(model, [without_labels(batch) for batch in batches])
+
+    def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits (n, V) in float32 and labels (n,) at the predicted positions."""
+        chosen = batch["labels"] != IGNORED
+        logits = model(**without_labels(batch), chosen=chosen)
+        return logits.float(), batch["labels"][chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross entropy over predicted positions; 0 if there are none."""
+        logits, labels = self.predicted(model, batch)
+        return F.cross_entropy(logits, labels, reduction="sum") / max(1, len(labels))
+
+    def weight(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    # ---- metrics
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Loss in nats, perplexity and accuracy over predictable symbols.
+
+        `unigram_...` are the metrics of the unigram baseline.
+        """
+        unigram = torch.from_numpy(self.unigram)
+        loss = right = count = base = base_right = 0
+        for batch in reader.batches(split):
+            logits, labels = self.predicted(model, batch)
+            counted = labels < self.predictable
+            loss += float(F.cross_entropy(logits, labels, reduction="none")[counted].double().sum())
+            labels, answers = labels[counted], logits[counted].argmax(-1)
+            right, count = right + int((answers == labels).sum()), count + len(labels)
+            base -= float(unigram[labels.cpu()].log().sum())
+            base_right += int((labels == int(unigram.argmax())).sum())
+        loss, right, count, base, base_right = reader.sum(loss, right, count, base, base_right)
+        return {
+            "loss": loss / count,
+            "perplexity": exp(loss / count),
+            "accuracy": right / count,
+            self.counted: count,
+            "unigram_loss": base / count,
+            "unigram_perplexity": exp(base / count),
+            "unigram_accuracy": base_right / count,
+        }
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
+
+
+def without_labels(batch: Batch) -> dict[str, Tensor]:
+    """Arguments of the model in a batch."""
+    return {key: part for key, part in batch.items() if key != "labels"}
+
+
+# ---- task=recall
+
+
+@checked("task")
+@dataclass(eq=False)
+class Recall(SymbolTask):
+    """Associative recall; see `conf/task/recall.yaml` for the options.
+
+    Raises ConfigError if options contradict each other.
+    """
+
+    block: Annotated[int, Field(ge=8)]
+    pairs: Count
+    queries: Count | None
+    symbols: Count
+    rows: Count
+    evaluated: Count
+
+    metric, lower_is_better, counted = "accuracy", False, "queries"
+    causal, length_option, compatible_runs = (
+        True,
+        "block",
+        "a run of task=recall of as many symbols",
+    )
+
+    def __post_init__(self):
+        self.predictable = self.symbols
+        self.asked = self.pairs if self.queries is None else self.queries
+        if self.pairs > self.symbols:
+            raise ConfigError(
+                f"task.pairs={self.pairs}: expected at most task.symbols={self.symbols}"
+            )
+        if 2 * (self.pairs + self.asked) > self.block:
+            raise ConfigError(
+                f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
+                f"{self.pairs} pairs and {self.asked} queries"
+            )
+        self.load()
+        if self.kept is None and self.preset is None:
+            self.sizes = {"d": WIDTH} | dict(self.sizes)
+        self.tied = False if self.tied is None and self.kept is None else self.tied
+        self.describe(
+            2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE}
+        )
+
+    # ---- rows
+
+    def length(self, split: str) -> int:
+        return self.rows if split == "train" else self.evaluated
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        for chosen in plan.rows(self.length(split), split):
+            rows = [
+                recall_row(split, i, self.block, self.symbols, self.pairs, self.asked)
+                for i in chosen
+            ]
+            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
+            yield {"tokens": tokens, "labels": labels}
+
+    # ---- metrics
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return np.full(self.symbols, 1 / self.symbols)
+
+
+def recall_row(
+    split: str, i: int, length: int, symbols: int, pairs: int, queries: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels (L,) of row i.
+
+    The first symbols are values, then come keys, then noise.
+    """
+    rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
+    tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
+    keys, values, asked = (
+        n + rng.permutation(n)[:pairs],
+        rng.integers(0, n, pairs),
+        rng.integers(0, pairs, queries),
+    )
+    pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
+    places = 2 * rng.permutation(pair_slots)[:pairs]
+    later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
+    tokens[places], tokens[places + 1] = keys, values
+    tokens[later], tokens[later + 1] = keys[asked], values[asked]
+    labels[later] = values[asked]
+    return tokens, labels

@@ -1,0 +1,376 @@
+"""Attention transfer: train swapped layers to match exact attention.
+
+In `TransferModel`, every swapped layer returns the output of exact attention. The next layer therefore receives the
+input of the exact model. Each layer's error is measured against exact attention and does not depend on other layers. No
+labels are needed.
+
+`transfer_attention` trains any swapped model. task=transfer takes the language models and text of task=mlm.
+task=transfer_vision takes the image classifiers and images of task=imagenet.
+Notation: B batch, H query heads, L queries, dv value dimension.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crt_exp.attention.base import AttentionLayer, LinearAttention
+from crt_exp.attention.baselines import exact_attention
+from crt_exp.experiments.models import encoders, vision
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.experiments.tasks.imagenet import ImageNet
+from crt_exp.experiments.tasks.mlm import MLM, MaskedModel
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+from crt_exp.swap.calibration import (
+    call,
+    call_arguments,
+    fill_statistics,
+    real_queries,
+    swapped_states,
+)
+from crt_exp.validation import checked
+
+SOURCE = "expected a model trained with exact attention; set task.init=<run of task={}>, or task.model and task.init={}"
+
+
+# ---- transfer for any swapped model
+
+
+class TransferModel(nn.Module):
+    """Swapped model that trains its attention layers against exact attention.
+
+    A call returns the errors of the layers (layers,), |output - exact|^2 / |exact|^2, and the output of the exact
+    model. The model stays in eval mode, without dropout. Only parameters of the swapped layers are trained. With
+    `teaching` = False, `model` runs its swapped attention. Raises ValueError if no layer is swapped.
+    """
+
+    teaching = True
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        states = swapped_layers(model)
+        model.requires_grad_(False)
+        for parameter in layer_parameters(states):
+            parameter.requires_grad_(True)
+        self.squares: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, for layers in the last call
+        self.hooks = [
+            state.register_forward_hook(partial(self._teach, number), with_kwargs=True)
+            for number, state in enumerate(states)
+        ]
+
+    def _teach(
+        self, number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor
+    ) -> Tensor | None:
+        """Replace the layer's output by exact attention and record both squared norms."""
+        if not self.teaching:
+            return None
+        q, k, v, key_mask = given = call_arguments(*args, **kwargs)
+        root = state.scaling**0.5
+        with torch.no_grad():
+            exact = exact_attention(q * root, k * root, v, causal=state.causal, key_mask=key_mask)
+        self.squares[number] = squares(state, given, out, exact)
+        return exact
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        self.squares.clear()
+        out = self.model(*args, **kwargs)
+        if not self.squares:
+            raise ValueError("this call reached no swapped layer; expected an input that does")
+        errors = [
+            error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())
+        ]
+        return torch.stack(errors), out
+
+    def train(self, mode: bool = True) -> "TransferModel":
+        super().train(mode)
+        self.model.eval()
+        for state in swapped_layers(self.model):
+            state.train(mode)
+        return self
+
+
+@torch.no_grad()
+def exact_calls(student: TransferModel, batch: Any) -> dict[int, tuple[tuple, Tensor]]:
+    """Arguments and exact outputs (B, H, L, dv) of each layer, by layer number.
+
+    A training step on recorded calls costs only the layers, not the whole model.
+    """
+    calls: dict[int, tuple[tuple, Tensor]] = {}
+
+    def keep(number: int):
+        return lambda state, args, kwargs, out: calls.update(
+            {number: (call_arguments(*args, **kwargs), out)}
+        )
+
+    with ExitStack() as stack:  # hooks after `_teach` receive exact outputs
+        for number, state in enumerate(swapped_layers(student.model)):
+            stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
+        call(student, batch)
+    return calls
+
+
+def transfer_attention(
+    model: nn.Module, batches: Sequence, steps: int = 200, lr: float = 1e-2
+) -> nn.Module:
+    """Train swapped layers in place to match exact attention; return the model.
+
+    `fill_statistics` first takes statistics of the exact model's queries and keys from all batches. One pass records
+    the inputs and exact outputs of each layer. Adam then trains the layers on the recorded batches in turn; the
+    learning rate decays linearly to 0. All other parameters stay as they are.
+
+    Args:
+        model: a model with swapped attention.
+        batches: as for `calibrate_attention`.
+        steps: optimiser steps, each on one batch.
+        lr: initial learning rate.
+
+    Raises:
+        ValueError: there are no batches, no layer is swapped, or no layer has anything to learn.
+    """
+    batches, training, wanted = (
+        list(batches),
+        model.training,
+        [p for p in model.parameters() if p.requires_grad],
+    )
+    if not batches:
+        raise ValueError("batches: empty; expected at least one")
+    student = TransferModel(model)
+    calibrate(student, batches)
+    if parameters := [p for p in student.parameters() if p.requires_grad]:
+        optimizer, states = torch.optim.Adam(parameters, lr), swapped_layers(model)
+        calls = [exact_calls(student.eval(), batch) for batch in batches]
+        release(student)
+        student.train()
+        for step in range(steps):
+            optimizer.zero_grad()
+            now = calls[step % len(calls)]
+            for number, (given, exact) in now.items():  # one layer at a time saves memory
+                error, square = squares(states[number], given, states[number](*given), exact)
+                (error / square.clamp(min=1e-30) / len(now)).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = lr * (1 - (step + 1) / steps)
+    return release(student, wanted).train(training)
+
+
+def calibrate(student: TransferModel, batches: Iterable) -> None:
+    """Fit statistics of the layers to inputs of the exact model.
+
+    Raises ValueError if the layers have neither statistics nor parameters to learn.
+    """
+    states, batches = swapped_layers(student.model), list(batches)
+    kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
+    if not (kept or layer_parameters(states)):
+        raise ValueError(
+            f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
+            "with attention.learn=parameters or projections"
+        )
+    if kept:
+        fill_statistics(student.model, batches)
+
+
+def release(student: TransferModel, wanted: Iterable[nn.Parameter] = ()) -> nn.Module:
+    """Remove the hooks and return the model; `wanted` parameters require gradients."""
+    for hook in student.hooks:
+        hook.remove()
+    for parameter in wanted:
+        parameter.requires_grad_(True)
+    return student.model
+
+
+def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
+    """Swapped layers in module order; raises ValueError if there are none."""
+    states = swapped_states(model)
+    if not states:
+        raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
+    return states
+
+
+def layer_parameters(states: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for state in states for parameter in state.parameters()]
+
+
+def squares(
+    state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor
+) -> tuple[Tensor, Tensor]:
+    """|output - exact|^2 and |exact|^2, summed over all queries but padding."""
+    q, k, _, key_mask = given
+    real = real_queries(state, q, k, key_mask)[:, None, :, None].to(exact.dtype)
+    return (out - exact).float().square().mul(real).sum(), exact.float().square().mul(real).sum()
+
+
+# ---- tasks
+
+
+class TransferTask(Task):
+    """Attention transfer for the model, batches and metrics of another task.
+
+    Attributes:
+        name: the task as typed on the command line.
+        later: the task that trains the model further.
+    """
+
+    name: str
+    later: str
+
+    metric, lower_is_better = "error", True
+
+    def check_shards(self) -> None:
+        raise ConfigError(f"task={self.name}: not supported with trainer=fsdp; remove trainer=fsdp")
+
+    def check_adapters(self) -> None:
+        raise ConfigError(
+            f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
+            f"task={self.later} task.init=<this run>"
+        )
+
+    def transfer_model(self, model: nn.Module, mechanism: Mechanism, count: int) -> TransferModel:
+        """Swapped model, calibrated on `count` batches of 8 rows.
+
+        Raises ConfigError if the attention has nothing to learn.
+        """
+        if mechanism.is_exact:
+            raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
+        student = TransferModel(model)
+        try:
+            calibrate(
+                student,
+                map(self.model_inputs, islice(self.batches("train", Plan(8)), max(count, 1))),
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return student
+
+    def model_inputs(self, batch: Batch) -> Any:
+        """Arguments of the model in a batch."""
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        given = self.model_inputs(batch)
+        errors, _ = model(**given) if isinstance(given, dict) else model(given)
+        return errors.mean()
+
+    def weight(self, batch: Batch) -> None:
+        """None: every row has the same number of layer outputs."""
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        """Layer errors, metrics of the swapped model, and loss of the exact model.
+
+        `error` is the mean over layers of |output - exact| / |exact|, `error_worst` the largest layer error. Then come
+        the metrics of the swapped model on its own layer inputs. `exact_loss` is the loss of the exact model.
+        """
+        recorder = ErrorRecorder(model)
+        exact = super().evaluate(recorder, split, reader)
+        errors = [
+            (error / whole) ** 0.5
+            for error, whole in zip(*(reader.sum(*side) for side in recorder.totals))
+        ]
+        model.teaching = False
+        try:
+            swapped = super().evaluate(model.model, split, reader)
+        finally:
+            model.teaching = True
+        return {
+            "error": sum(errors) / len(errors),
+            "error_worst": max(errors),
+            **swapped,
+            "exact_loss": exact["loss"],
+        }
+
+    def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+        super().export(
+            model.model,
+            {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+            directory,
+        )
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (
+            f"transfer: error {last['error']:.4f} of exact attention, worst layer {last['error_worst']:.4f}; loss "
+            f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})"
+        )
+
+
+@checked("task")
+@dataclass(eq=False)
+class Transfer(TransferTask, MLM):
+    """Transfer for language models; see `conf/task/transfer.yaml` for the options.
+
+    Raises ConfigError if there is no exact model to learn from.
+    """
+
+    name, later = "transfer", "mlm"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.origin = self.origin._replace(weights=True, noise=False)
+        encoders.check_exact(
+            f"{self.origin.option}={self.origin.name}",
+            getattr(self.config, "crt_exp", encoders.EXACT),
+        )
+
+    def check_options(self) -> None:
+        if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
+            raise ConfigError(f"task.init={self.init}: {SOURCE.format('mlm', 'uptrain')}")
+        super().check_options()
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        return self.transfer_model(MaskedModel(model, self.call), mechanism, self.calibration)
+
+
+@checked("task")
+@dataclass(eq=False)
+class TransferVision(TransferTask, ImageNet):
+    """Transfer for image classifiers; options in `conf/task/transfer_vision.yaml`.
+
+    Raises ConfigError if there is no exact classifier to learn from.
+    """
+
+    name, later = "transfer_vision", "imagenet"
+
+    def __post_init__(self):
+        if self.init == "scratch":
+            raise ConfigError(f"task.init=scratch: {SOURCE.format('imagenet', 'pretrained')}")
+        if self.new_head:
+            raise ConfigError(
+                "task.new_head=true: not supported by task=transfer_vision; remove it"
+            )
+        super().__post_init__()
+        checkpoint = vision.checkpoint_of(self.init)
+        if checkpoint is not None and checkpoint.attention:
+            encoders.check_exact(checkpoint.named, checkpoint.attention["described"])
+
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        return self.transfer_model(super().build(mechanism), mechanism, 1)
+
+    def model_inputs(self, batch: Batch) -> Tensor:
+        return batch["images"]
+
+
+class ErrorRecorder:
+    """Return the output of the exact model and accumulate layer errors."""
+
+    def __init__(self, model: TransferModel):
+        self.model, self.totals = model, ([], [])
+
+    @torch.no_grad()
+    def __call__(self, *args: Tensor, **batch: Tensor):
+        _, out = self.model(*args, **batch)
+        squares = [self.model.squares[number] for number in sorted(self.model.squares)]
+        self.totals = tuple(
+            [
+                float(part) + before
+                for part, before in zip(side, self.totals[i] or [0.0] * len(side))
+            ]
+            for i, side in enumerate(zip(*squares))
+        )
+        return out

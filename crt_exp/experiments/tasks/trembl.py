@@ -1,0 +1,175 @@
+"""Protein language models on UniProt sequences (Performers 4.3, C).
+
+A model predicts next letters (unidirectional) or masked letters (bidirectional). Accuracy and perplexity count letters
+only. A unidirectional model also learns the end of a sequence, which the metrics leave out. The metrics include a
+unigram baseline.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from crt_exp.experiments.data import DataError, protein
+from crt_exp.experiments.data.plan import by_length
+from crt_exp.experiments.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
+from crt_exp.experiments.data.sources import stand_in, task_folder
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.sequences import Share, SymbolTask
+from crt_exp.registry import ConfigError
+from crt_exp.validation import Count, FileName, checked
+
+VOCABULARY = {
+    "letters": LETTERS,
+    "begin": protein.BEGIN,
+    "end": protein.END,
+    "size": protein.TOKENS,
+}
+
+
+@checked("task")
+@dataclass(eq=False)
+class TrEMBL(SymbolTask):
+    """Protein language model; see `conf/task/trembl.yaml` for the options.
+
+    Raises:
+        DataError: files are missing or malformed.
+        ConfigError: options contradict each other.
+    """
+
+    dataset: Literal["generated", "uniprot"]
+    data_dir: str | None
+    direction: Literal["unidirectional", "bidirectional"]
+    max_length: Count
+    chains: bool
+    share: Share
+    validation_share: Share
+    test_share: Share
+    families: FileName | None
+    held_out_families: Sequence[str] | None
+    held_out_files: Sequence[str] | None
+    generated: FamilyOptions
+    bucketed: bool
+    cache_dir: str | None
+
+    counted, predictable = "letters", len(LETTERS)
+    compatible_runs = "a run of task=trembl on the same task.dataset, split by letters"
+
+    def __post_init__(self):
+        self.causal = self.direction == "unidirectional"
+        self.load()
+        self.split_by = (
+            {} if self.dataset == "generated" else {"split": "letters"}
+        )  # a resumed run must match it
+        self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
+        self.masking = protein.masking(self.share)
+        self.made = Families(self.generated) if self.dataset == "generated" else None
+        self.check_options()
+        if self.made:
+            self.stand_in = stand_in("TrEMBL", "generated families", "dataset=uniprot", "protein")
+            self.sequences = self.made.sample(self.generated["sequences"], self.generated["seed"])
+        else:
+            self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
+        split = protein.split_rows(
+            self.sequences, self.held_out(), self.validation_share, self.test_share
+        )
+        kind = Chains if self.chains else Singles
+        self.rows = {
+            name: kind(self.sequences, rows, self.max_length) for name, rows in split.items()
+        }
+        if empty := [name for name, rows in self.rows.items() if not len(rows)]:
+            raise DataError(
+                f"task.max_length={self.max_length}: {empty[0]} has too few symbols for one row"
+            )
+
+    def inputs(self) -> list[Path | None]:
+        return [] if self.made else [task_folder("protein", self.data_dir)]
+
+    def check_options(self) -> None:
+        if self.validation_share + self.test_share >= 1:
+            raise ConfigError(
+                f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
+                "expected < 1"
+            )
+        if self.made and (self.data_dir or self.families or self.held_out_files is not None):
+            raise ConfigError(
+                "task.dataset=generated: expected no task.data_dir, task.families or "
+                "task.held_out_files; set task.dataset=uniprot"
+            )
+        if self.held_out_families is not None and self.families is None:
+            raise ConfigError(
+                "task.held_out_families: expected a table of families; set task.families=FILE"
+            )
+
+    # ---- data
+
+    def held_out(self) -> np.ndarray:
+        """Mask of out-of-distribution sequences, (n,) bool."""
+        if self.made:
+            return self.sequences.files >= self.made.inside
+        if self.families is not None:
+            return protein.held_out_by_family(
+                self.sequences, self.families, self.held_out_families or protein.HELD_OUT
+            )
+        return protein.held_out_by_file(self.sequences, self.held_out_files)
+
+    def length(self, split: str) -> int:
+        return len(self.rows[split])
+
+    def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
+        data = self.rows[split]
+        for numbers in by_length(data.lengths, split, plan, self.bucketed):
+            rows = [data[i] for i in numbers]
+            if self.causal:
+                yield protein.next_tokens(rows, self.max_length)
+            else:
+                yield protein.masked_tokens(rows, map(plan.rng, numbers), self.masking)
+
+    def state_dict(self) -> dict[str, str]:
+        return self.split_by
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        if state != self.split_by:
+            raise ConfigError(
+                "resume=auto: the run began with other splits; use another hydra.run.dir"
+            )
+
+    # ---- metrics
+
+    def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        metrics = super().evaluate(model, split, reader)
+        if split != "test":
+            return metrics
+        if "ood" in self.rows:
+            metrics |= {
+                f"{key}_ood": value for key, value in super().evaluate(model, "ood", reader).items()
+            }
+        return metrics | self.statistics()
+
+    @cached_property
+    def unigram(self) -> np.ndarray:
+        return protein.frequencies(self.rows["train"])
+
+    def statistics(self) -> dict[str, float]:
+        """Length statistics of each split (Performers Table 1).
+
+        With task.chains they are statistics of rows, else of whole sequences.
+        """
+        result = {}
+        for split, rows in self.rows.items():
+            lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
+            result |= {
+                f"{split}_{key}": value for key, value in protein.statistics(lengths).items()
+            }
+        return result
+
+    def summary(self, records: list[dict]) -> str:
+        last = records[-1]
+        return (
+            f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
+            f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})"
+        )

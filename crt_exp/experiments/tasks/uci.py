@@ -1,0 +1,251 @@
+"""Kernel regression on UCI tables: Table 1 of Chefs' Random Tables (CRT).
+
+The target is a class or a number. For each random split, the validation part selects the bandwidth sigma. The test part
+is read once, with the selected sigma.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import Field
+from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
+from tqdm import tqdm
+
+from crt_exp.estimators.kernel_regression import (
+    KernelRegressionClassifier,
+    KernelRegressionRegressor,
+)
+from crt_exp.experiments.data import tabular
+from crt_exp.experiments.intervals import interval
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import unknown
+from crt_exp.samplers.bias import bias_record, bias_sentence
+from crt_exp.validation import Count, FileName, Positive, Several, checked, split_words
+
+
+@checked("task")
+class UCI:
+    """Kernel regression on one table, with the Gaussian kernel.
+
+    A feature map with its own kernel replaces the Gaussian kernel. The metric is accuracy, or R^2 for a numeric target
+    (boston). The final record also has the mean of each split in percent.
+
+    Args:
+        coding, scaling: see `conf/task/uci.yaml`.
+        split: fractions of training, validation and test rows.
+        sigmas: candidate bandwidths; the kernel is exp(-sigma^2 |x - y|^2 / 2).
+        draws: sets of random projections for each split.
+    """
+
+    of_rows = True  # kernels of rows allow feature maps with their own kernel
+
+    def __init__(
+        self,
+        dataset: str,
+        coding: Literal["ordinal", "onehot"],
+        scaling: Literal["standard", "minmax", "none"],
+        split: tuple[Positive, Positive, Positive],
+        repeats: Count,
+        sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
+        draws: Count = 1,
+        data_dir: str | None = None,
+        csv: FileName | None = None,
+        target: str | None = None,
+        kind: tabular.Kind | None = None,
+        baseline: str | None = None,
+    ):
+        if abs(sum(split) - 1) > 1e-9:
+            raise ValueError(f"task.split={list(split)}: expected three fractions with sum 1")
+        if (data_dir if csv else target or kind) is not None:
+            raise ValueError("task.target, task.kind: only for task.csv=FILE; task.data_dir is not")
+        self.table, self.note = (
+            tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
+        )
+        self.features = self.table.encode(
+            coding
+        )  # float64, because float32 rounds a date of 12 digits before scaling
+        if scaling == "none" and np.isnan(self.features).any():
+            raise ValueError(
+                f"task.scaling=none: values are missing ({self.note}); set standard or minmax"
+            )
+        self.file = None if csv else tabular.file_of(dataset, data_dir)
+        self.scaling, self.split, self.repeats, self.draws, self.sigmas = (
+            scaling,
+            split,
+            repeats,
+            draws,
+            list(sigmas),
+        )
+        self.metric = "r2" if self.table.classes is None else "accuracy"
+        self.baseline, self.options = split_words(baseline) if baseline else (None, {})
+        if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
+            raise unknown("task.baseline (classification only)", self.baseline, [*BASELINES])
+        if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
+            raise ValueError(
+                f"task.split={list(split)}: a part of the {len(self.table)} rows is empty"
+            )
+
+    def inputs(self) -> list[Path | None]:
+        return [self.file]
+
+    def records(
+        self, mechanism: Mechanism, seed: int, done: list[dict] = ()
+    ) -> Iterator[dict[str, Any]]:
+        """Yield a record for each split and projection set, then the mean and its CI.
+
+        The 95% CI is over splits.
+        """
+        tests = [r for r in done if r["split"] == "split"]
+        draws = 1 if mechanism.is_exact and not self.baseline else self.draws
+        steps = range(len(tests), self.repeats * draws)
+        for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
+            repeat, draw = divmod(step, draws)
+            noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
+            scores = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
+            tests.append(
+                {
+                    "step": step,
+                    "epoch": 0,
+                    "split": "split",
+                    "repeat": repeat,
+                    "draw": draw,
+                    **scores,
+                }
+            )
+            yield tests[-1]
+        scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
+        yield {
+            "step": len(tests),
+            "epoch": 0,
+            "split": "test",
+            **interval(scores.mean(1), self.metric),
+            "draws": draws,
+            f"{self.metric}_percent": (100 * scores).mean(1).tolist(),
+            "rows": len(self.table),
+            "columns": self.features.shape[1],
+            **self.bias(mechanism, seed, tests[-1]["sigma"]),
+            "final": True,
+        }
+
+    def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
+        """Bias of an approximate sampler on training rows, at the last selected sigma."""
+        if mechanism.sampler is None:
+            return {}
+        x = torch.tensor(self.divide(seed, 0)[0][0]) * sigma
+        phi = mechanism.kernel_map()
+        return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
+
+    def summary(self, records: list[dict]) -> str:
+        last, metric = records[-1], self.metric
+        spread = "" if last[f"{metric}_ci95"] is None else f" +- {last[f'{metric}_ci95']:.4f}"
+        lines = [
+            f"{self.table.name}: {metric} {last[metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
+            + bias_sentence(last),
+            self.note,
+        ]
+        splits = [
+            (record[metric], record["constant"]) for record in records if "constant" in record
+        ]
+        fit, constant = np.mean(splits, axis=0) if splits else (0, 0)
+        if fit < constant:
+            name = "the most frequent class" if metric == "accuracy" else "the mean"
+            lines.append(
+                f"worse than {name} of the training part, which has {metric} {constant:.4f}"
+            )
+        return "\n".join(filter(None, lines))
+
+    def divide(self, seed: int, repeat: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Training, validation and test part of random split `repeat`.
+
+        Returns features (n, d) float32 and targets of each part. The split is the same for every method. The training
+        part determines the scaling.
+        """
+        order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
+        first = round(self.split[0] * len(order))
+        second = first + max(1, round(self.split[1] * len(order)))
+        parts = np.split(order, [first, min(second, len(order) - 1)])
+        scale = scaler(self.features[parts[0]], self.scaling)
+        return [scale(self.features[p]) for p in parts], [self.table.target[p] for p in parts]
+
+    def evaluate(
+        self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int
+    ) -> dict[str, float]:
+        """Select sigma on validation and score the test part; ties take the first sigma."""
+        constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(
+            x[0], y[0]
+        )
+        fitted = [self.estimator(mechanism, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
+        validation = [model.score(x[1], y[1]) for model in fitted]
+        best = int(np.argmax(validation))
+        tested, untrained = (float(model.score(x[2], y[2])) for model in (fitted[best], constant))
+        return {
+            "sigma": self.sigmas[best],
+            f"validation_{self.metric}": validation[best],
+            self.metric: tested,
+            "constant": untrained,
+        }
+
+    def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
+        kind = (
+            KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
+        )
+        gamma = sigma**2 / 2
+        if self.baseline:
+            return BASELINES[self.baseline](
+                gamma=gamma, n_components=self.options.get("m"), random_state=seed
+            )
+        if not mechanism.estimates:
+            return kind("exact", gamma=gamma)
+        phi = mechanism.kernel_map()
+        scale = {"length_scale": 1 / sigma} if phi.own_kernel else {"gamma": gamma}
+        return kind(phi, mechanism.sampler, phi.width(mechanism.m), random_state=seed, **scale)
+
+
+def scaler(train: np.ndarray, kind: str):
+    """Function that scales float64 columns by training statistics, to float32.
+
+    A constant column becomes 0. A missing value becomes the mean of the training part.
+    """
+    if kind == "none":
+        return lambda x: x.astype(np.float32)
+    scale = (StandardScaler() if kind == "standard" else MinMaxScaler()).fit(
+        train
+    )  # both ignore missing values
+    mean = pd.DataFrame(scale.transform(train)).mean().fillna(0).to_numpy()
+    return lambda x: (
+        pd.DataFrame(scale.transform(x)).fillna(dict(enumerate(mean))).to_numpy(np.float32)
+    )
+
+
+class SklearnKernelClassifier:
+    """Class of the largest kernel sum, on features of a scikit-learn transformer."""
+
+    def __init__(self, kind: str, **options: Any):
+        from sklearn import kernel_approximation  # this import takes half a second
+
+        self.transformer = getattr(kernel_approximation, kind)(**options)
+
+    def fit(self, X, y):
+        self.classes = np.unique(y)
+        self.state = self.transformer.fit_transform(X).T @ (y[:, None] == self.classes).astype(
+            X.dtype
+        )
+        return self
+
+    def score(self, X, y) -> float:
+        best = (self.transformer.transform(X) @ self.state).argmax(1)
+        return float((self.classes[best] == y).mean())
+
+
+BASELINES = {
+    "RBFSampler": partial(SklearnKernelClassifier, "RBFSampler"),
+    "Nystroem": partial(SklearnKernelClassifier, "Nystroem"),
+    "majority": lambda **_: DummyClassifier(),
+}

@@ -1,1 +1,0 @@
-"""The pages of results: one file a page, see crt_exp.report.pages."""

@@ -1,0 +1,301 @@
+"""The names of the configuration, their yaml files, and the objects they describe.
+
+The files of conf/ define the names, for the library and for the command line: "oprf" is conf/features/oprf.yaml.
+`own_names` adds folders of the user.
+"""
+
+import json
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crt_exp.optional import explain
+from crt_exp.validation import (  # noqa: F401
+    ConfigError,
+    Parameter,
+    Values,
+    annotations_in_source,
+    check_options,
+    format_value,
+    parameters,
+    unknown,
+)
+
+_PACKAGED = Path(__file__).with_name("conf")
+ALIASES = {
+    "attention": {
+        "performer": "favorp",
+        "favor+": "favorp",
+        "favor++": "favorpp",
+        "favor#": "favorsharp",
+    }
+}
+LARGEST = 2**17  # maximum number of characters of a YAML file
+_OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
+CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
+
+
+# ---- names
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@contextmanager
+def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
+    """Context manager that adds the names of folders laid out like conf/.
+
+    `--config-dir` does this for a run and for a report. The names also apply to saved mechanisms. The classes of these
+    folders are imported, so pass only folders that you trust. Raises ConfigError for a path that is not a folder, and
+    for a name that conf/ already has.
+    """
+    # worker processes may have another working directory
+    paths = tuple(Path(folder).expanduser().absolute() for folder in folders)
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(
+                f"{path}: expected a folder of custom names, as for --config-dir and names=..."
+            )
+        for file in sorted(path.glob("*/*.yaml")):
+            if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(
+                file
+            ):
+                raise ConfigError(
+                    f"{file}: the name {file.stem} exists in {taken}; rename the file"
+                )
+    before = _OWN.set(paths)
+    try:
+        yield
+    finally:
+        _OWN.reset(before)
+
+
+UNKNOWN_USER = "~NAME of a path names no user; write $HOME or the whole path"
+
+
+def unknown_user(error: Exception) -> bool:
+    """Whether an error is that of expanduser() for ~NAME without such a user."""
+    return isinstance(error, RuntimeError) and "home directory" in str(error)
+
+
+def written_folder(name: str | Path, key: str) -> Path:
+    """The path of a folder that is written, with a leading ~ expanded.
+
+    Raises ConfigError, naming `key`, if a folder named ~ would be created.
+    """
+    try:
+        folder = Path(name).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={name}: {UNKNOWN_USER}") from None
+    if "~" in folder.parts:
+        raise ConfigError(f"{key}={name}: ~ is expanded at the beginning only; write $HOME")
+    return folder
+
+
+def own_folders() -> tuple[Path, ...]:
+    """The folders of the active `own_names`."""
+    return _OWN.get()
+
+
+def known_names(group: str) -> list[str]:
+    """The names of a group, including those of `own_names`.
+
+    Only these names become parts of file paths.
+    """
+    return sorted(
+        {path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")}
+    )
+
+
+def is_known(group: str, name: Any) -> bool:
+    return isinstance(name, str) and name in known_names(group)
+
+
+def file_of(group: str, name: str) -> Path:
+    """The yaml file of a name."""
+    return next(
+        file
+        for folder in (CONF, *_OWN.get())
+        if (file := folder / group / f"{name}.yaml").is_file()
+    )
+
+
+def canonical(group: str, name: Any) -> Any:
+    """Replace an alias such as "favor++" by its name in conf/."""
+    return ALIASES.get(group, {}).get(str(name).lower(), name)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of plain values, which may be untrusted.
+
+    Raises ConfigError, naming the line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LARGEST + 1)
+        content = yaml.load(text, Values) if len(text) <= LARGEST else None
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys with values, at most {LARGEST} characters")
+    return content
+
+
+# ---- objects
+
+# subpackages of `experiments` that runs and models saved by version 0.1.0 name without it
+MOVED = ("data", "evolution", "measure", "models", "runner", "tasks")
+
+
+def import_object(name: Any) -> Any:
+    """Import the class or function at a path such as "crt_exp.features.OPRF".
+
+    Returns other objects unchanged. Raises ConfigError if the import fails.
+    """
+    if not isinstance(name, str):
+        return name
+    package, _, rest = name.partition(".")
+    if package == "crt_exp" and rest.partition(".")[0] in MOVED:
+        name = f"crt_exp.experiments.{rest}"
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:  # the imported module can raise anything
+        broken = explain(error)
+        if broken:
+            raise ConfigError(f"{name}: {broken}") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{name} cannot be imported: {reason}") from None
+
+
+def import_path(made: Any) -> str:
+    """The import path of a class or function."""
+    return f"{made.__module__}.{made.__qualname__}" if hasattr(made, "__qualname__") else str(made)
+
+
+def own_options(node: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a node without `_target_` and other keys that start with "_"."""
+    return {key: value for key, value in node.items() if key[0] != "_"}
+
+
+def construct(node: dict[str, Any], **options: Any) -> Any:
+    """Call the `_target_` of a node with its keys. No other value is imported."""
+    return import_object(node["_target_"])(**own_options(node), **options)
+
+
+def instantiate(node: Any) -> Any:
+    """Build the object that a node of a composed configuration describes."""
+    from omegaconf import OmegaConf
+
+    return construct(OmegaConf.to_container(node, resolve=True))
+
+
+# ---- the node of a file: a `_target_` with its keys
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the `_target_` of a configuration group must be, and which keys it takes."""
+
+    what: str
+    is_one: Callable[[Any], bool]
+    supplied: tuple[str, ...] = ()  # parameters that the run supplies
+    extra: dict[str, Parameter] = field(
+        default_factory=dict
+    )  # further keys, if all parts are present
+    parts: dict[str, "Group"] = field(default_factory=dict)  # keys with a `_target_` of their own
+    optional: bool = False
+
+    def options(self, target: Any) -> dict[str, Parameter]:
+        """The parameters of a class that a file may set."""
+        apart = (*self.supplied, *self.parts)
+        return {key: parameter for key, parameter in parameters(target).items() if key not in apart}
+
+
+def check_node(path: str, node: Any, group: Group) -> None:
+    """Raise ConfigError if a node has the wrong `_target_` or wrong keys."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise ConfigError(
+            f"{path}={format_value(node)}: expected {group.what}, a file with a _target_"
+        )
+    target = import_object(node["_target_"])
+    if not group.is_one(target):
+        raise ConfigError(f"{path}._target_={import_path(target)}: expected {group.what}")
+    given = own_options(node)
+    for key in group.parts.keys() & given.keys():
+        check_node(f"{path}.{key}", given.pop(key), group.parts[key])
+    has_parts = group.parts.keys() <= node.keys()
+    check_options(path, group.options(target) | (group.extra if has_parts else {}), given)
+
+
+def uses(attention: dict[str, Any]) -> frozenset[str]:
+    """Which of features, sampler and m an attention node uses."""
+    target = attention["_target_"]
+    if "phi" not in (
+        annotations_in_source(import_path(target)) or parameters(import_object(target))
+    ):
+        return frozenset()
+    if "phi" not in attention:
+        return frozenset({"features", "sampler", "m"})
+    return frozenset({"sampler", "m"} if attention["phi"].get("projection", True) else ())
+
+
+def takes(*names: str) -> Callable[[Any], bool]:
+    return lambda target: callable(target) and set(names) <= parameters(target).keys()
+
+
+def is_map(target: Any) -> bool:
+    return isinstance(target, type) and all(
+        hasattr(target, name) for name in ("phi_q", "phi_k", "projections")
+    )
+
+
+FEATURES = Group("a FeatureMap", is_map, ("kernel",))
+SAMPLER = Group(
+    "a function of m, d, generator and batch",
+    takes("m", "d", "generator", "batch"),
+    ("m", "d", "generator", "batch", "dtype"),
+)
+SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
+ATTENTION = Group(
+    f"a module made of {', '.join(SIZES)} (hand on **options)",
+    takes(*SIZES),
+    ("sampler", "m", *SIZES),
+    {"kernel": Parameter(str, False)},
+    {"phi": FEATURES},
+    optional=True,
+)
+
+
+# ---- JSON files of runs and models, which may be untrusted
+
+
+def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
+    """Parse a JSON object that starts at `line` of a file.
+
+    Raises ConfigError, naming the wrong line.
+    """
+    try:
+        content = json.loads(text)
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError includes integers with thousands of digits
+        raise ConfigError(f"{named}, from line {line} on: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{named}, line {line}: expected a JSON object")
+    return content
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object. Raises ConfigError."""
+    try:
+        return read_json(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error}") from None

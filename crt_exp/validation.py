@@ -1,0 +1,502 @@
+"""Check options against the annotations of a constructor, with one-line errors.
+
+    def __init__(self, scaling: Literal["standard", "minmax", "none"], repeats: Count, sigmas: Several[Positive]): ...
+
+The annotations define keys, types and bounds; pydantic checks them. Values from Python, files and the command line get
+the same check and the same error: "task.repeats=1.5: expected an integer >= 1".
+"""
+
+import ast
+import difflib
+import functools
+import inspect
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Number
+from pathlib import Path
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+import yaml
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+
+Entry = TypeVar("Entry")
+# packages whose frames a warning skips, so that it names a line of the user
+LIBRARIES = (
+    "accelerate",
+    "contextlib",
+    "crt_exp",
+    "peft",
+    "timm",
+    "torch",
+    "torchaudio",
+    "transformers",
+)
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Complex = Annotated[
+    complex, Strict(False)
+]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
+Several = Annotated[Sequence[Entry], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Mark in an annotation: the string names a file or a folder, or is one of `words`.
+
+    A run records the named files, and a continued run must read the same ones.
+    """
+
+    words: tuple[str, ...] = ()
+
+
+FileName = Annotated[str, Files()]
+
+
+class ConfigError(ValueError):
+    """An invalid configuration; the message states what to change."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning at the innermost line outside LIBRARIES."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
+    """Build the error for an unknown name, with the closest known names."""
+    known = list(known)
+    near = did_you_mean(name, known) or f"; known: {' '.join(known) or 'none'}"
+    return ConfigError(f"unknown {what} {name!r}{near}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question with the known names that begin with `name`, or the closest one."""
+    known = list(known)
+    near = [each for each in known if name and each.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {either(near)}?" if near else ""
+
+
+def either(names: Sequence[str]) -> str:
+    """Join names as "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+# ---- one value
+
+
+def check(key: str, value: Any, hint: Any) -> None:
+    """Raise ConfigError ("key=value: expected ...") if a value violates an annotation."""
+    if is_typeddict(hint) and isinstance(value, Mapping):
+        check_options(key, hint, value)
+    elif value == "???" or not fits(value, hint):  # Hydra's mark of a missing value
+        near = (
+            did_you_mean(format_value(value), map(str, get_args(hint)))
+            if get_origin(hint) is Literal
+            else ""
+        )
+        raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    for sequence in (tuple, list):  # a strict check distinguishes tuples and lists, yaml does not
+        with suppress(ValidationError):
+            return bool(adapter(hint).validate_python((plain(value, sequence),)))
+    return False
+
+
+@functools.lru_cache(
+    maxsize=1024
+)  # bounded, because annotations with a Field are equal to themselves alone
+def adapter(hint: Any) -> TypeAdapter:
+    """Strict pydantic adapter of a one-element tuple.
+
+    Rejects "3" as an integer, and true and nan as numbers.
+    """
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    return TypeAdapter(tuple[dict if is_typeddict(hint) else hint], config=config)
+
+
+def plain(value: Any, sequence: type = list) -> Any:
+    """Convert to dict, `sequence` and Python numbers, from OmegaConf and NumPy too."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry, sequence) for key, entry in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return sequence(plain(entry, sequence) for entry in value)
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
+def whole_number(value: Any, name: str, least: int | None = 1) -> int:
+    """Return an integer as int. Raises ConfigError for others and below `least`."""
+    check(name, value, integer_from(least))
+    return int(value)
+
+
+@functools.cache
+def integer_from(least: int | None) -> Any:
+    """Return one annotation per bound, so that `adapter` finds it again."""
+    return Annotated[int, Field(ge=least)]
+
+
+SIGNS = {
+    "ge": ">=",
+    "gt": ">",
+    "le": "<=",
+    "lt": "<",
+    "min_length": "of length >=",
+    "max_length": "of length <=",
+    "multiple_of": "that is a multiple of",
+}
+NAMES = {
+    int: "an integer",
+    float: "a number",
+    complex: "a number such as 0.1+0.2j",
+    bool: "true or false",
+    str: "a string",
+    dict: "keys with values",
+    type(None): "null",
+    Any: "any value",
+    Sequence: "a list",
+    list: "a list",
+    tuple: "a list",
+}
+
+
+def describe(hint: Any) -> str:
+    """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
+    bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    bounds = " and ".join(
+        f"{sign} {getattr(bound, name)}"
+        for part in extra
+        for bound in getattr(part, "metadata", ())
+        for name, sign in SIGNS.items()
+        if hasattr(bound, name)
+    )
+    kind, options = get_origin(bare) or bare, get_args(bare)
+    if kind in (Union, types.UnionType, Literal):
+        words = [str(option) if kind is Literal else describe(option) for option in options]
+        return either(words)
+    name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
+    entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
+    size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
+    each = (
+        f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
+    )
+    return " ".join(filter(None, [name, size, bounds, each]))
+
+
+def format_value(value: Any) -> str:
+    """Format a value for an error message, in at most 100 characters."""
+    text = to_text(value[:100] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+# ---- values as strings
+
+
+class Values(yaml.SafeLoader):
+    """YAML loader for null, true, false, numbers such as 1e-3, and no aliases."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: yaml.Node, index: int) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(
+                problem="aliases are refused", problem_mark=self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+for _tag, _pattern in (
+    ("null", "null|Null|NULL|~|"),
+    ("bool", "true|True|false|False"),
+    ("int", r"[-+]?\d+"),
+    ("float", r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"),
+):
+    Values.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), None)
+
+
+def parse_value(text: str) -> Any:
+    """Parse a command-line value as YAML; return the string itself if that fails."""
+    try:
+        return yaml.load(text, Values)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+
+
+def to_text(value: Any) -> str:
+    """Format a value so that `parse_value` returns it unchanged.
+
+    Accepts null, booleans, numbers, strings and lists of these.
+    """
+    if isinstance(value, str):
+        quote = "'" if '"' in value else '"'
+        return (
+            value
+            if PLAIN.fullmatch(value) and parse_value(value) == value
+            else f"{quote}{value}{quote}"
+        )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(to_text, value))}]" if isinstance(value, Sequence) else str(value)
+
+
+WORD = re.compile(
+    r"""(?:\[[^\]]*\]|"[^"]*"|'[^']*'|\S)+"""
+)  # spaces in brackets and quotes do not split words
+PLAIN = re.compile(r"[\w.+*/:-]+")
+
+
+def split_words(text: str) -> tuple[str, dict[str, Any]]:
+    """Split "window block=32 first=16" into name and options. Raises ConfigError."""
+    words = WORD.findall(text) if isinstance(text, str) else []
+    pairs = [word.partition("=") for word in words[1:]]
+    options = {key: parse_value(value) for key, sign, value in pairs if key and sign}
+    if not words or "=" in words[0] or len(options) < len(pairs):
+        raise ConfigError(
+            f"attention {text!r}: expected a name, then key=value, each key once, such as "
+            "'window block=32 first=16'"
+        )
+    return words[0], options
+
+
+def join_words(name: str, options: Mapping[str, Any]) -> str:
+    """Join a name and options into a string; the inverse of `split_words`."""
+    return " ".join([name, *(f"{key}={to_text(value)}" for key, value in options.items())])
+
+
+def parse_arguments(kind: type, words: Sequence[str]) -> Any:
+    """Build an options dataclass from key=value words. Raises ConfigError."""
+    wanted, pairs = parameters(kind), [word.partition("=") for word in words]
+    values = {
+        key: text
+        if key in wanted and text != "null" and fits(text, wanted[key].hint)
+        else parse_value(text)
+        for key, _, text in pairs
+    }
+    if len(values) < len(pairs) or not all(sign for _, sign, _ in pairs):
+        raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
+    check_options("", kind, values)
+    return kind(**values)
+
+
+# ---- the parameters of a constructor
+
+
+class Parameter(NamedTuple):
+    """The annotation of a parameter, whether it is required, and its default."""
+
+    hint: Any
+    required: bool
+    default: Any = inspect.Parameter.empty
+
+
+@functools.cache
+def parameters(target: Any) -> dict[str, Parameter]:
+    """The keyword parameters of a class or function, or the keys of a TypedDict.
+
+    A constructor with **options also takes the parameters of the next class in its MRO. These are not required, because
+    the constructor may supply them.
+    """
+    if is_typeddict(target):
+        hints = get_type_hints(target, include_extras=True)
+        return {
+            name: Parameter(
+                get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
+                name in target.__required_keys__,
+            )
+            for name, hint in hints.items()
+        }
+    owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
+    found: dict[str, Parameter] = {}
+    for maker in (target, *owners[1:-1]):  # the last owner is object
+        hints, signature = annotations(maker), inspect.signature(maker).parameters.values()
+        for p in signature:
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                required = p.default is p.empty and maker is target
+                found.setdefault(p.name, Parameter(hints.get(p.name, Any), required, p.default))
+        if all(p.kind is not p.VAR_KEYWORD for p in signature):
+            break
+    return found
+
+
+def annotations(maker: Any) -> dict[str, Any]:
+    """The type hints of a callable; {} if one needs an import for type checkers only."""
+    try:
+        return get_type_hints(
+            maker.__init__ if isinstance(maker, type) else maker, include_extras=True
+        )
+    except NameError:
+        return {}
+
+
+def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first wrong value; `prefix` names it in the error."""
+    for name, parameter in (target if isinstance(target, dict) else parameters(target)).items():
+        if name in values:
+            check(f"{prefix}.{name}" if prefix else name, values[name], parameter.hint)
+
+
+def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown or missing key, or a wrong value.
+
+    `target` is a class, a function, a TypedDict, or a dictionary of `Parameter`.
+    """
+    wanted = target if isinstance(target, dict) else parameters(target)
+    names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
+    for key in values:
+        if key not in wanted:
+            raise unknown("key", names[key], [names[each] for each in wanted])
+    check_values(prefix, wanted, values)
+    for key, parameter in wanted.items():
+        if parameter.required and key not in values:
+            raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
+
+
+def files_named(value: Any, hint: Any) -> Iterator[str]:
+    """Yield the strings of a value that name files, by its annotation.
+
+    >>> [*files_named(["a.txt", "b"], list[FileName] | None)], [*files_named("a.txt", str)]
+    (['a.txt', 'b'], [])
+    """
+    bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    kind, options = get_origin(bare) or bare, get_args(bare)
+    for mark in marks:
+        if isinstance(mark, Files) and isinstance(value, str) and value not in mark.words:
+            yield value
+    if kind in (Union, types.UnionType):
+        for option in options:
+            yield from files_named(value, option)
+    elif isinstance(value, Mapping) and kind is dict and options:
+        for entry in value.values():
+            yield from files_named(entry, options[1])
+    elif isinstance(value, Sequence) and not isinstance(value, str) and options:
+        for entry in value:
+            yield from files_named(entry, options[0])
+
+
+def files_of_options(
+    prefix: str, target: Any, values: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Yield key and name of the files that the options of a class or a TypedDict name."""
+    for name, parameter in parameters(target).items():
+        value = values.get(name)
+        if is_typeddict(parameter.hint) and isinstance(value, Mapping):
+            yield from files_of_options(f"{prefix}.{name}", parameter.hint, value)
+        else:
+            for file in files_named(value, parameter.hint):
+                yield f"{prefix}.{name}", file
+
+
+def checked(prefix: str) -> Callable[[type], type]:
+    """Class decorator: check constructor arguments; errors name `<prefix>.<name>`."""
+
+    def decorate(cls: type) -> type:
+        construct, arguments = cls.__init__, inspect.signature(cls.__init__)
+
+        @functools.wraps(construct)
+        def checking(self, *args, **options):
+            check_values(prefix, cls, arguments.bind(self, *args, **options).arguments)
+            construct(self, *args, **options)
+
+        cls.__init__ = checking
+        return cls
+
+    return decorate
+
+
+# ---- annotations read from source, for classes whose module would import torch
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY = (
+    "typing",
+    "collections.abc",
+    "pydantic",
+    "crt_exp.validation",
+)  # modules that annotations may import from
+
+
+@functools.cache
+def annotations_in_source(target: str) -> dict[str, Any]:
+    """Annotations of a class or function of this package, read without importing it.
+
+    An annotation that needs further imports becomes Any. Returns {} for targets outside this package.
+    """
+    try:
+        module, node = definition(*target.rpartition(".")[::2])
+    except (LookupError, OSError):
+        return {}
+    init = next((part for part in node.body if getattr(part, "name", "") == "__init__"), node)
+    found: dict[str, Any] = {}
+    # with **options, the base classes' parameters too
+    if isinstance(node, ast.ClassDef) and (init is node or init.args.kwarg):
+        for base in reversed([base.id for base in node.bases if isinstance(base, ast.Name)]):
+            found |= annotations_in_source(f"{module}.{base}")
+    fields = (
+        [part for part in node.body if isinstance(part, ast.AnnAssign)]
+        if node.decorator_list
+        else []
+    )
+    # fields of a dataclass
+    own = init.args.args + init.args.kwonlyargs if isinstance(init, ast.FunctionDef) else fields
+    for part in own:
+        name = part.arg if isinstance(part, ast.arg) else part.target.id
+        found[name] = Any
+        with suppress(NameError, ValueError):  # ValueError: the parameter has no annotation
+            found[name] = eval(
+                compile(ast.Expression(part.annotation), module, "eval"), source(module)[1]
+            )
+    return found
+
+
+def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
+    """Find the module and the statement that define a name.
+
+    Raises LookupError or OSError for names outside this package.
+    """
+    for node in source(module)[0]:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return definition(node.module, alias.name)
+    raise LookupError(name)
+
+
+@functools.cache
+def source(module: str) -> tuple[list[ast.stmt], dict[str, Any]]:
+    """The statements of a module, and the names that its annotations may use."""
+    path, names = ROOT.joinpath(*module.split(".")), {}
+    body = ast.parse(
+        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    ).body
+    for node in body:
+        if getattr(node, "module", "") in VOCABULARY or isinstance(node, ast.Assign | ast.ClassDef):
+            with suppress(Exception):  # the statement needs further imports
+                exec(compile(ast.Module([node], []), module, "exec"), names)
+    return body, names

@@ -1,0 +1,506 @@
+"""Folders, streams and single images: what is read, what is refused, and that nothing depends on who reads it."""
+
+import json
+import random
+import shutil
+import tarfile
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers.small_images import picture, write_images, write_shards
+from PIL import ExifTags, Image
+
+from crt_exp.experiments.data import DataError, images
+from crt_exp.experiments.data.files import IMAGES, SYSTEM, files_ending
+from crt_exp.experiments.data.loading import Mark, Micro, Streamed, by_workers, listed_batches
+from crt_exp.experiments.data.plan import Limit, Plan
+from crt_exp.experiments.runner.trainer import read_ahead
+from crt_exp.registry import ConfigError
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["", "images"], ids=["flat", "as tiny-imagenet"])
+def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    write_images(tmp_path / "images/stripes", inner=inner)
+    found = images.load("stripes")
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+    train = found["train"]
+    assert (
+        train.classes == ("class0", "class1", "class2")
+        and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
+    )
+    assert np.array_equal(np.asarray(train.read(train.sources[9])), np.asarray(picture(1, 1)))
+
+
+def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
+    train = images.load("mine", write_images(tmp_path))["train"]
+    left, held_out = train.held_out(0.25)
+    assert (
+        not set(left.sources.tolist()) & set(held_out.sources.tolist())
+        and len(left) + len(held_out) == 24
+    )
+    assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
+    with pytest.raises(DataError, match="task.held_out=0.01: no images left to hold out of 24"):
+        train.held_out(0.01)
+
+
+def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
+    root = write_images(tmp_path, train=10) / "train"
+    (root / "class1").rename(root / "bullet_train")
+    found = images.load("mine", root)
+    assert (
+        np.bincount(found["val"].labels).tolist() == [2, 2, 2]
+        and "bullet_train" in found["val"].classes
+    )
+    assert f"{root}: no train/ and val/; using a fifth" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "moves, words",
+    [
+        ({"val/class1": "val/other"}, "class1 is in only one of train/ and val/"),
+        ({"train/class2/images": "images"}, "train/class2: no images"),
+        *[
+            (
+                {"train": train, "val": val},
+                "looks like a split; expected train/<class>/ and val/<class>/, or <class>/ only",
+            )
+            for train, val in (
+                ("training_set", "test_set"),
+                ("seg_train", "seg_test"),
+                ("TrainingSet", "Val2017"),
+                ("bus", "val"),
+                ("cats/train", "cats/val"),
+            )
+        ],
+    ],
+)
+def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
+    source, root = write_images(tmp_path / "source", inner="images"), tmp_path / "a"
+    for old, new in moves.items():
+        (root / new).parent.mkdir(parents=True, exist_ok=True)
+        (source / old).rename(root / new)
+    if "train" not in moves:
+        root = source
+    with pytest.raises(DataError, match=words):
+        images.load("mine", root)
+
+
+def test_a_missing_folder_is_named_with_its_source(monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    with pytest.raises(
+        DataError, match="CRT_DATA is not set.*crt_exp data fetch images/imagenette2-320"
+    ):
+        images.load("imagenette2-320")
+
+
+def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, caplog):
+    """At any depth."""
+    root = write_images(tmp_path / "b", inner="x")
+    for name in (".ipynb_checkpoints", *SYSTEM[:2]):
+        for place in (root, root / "train", root / "val/class0", root / "val/class0/x"):
+            (place / name).mkdir()
+            for file in (place / name / "0.png", place / f"._{name}.png"):
+                shutil.copy(root / "train/class1/x/0.png", file)
+    for name in ("x.heic", "y.HEIC", "boxes"):
+        (root / "train/class1" / name).write_bytes(b"")
+    found = images.load("mine", root)
+    assert found["train"].classes == ("class0", "class1", "class2")
+    assert [len(found[split]) for split in ("train", "val")] == [24, 12]
+    assert len(files_ending(root / "val", IMAGES)) == 12
+    assert caplog.text.count("ignored files: 2 .heic, 1 without one") == 1
+
+
+@pytest.mark.parametrize(
+    "link, target",
+    [
+        ("train/class0/backup", "../class0"),
+        ("train/class0/up", ".."),
+        ("train/class0/x/root", "../../../.."),
+        ("train/self", "."),
+        ("train/up", "../.."),
+        ("train/class0/other", "../class1"),
+        ("train/class2/held-out", "../../val/class2"),
+        ("val/class1/again", "../../train/class1/x"),
+        ("val/class1/again.png", "0.png"),
+        ("val/class1/train.png", "../../train/class2/x/0.png"),
+        ("train/class0/loop", "loop/loop"),
+    ],
+)
+def test_links_list_no_image_twice(link, target, tmp_path):
+    root = write_images(tmp_path / "mine", inner="x")
+    for folder in (root / "val").iterdir():
+        for file in (folder / "x").iterdir():
+            file.rename(folder / file.name)
+    before = images.load("mine", root)
+    (root / link).symlink_to(target)
+    after = images.load("mine", root)
+    for split in ("train", "val"):
+        assert after[split].classes == before[split].classes
+        assert after[split].sources.tolist() == before[split].sources.tolist()
+        assert after[split].labels.tolist() == before[split].labels.tolist()
+
+
+def test_links_to_other_places_are_followed_once(tmp_path):
+    stored = write_images(tmp_path / "stored")
+    root = tmp_path / "mine"
+    (root / "train/class0").mkdir(parents=True)
+    (root / "val").symlink_to(stored / "val")
+    for name in ("class1", "class2"):
+        (root / "train" / name).symlink_to(stored / "train" / name)
+    for file in (stored / "train/class0").iterdir():
+        (root / "train/class0" / file.name).symlink_to(file)
+    (root / "train/class0/copy.png").symlink_to(stored / "train/class0/0.png")
+    found = images.load("mine", root)
+    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+
+
+@pytest.mark.parametrize("link, target", [("val", "train"), ("val/class0", "../train/class0")])
+def test_a_split_that_is_a_link_to_the_other_is_refused(link, target, tmp_path):
+    root = write_images(tmp_path / "mine")
+    shutil.rmtree(root / link)
+    (root / link).symlink_to(target)
+    with pytest.raises(DataError, match="val/class0: no images of its own"):
+        images.load("mine", root)
+
+
+# ---- single images -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode, suffix, tolerance",
+    [
+        ("1", "png", 255),
+        ("P", "png", 0),
+        ("LA", "png", 0),
+        ("I;16", "png", 0),
+        ("CMYK", "jpg", 8),
+        ("RGB", "webp", 8),
+    ],
+)
+def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
+    """Black and white is dithered."""
+    grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
+    image = (
+        Image.fromarray(grey.astype(np.uint16) * 257)
+        if mode == "I;16"
+        else Image.fromarray(grey).convert(mode)
+    )
+    image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
+    found = images.read_image(path)
+    assert found.mode == "RGB" and found.size == (16, 16)
+    assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
+    assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
+
+
+def drawing(mode, box, ink=0):
+    """A square of one colour on a transparent ground of the same colour."""
+    ground = {"1": 1 - ink, "I;16": 40000, "P": 3, "L": 100, "RGB": (9, 100, 9)}.get(mode)
+    if ground is None:
+        ground = (ink,) * (len(mode) - 1) + (0,)
+        ink = (*ground[:-1], 255)
+    image = Image.new(mode, (32, 32), ground)
+    if mode == "P":
+        image.putpalette([9] * 768)
+    if mode == "RGB":
+        ink = (ink,) * 3
+    image.paste(ink, box)
+    options = {} if "A" in mode else {"transparency": ground}
+    return image, options
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize(
+    "mode, suffix",
+    [
+        *((mode, "png") for mode in ("RGBA", "LA", "P", "L", "RGB", "I;16", "1")),
+        ("RGBA", "webp"),
+        ("RGBA", "tiff"),
+        ("P", "gif"),
+    ],
+)
+def test_transparent_pixels_become_white(mode, suffix, by_name, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    for box in ((4, 4, 12, 12), (20, 8, 28, 30)):
+        image, options = drawing(mode, box)
+        if suffix == "webp":
+            options["lossless"] = True
+        image.save(path, **options)
+        expected = np.full((32, 32), 255)
+        expected[box[1] : box[3], box[0] : box[2]] = 9 if mode == "P" else 0
+        source = path if by_name else (path.read_bytes(), "name")
+        found = images.read_image(source)
+        assert found.mode == "RGB"
+        assert (np.asarray(found) == expected[..., None]).all()
+
+
+def test_half_transparent_pixels_become_lighter(tmp_path):
+    Image.new("LA", (8, 8), (100, 51)).save(tmp_path / "a.png")
+    assert np.unique(images.read_image(tmp_path / "a.png")).tolist() == [
+        224
+    ]  # 0.2 * 100 + 0.8 * 255
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_white_on_a_transparent_ground_is_refused(mode, tmp_path):
+    drawing(mode, (4, 4, 12, 12), 255)[0].save(tmp_path / "a.png")
+    with pytest.raises(images.Unreadable, match="a.png: .*white on a transparent ground"):
+        images.read_image(tmp_path / "a.png")
+    Image.new(mode, (8, 8), (0,) * len(mode)).save(tmp_path / "b.png")  # an empty page
+    assert (np.asarray(images.read_image(tmp_path / "b.png")) == 255).all()
+
+
+TURNED = {
+    3: lambda x: np.rot90(x, 2),
+    5: lambda x: x.swapaxes(0, 1),
+    6: np.rot90,
+    8: lambda x: np.rot90(x, -1),
+}
+
+
+@pytest.mark.parametrize("orientation", [3, 5, 6, 8])
+def test_an_image_is_turned_upright(orientation, tmp_path):
+    """As phones write photographs: the pixels as the sensor lies, and an EXIF tag."""
+    upright = np.asarray(picture(0, 0, 20))[:, :12].copy()
+    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation](upright))), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    stored.save(tmp_path / "a.png", exif=exif)
+    for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
+        assert np.array_equal(np.asarray(images.read_image(source)), upright)
+
+
+def test_files_that_are_no_whole_image_are_named(tmp_path):
+    picture(0, 0, 64).save(tmp_path / "whole.jpg")
+    (tmp_path / "cut.jpg").write_bytes((tmp_path / "whole.jpg").read_bytes()[:900])
+    (tmp_path / "text.jpg").write_text("This is no image.")
+    (tmp_path / "empty.png").write_bytes(b"")
+    Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
+    for name, words in (
+        ("cut.jpg", "truncated"),
+        ("text.jpg", "no image"),
+        ("empty.png", "no image"),
+        ("gone.jpg", "No such file"),
+        ("fractions.tiff", "mode F"),
+    ):
+        with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
+            images.read_image(tmp_path / name)
+
+
+# ---- batches by workers --------------------------------------------------------------------------------------------
+
+
+def noisy(image):
+    """Draws from all the generators that augmentations use."""
+    drawn = random.random() + np.random.rand() + torch.rand(())
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1).float() + drawn
+
+
+def together(pixels, labels, draws):
+    return {"images": pixels, "labels": labels, "first": torch.tensor(draws[0].random())}
+
+
+def batches(part, plan, workers=0, repeats=1):
+    micro = Micro(part.read, noisy, together, plan.rng)
+    return [
+        batch
+        for batch, _ in by_workers(micro, listed_batches(part, "train", plan, repeats), workers)
+    ]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        torch.equal(a[key], b[key]) for a, b in zip(one, other) for key in a
+    )
+
+
+@pytest.fixture
+def part(tmp_path):
+    return images.load("mine", write_images(tmp_path / "folder"))["train"]
+
+
+def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_starts(part):
+    alone = batches(part, Plan(6, seed=3))
+    assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])
+    assert same(batches(part, Plan(6, seed=3), 2), alone)
+    assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
+    assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
+    parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
+    assert torch.equal(
+        torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"]
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    batches(part, Plan(12), workers)
+    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_without_workers_nothing_is_augmented_beside_training(part):
+    micro = Micro(part.read, noisy, together, Plan(6).rng)
+    with pytest.raises(ConfigError, match="trainer.prefetch=0"):
+        list(read_ahead(by_workers(micro, listed_batches(part, "train", Plan(6)), 0), 2))
+
+
+def test_an_image_comes_as_often_as_asked_with_other_draws(part):
+    found = batches(part, Plan(6), repeats=3)
+    assert len(found) == 4  # the epoch keeps its length
+    assert found[0]["labels"].tolist() == [
+        each for each in found[0]["labels"][::3].tolist() for _ in range(3)
+    ]
+    shifts = (
+        found[0]["images"][0] - found[0]["images"][1]
+    )  # the same image, another draw added to it
+    assert shifts.std() < 1e-5 and shifts.mean() != 0
+
+
+# ---- streams -------------------------------------------------------------------------------------------------------
+
+
+HUB = {
+    "name": "webdataset",
+    "config": None,
+    "split": "train",
+    "validation": "validation",
+    "image": "png",
+    "label": "cls",
+    "classes": 3,
+    "data_files": None,
+    "buffer": 0,
+    "validation_images": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return write_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module", params=["webdataset", "parquet"])
+def three_files(request, tmp_path_factory):
+    """Six images in each; of parquet four to a group of rows."""
+    folder = tmp_path_factory.mktemp("files")
+    files = write_shards(folder, shards=3)
+    for place in folder.glob("train-*.tar") if request.param == "parquet" else ():
+        with tarfile.open(place) as tar:
+            images, labels = (
+                [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                for kind in ("png", "cls")
+            )
+        table = pa.table(
+            {"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]}
+        )
+        pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
+        files["train"] = str(folder / "train-*.parquet")
+    return {"name": request.param, "data_files": files}
+
+
+@pytest.mark.parametrize(
+    "three_files, buffer, repeats",
+    [("webdataset", 5, 2), ("parquet", 0, 1)],
+    indirect=["three_files"],
+)
+def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
+    hub = HUB | three_files | {"buffer": buffer}
+    whole = Streamed(hub)
+    feed = whole.training(Plan(4), repeats)
+    alone, states = [], []
+    for step in range(1, 13):  # of 18 images: the third pass has begun, without repeats
+        alone.append(next(feed))
+        whole.trained(step)
+        states.append(json.loads(json.dumps(whole.state_dict())))
+    for step, state in [*enumerate(states, 1)][1::3]:
+        assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
+        other = Streamed(hub)
+        other.load_state_dict(state)
+        assert list(islice(other.training(Plan(4, start=step), repeats), 12 - step)) == alone[step:]
+
+
+def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
+    """Three files, two processes: all rows, each read by one."""
+    keys = [
+        [
+            each["__key__"] if "__key__" in each else each["png"]["bytes"]
+            for each in iter(
+                partial(
+                    next,
+                    Streamed(HUB | three_files | {"buffer": 5}).passes(
+                        Plan(4, rank=rank, world=2), Mark()
+                    ),
+                ),
+                None,
+            )
+        ]
+        for rank in (0, 1)
+    ]
+    assert sorted(map(len, keys)) == [6, 12] and len({*keys[0], *keys[1]}) == 18
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DataError, match="task.hub.split=train: 3 files, expected at least 4"):
+        Streamed(HUB | three_files)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for state, message in (
+        ({}, "no position in the training stream"),
+        ({"stream": "{}", "processes": 1}, "of 1 process, expected 2;"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Streamed(HUB | three_files).load_state_dict(state)
+
+
+@pytest.mark.parametrize("batches, size", [(1, 20), (2, 10), (1, 40)])
+def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, size):
+    labels = np.repeat(np.arange(5), 20)
+    part = images.Images(tuple("abcde"), labels, [*range(100)], None)
+    whole = [row[1:] for batch in listed_batches(part, "val", Plan(size)) for row in batch]
+    assert sorted(whole) == [*zip(range(100), labels)]
+    assert {label for _, label in whole[: batches * size]} == {*range(5)}
+    limited = [*listed_batches(part, "val", Plan(size, limit=Limit(batches)))]
+    assert len(limited) == batches
+    assert {label for batch in limited for *_, label in batch} == {*range(5)}
+
+
+def test_a_sample_of_streamed_validation_is_not_its_first_images(shards):
+    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
+    keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
+    whole, sample = keys(Plan(3)), keys(Plan(3, seed=7, limit=Limit(1)))
+    assert len(sample) == 3 and sample != whole[:3] and {*sample} < {*whole}
+    assert keys(Plan(1, rank=1, world=3, limit=Limit(1))) == sample[1:2]
+
+
+def test_streamed_validation_is_read_in_order_by_all(shards):
+    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
+    keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
+    alone, both = (
+        keys(Plan(4)),
+        [key for rank in (0, 1) for key in keys(Plan(4, rank=rank, world=2))],
+    )
+    assert len(alone) == 9 and both == alone
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
+        ({"image": "jpg"}, "jpg is missing.*png"),
+        ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
+        ({"cut": 12000}, "webdataset: not readable"),
+    ],
+)
+def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
+    options = dict(options)
+    if size := options.pop("cut", 0):
+        (tmp_path / "cut.tar").write_bytes(
+            Path(shards["validation"].replace("*", "0")).read_bytes()[:size]
+        )
+        shards = shards | {"validation": str(tmp_path / "cut.tar")}
+    with pytest.raises(DataError, match=words):
+        list(Streamed(HUB | {"data_files": shards} | options).validation(Plan(12)))

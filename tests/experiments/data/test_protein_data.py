@@ -1,0 +1,297 @@
+"""Laws of protein data: FASTA files, their index, splits, rows and masks."""
+
+import dataclasses
+import gzip
+import os
+
+import numpy as np
+import pytest
+
+from crt_exp.experiments.data import DataError, protein, warn
+from crt_exp.experiments.data.plan import Plan
+from crt_exp.experiments.data.protein import LETTERS, Chains, Singles, entries, read_files
+from crt_exp.registry import ConfigError
+
+
+def name(i):
+    return f"A{i:05d}"
+
+
+def write(path, sequences, kind="tr", width=10, end="\n"):
+    """A FASTA file with lines of `width` letters, packed where its name says so."""
+    lines = [
+        line
+        for i, s in enumerate(sequences)
+        for line in (
+            f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
+            *(s[j : j + width] for j in range(0, len(s), width)),
+        )
+    ]
+    content = "".join(line + end for line in lines).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def sequences(n, seed=0, longest=40):
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list(LETTERS), rng.integers(1, longest))) for _ in range(n)]
+
+
+def decode(tokens):
+    return "".join(LETTERS[i] for i in tokens)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file, kind, end", [("a.faa.gz", "sp", "\n"), ("a.fa", "sp", "\r\n"), ("a.FAA", "tr", "\r")]
+)
+def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
+    wanted = sequences(20)
+    found = list(entries(write(tmp_path / file, wanted, kind, end=end)))
+    assert [decode(tokens) for _, tokens in found] == wanted
+    assert [accession.decode() for accession, _ in found] == [name(i) for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    "header, accession",
+    [
+        ("sp|Q6GZX4.12|001R_FRG3G Putative protein", "Q6GZX4"),
+        ("tr|P12345-2|X_Y", "P12345-2"),
+        ("tr|A00001", "A00001"),
+        ("sp|Q6GZX4.1 Putative", "Q6GZX4"),
+        ("  NP_1.1 x", "NP_1.1"),
+    ],
+)
+def test_any_header_names_a_sequence(header, accession, tmp_path):
+    (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
+    assert [found.decode() for found, _ in entries(tmp_path / "a.fasta")] == [accession]
+
+
+GOOD = ">tr|A00000|X_Y\nACD\n"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("ACD\n>tr|A1|X_Y\nACD\n", ["starts with >"]),
+        (GOOD + ">tr||X_Y\nACD\n", [">tr||X_Y", "empty name"]),
+        (GOOD + ">tr|A00001|X_Y\n>tr|A00002|X_Y\nACD\n", ["A00001", "or sequence"]),
+        (GOOD + ">tr|A00001|X_Y\nACD\nACJD\n", ["A00001|X_Y has 'J'", LETTERS]),
+    ],
+)
+def test_malformed_files_are_refused(content, words, tmp_path):
+    path = tmp_path / "a.fasta"
+    path.write_text(content)
+    with pytest.raises(DataError) as error:
+        read_files([path], tmp_path / "cache")
+    assert all(word in str(error.value) for word in [str(path), *words]), error.value
+    assert all(
+        each.suffix == ".lock" for each in (tmp_path / "cache").iterdir()
+    )  # nothing half-written
+
+
+def test_a_truncated_gz_is_refused(tmp_path):
+    path = write(tmp_path / "a.fasta.gz", sequences(50))
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match="a.fasta.gz: cannot be read"):
+        read_files([path], tmp_path / "cache")
+
+
+def test_files_are_read_once_and_mapped(tmp_path, monkeypatch):
+    first, second = sequences(30), sequences(20, seed=1)
+    files = [write(tmp_path / "a.fasta", first), write(tmp_path / "b.fasta.gz", second)]
+    monkeypatch.setattr(protein, "BLOCK", 7)
+    for cache in (tmp_path / "cache", None):
+        found = read_files(files, cache)
+        assert [decode(found[i]) for i in range(50)] == first + second
+        assert isinstance(found.tokens, np.memmap) and found.names == ("a", "b")
+        assert found.files.tolist() == [0] * 30 + [1] * 20 and found.lengths.tolist() == [
+            *map(len, first + second)
+        ]
+    monkeypatch.setattr(protein, "write_arrays", lambda *_: pytest.fail("read again"))
+    assert len(read_files(files, tmp_path / "cache")) == 50
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    path, cache = write(tmp_path / "a.fasta", ["ACDE", "FGH"]), tmp_path / "cache"
+    read_files([path], cache)
+    write(path, ["ACDE", "FGK"])  # of the same size
+    os.utime(path, ns=(1, 1))
+    assert decode(read_files([path], cache)[1]) == "FGK"
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+def index_of(tmp_path, n):
+    return read_files([write(tmp_path / "a.fasta", sequences(n))])
+
+
+def test_splits_depend_on_the_letters_alone(tmp_path):
+    """Each sequence in one split, in the same one whatever else there is and whatever it is called, in about the shares
+    that are asked for; of equal sequences one, which is held out where one of them is."""
+    made, found = [*dict.fromkeys(sequences(2000))], []
+    for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
+        index = read_files([write(tmp_path / f"{name}.fasta", letters)])
+        rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
+        found.append(
+            {split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()}
+        )
+        assert sorted(sum(found[-1].values(), [])) == sorted(made)
+    whole, repeated = found
+    assert "ood" not in whole and set(repeated["ood"]) == set(made[950:1000])
+    assert (
+        abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
+        and abs(len(whole["test"]) / 2000 - 0.2) < 0.04
+    )
+    assert all({*repeated[split]} == {*whole[split]} - {*repeated["ood"]} for split in whole)
+
+
+def test_held_out_families(tmp_path, monkeypatch):
+    """Pfam's table has a line for each region, and is read in parts."""
+    monkeypatch.setattr(protein, "LINES", 3)
+    path, table = tmp_path / "a.fasta", tmp_path / "regions.tsv"
+    path.write_text("".join(f">tr|{name(i)}{'-2' * (i == 21)}|X\nACD\n" for i in range(50)))
+    rows = [
+        f"{name(i)}\t1\tcrc\t{'PF18369' if i % 7 == 0 else 'PF183690'}\t3\t9"
+        for i in range(0, 60, 3)
+    ]
+    rows += [f"{name(5)}\t1\tcrc\t{family}\t1\t2" for family in ("PF00001", "PF04680", "PF04680")]
+    table.write_text(
+        "\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows])
+    )
+    expected = [i in (0, 5, 21, 42) for i in range(50)]
+    assert (
+        protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
+    )
+    with pytest.raises(DataError, match="expected some sequences of PF9"):
+        protein.held_out_by_family(read_files([path]), table, ["PF9"])
+    table.write_text("A00000\tPF1\n")
+    with pytest.raises(DataError, match="expected columns uniprot_acc and pfamA_acc"):
+        protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT)
+
+
+def test_held_out_files(tmp_path):
+    index = read_files([write(tmp_path / f"{n}.fasta", sequences(3)) for n in "ab"])
+    assert (
+        protein.held_out_by_file(index, None).tolist() == [False] * 3 + [True] * 3
+    )  # the last of several
+    assert protein.held_out_by_file(index, ["a"]).tolist() == [True] * 3 + [False] * 3
+    assert not protein.held_out_by_file(index, []).any()
+    for names in (["c"], ["a", "b"]):
+        with pytest.raises(
+            ConfigError, match="task.held_out_files.*expected some, not all, of a, b"
+        ):
+            protein.held_out_by_file(index, names)
+
+
+def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
+    """One file per protein."""
+    path = write(tmp_path / "a.fasta", ["ACDEFGHIK"])
+    (row,) = protein.entries(path)
+    monkeypatch.setattr(protein, "entries", lambda path: iter([row]))
+    index = read_files([path] * 65_600)
+    assert index.files.tolist() == list(range(65_600))
+    last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
+    assert np.flatnonzero(protein.held_out_by_file(last, None)).tolist() == [65_599]
+
+
+BASES = "".join(np.random.default_rng(0).choice([*"ACGT"], 300))
+
+
+@pytest.mark.parametrize(
+    "letters",
+    [
+        [BASES],
+        [BASES.replace("T", "U")],
+        [BASES[:50] + 20 * "N" + BASES[50:]],
+        [BASES + "RYKMSW"],
+        [BASES[i : i + 20] for i in range(0, 300, 20)],
+        [BASES, "MKVLAAGHIK", BASES[::-1]],
+    ],
+)
+@pytest.mark.parametrize("ending", ["fasta", "fa.gz"])
+def test_dna_is_no_protein(letters, ending, tmp_path):
+    write(tmp_path / "a.fasta", ["MKVLAAGHIK"])
+    write(tmp_path / f"b.{ending}", letters)
+    with pytest.raises(DataError, match=rf"b.{ending}: \d+ of \d+ sequences are DNA or RNA"):
+        protein.uniprot(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    "letters", ["DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR", "GAGAGAGAGAGAGAGAGAGS"]
+)
+def test_proteins_of_few_letters_are_read(letters, tmp_path):
+    """Antifreeze protein and silk."""
+    assert len(read_files([write(tmp_path / "a.fasta", [letters])])) == 1
+
+
+def test_some_dna_among_proteins_is_named(tmp_path, caplog):
+    warn.cache_clear()
+    path = write(tmp_path / "a.fasta", [*sequences(3), BASES])
+    assert len(read_files([path])) == 4
+    assert "a.fasta: 1 of 4 sequences look like DNA or RNA" in caplog.text
+
+
+def test_files_of_every_ending(tmp_path):
+    taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
+    for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
+        write(tmp_path / file, ["ACD"])
+    assert protein.uniprot(str(tmp_path), None).names == tuple("abcdf")
+
+
+def test_links_list_no_file_twice(tmp_path):
+    write(tmp_path / "a.fasta", ["ACD"])
+    (tmp_path / "b.fasta").symlink_to("a.fasta")
+    (tmp_path / "up").symlink_to("..")
+    assert protein.uniprot(str(tmp_path), None).names == ("a",)
+
+
+# ---- rows and batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [1, 7, 64])
+def test_chains_are_all_sequences_with_ends_between(longest, tmp_path):
+    index = index_of(tmp_path, 60)
+    chosen = np.arange(0, 60, 2)
+    chain = np.concatenate([np.append(index[row], protein.END) for row in chosen])
+    rows = Chains(index, chosen, longest)
+    assert len(rows) == len(chain) // longest
+    for i in range(len(rows)):
+        assert rows[i].tolist() == chain[i * longest : (i + 1) * longest].tolist()
+
+
+def test_each_token_is_predicted_from_those_before_it():
+    rows = [np.uint8([3, 4, 5]), np.uint8([6, 7, 8, 9, 1])]
+    batch = protein.next_tokens(rows, 5)
+    B, E, P, i = protein.BEGIN, protein.END, protein.PAD, protein.IGNORED
+    assert batch["tokens"].tolist() == [[B, 3, 4, 5, P], [B, 6, 7, 8, 9]]
+    assert batch["labels"].tolist() == [[3, 4, 5, E, i], [6, 7, 8, 9, 1]]
+    assert batch["key_mask"].tolist() == [[True] * 4 + [False], [True] * 5]
+    assert "key_mask" not in protein.next_tokens(rows[:1], 5)
+
+
+def test_masks_of_a_row_are_its_own(tmp_path):
+    """The same in every batch; letters alone are masked, and become letters; 15% of them are."""
+    index = index_of(tmp_path, 300)
+    rows, masking, plan = Singles(index, np.arange(300), 30), protein.masking(0.15), Plan(8)
+    assert all(
+        rows[i].tolist() == index[i][:30].tolist() and rows.lengths[i] == len(rows[i])
+        for i in range(300)
+    )
+    take = lambda numbers: protein.masked_tokens(
+        [rows[i] for i in numbers], map(plan.rng, numbers), masking
+    )
+    alone, among = take([4]), take([9, 4, 200])
+    n = len(rows[4])
+    assert among["tokens"][1, :n].tolist() == alone["tokens"][0].tolist()
+    assert among["labels"][1, :n].tolist() == alone["labels"][0].tolist()
+    batch = take(range(300))
+    chosen = batch["labels"] != protein.IGNORED
+    assert (batch["labels"][chosen] < len(LETTERS)).all() and chosen.any(1).all()
+    assert abs(chosen.sum() / rows.lengths.sum() - 0.15) < 0.03
+    shown = batch["tokens"][chosen]
+    assert ((shown < len(LETTERS)) | (shown == protein.MASK)).all()
+    assert abs((shown == protein.MASK).float().mean() - 0.8) < 0.05

@@ -1,0 +1,560 @@
+"""Laws of speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
+
+import datetime
+import io
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+from helpers.small_speech import TEXTS, tone, write_digits, write_librispeech
+
+from crt_exp.experiments.data import DataError, speech, warn
+from crt_exp.experiments.data.speech import (
+    AudioPart,
+    BadAudio,
+    Faults,
+    Utterance,
+    decode_audio,
+    seconds_of,
+)
+from crt_exp.experiments.data.vocabularies import Symbols
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    """A warning appears once in each test."""
+    warn.cache_clear()
+
+
+def faults(bad="error"):
+    return Faults(bad, "train utterances")
+
+
+def read(root, found=None):
+    return list(speech.official(["train-clean-100"], str(root), found or faults()))
+
+
+# ---- LibriSpeech -------------------------------------------------------------------------------------------
+
+
+def test_a_missing_folder_is_named_with_its_source(tmp_path, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    with pytest.raises(
+        DataError, match="CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"
+    ):
+        list(speech.official(["dev-clean"], None, faults()))
+    (tmp_path / "own").mkdir()
+    with pytest.raises(DataError, match="own: expected an audio file, or a folder of audio files"):
+        list(speech.official(["own"], str(tmp_path), faults()))
+
+
+def test_files_of_every_ending_but_hidden_ones(tmp_path):
+    """Names may come again in another chapter: a transcript is that of the audio beside it."""
+    chapter = write_librispeech(tmp_path)
+    for name in ("FLAC", "ogg", "mp3"):
+        other = chapter.parent / name
+        other.mkdir()
+        soundfile.write(other / f"x.{name}", tone(400, 1.0), 8000, format=name.upper())
+        (other / "x.trans.txt").write_text(f"x {name}\n")
+    (chapter / ".cache").mkdir()
+    (chapter / ".cache/y.trans.txt").write_text("y NO\n")
+    noted = faults()
+    found = read(tmp_path, noted)
+    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"] and found[
+        0
+    ].name == "7-9-0000"
+    assert (
+        found[0].seconds == pytest.approx(0.1 * len(TEXTS[0]))
+        and Path(found[0].parts[0].name).is_file()
+    )
+    assert not noted.noted and len(speech.audio_files(tmp_path, "input")) == len(TEXTS) + 3
+
+
+def test_links_list_no_recording_twice(tmp_path):
+    chapter = write_librispeech(tmp_path)
+    before = read(tmp_path)
+    (chapter / "back").symlink_to("..")
+    (chapter.parent / "again").symlink_to(chapter.name)
+    (chapter.parent / "up").symlink_to("../../..")
+    (chapter / "copy.flac").symlink_to("7-9-0000.flac")
+    noted = faults()
+    assert read(tmp_path, noted) == before and not noted.noted
+    assert len(speech.audio_files(tmp_path, "input")) == len(TEXTS)
+
+
+# ---- bad input: named and counted, an error or, where that was chosen, left out ---------------------------
+
+
+@pytest.mark.parametrize(
+    "transcript, audio, words",
+    [
+        ("7-9-0001 \n", None, "7-9-0001.flac: no transcript"),
+        ("", None, "7-9-0001.flac: no transcript"),
+        ("7-9-0001 A CAB\n", "", "7-9-0001: a transcript without audio beside it"),
+        ("7-9-0001 A CAB\n", "no audio at all", "7-9-0001.flac: not readable"),
+        ("7-9-0001 A CAB\n", 9.0, "7-9-0001.flac: 9.000 s, expected 0.1 to 5 s"),
+        ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected 0.1 to 5 s"),
+    ],
+)
+def test_bad_input_is_named_and_counted_and_left_out_on_request(
+    transcript, audio, words, tmp_path, caplog
+):
+    folder, found = write_librispeech(tmp_path), faults("skip")
+    lines, file = folder / "7-9.trans.txt", folder / "7-9-0001.flac"
+    lines.write_text(lines.read_text().replace("7-9-0001 A CAB\n", transcript))
+    if isinstance(audio, float):
+        soundfile.write(file, tone(400, audio, 16000), 16000)
+    elif audio:
+        file.write_text(audio)
+    elif audio == "":
+        file.unlink()
+    left = speech.usable(read(tmp_path, found), 5.0, found)
+    found.report(len(left))
+    assert len(left) == len(TEXTS) - 1 and "7-9-0001" not in {each.name for each in left}
+    assert "train utterances: 1 unusable, 5 usable" in caplog.text and words in caplog.text
+    found.bad = "error"
+    with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
+        found.report(len(left))
+
+
+def test_a_split_without_utterances_is_refused():
+    with pytest.raises(DataError, match="train utterances: no utterances"):
+        faults("skip").report(0)
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".flac"])
+def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
+    """The header of a WAV tells; reading a FLAC does."""
+    path = tmp_path / f"a{suffix}"
+    soundfile.write(path, tone(400, 1.0), 8000)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
+    with pytest.raises(BadAudio, match="truncated|not readable"):
+        speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
+
+
+FORMATS = [
+    *(("WAV", kind) for kind in ("PCM_16", "FLOAT", "ULAW", "IMA_ADPCM", "GSM610")),
+    *(("AIFF", kind) for kind in ("PCM_16", "FLOAT", "IMA_ADPCM")),
+    *((name, "PCM_16") for name in ("WAVEX", "AU", "W64", "RF64", "CAF", "FLAC", "NIST")),
+    *((name, "PCM_16") for name in ("VOC", "SVX", "MAT4")),
+    ("OGG", "VORBIS"),
+    ("OGG", "OPUS"),
+    ("MP3", "MPEG_LAYER_III"),
+]
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.98])
+@pytest.mark.parametrize("name, kind", FORMATS)
+def test_a_part_of_a_file_of_any_format_is_refused(name, kind, part, tmp_path):
+    path, whole = tmp_path / "a.audio", tone(400, 20.0, 16000)
+    soundfile.write(path, whole, 16000, format=name, subtype=kind)
+    audio = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    assert len(audio) == pytest.approx(len(whole), abs=2000)
+    content = path.read_bytes()[: int(path.stat().st_size * part)]
+    path.write_bytes(content)
+    for source in (path, io.BytesIO(content)):
+        with pytest.raises(BadAudio, match="a.*: (truncated|not readable)"):
+            decode_audio(AudioPart(str(path), seconds_of(source, "a")), 16000)
+
+
+def test_a_format_without_a_length_is_refused(tmp_path):
+    soundfile.write(tmp_path / "a.snd", tone(400, 1.0), 8000, format="IRCAM")
+    with pytest.raises(BadAudio, match="a: format IRCAM; expected one of WAV"):
+        seconds_of(tmp_path / "a.snd", "a")
+
+
+def with_frames(path, frames):
+    """Set the number of samples in the header of a FLAC file, 36 bits."""
+    content = bytearray(path.read_bytes())
+    content[21] = content[21] & 0xF0 | frames >> 32
+    content[22:26] = struct.pack(">I", frames & 0xFFFFFFFF)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_piped_flac_is_as_long_as_its_file(channels, tmp_path):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, tone(400, 4.0, 16000).reshape(-1, channels), 16000)
+    whole = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    with_frames(path, 0)
+    for source in (path, io.BytesIO(path.read_bytes())):
+        assert seconds_of(source, "a") == 4 / channels
+    assert np.array_equal(decode_audio(AudioPart(str(path), 4 / channels), 16000), whole)
+    with_frames(path, 2**36 - 1)  # needs 256 GB, if the header is trusted
+    with pytest.raises(BadAudio, match="a.flac: truncated"):
+        decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
+    with_frames(path, 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadAudio, match="a: not readable"):
+        seconds_of(path, "a")
+
+
+@pytest.mark.parametrize(
+    "name, at, size",
+    [
+        ("AU", 8, b"\xff" * 4),
+        ("AIFF", 42, struct.pack(">I", 0x7F000008)),
+        ("W64", 16, b"\xff" * 7 + b"\x7f"),
+    ],
+)
+def test_a_piped_file_of_another_format_is_as_long_as_its_file(name, at, size, tmp_path):
+    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format=name, subtype="PCM_16")
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[:at] + size + content[at + len(size) :])
+    assert seconds_of(tmp_path / "a", "a") == 2
+
+
+def test_a_w64_may_be_longer_than_32_bits(tmp_path):
+    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format="W64", subtype="PCM_16")
+    content = (tmp_path / "a").read_bytes()
+    (tmp_path / "a").write_bytes(content[:16] + struct.pack("<Q", 2**33) + content[24:])
+    with pytest.raises(BadAudio, match="a: truncated: 32104 of 8589934592 bytes"):
+        seconds_of(tmp_path / "a", "a")
+
+
+@pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (np.nan, "nan"), (1.5, None)])
+def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_path):
+    path = tmp_path / "a.wav"
+    soundfile.write(
+        path, scale * tone(400, 0.5) / np.abs(tone(400, 0.5)).max(), 8000, subtype="FLOAT"
+    )
+    if peak:
+        with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
+            decode_audio(AudioPart(str(path), 0.5), 8000)
+    else:
+        assert len(decode_audio(AudioPart(str(path), 0.5), 8000)) == 4000
+
+
+# ---- digits ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    return speech.recordings(str(write_digits(tmp_path_factory.mktemp("digits"))))
+
+
+def test_strings_of_digits(digits):
+    found = {
+        split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")
+    }
+    for split, utterances in found.items():
+        assert len(utterances) == 60 and {len(each.parts) for each in utterances} == set(
+            range(3, 9)
+        )
+        for each in utterances:
+            names = [Path(part.name).stem.split("_") for part in each.parts]
+            assert (
+                len({speaker for _, speaker, _ in names}) == 1
+                and len(each.gaps) == len(each.parts) - 1
+            )
+            assert each.text == " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
+            assert all(int(index) in speech.SPLITS[split] for _, _, index in names)
+    assert found["train"][:10] == speech.digit_strings(digits, "train", 10)  # always the same
+
+
+def test_the_audio_of_a_string_is_that_of_its_parts(digits):
+    each = speech.digit_strings(digits, "test", 3)[2]
+    audio, start = speech.audio_of(each, 8000), 0
+    for part, gap in zip(each.parts, (*each.gaps, 0.0)):
+        own = soundfile.read(part.name, dtype="float32")[0]
+        assert np.array_equal(audio[start : start + len(own)], own)
+        start += len(own) + round(8000 * gap)
+        assert (audio[start - round(8000 * gap) : start] == 0).all()
+    assert len(audio) == start and start / 8000 == pytest.approx(each.seconds, abs=0.001)
+
+
+# ---- audio -------------------------------------------------------------------------------------------------
+
+
+SAMPLES = np.arange(16000) % 100
+
+
+def write_wav(path, riff, data, chunks=b""):
+    """riff, data: the two sizes in the header."""
+    header = (
+        b"RIFF"
+        + struct.pack("<I", riff)
+        + b"WAVEfmt "
+        + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
+    )
+    path.write_bytes(
+        header + chunks + b"data" + struct.pack("<I", data) + SAMPLES.astype("<i2").tobytes()
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    "riff, data, chunks",
+    [
+        (2**32 - 1, 2**32 - 1, b""),
+        (2**31 + 36, 2**31, b""),
+        (0, 2**32 - 1, b""),
+        (2**31 - 4060, 2**31 - 4096, b""),
+        (2**32 - 1, 32000, b""),
+        (2**32 - 1, 2**32 - 37, b"LIST" + struct.pack("<I", 4) + b"abcd"),
+    ],
+)
+def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
+    """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
+    path = write_wav(tmp_path / "a.wav", riff, data, chunks)
+    assert seconds_of(path, "a") == 2
+    assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), SAMPLES)
+
+
+def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path):
+    with pytest.raises(BadAudio, match="a.wav: truncated: 32000 of 64000"):
+        seconds_of(write_wav(tmp_path / "a.wav", 64036, 64000), "a.wav")
+
+
+def test_random_intervals_reach_both_ends_and_their_share():
+    found = np.concatenate(
+        [speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)]
+    )
+    widths = found[:, 1] - found[:, 0]
+    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
+
+
+@pytest.mark.parametrize("own", [44_101, 17_600])
+def test_another_rate_is_resampled(own, tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(440, 1.0, own), own)
+    audio = decode_audio(AudioPart(str(tmp_path / "a.wav"), 1.0), 16000)
+    assert (
+        audio.dtype == np.float32
+        and len(audio) == 16000
+        and np.abs(np.fft.rfft(audio)).argmax() == 440
+    )
+
+
+def test_channels_are_averaged(tmp_path):
+    both = np.stack([tone(300, 0.5, seed=1), tone(900, 0.5, seed=2)], 1)
+    soundfile.write(tmp_path / "a.wav", both, 8000, subtype="FLOAT")
+    np.testing.assert_allclose(
+        speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("speed", [0.9, 1.1])
+def test_speed_changes_length_and_pitch(speed, tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(500, 2.0), 8000)
+    audio = speech.audio_of(
+        Utterance("a", "A", (AudioPart(str(tmp_path / "a.wav"), 2.0),)), 8000, speed
+    )
+    assert len(audio) == pytest.approx(16000 / speed, abs=1)
+    assert np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000 == pytest.approx(
+        500 * speed, rel=0.01
+    )
+
+
+def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
+    samples = np.random.default_rng(0).integers(-(2**15), 2**15, 4000).astype(np.int16)
+    soundfile.write(tmp_path / "a.flac", samples, 8000)
+    assert np.array_equal(
+        speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)),
+        samples,
+    )
+
+
+# ---- symbols -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["characters", "words", "pieces"])
+def test_decoding_symbols_inverts_encoding(kind):
+    texts = [*TEXTS, "A CAGE FED", "A FED BEE"] * 3
+    symbols = Symbols.of(kind, texts, 20)
+    assert all(symbols.decode(symbols.encode(text)) == text for text in texts)
+    assert max(max(symbols.encode(text)) for text in texts) < len(symbols)
+    with pytest.raises(DataError, match="cannot build 3 pieces.* task.pieces"):
+        Symbols.of("pieces", TEXTS, 3)
+    with pytest.raises(DataError, match="'Ö'" if kind != "words" else "'AÖ'"):
+        symbols.encode("A AÖ")
+
+
+# ---- hub ---------------------------------------------------------------------------------------------------
+
+
+def test_a_set_of_the_hub(tmp_path):
+    """Audio as bytes in parquet."""
+    from datasets import Audio, Dataset
+
+    folder = write_librispeech(tmp_path)
+    local = read(tmp_path)
+    (folder / "7-9-0002.flac").write_bytes(b"no audio")
+    rows = {
+        "audio": [
+            {"bytes": file.read_bytes(), "path": file.name}
+            for file in sorted(folder.glob("*.flac"))
+        ],
+        "text": ["", *TEXTS[1:]],
+    }
+    Dataset.from_dict(rows).cast_column("audio", Audio(decode=False)).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    hub = {
+        "name": "parquet",
+        "config": None,
+        "data_files": str(tmp_path / "a.parquet"),
+        "train": "train",
+        "audio": "audio",
+        "text": "text",
+    }
+    noted = faults()
+    found = list(speech.hub_utterances(hub, "train", noted))
+    assert (
+        noted.noted[0] == "7-9-0000.flac: no transcript"
+        and "7-9-0002.flac: not readable" in noted.noted[1]
+    )
+    for each, own in zip(found, [local[1], *local[3:]], strict=True):
+        assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
+        assert np.array_equal(speech.audio_of(each, 16000), speech.audio_of(own, 16000))
+    with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
+        list(speech.hub_utterances(hub | {"text": "sentence"}, "train", faults()))
+
+
+def hub_rows(tmp_path, rows, kind="parquet"):
+    """Utterances and faults of rows of the hub."""
+    import pandas as pd
+
+    file = tmp_path / f"rows.{kind}"
+    getattr(pd.DataFrame(rows), f"to_{kind}")(file, index=False)
+    names = {"name": kind, "config": None, "audio": "audio", "text": "text"}
+    noted = faults("skip")
+    hub = names | {"train": "train", "data_files": str(file)}
+    return list(speech.hub_utterances(hub, "train", noted)), noted.noted
+
+
+@pytest.mark.parametrize("text", [5, 0.5, True, ["a"], {"a": "b"}, datetime.date(2011, 1, 1)])
+def test_rows_of_the_hub_without_text_or_audio_are_faults(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
+    content = (tmp_path / "a.wav").read_bytes()
+    audio = {"bytes": content, "path": "a.wav"}
+    found, noted = hub_rows(tmp_path, [{"audio": audio, "text": text}] * 2)
+    assert not found and "parquet, row 2, a.wav: transcript" in noted[1]
+    audios = [
+        audio,
+        None,
+        {"bytes": None, "path": None},
+        {"bytes": None, "path": str(tmp_path / "a.wav")},
+        {"bytes": None, "path": "gone.wav"},
+        {"bytes": b"", "path": "empty.wav"},
+    ]
+    found, noted = hub_rows(tmp_path, [{"audio": each, "text": "A"} for each in audios])
+    assert [each.seconds for each in found] == [1, 1]
+    assert noted[:2] == ["parquet, row 2: no audio", "parquet, row 3: no audio"]
+    assert "gone.wav: not readable" in noted[2] and "empty.wav: not readable" in noted[3]
+    rows = [{"audio": audio, "text": "A"}, {"audio": audio, "text": None}]
+    found, noted = hub_rows(tmp_path, rows)
+    assert len(found) == 1 and noted == ["a.wav: no transcript"]
+
+
+def test_transcripts_of_csv_are_text_as_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
+    texts = ["007", "NA", "null", ""]
+    rows = [{"audio": str(tmp_path / "a.wav"), "text": text} for text in texts]
+    found, noted = hub_rows(tmp_path, rows, "csv")
+    assert [each.text for each in found] == texts[:3] and len(noted) == 1
+    with pytest.raises(DataError, match="parquet: column audio is not audio"):
+        hub_rows(tmp_path, [{"audio": 1.5, "text": "A"}])
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for i in range(6):
+        soundfile.write(tmp_path / f"{i}.wav", np.zeros(8000, np.float32), 16000)
+    return tmp_path
+
+
+COMMON_VOICE = [
+    ('"Come, he said, it is late', "0.wav"),
+    ("Yes.", "1.wav"),
+    ('No," she  said', "2.wav"),
+    ('"Never', "3.wav"),
+    ("a\u2028b\x85c", "4.wav"),
+    ("007", "5.wav"),
+]
+
+
+@pytest.mark.parametrize("name", ["t.tsv", "t.jsonl", "t.csv"])
+def test_tables_of_every_kind_give_the_same(name, folder):
+    """Quotation marks, commas and line ends of Unicode cut no transcript."""
+    objects = [
+        json.dumps({"text": text, "audio": audio, "split": "test"}) for text, audio in COMMON_VOICE
+    ]
+    cells = ['"{}",{},test'.format(text.replace('"', '""'), audio) for text, audio in COMMON_VOICE]
+    lines = {
+        "t.tsv": ["text\taudio\tsplit", *("\t".join([*line, "test"]) for line in COMMON_VOICE)],
+        "t.jsonl": objects,
+        "t.csv": ["text,audio,split", *cells],
+    }
+    (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
+    found = list(speech.table_utterances(folder / name, "test", faults()))
+    assert [each.text for each in found] == [" ".join(text.split()) for text, _ in COMMON_VOICE]
+    assert [each.name for each in found] == [*"012345"] and found[0].seconds == 0.5
+    assert list(speech.table_utterances(folder / name, "train", faults())) == []
+
+
+def test_splits_by_hash_do_not_depend_on_the_others(folder):
+    names = [f"{i}.wav" for i in range(1000)]
+    (folder / "t.csv").write_text("\n".join(["audio,text", *(f"./{name},x" for name in names)]))
+    found = speech.read_table(folder / "t.csv").split.tolist()
+    assert found == [speech.by_hash(name) for name in names]
+    counts = [found.count(split) for split in ("train", "validation", "test")]
+    assert 750 < counts[0] < 850 and min(counts) > 70
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("t.txt", "0.wav x\n1.wav y\n", "row 1: expected one line of text"),
+        (
+            "t.csv",
+            "audio,text,split\n0.wav,x,train\n1.wav,y,\n",
+            "split='': expected test, validation, train",
+        ),
+        ("t.jsonl", "{\n", "expected a .csv, .tsv or .jsonl table"),
+        ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
+        ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
+        ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
+        ("t.csv", "audio,text,text\n0.wav,x,y\n", "2 columns text, expected one"),
+        ("t.csv", "audio,text,audio\n0.wav,x,1.wav\n", "2 columns audio, expected one"),
+        ("t.tsv", "split\taudio\ttext\tsplit\ntest\t0.wav\tx\ttrain\n", "2 columns split"),
+        ("t.jsonl", '{"audio": "0.wav", "text": "x", "text": "y"}\n', "2 columns text"),
+    ],
+)
+def test_malformed_tables_are_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        speech.read_table(tmp_path / name)
+
+
+def test_a_recording_is_in_one_split(folder):
+    (folder / "link.wav").symlink_to("0.wav")
+    (folder / "hard.wav").hardlink_to(folder / "0.wav")
+    for name in (
+        "0.wav",
+        "./0.wav",
+        f"../{folder.name}/0.wav",
+        folder / "0.wav",
+        "link.wav",
+        "hard.wav",
+    ):
+        rows = ["audio,text,split", "0.wav,x,train", "1.wav,x,test", f"{name},x,{{}}"]
+        table = "\n".join(rows)
+        (folder / "t.csv").write_text(table.format("train"))
+        assert len(speech.read_table(folder / "t.csv")) == 3
+        for split in ("test", "validation"):
+            (folder / "t.csv").write_text(table.format(split))
+            with pytest.raises(
+                DataError, match=f"t.csv: the recording .* is in {split}, .* in train"
+            ):
+                speech.read_table(folder / "t.csv")
+    (folder / "t.csv").write_text("audio,text,split\ngone.wav,x,train\n./gone.wav,x,test\n")
+    with pytest.raises(DataError, match="gone.wav is in test"):
+        speech.read_table(folder / "t.csv")

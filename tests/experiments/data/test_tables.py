@@ -1,0 +1,493 @@
+"""Laws of tables: the published files, a csv file of one's own with missing values, and refusals."""
+
+import functools
+import gzip
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.refusals import check_refused
+
+from crt_exp.experiments.data import DataError, arena, corpora
+from crt_exp.experiments.data.tabular import BLANKS, LAYOUTS, file_of, load, read_own
+from crt_exp.experiments.tasks import uci
+from crt_exp.experiments.tasks.books import Books
+from crt_exp.experiments.tasks.mlm import MLM
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+# name: (rows, width by ordinal, width by onehot, number of classes), from UCI's pages
+PUBLISHED = {
+    "abalone": (4177, 10, 10, 28),
+    "car": (1728, 6, 21, 4),
+    "yeast": (1484, 8, 8, 10),
+    "cmc": (1473, 12, 24, 3),
+    "wine": (178, 13, 13, 3),
+    "boston": (506, 13, 14, None),
+}
+
+
+@functools.cache
+def valid_rows(name: str) -> list[list[str]]:
+    """A made-up table in the layout of `name`, with as many rows as published."""
+    levels = [field.levels.split() for field in LAYOUTS[name]]
+    return [
+        [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
+        for i in range(PUBLISHED[name][0])
+    ]
+
+
+def write(folder: Path, name: str, rows: list[list[str]], end: str = "\n", begin: str = "") -> Path:
+    path = file_of(name, folder)
+    separator = "  " if name in BLANKS else ","
+    path.write_text(begin + end.join(separator.join(row) for row in rows) + end, encoding="utf-8")
+    return path
+
+
+def refusal(name: str, folder: Path | None) -> str:
+    with pytest.raises(DataError) as caught:
+        load(name, folder)
+    return str(caught.value)
+
+
+# ---- published tables ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_file_gives_the_documented_shape(name, tmp_path):
+    """Line ends, blanks and a byte order mark do not matter."""
+    write(tmp_path, name, valid_rows(name))
+    table, (rows, ordinal, onehot, classes) = load(name, tmp_path), PUBLISHED[name]
+    assert len(table) == rows and str(tmp_path) in table.source
+    for coding, width in (("ordinal", ordinal), ("onehot", onehot)):
+        encoded = table.encode(coding)
+        assert (
+            encoded.shape == (rows, width)
+            and encoded.dtype == np.float64
+            and np.isfinite(encoded).all()
+        )
+    assert (table.classes and len(table.classes)) == classes
+    assert table.target.dtype == (np.int64 if table.classes else np.float64)
+    write(
+        tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff"
+    )
+    other = load(name, tmp_path)
+    assert (other.encode("onehot") == table.encode("onehot")).all() and (
+        other.target == table.target
+    ).all()
+
+
+CLASS_ROWS = {
+    "abalone": [
+        1,
+        1,
+        15,
+        57,
+        115,
+        259,
+        391,
+        568,
+        689,
+        634,
+        487,
+        267,
+        203,
+        126,
+        103,
+        67,
+        58,
+        42,
+        32,
+        26,
+        14,
+        6,
+        9,
+        2,
+        1,
+        1,
+        2,
+        1,
+    ],
+    "banknote": [762, 610],
+    "car": [1210, 384, 69, 65],
+    "cmc": [629, 333, 511],
+    "chess": [
+        2796,
+        27,
+        78,
+        246,
+        81,
+        198,
+        471,
+        592,
+        683,
+        1433,
+        1712,
+        1985,
+        2854,
+        3597,
+        4194,
+        4553,
+        2166,
+        390,
+    ],
+    "nursery": [4320, 2, 328, 4266, 4044],
+    "wifi": [500, 500, 500, 500],
+    "wine": [59, 71, 48],
+    "yeast": [463, 429, 244, 163, 51, 44, 35, 30, 20, 5],
+}
+
+
+@pytest.mark.data
+@pytest.mark.skipif(
+    not os.environ.get("CRT_DATA"), reason="CRT_DATA is not set: the official files are needed"
+)
+@pytest.mark.parametrize("name", CLASS_ROWS)
+def test_rows_of_each_class_are_as_published(name):
+    table = load(name, Path(os.environ["CRT_DATA"]) / "uci")
+    assert np.bincount(table.target).tolist() == CLASS_ROWS[name]
+
+
+@pytest.mark.parametrize(
+    "name, change, problem",
+    [
+        ("car", lambda rows: rows[2].pop(), "row 3, column class: '' is not one of unacc"),
+        ("car", lambda rows: rows[4].append("1"), "line 5, saw 8"),
+        ("car", lambda rows: rows.pop(), "expected (1728, 7)"),
+        ("car", list.clear, "No columns"),
+        *[
+            (
+                "yeast",
+                lambda rows, text=text: rows[9].__setitem__(1, text),
+                f"row 10, column mcg: '{text}' is not a finite",
+            )
+            for text in ("abc", "nan", "1e999")
+        ],
+    ],
+)
+def test_faults_of_a_file_are_named(name, change, problem, tmp_path):
+    rows = [list(row) for row in valid_rows(name)]
+    change(rows)
+    path, message = write(tmp_path, name, rows), refusal(name, tmp_path)
+    assert str(path) in message and problem in message and f"fetch uci/{name}" in message
+
+
+def test_missing_files_and_unknown_names(tmp_path):
+    assert "fetch uci/wine --dir" in refusal("wine", tmp_path)
+    with pytest.raises(ConfigError, match="did you mean nursery?"):
+        load("nurssery")
+
+
+def test_orders_are_the_documented_ones(tmp_path):
+    write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
+    table = load("car", tmp_path)
+    assert table.encode("ordinal")[0].tolist() == [0, 3, 3, 2, 0, 2] and table.target[0] == 3
+    assert table.encode("onehot")[0].tolist() == [
+        1,
+        0,
+        0,
+        0,
+        *[0, 0, 0, 1] * 2,
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
+    write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
+    table = load("abalone", tmp_path)  # a category without order is never a number
+    assert table.columns[0].levels == ("M", "F", "I") and table.encode("ordinal")[
+        0, :3
+    ].tolist() == [0, 0, 1]
+
+
+def task_with(**options) -> SimpleNamespace:
+    defaults = {"text": None, "validation_text": None, "test_text": None, "hub": {"name": None}}
+    return SimpleNamespace(**defaults | options)
+
+
+@pytest.mark.parametrize(
+    "read, by",
+    [
+        (lambda folder: load("iris", folder), "task.dataset=iris, which is embedded"),
+        (lambda folder: corpora.word_files("some.txt", folder), "task.corpus=some.txt"),
+        (
+            lambda folder: arena.load("pathfinder", folder, {}, "small", None),
+            "task.dataset=pathfinder",
+        ),
+        (lambda folder: Books.files(task_with(data_dir=folder, text="some.txt")), "task.text"),
+        (lambda folder: MLM.named_texts(task_with(data_dir=folder, text="some.txt")), "task.text"),
+        (
+            lambda folder: MLM.named_texts(task_with(data_dir=folder, hub={"name": "some/set"})),
+            "task.hub.name",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_used_is_refused(read, by):
+    with pytest.raises(DataError, match=f"task.data_dir=/some/folder: not used by {by}"):
+        read("/some/folder")
+
+
+# ---- a csv file of one's own -----------------------------------------------------------------------------------------
+def write_own(path, header, *columns, separator=","):
+    quoted = [
+        separator.join('"{}"'.format(str(cell).replace('"', '""')) for cell in row)
+        for row in zip(*columns)
+    ]
+    path.write_text("\n".join([header, *quoted]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def homes(tmp_path):
+    rng = np.random.default_rng(0)
+    area, city = rng.integers(20, 200, 60), ["Ulm", "Bonn", "Kiel"] * 20
+    price = [f"{1000 * a + 5000 * (i % 3):.0f}.5" for i, a in enumerate(area)]
+    return write_own(
+        tmp_path / "homes.csv",
+        "area,rooms,city,id,price",
+        ["NA" if i == 3 else a for i, a in enumerate(area)],
+        [i % 5 + 1 for i in range(60)],
+        ["?" if i == 5 else each for i, each in enumerate(city)],
+        [f"h{i}" for i in range(60)],
+        price,
+    )
+
+
+def test_values_decide_the_kind_of_a_column(homes):
+    table, notes = read_own(homes, "price")
+    assert table.name == "homes" and table.classes is None and len(table) == 60
+    assert [column.name for column in table.columns] == ["area", "rooms", "city"]
+    area, _, city = table.columns
+    assert np.isnan(area.values).sum() == 1 and city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
+    for part in (
+        "area: 1 of 60 values are missing",
+        "city: 1 of 60 values are missing",
+        "id has 60 different texts and is left out",
+    ):
+        assert part in notes
+    classes, _ = read_own(homes, "rooms")
+    assert classes.classes == ("1", "2", "3", "4", "5") and classes.target.dtype == np.int64
+    assert read_own(homes, "rooms", "regression")[0].classes is None
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_separators_quotes_and_gzip(separator, tmp_path):
+    cells = [
+        "\ufeffa",
+        '"b c"',
+        "y\n1",
+        "x",
+        "p\n2",
+        f'"x{separator}y"',
+        "q\n3",
+        "x",
+        "p\n4",
+        "x\u2028",
+        "q\n\n",
+    ]
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(separator.join(cells).encode()))
+    table, _ = read_own(tmp_path / "t.csv.gz", "y")
+    assert (
+        table.name == "t"
+        and table.classes == ("p", "q")
+        and table.columns[0].values.tolist() == [1, 2, 3, 4]
+    )
+
+
+def test_one_way_to_read_numbers(tmp_path):
+    cells = ["+.5", "1.", "-2e3", "", "#N/A", ".", "-", "<NA>", "NA", "?", "n.d."]
+    table, notes = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 22), "y")
+    np.testing.assert_array_equal(table.columns[0].values[:11], [0.5, 1, -2000] + 8 * [np.nan])
+    assert notes == "x: 32 of 44 values are missing"
+
+
+MANY = [i / 4 for i in range(38)]
+
+
+@pytest.mark.parametrize(
+    "cells, message",
+    [
+        ([*MANY, "<0.1", "low"], "column x, row 39: '<0.1'"),
+        (["1,5", "1.5", "2.5", "3"] * 10, "row 1: '1,5'"),
+        (["1.234,5", "7"] * 20, "'1.234,5'"),
+        (["$5"] * 40, r"'\$5'"),
+        (["12 EUR"] * 40, "'12 EUR'"),
+        (["1'234"] * 40, '"1\'234"'),
+        ([*MANY, "inf", "1"], "row 39: 'inf'"),
+    ],
+)
+def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        read_own(write_own(tmp_path / "t.csv", "x,y", cells, ["p", "q"] * 20), "y")
+    with pytest.raises(DataError, match=message.replace("column x", "column y")):
+        read_own(write_own(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
+
+
+@pytest.mark.parametrize(
+    "cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["none", "Attchd"], ["1", "b"]]
+)
+def test_words_are_categories_and_classes(cells, tmp_path):
+    table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
+    assert table.classes == table.columns[0].levels == tuple(sorted(cells))
+    assert table.columns[0].values.tolist() == table.target.tolist()
+
+
+@pytest.mark.parametrize(
+    "text, target, message",
+    [
+        ("a,y\n1,2\n3", "y", "row 2 has fewer cells"),
+        ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
+        ("a,a,y\n1,2,3\n", "y", "2 columns a; expected different names"),
+        ("a, y,y\n1,2,3\n", "y", "2 columns y; expected different names"),
+        ("a,,y\n1,2,3\n", "y", "names each column"),
+        ("a b y\n1 2 3\n", "y", "one column found, 'a b y'; is the separator a comma, "),
+        ("a|b|y\n1|2|3\n", "y", r"one column found, 'a\|b\|y'; is the separator"),
+        ("a:y\n1:2\n", "a:y", "one column found"),
+        ("a y\n1,5 2,5\n", "y", "one column found, 'a y'"),
+        ("1,2\n3,4\n", "y", "names each column"),
+        ("a,y\n", "y", "0 rows"),
+        ("a,price\n1,2\n2,3\n", "prise", "did you mean price"),
+        ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 row"),
+        ("a,y\n,0\n,1\n,0\n,1\n", "y", "a is empty and is left out"),
+        ("a,y\n1,2.5\n3,NA\n", "y", "column y, row 2 has no value"),
+        ('a,y\nu,1\n"u,2\nu,3\nu,4\nu",5\n', "y", "column a, row 2: line end inside a cell"),
+        ("a,y\nu,1\n\udcff,2\n", "y", "UTF-8"),
+    ],
+)
+def test_refusals_name_column_and_row(text, target, message, tmp_path):
+    (tmp_path / "t.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises((DataError, ValueError), match=message):
+        read_own(tmp_path / "t.csv", target)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("no.csv", "task.csv=.*no.csv: no such file$"),
+        ("no.csv.gz", "no such file$"),
+        ("no/such.csv", "no such file$"),
+        ("", "Is a directory$"),
+        ("empty.csv", "not readable as a UTF-8 table: No columns"),
+        ("plain.csv.gz", "not readable as a UTF-8 table: Not a gzipped file"),
+    ],
+)
+def test_files_that_are_no_table_are_named(name, message, tmp_path):
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "plain.csv.gz").write_text("a,y\n1,2\n")
+    with pytest.raises(DataError, match=message):
+        read_own(tmp_path / name, "y")
+
+
+def test_kind_decides(tmp_path):
+    with pytest.raises(DataError, match="column city, .*task.kind=regression"):
+        read_own(
+            write_own(tmp_path / "t.csv", "x,city", range(6), ["Ulm", "Bonn"] * 3),
+            "city",
+            "regression",
+        )
+    for labels, classes in (
+        (["1", "1.0", "2", "2.00"], ("1", "1.0", "2", "2.00")),
+        (["1", "2", "3", "x"], ("1", "2", "3", "x")),
+    ):
+        file = write_own(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
+        assert read_own(file, "y", "classification")[0].classes == classes
+
+
+@pytest.mark.parametrize("end", ["", "b"])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["3.1", "3.10", "3.2"],
+        ["123456789012345671", "123456789012345672", "223456789012345673"],
+        ["01", "1", "2"],
+        ["0", "00", "000"],
+        ["1E2", "10E1", "2E2"],
+        ["+1", "1", "2"],
+        ["0.1234567890123456781", "0.1234567890123456782", "1"],
+    ],
+)
+def test_classes_of_equal_value_stay_apart(labels, end, tmp_path):
+    cells = [label + end for label in labels] * 10
+    file = write_own(tmp_path / "t.csv", "x,y", range(30), cells)
+    table, notes = read_own(file, "y", "classification")
+    assert [table.classes[code] for code in table.target] == cells
+    assert ("different classes" in notes) == (end == "")
+
+
+@pytest.mark.parametrize("cells", [["01", "1", "2"], ["1E2", "10E1", "3"], ["0", "00", "7"]])
+def test_whole_numbers_of_equal_value_are_categories(cells, tmp_path):
+    file = write_own(tmp_path / "t.csv", "x,y", [*cells, "NA"] * 10, ["p", "q"] * 20)
+    table, notes = read_own(file, "y")
+    assert table.columns[0].levels == (*sorted(cells), "(missing)")
+    assert "have the same value; read as categories" in notes
+    file = write_own(tmp_path / "t.csv", "x,y", ["1.5", "1.50", "-0", "0"] * 10, ["p", "q"] * 20)
+    table, notes = read_own(file, "y")
+    assert table.columns[0].values[:4].tolist() == [1.5, 1.5, 0, 0]
+    assert notes == "x: 1.5 and 1.50 are the same number"
+
+
+def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
+    run = [
+        "task=uci",
+        f"task.csv={homes}",
+        "logger=none",
+        "task.repeats=2",
+        "task.split=[0.6,0.2,0.2]",
+        "features=trig",
+        "features.m=128",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+    check_refused(
+        typed(*run, "task.target=price", "task.scaling=none"),
+        ["values are missing"],
+        tmp_path / "run",
+    )
+    code, out, err = typed(*run, "task.target=price")
+    assert code == 0, err
+    assert "homes: r2 0." in out and "area: 1 of 60 values are missing" in out
+
+
+def task_of(path, sigmas):
+    return uci.UCI(
+        "wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, sigmas, csv=str(path), target="y"
+    )
+
+
+def test_columns_are_scaled_before_they_are_rounded(tmp_path):
+    x = np.random.default_rng(0).normal(size=300)
+    whole = (202401010000 + 1000 * x).round().astype(np.int64)
+    task = task_of(write_own(tmp_path / "t.csv", "x,y", whole, np.sin(2 * x)), [5.0])
+    scaled = np.concatenate(task.divide(0, 0)[0])[:, 0]
+    order = np.random.default_rng([0, 0]).permutation(300)
+    assert scaled.dtype == np.float32 and np.corrcoef(scaled, x[order])[0, 1] > 0.99999
+
+
+def test_the_scale_is_that_of_the_training_part(tmp_path):
+    x = np.random.default_rng(0).normal(size=50)
+    train, *others = task_of(write_own(tmp_path / "t.csv", "x,y", x, np.sin(2 * x)), [5.0]).divide(
+        0, 0
+    )[0]
+    assert (
+        abs(train.mean()) < 1e-6
+        and abs(train.std() - 1) < 1e-6
+        and all(abs(part.mean()) > 1e-3 for part in others)
+    )
+
+
+@pytest.mark.parametrize("number", [True, False])
+def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
+    noise, x = np.random.default_rng(0).normal(size=(2, 100))
+    for y, worse in (
+        (noise if number else ["aaaab"[i % 5] for i in range(100)], True),
+        (x if number else np.where(x > 0, "a", "b"), False),
+    ):
+        task = task_of(write_own(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
+        summary = task.summary(list(task.records(Mechanism.of("exact"), 0)))
+        assert ("of the training part" in summary) == worse and len(
+            summary.splitlines()
+        ) == 1 + worse

@@ -1,0 +1,195 @@
+"""What a swap loses and light training brings back, of small models, language models and Whisper: rows, methods that
+are exact where nothing is lost, seeds, and who is evaluated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from crt_exp.experiments.data.text import IGNORED
+from crt_exp.experiments.measure import adapt
+from crt_exp.experiments.measure.adapt import Adapt, AdaptPretrained, training_rows
+from crt_exp.experiments.measure.whisper import Whisper
+from crt_exp.mechanism import Mechanism
+
+
+@pytest.fixture
+def at_home(tmp_path, monkeypatch):
+    """A folder of its own, models of few numbers, and characters that need no file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(adapt, "WIDTH", 16)
+    monkeypatch.setattr(adapt, "LAYERS", 2)
+    for name, setting in adapt.SETTINGS.items():
+        monkeypatch.setitem(adapt.SETTINGS, name, replace(setting, tested=4))
+    monkeypatch.setattr(adapt, "characters", lambda split: torch.arange(500) % 40)
+    noise = torch.Generator().manual_seed(0)
+    drawn = {split: torch.randn(40, 1, 28, 28, generator=noise) for split in ("train", "test")}
+    monkeypatch.setattr(adapt, "digits", lambda split: (drawn[split], torch.arange(40) % 10))
+    adapt.exact.cache_clear()
+    yield
+    adapt.exact.cache_clear()
+
+
+@pytest.mark.parametrize("setting", adapt.SETTINGS)
+def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
+    rows = adapt.SETTINGS[setting].rows
+    (ids, labels), (again, _) = rows("train", 3, 4), rows("train", 3, 4)
+    assert torch.equal(ids, again) and (labels != IGNORED).any()
+    assert labels.shape == (ids.shape[:1] if setting == "vision" else ids.shape)
+    if setting == "causal":
+        return
+    assert not torch.equal(ids, rows("test", 3, 4)[0])
+
+
+SIZES = {"steps": 2, "exact_lr": 3e-3, "transfer_lr": 2e-2, "lora_lr": 5e-3, "rank": 4}
+STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
+
+
+def losses(setting, method, **steps):
+    return {
+        row["stage"]: row["loss"]
+        for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)
+    }
+
+
+@pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
+def test_a_method_at_each_stage(setting, at_home):
+    """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
+    adapted; and a measurement is the same whatever was drawn before, adapters too."""
+    model = adapt.SETTINGS[setting].model()
+    model.load_state_dict(adapt.exact(setting, 0, 2, 3e-3), strict=False)
+    loss = adapt.test_loss(model, setting, 0)
+    exact = losses(setting, "exact", transfer=1, lora=1)
+    assert [*exact] == STAGES and exact["swapped"] == exact["transferred"] == pytest.approx(loss)
+    window = losses(setting, "window block=4 first=2", transfer=1, lora=2)
+    assert window["transferred"] == window["swapped"] != window["LoRA"]
+    torch.randn(7)
+    assert losses(setting, "window block=4 first=2", transfer=1, lora=2) == window
+    hedgehog = losses(setting, "hedgehog m=8", transfer=2, lora=1)
+    assert hedgehog["transferred"] != hedgehog["swapped"]
+    assert [*losses(setting, "uniform", transfer=1, lora=1)] == STAGES[:2]
+
+
+# ---- a pretrained language model
+
+
+LANGUAGE = {
+    "model": "",
+    "texts": ["new", "repeated"],
+    "length": 64,
+    "tested": 2,
+    "captured": 2,
+    "transfer": 3,
+    "steps": [0, 3, 4, 5],
+    "transfer_lr": 1e-2,
+    "lora_lr": 1e-2,
+    "rank": 2,
+    "bf16": False,
+}
+STEPS = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "repeated")]
+
+
+def above(method, seed=0):
+    found = [
+        row
+        for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed)
+        if "text" in row
+    ]
+    assert all(len(row["above"]) == 2 for row in found)
+    return {(row["text"], row["step"]): row["above"] for row in found}
+
+
+def test_a_language_model_at_each_step(reader):
+    """Exact attention loses nothing before it is trained, and what has nothing to learn stays as it is till then; the
+    model that all methods start from stays as well. A repetition is the same, another seed is not."""
+    before = {name: p.clone() for name, p in reader.named_parameters()}
+    exact, window, hedgehog = map(above, ("exact", "window block=8 first=2", "hedgehog m=4"))
+    assert [*exact] == [*window] == [*hedgehog] == STEPS
+    assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact[
+        "new", 4
+    ] != [0, 0]
+    assert above("hedgehog m=4") == hedgehog != above("hedgehog m=4", 1)
+    assert window["new", 3] == window["new", 0] != window["new", 5]
+    assert hedgehog["new", 3] != hedgehog["new", 0]
+    assert all(
+        torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters()
+    )
+
+
+def test_rows_are_of_the_seed(reader):
+    rows, others = training_rows("", 64, 0, 20), training_rows("", 64, 1, 20)
+    assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
+    with pytest.raises(
+        ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"
+    ):
+        training_rows("", 64, 0, 438)
+
+
+def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
+    hedgehog = Mechanism.parse("hedgehog m=4")
+    plain, lower = (
+        [
+            row["above"]
+            for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
+            if "text" in row
+        ]
+        for bf16 in (False, True)
+    )
+    assert lower[:4] == plain[:4] and lower[4:] != plain[4:]
+    torch.testing.assert_close(torch.tensor(lower), torch.tensor(plain), atol=0.1, rtol=0)
+
+
+# ---- Whisper
+
+
+SPEECH = {
+    "model": "",
+    "subset": "train",
+    "speakers": ["1", "3"],
+    "tested": 2,
+    "steps": [0, 2, 4],
+    "lr": 1e-2,
+}
+
+
+def spoken(method, **changes):
+    return [*Whisper(**SPEECH | changes).rows(Mechanism.parse(method), 0)]
+
+
+def test_each_method_is_evaluated_after_each_step(speaker):
+    """Exact attention is where it was before it is trained, other attention is not; training changes both, and the
+    model that all start from stays."""
+    before = {name: p.clone() for name, p in speaker.named_parameters()}
+    exact, other = spoken("exact"), spoken("favorpp m=8")
+    assert [row["steps"] for row in exact] == [0, 2, 4] and all(
+        len(row[key]) == 2 for row in [*exact, *other] for key in ("above", "agrees", "wer")
+    )
+    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6) and other[0][
+        "above"
+    ] != pytest.approx([0, 0])
+    assert exact[0]["above"] != exact[2]["above"] and other[0]["above"] != other[2]["above"]
+    assert other == spoken("favorpp m=8")
+    assert_close(dict(speaker.named_parameters()), before)
+
+
+def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
+    read, loss = set(), Whisper.loss
+    monkeypatch.setattr(
+        Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each)
+    )
+    spoken("uniform")
+    assert read == {"0", "2", "4"} and [
+        each.name for each in Whisper(**SPEECH).utterances()[0]
+    ] == ["1", "3"]
+    for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
+        with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
+            spoken("uniform", **changes)
+
+
+def test_only_the_encoder_is_trained(speaker):
+    task = Whisper(**SPEECH)
+    model = task.swapped(Mechanism.parse("favorpp m=8"), 0, task.utterances()[1][-1])
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained and all(name.startswith("model.encoder.") for name in trained)
+    assert not model.get_encoder().embed_positions.weight.requires_grad

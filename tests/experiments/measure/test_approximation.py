@@ -1,0 +1,289 @@
+"""task=approximation: what it captures are the model's own tensors, its errors are those of their definition, its
+closed forms are those of the noise; and every bad input is one clear message."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from crt_exp.attention import attention_reference, softmax_attention
+from crt_exp.attention.reference import attention_matrix
+from crt_exp.experiments.measure import approximation
+from crt_exp.experiments.measure.approximation import Approximation, Pretrained, Synthetic
+from crt_exp.experiments.measure.attention_errors import HeadErrors
+from crt_exp.features import OPRF, GeomRF, PosRF, Statistics
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import CONF
+from crt_exp.samplers import orthogonal
+
+transformers = pytest.importorskip("transformers")
+WORDS = ("the", "cat", "dog", "sat", "ran", "on", "a", "mat", "red", "big", ".")
+TEXT = "the cat sat on a mat . the big red dog ran on the mat . a dog sat"
+TOKENS = len(TEXT.split())  # and [CLS], [SEP]
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 16,
+    "max_position_embeddings": 40,
+}
+SMALL = {
+    "ms": [8, 32],
+    "samples": 3,
+    "rows": 8,
+    "pairs": 8,
+    "heads": 2,
+    "d": 8,
+    "scale": 1.0,
+    "depth": 3,
+}
+MODELS = {
+    "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
+    "roberta": lambda: transformers.RobertaModel(
+        transformers.RobertaConfig(**SIZES, pad_token_id=1)
+    ),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=16, n_layer=3, n_head=4, vocab_size=16, n_positions=40)
+    ),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, num_key_value_heads=2)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, saved_models):
+    """Tiny models of random weights, a tokenizer beside each, and texts."""
+    root = tmp_path_factory.mktemp("models")
+    saved_models(root, MODELS, ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS))
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def mechanism(features="oprf", sampler="orthogonal"):
+    return Mechanism.of(features=features, sampler=sampler, m=8)
+
+
+# ---- the matrix
+
+
+@pytest.mark.parametrize(
+    "phi, causal", [(OPRF(), True), (PosRF(), False), (GeomRF(), True)], ids=repr
+)
+def test_matrix_is_attention_to_unit_vectors(phi, causal):
+    x, y = (
+        torch.randn(2, 4, 5, 8, dtype=torch.float64),
+        torch.randn(2, 4, 7, 8, dtype=torch.float64),
+    )
+    noise, params = orthogonal(16, 8), phi.fit(Statistics.of(x, y))
+    eye = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7)
+    matrix = attention_matrix(x, y, phi, noise, params, causal=causal)
+    torch.testing.assert_close(
+        matrix, attention_reference(x, y, eye, phi, noise, params, causal=causal)
+    )
+    torch.testing.assert_close(
+        attention_matrix(x, y, causal=causal), softmax_attention(x, y, eye, causal=causal)
+    )
+    rows = torch.tensor([0, 3])
+    torch.testing.assert_close(
+        attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows), matrix[:, :, rows]
+    )
+    if not phi.fitted:
+        grouped = attention_matrix(
+            x, y[:, :2], phi, noise, params
+        )  # heads 0, 1 and 2, 3 share keys
+        torch.testing.assert_close(
+            grouped, attention_matrix(x, y[:, [0, 0, 1, 1]], phi, noise, params)
+        )
+
+
+# ---- what is captured
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_captured_tensors_give_the_models_own_attention(folder, name):
+    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
+    layers = source.layers(0, 0)
+    assert len(layers) == len(source.exact[0].states) == 3 and layers[0].causal == (
+        name in ("gpt2", "llama")
+    )
+    given, end = [], {"gpt2": "attn.c_proj", "llama": "o_proj"}.get(name, "attention.output.dense")
+    ends = [part for path, part in source.model.named_modules() if path.endswith(end)]
+    hooks = [part.register_forward_pre_hook(lambda _, args: given.append(args[0])) for part in ends]
+    hidden = source.run(source.rows).hidden_states[1:]
+    for hook in hooks:
+        hook.remove()
+    assert len(given) == 3
+    for layer, own in zip(layers, given):
+        torch.testing.assert_close(
+            layer.output.transpose(1, 2).flatten(2), own, rtol=1e-4, atol=1e-5
+        )
+    torch.testing.assert_close(list(hidden), source.exact[0].states, rtol=1e-4, atol=1e-5)
+    assert not any("swapped" in path for path, _ in source.model.named_modules())
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_errors_go_through_the_chosen_layers_only(folder, name):
+    source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS, layers=[1])
+    errors = source.hidden_errors(mechanism(), 2, 0)
+    assert errors.shape == (2, 3) and (errors[:, 0] == 0).all() and (errors[:, 1:] > 1e-4).all()
+    assert not torch.equal(errors[0], errors[1])  # other noise
+    torch.testing.assert_close(
+        source.hidden_errors(mechanism(), 2, 0), errors
+    )  # nothing was left behind
+    assert (source.hidden_errors(Mechanism.of("exact"), 1, 0) < 1e-5).all()
+
+
+def test_synthetic_queries_have_the_scale_that_is_asked_for():
+    for scale in (0.5, 2.0):
+        layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
+        assert [layer.x.std() * 2, layer.y.std() * 2] == pytest.approx([scale] * 2, rel=0.03)
+
+
+# ---- the records
+
+
+def test_records_resume_and_hold_what_they_say():
+    task, other = Approximation(**SMALL, length=64), Approximation(**SMALL, length=64)
+    whole = list(task.records(mechanism(), 3))
+    assert [r["split"] for r in whole] == [
+        "heads",
+        "layer",
+        "layer",
+        "depth",
+        "depth",
+        "test",
+    ] and whole[-1]["final"]
+    for done in (4,):
+        assert list(other.records(mechanism(), 3, whole[:done])) == whole[done:]
+    assert json.loads(json.dumps(whole, allow_nan=False)) == whole
+    heads, few, many = whole[:3]
+    assert (
+        heads["mean_sq_sum"] == pytest.approx([2 * 8**0.5] * 2, rel=0.2) and len(heads["best"]) == 2
+    )
+    without = {"hedgehog", "mixture", "matern", "laplace", "rational_quadratic", "arc_cosine"}
+    assert (
+        heads["log_relative_mse"].keys()
+        == {p.stem for p in (CONF / "features").glob("*.yaml")} - without
+    )
+    assert many["output_error"] < few["output_error"] and many["matrix_error"] < few["matrix_error"]
+    assert (
+        whole[-1]["output_error"] == many["output_error"]
+        and whole[-1]["hidden_error"] == whole[4]["hidden_error"]
+    )
+    assert len(whole[4]["hidden_error_by_layer"]) == 3
+    assert "predict best" in task.summary(whole) and "layer" in task.summary(whole)
+    with pytest.raises(ValueError, match="attention=exact"):
+        next(task.records(Mechanism.of("exact"), 0))
+
+
+@pytest.mark.parametrize(
+    "features, sampler",
+    [("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"), ("geom", "iid")],
+)
+def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
+    monkeypatch.setattr(approximation, "DRAWS", 20_000)
+    task = Approximation(**SMALL | {"scale": 0.5, "depth": 0}, length=64)
+    by = mechanism(features, sampler)
+    found = task.variances(by, 8, task.source.layers(0, 0)[0], 0, 0)
+    exact = found.get("log_variance_coupled", found["log_variance"])
+    assert ("log_variance_coupled" in found) == (sampler != "iid")
+    assert (
+        abs(found["log_variance_sampled"] - exact) < 0.1
+    )  # the log of a variance of kurtosis 50 varies by 0.05
+    if (features, sampler) == ("pos", "orthogonal"):
+        assert (
+            found["log_variance_coupled"] < found["log_variance"] - 0.1
+        )  # the law above has power
+
+
+def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
+    weak = Approximation(**SMALL | {"ms": [2, 1024], "samples": 1, "depth": 0}, length=64)
+    records = list(weak.records(mechanism(), 0))
+    few, many, last = (r for r in records if r["split"] in ("layer", "test"))
+    layer = weak.source.layers(0, 0)[0]
+    mean = layer.v.mean(2, keepdim=True).expand_as(layer.v)
+    expected = (
+        ((mean - layer.output).square().sum((-2, -1)) / layer.output.square().sum((-2, -1)))
+        .sqrt()
+        .mean()
+    )
+    assert few["uniform_error"] == many["uniform_error"] == last["uniform_error"]
+    assert few["uniform_error"] == pytest.approx(expected.item(), rel=1e-5)
+    assert many["output_error"] < few["uniform_error"] < few["output_error"]
+    told = weak.summary(records)
+    assert (
+        "WARNING" in told
+        and "in 1 of 1 layers with m = 2\n" in told
+        and "uniform" in told.splitlines()[0]
+    )
+    assert weak.warning([many]) == ""
+
+
+# ---- the command
+
+
+# ---- the command
+
+
+def test_command(folder, typed, tmp_path):
+    run = lambda *args: typed(
+        "task=approximation",
+        "logger=none",
+        f"hydra.run.dir={tmp_path}/run",
+        f"task.model={folder}/llama",
+        *args,
+    )
+    code, _, err = run()
+    assert (
+        code == 2
+        and "task.model and task.text: expected both" in err
+        and not (tmp_path / "run").exists()
+    )
+    code, out, err = run(
+        f"task.text={folder}/text.txt",
+        f"task.length={TOKENS}",
+        "task.ms=[4,16]",
+        "task.samples=2",
+        "features=pos",
+        "sampler=hadamard",
+    )
+    assert code == 0, err
+    assert "relative error of the output" in out and "approximate sampler" in out
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert lines[-1]["final"] and len([r for r in lines if r["split"] == "layer"]) == 2 * 3
+
+
+# ---- the reports
+
+
+def head_errors(text, ms, turn=0.3, **sizes):
+    task = HeadErrors(
+        **{"length": 256, "d": 16, "sum": 8, "ms": ms, "samples": 3, "turn": turn} | sizes
+    )
+    return [record["mse"] for record in task.records(Mechanism.parse(text), 0)]
+
+
+def test_errors_of_heads_are_over_those_of_uniform_attention():
+    """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
+    few, many = head_errors("oprf", [2, 4096], sum=16)
+    assert np.min(few) > np.max(many) and np.max(many) < 1
+    assert head_errors("uniform", [8]) == [pytest.approx([1.0] * 3)]
+
+
+def test_matched_queries_lie_near_the_keys_at_their_positions():
+    cos = {}
+    for turn in (None, 0.3):
+        layer = Synthetic(512, 2, 16, 1.0, 0, turn).layers(0, 0)[0]
+        x, y = layer.x[0], layer.y[0]
+        cos[turn] = torch.cosine_similarity(x, y, -1).mean().item()
+        assert x.square().sum(-1).mean().item() == pytest.approx(4.0, rel=0.1)  # the same lengths
+    assert cos[None] == pytest.approx(0, abs=0.05) and cos[0.3] == pytest.approx(
+        math.cos(0.3), abs=0.03
+    )

@@ -1,0 +1,335 @@
+"""Measuring tasks of kernels: measured errors are those of the closed forms, FLOPs are counted; distances between the
+softmax over words and its estimate, against scipy and against whole matrices; log variances."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from scipy.stats import wasserstein_distance
+
+from crt_exp.experiments.measure import kernel, sampling
+from crt_exp.experiments.measure.kernel import (
+    QMC,
+    Clusters,
+    Flops,
+    Pointwise,
+    angles_of,
+    at_angles,
+    generator,
+    log_relative_mse,
+    squared_errors,
+)
+from crt_exp.experiments.measure.sampling import ClassDistributions, distances, estimator
+from crt_exp.experiments.measure.variance import (
+    Variance,
+    VarianceByAngle,
+    VarianceByLength,
+    sample_pairs,
+)
+from crt_exp.features import AngularHybrid, Statistics, TrigRF
+from crt_exp.mechanism import Mechanism
+
+METHODS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", "hrf_cluster"]
+
+
+def mechanism(features, m=4, sampler="iid", **options):
+    return Mechanism.of(
+        features=features, m=m, sampler=sampler, **{f"features.{k}": v for k, v in options.items()}
+    )
+
+
+def probes():
+    """At tiny size, by the name of their task."""
+    return {
+        "pointwise": Pointwise(4, [0.5, 1.0], 3, 2, 3),
+        "qmc": QMC("wine", "standard", 1.0, 5, 2, 3),
+        "clusters": Clusters(6, 0.5, 0.2, 0.7, 10, [2, 3], 5, 2),
+        "flops": Flops("features", [400, 2000], 4, 1.0, 3, 2, 3),
+    }
+
+
+# ---- measured errors
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        mechanism("trig", 8),
+        mechanism("smreg", 8),
+        mechanism("angular", 4),
+        mechanism("clustered", 8, field="complex"),
+    ],
+    ids=str,
+)
+def test_measured_errors_are_those_of_the_closed_form(made):
+    phi = made.map()
+    x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
+    params = phi.fit(Statistics.of(x, y))
+    found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
+    closed, error = log_relative_mse(phi, x, y, params, made.m).exp(), found.std(0) / 40**0.5
+    assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
+    assert (error < 0.2 * closed + 1e-12).all()  # the test has power
+
+
+def test_pointwise_errors_vanish_where_the_maps_are_exact():
+    of = {
+        name: next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0))
+        for name in ("trig", "hyp", "angular")
+    }
+    zero = {name: [error < 1e-12 for error in r["error"]] for name, r in of.items()}
+    assert zero == {
+        "trig": [True] + [False] * 4,
+        "hyp": [False] * 4 + [True],
+        "angular": [True, *[False] * 3, True],
+    }
+    assert of["trig"]["largest_error"] == max(of["trig"]["error"])
+
+
+@pytest.mark.parametrize(
+    "name, variance",
+    [
+        ("pos", lambda z, apart: z.exp() - 1),
+        ("trig", lambda z, apart: apart.exp() * (1 - (-apart).exp()) ** 2 / 2),
+    ],
+)
+def test_pointwise_closed_forms(name, variance):
+    """Relative variances of one projection, by |x + y|^2 and |x - y|^2 (Performers, Lemmas 1 and 2)."""
+    record = next(Pointwise(8, [0.7], 5, 2, 3).records(mechanism(name, 6), 0))
+    cosine = torch.tensor(record["theta"]).double().cos()
+    expected = variance(2 * 0.7**2 * (1 + cosine), 2 * 0.7**2 * (1 - cosine)) / 6
+    np.testing.assert_allclose(
+        record["closed_form"], expected.clamp(min=0).sqrt(), rtol=1e-6, atol=1e-7
+    )
+
+
+def test_qmc_errors():
+    task = QMC("wine", "standard", 1.0, 200, 10, 20)
+    assert torch.allclose(task.data.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
+    x, y = task.random_pairs(generator(0))
+    assert ((x - y).norm(dim=-1) > 0).all()
+    iid, orthogonal = (
+        next(task.records(mechanism("trig", 13, s), 0)) for s in ("iid", "orthogonal")
+    )
+    error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
+    assert abs(iid["mse"] - iid["closed_form"]) < 5 * error < 0.5 * iid["closed_form"]
+    assert orthogonal["mse"] < iid["mse"] and "sampler_bias" not in iid
+    assert "sampler_bias" in next(
+        QMC("iris", "none", 1.0, 5, 1, 2).records(mechanism("trig", 4, "hadamard"), 0)
+    )
+
+
+@pytest.mark.parametrize("name", probes())
+def test_studies_resume(name):
+    probe = probes()[name]
+    whole = list(probe.records(mechanism("angular"), 0))
+    assert (
+        list(probe.records(mechanism("angular"), 0, whole[:-1])) == whole[-1:]
+        and whole[-1]["final"]
+    )
+    assert probe.metric in whole[-1] and probe.summary(whole)
+    with pytest.raises(ValueError, match="attention=exact: expected an approximation"):
+        next(probe.records(Mechanism.of("exact"), 0))
+
+
+# ---- FLOPs
+
+
+def test_flops_are_those_of_the_formula():
+    """Products count two for a multiply-add, other operations one for a number; what is done once counts nothing."""
+    x, W = torch.ones(3, 4), torch.ones(5, 4)
+    assert kernel.count(lambda: (x @ W.mT).exp()) == 2 * 3 * 4 * 5 + 3 * 5
+    cost = lambda made, counted="features": kernel.flops(
+        made.map(), made, made.map().fit(None), 16, counted
+    )
+    one, two = (cost(mechanism("trig", m)) for m in (8, 16))
+    assert two - one == 8 * (2 * 16 + 4)  # a projection, its cos and sin, each times h(x)
+    plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
+    assert attended == 2 * plain + 2 * (2 * 16 * 17)
+    hybrid = cost(mechanism("angular", 8, n=8))
+    assert (
+        2 * 16 * 16 + 512 < hybrid < 2 * 16 * 16 + 512 + 300
+    )  # projections, and the outer products
+    assert (
+        hybrid / AngularHybrid(n=8).width(8)
+        < cost(mechanism("trig", 144)) / TrigRF().width(144) / 3
+    )
+
+
+def test_the_most_that_a_budget_allows():
+    for budget, most in ((0.5, 0), (1, 1), (7, 3), (1000, 334)):
+        assert kernel.most_within(lambda m: 3 * m - 2, budget) == most
+
+
+# ---- the softmax over words
+
+
+def vectors(n=7, V=60, d=8):
+    return torch.randn(n, d) / 2, torch.randn(V, d) / 2
+
+
+def estimated(name, x, y, m=16):
+    mechanism = Mechanism.of(name, m=m)
+    phi = mechanism.map("softmax")
+    noise, params = (
+        mechanism.noise(x.shape[1], torch.Generator().manual_seed(0)),
+        phi.fit(Statistics.of(x, y)),
+    )
+    dense = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    return estimator(phi, noise, params, y), dense
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_estimates_are_in_proportion_to_the_features_products(name):
+    x, y = vectors()
+    estimate, dense = estimated(name, x, y)
+    share = lambda t: t / t.abs().sum(-1, keepdim=True)
+    torch.testing.assert_close(share(estimate(x)), share(dense), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["favor", "favorp"])
+def test_distances_are_those_of_scipy(name):
+    """A query at a time, whatever the block; estimates below 0 are counted, and set to 0."""
+    x, y = vectors()
+    estimate, dense = estimated(name, x, y)
+    p, q = torch.softmax(x @ y.T, -1).numpy(), dense.clamp(min=0)
+    q, classes = (q / q.sum(-1, keepdim=True)).numpy(), np.arange(len(y))
+    apart = np.abs(np.cumsum(p - q, 1))
+    expected = {
+        "w1": np.mean([wasserstein_distance(classes, classes, a, b) for a, b in zip(p, q)]),
+        "ks": apart.max(1).mean(),
+        "negative": float((dense < 0).double().mean()),
+    }
+    assert (expected["negative"] > 0.05) == (name == "favor")
+    for block in (3, 64):
+        assert distances(x, y, estimate, block) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+
+
+def test_the_exact_softmax_has_no_distance_and_many_features_come_near():
+    x, y = vectors()
+    assert max(distances(x, y, lambda part: (part @ y.T).exp()).values()) < 1e-5
+    with pytest.raises(ValueError, match="expected finite values"):
+        distances(x, y, lambda part: torch.full((len(part), len(y)), torch.nan))
+    few, many = (distances(x, y, estimated("favorp", x, y, m)[0]) for m in (8, 4096))
+    assert all(many[name] < few[name] / 2 for name in ("w1", "ks"))
+
+
+def test_the_task(monkeypatch):
+    """Hybrids take fewer projections; attention=exact has the distributions that know no query."""
+
+    class Task:
+        unigram = np.array([0.5, *[0.5 / 59] * 59])
+
+    monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), *vectors(40)))
+    monkeypatch.setattr(sampling, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
+    task = ClassDistributions("run", 5, [16, 64])
+    asked, with_projections = [], Mechanism.with_projections
+    monkeypatch.setattr(
+        Mechanism,
+        "with_projections",
+        lambda self, m: [asked.append(m), with_projections(self, m)][1],
+    )
+    rows = {
+        name: [*task.rows(Mechanism.of(name), 0)] for name in ("favorp", "hrf_angular", "exact")
+    }
+    assert (
+        [row["m"] for row in rows["favorp"]]
+        == [row["m"] for row in rows["hrf_angular"]]
+        == [16, 64]
+    )
+    assert asked == [16, 64, 2, 8]
+    assert rows["exact"][0]["loss"] == 4.0
+    assert [row["method"] for row in rows["exact"][1:]] == [
+        "uniform",
+        "uniform",
+        "unigram",
+        "unigram",
+    ]
+
+
+# ---- variances
+
+
+@pytest.mark.parametrize("name", ["pos", "oprf"])
+def test_poles_are_no_numbers(name):
+    """Trigonometric features have no variance at x = y, positive features none at x = -y."""
+    rows = VarianceByAngle(1.0, 5).rows(Mechanism.of(features=name), 0)
+    ratios = {row["angle"]: row["log_ratio"] for row in rows}
+    assert [angle for angle, ratio in ratios.items() if ratio is None] == [-180, 0, 180]
+    assert all(math.isfinite(ratio) for ratio in ratios.values() if ratio is not None)
+
+
+def test_the_ratio_is_that_of_the_closed_forms():
+    """One projection at length 1 and 90 degrees: |z|^2 = 2, exp(x.y) = 1 (Performers, Lemma 2)."""
+    row = next(
+        row
+        for row in VarianceByAngle(1.0, 90).rows(Mechanism.of(features="pos"), 0)
+        if row["angle"] == 90
+    )
+    trig, pos = math.exp(2) * (1 - math.exp(-2)) ** 2 / 2, math.exp(2) - 1
+    assert row["log_ratio"] == pytest.approx(math.log(trig / pos))
+
+
+def test_variances_of_pairs_are_those_of_the_closed_forms():
+    """Of the Gaussian kernel; the last record has each pair, and each has their mean and standard deviation."""
+    x, y = sample_pairs("normal", 6, 3, ())
+    for name, variance in (
+        ("pos", lambda z, apart: (-apart).exp() * (z.exp() - 1)),
+        ("trig", lambda z, apart: (1 - (-apart).exp()) ** 2 / 2),
+    ):
+        records = [
+            *Variance("normal", 6, [0.1, 0.2], "gaussian").records(Mechanism.of(features=name), 3)
+        ]
+        for record in records:
+            z, apart = (record["sigma"] ** 2 * t.square().sum(-1) for t in (x + y, x - y))
+            pairs = variance(z, apart).log()
+            found = [
+                record["log_variance"],
+                record["log_variance_std"],
+                *record.get("of_pairs", pairs),
+            ]
+            np.testing.assert_allclose(found, [pairs.mean(), pairs.std(), *pairs], rtol=1e-6)
+        assert ["of_pairs" in record for record in records] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["oprf", "gerf", "pois", "geom"])
+def test_parameters_of_the_set_cost_variance_on_average(name):
+    """The fit to each pair is an oracle: no fit to the set is below it."""
+    of_set, of_pair = (
+        next(
+            Variance("heterogen", 50, [1.0], "gaussian", fit).records(
+                Mechanism.of(features=name), 0
+            )
+        )
+        for fit in ("set", "pair")
+    )
+    assert of_set["log_variance"] > of_pair["log_variance"]
+
+
+def test_the_gain_of_the_best_parameter_at_every_length():
+    """For x = y, s = |x + y|^2: the least variance over A of features exp(A w^2 + B w x - x^2 / 2), B^2 = 1 - 4 A."""
+
+    def variance(A, s, d=8):
+        moment = (
+            (1 - 4 * A) ** d
+            * (1 - 8 * A) ** (-d / 2)
+            * math.exp(2 * s * (1 - 4 * A) / (1 - 8 * A) - s / 2)
+        )
+        return moment - math.exp(s / 2)
+
+    gains = {
+        name: {
+            row["sum"]: row["gain"]
+            for row in VarianceByLength(8, 9).rows(Mechanism.of(features=name), 0)
+        }
+        for name in ("pos", "oprf")
+    }
+    least = {
+        s: minimize_scalar(variance, bounds=(-5, 0), args=(s,), method="bounded").fun
+        for s in range(1, 10)
+    }
+    assert gains["pos"] == dict.fromkeys(range(1, 10), 0)
+    assert gains["oprf"] == pytest.approx(
+        {s: math.log(least[s] / variance(0, s)) for s in least}, rel=1e-5
+    )

@@ -1,0 +1,279 @@
+"""task=swap_text, swap_embeddings, swap_images, swap_speech and swap_copying on tiny models with random weights; heads
+in which one far key matters, and the dense baselines that read them."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from crt_exp.attention import exact_attention
+from crt_exp.experiments.measure import pretrained, recall, whisper
+from crt_exp.experiments.measure.recall import FarKey, SwapCopying
+from crt_exp.experiments.measure.whisper import Dictation, exact_transcript
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+KINDS = [*pretrained.ROWS]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept():
+    for each in (pretrained.exact_reading, pretrained.tokens, whisper.utterances):
+        each.cache_clear()
+
+
+def read(arm, kind, length=512, seed=0, dtype=None):
+    task = pretrained.SwapText("", kind, length, dtype, 2, "train")
+    [found] = task.rows(replace(Mechanism.parse(arm), seed=seed), seed)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_that_sees_all_loses_nothing(reader, kind):
+    """Other attention differs, and the model is restored."""
+    exact, uniform = read("exact", kind), read("uniform", kind)
+    assert (
+        exact["above"] == 0
+        and exact["agrees"] == 1
+        and uniform["above"] != 0 != read("favorpp m=8", kind)["above"]
+    )
+    for arm in ("nearfar", "window block=1024"):
+        found = read(arm, kind)
+        assert found["above"] == pytest.approx(0, abs=1e-5) and found["nats"] == pytest.approx(
+            exact["nats"], abs=1e-5
+        )
+    pretrained.exact_reading.cache_clear()
+    assert read("exact", kind) == exact
+
+
+def test_another_precision_differs_a_little_and_is_a_copy(reader):
+    """Places are told apart: frequencies of 8 bits would turn places 300 and 301 into one."""
+    found = read("exact", "new", dtype="bfloat16")
+    assert 0 < abs(found["above"]) < 0.1 and found["agrees"] > 0.8
+    copy = pretrained.in_type(reader, "bfloat16")
+    assert {each.dtype for each in copy.parameters()} == {torch.bfloat16}
+    assert copy.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert {each.dtype for each in reader.parameters()} == {torch.float32}
+
+
+def test_above_is_against_the_loss_of_the_whole_model(reader):
+    found = read("exact", "new")
+    ids = pretrained.passage("", "valid", 0, 512)[None]
+    assert found["nats"] == pytest.approx(
+        float(reader(input_ids=ids, labels=ids).loss.detach()), abs=1e-5
+    )
+
+
+def test_a_row_repeats_its_first_half(reader):
+    again = pretrained.repeated("", 512, 0)
+    assert torch.equal(again.ids[0, again.places], again.ids[0, again.places - 256])
+    assert again.places[0] == 256 + pretrained.MIN_CONTEXT
+
+
+def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
+    (tmp_path / "wiki.valid.tokens").write_text(" one @-@ way , ( 24 @.@ 5 in ) of <unk> . \n \n")
+    monkeypatch.setattr(
+        pretrained, "official_file", lambda name, split: tmp_path / "wiki.valid.tokens"
+    )
+    assert pretrained.plain_text("valid").strip() == "one-way, (24.5 in) of <unk>."
+
+
+# ---- other models
+
+
+@pytest.mark.parametrize("arm", ["exact", "uniform", "nearfar exact_until=0"])
+def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
+    model = BertModel(
+        BertConfig(
+            vocab_size=100,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            initializer_range=0.5,
+        )
+    ).eval()
+    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name, kind: (model, letters))
+    pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
+    monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
+    for text in ("train", "code"):
+        [found] = pretrained.SwapEmbeddings("", 128, 3, 4, text).rows(Mechanism.parse(arm), 0)
+        assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
+
+
+@pytest.mark.parametrize("arm", ["exact", "favormix m=8"])
+def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
+    import timm
+    from timm.models import save_for_hf
+
+    torch.manual_seed(0)
+    made = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=0, img_size=32, depth=1, init_values=1.0
+    )
+    save_for_hf(made, tmp_path, model_args={"img_size": 32, "depth": 1, "init_values": 1.0})
+    digits = {
+        split: replace(each, sources=each.sources.repeat(4, 1).repeat(4, 2))
+        for split, each in pretrained.images.digits().items()
+    }
+    monkeypatch.setattr(pretrained.images, "load", lambda dataset: digits)
+    [found] = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4).rows(Mechanism.parse(arm), 0)
+    assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
+
+
+@pytest.mark.parametrize("arm", ["uniform", "favorpp m=8", "bfloat16"])
+def test_speech_is_heard_with_each_attention(speaker, arm):
+    dtype = "bfloat16" if arm == "bfloat16" else None
+    probe = whisper.SwapSpeech("", "train", 2, dtype, 1)
+    mechanism = Mechanism.parse("exact" if dtype else arm)
+    [found] = probe.rows(mechanism, 1)
+    assert found["wer"] > 0 and [found] == [*probe.rows(mechanism, 1)]
+
+
+@pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
+def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(
+    model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CRT_DATA", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=f"models/{model}: .*run `python -m crt_exp data fetch models/{model} "
+    ):
+        pretrained.load_model_and_tokenizer(f"models/{model}")
+
+
+def test_dictation_is_the_transcript_of_exact_attention(speaker):
+    """Nats and agreement of its own tokens, of which exact attention finds each the likeliest."""
+    (exact,), *others = (
+        [*Dictation("", "train", 2, 1).rows(Mechanism.parse(method), 1)]
+        for method in ("exact", "uniform")
+    )
+    assert exact["above"] == pytest.approx(0, abs=1e-6) and all(
+        other["above"] != 0 for (other,) in others
+    )
+    tokens, nats = exact_transcript("", "train", "2")
+    assert (
+        nats.shape == (tokens.shape[1] - 1,) and int(tokens[0, 0]) == 1 and int(tokens[0, -1]) == 2
+    )
+    with pytest.raises(ValueError, match="seed=2: expected a group of task.count=2"):
+        [*Dictation("", "train", 2, 1).rows(Mechanism.parse("exact"), 2)]
+
+
+# ---- a far key
+
+
+FAR = {
+    "heads": 4,
+    "d": 32,
+    "far": 96,
+    "weight": 0.9,
+    "clusters": 0,
+    "queries": 256,
+    "methods": ["uniform"],
+}
+
+
+def test_a_query_gives_its_far_key_the_weight_that_is_said():
+    q, k, _ = FarKey(512, **FAR).draw(0)
+    places = torch.arange(512 - 256, 512)
+    weights = (
+        (q @ k.mT).masked_fill(torch.arange(512) > places.unsqueeze(1), -torch.inf).softmax(-1)
+    )
+    most, at = weights.max(-1)
+    assert_close(most, torch.full_like(most, 0.9), rtol=1e-3, atol=0)
+    assert (places - at >= 96).all()
+
+
+def test_near_far_attention_finds_the_far_key():
+    near = "nearfar block=32 heavy=16 open=128"
+    found = {
+        row["method"]: row["error"]
+        for row in FarKey(512, **FAR | {"methods": [near, "uniform"]}).rows(None, 0)
+    }
+    assert found[near] < 0.2 < found["uniform"]
+
+
+# ---- a model that copies
+
+
+CAUSAL = {
+    name: partial(recall.BASELINES[name], first=16) for name in ("largest", "pages", "clusters")
+}
+
+
+@pytest.fixture
+def heads():
+    g = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(1, 2, 160, 8, generator=g, dtype=torch.float64) for _ in range(3))
+
+
+@pytest.mark.parametrize("baseline", CAUSAL)
+def test_baselines_are_exact_on_all_keys_weigh_to_one_and_see_no_later_token(heads, baseline):
+    attend, (q, k, v) = CAUSAL[baseline], heads
+    assert_close(attend(*heads, 160), exact_attention(*heads, causal=True))
+    ones = torch.ones_like(v)
+    for count in (0, 16):
+        assert_close(attend(q, k, ones, count), ones)
+        if baseline != "clusters":  # whose centroids are of the whole sequence
+            assert_close(
+                attend(q, k, v, count)[:, :, :96], attend(*(t[:, :, :96] for t in heads), count)
+            )
+
+
+def test_clusters_are_their_means(heads):
+    """Where no keys are read each cluster counts as often as it has keys, at its centroid, with their mean value."""
+    q, k, v = heads
+    centres, cell = recall.kmeans(k, recall.clusters_at(160))
+    i, h = 159, 0
+    past = torch.arange(160)
+    near = (past > i - recall.NEAR) | (past < 16)
+    logits, values = [q[0, h, i] @ k[0, h, near].T], [v[0, h, near]]
+    for c in range(centres.shape[2]):
+        mine = (cell[0, h] == c) & ~near
+        if mine.any():
+            logits.append((q[0, h, i] @ centres[0, h, c] + mine.sum().log())[None])
+            values.append(v[0, h, mine].mean(0)[None])
+    expected = torch.cat(logits).softmax(-1) @ torch.cat(values)
+    assert_close(CAUSAL["clusters"](q, k, v, 0)[0, h, i], expected)
+
+
+def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+        )
+    ).eval()
+    monkeypatch.setattr(recall, "model_of", lambda start: (model, None))
+    text = torch.randint(50, (8, 160), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
+    rows = recall.passages("", "test", 160, 3)
+    assert torch.equal(rows, recall.passages("", "test", 160, 3)) and rows.shape == (
+        recall.ROWS,
+        160,
+    )
+    half = (rows[:, 80:, None] == rows[:, None, :80]).any(-1)
+    assert half.all()  # the second half repeats the first
+
+    def losses(attention, baseline=None):
+        [found] = SwapCopying("", 160, baseline).rows(Mechanism.parse(attention), 0)
+        assert found["gain"] == found["new"] - found["copied"]
+        return found
+
+    exact = losses("exact")
+    for found in (
+        losses("nearfar"),
+        *(
+            losses("exact", each)
+            for each in ("largest keys=160", "clusters keys=160 first=16", "pages keys=160")
+        ),
+    ):
+        assert all(np.allclose(found[kind], exact[kind], atol=1e-5) for kind in exact)
+    assert losses("uniform")["new"] != exact["new"] and losses("exact") == exact

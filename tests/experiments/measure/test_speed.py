@@ -1,0 +1,101 @@
+"""task=speed and task=memory: what is timed, the baselines, rows, and what is refused."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from crt_exp.attention import attention_reference
+from crt_exp.experiments.measure import speed
+from crt_exp.experiments.measure.speed import (
+    CHUNKED,
+    FORMED,
+    Memory,
+    Speed,
+    attention_work,
+    chunked,
+)
+from crt_exp.features import PosRF
+from crt_exp.mechanism import Mechanism
+from crt_exp.samplers import orthogonal
+
+
+def rows(what, methods, length=16, rounds=2, run="exact"):
+    return [*Speed(what, [length], rounds, methods).rows(Mechanism.parse(run), 1)]
+
+
+def test_a_row_for_each_length_method_and_round(one_thread):
+    made = [*Speed("small", [16, 32], 2, ["exact", "favorpp m=8"]).rows(None, 0)]
+    assert [(row["length"], row["method"]) for row in made] == [
+        (length, name) for length in (16, 32) for name in ("exact", "favorpp m=8") for _ in range(2)
+    ]
+    assert all(row["training"] > 0 < row["inference"] for row in made)
+
+
+def test_the_attention_of_the_run_where_no_method_is_named(one_thread):
+    (row,) = rows("one_head", None, 32, 1, run="favorpp m=8")
+    assert row["method"] == "favorpp m=8" and row["ms"] > 0
+
+
+@pytest.mark.parametrize("length", [3, 16, 37])
+def test_chunked_attention_is_causal_attention(length):
+    """In outputs and gradients, whether or not the chunks divide the length."""
+    g = torch.Generator().manual_seed(length)
+    noise = orthogonal(24, 4, g, batch=(2,))
+    x, y, v, out = (
+        torch.randn(1, 2, length, 4, generator=g, dtype=torch.float64) for _ in range(4)
+    )
+    found = []
+    for method in (
+        chunked(noise.rows().double(), chunk=8),
+        lambda x, y, v: attention_reference(x, y, v, PosRF(), noise, causal=True),
+    ):
+        given = [t.clone().requires_grad_() for t in (x, y, v)]
+        result = method(*given)
+        found.append([result, *torch.autograd.grad(result, given, out)])
+    for ours, reference in zip(*found):
+        torch.testing.assert_close(ours, reference, rtol=1e-7, atol=1e-9)
+
+
+def test_times_leave_nothing_behind(one_thread):
+    for name in ("favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
+        work = attention_work(name, 16)
+        work.times()
+        assert all(t.grad is None for t in work.forward.args)
+    work = speed.transformer("small", "favorpp", 16)
+    work.times()
+    assert work.model.training and all(p.grad is None for p in work.model.parameters())
+
+
+def test_every_vision_transformer_has_its_own_attention(one_thread):
+    """In every layer; exact attention and that which forms its matrix agree."""
+    for name in ("exact", FORMED, "favorpp", "uniform"):
+        model, image = speed.vit(name, 16)
+        assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (
+            0 if name.startswith("exact") else 12
+        )
+    outputs = [
+        model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))
+    ]
+    assert torch.allclose(*outputs, atol=1e-5)
+
+
+def peak(what, length, run, method):
+    [row] = Memory(what, length, method).rows(Mechanism.parse(run), 0)
+    return row["mib"]
+
+
+@pytest.mark.slow
+def test_peaks_of_memory():
+    """Each in a process of its own, since allocators keep what earlier calls freed: of chunks, linear in the length;
+    of attention that forms its matrices, those of all layers and heads above that which does not."""
+    asked = [
+        *(("attention", length, "uniform", CHUNKED) for length in (1024, 4096)),
+        *(("vit_ti", 576, "exact", method) for method in (FORMED, None)),
+    ]
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        short, long, formed, fused = pool.map(peak, *zip(*asked))
+    assert short > 16 and long == pytest.approx(4 * short, rel=0.25)  # MiB of features, and more
+    matrices = 12 * 3 * 577**2 * 4 / 2**20
+    assert matrices < formed - fused < 2 * matrices, (formed, fused)

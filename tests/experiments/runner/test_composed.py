@@ -1,0 +1,209 @@
+"""The check of the composed configuration, by the source of classes and by the classes themselves."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from crt_exp.experiments.runner import command_line
+from crt_exp.experiments.runner.command_line import comments, lines_of
+from crt_exp.experiments.runner.configuration import (
+    GROUPS,
+    check_composed,
+    check_plain,
+    plain_config,
+)
+from crt_exp.registry import CONF, ConfigError, choices, import_object
+from crt_exp.validation import annotations_in_source, describe, parameters
+
+
+def composed(*overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())):
+        return compose("config", overrides=list(overrides))
+
+
+# as many configurations as the largest group has choices: each takes one of every group
+CHOICES = {group: choices(group) for group in GROUPS}
+EVERY = [
+    tuple(f"{group}={names[i % len(names)]}" for group, names in CHOICES.items())
+    for i in range(max(map(len, CHOICES.values())))
+]
+
+
+@pytest.fixture(scope="module")
+def configurations():
+    """The configuration of each, and the nodes that a `_target_` is built of by group."""
+    found = {}
+    for overrides in EVERY:
+        cfg = command_line.compose([*overrides])
+        whole = plain_config(cfg)
+        nodes = {
+            group: [
+                n
+                for n in (whole[group], *whole[group].values())
+                if isinstance(n, dict) and "_target_" in n
+            ]
+            for group in GROUPS
+        }
+        found[overrides] = cfg, whole, nodes
+    return found
+
+
+@pytest.mark.parametrize("overrides", EVERY, ids=" ".join)
+def test_every_choice_is_valid_and_every_key_has_its_comment(overrides, configurations):
+    cfg, whole, nodes = configurations[overrides]
+    check_plain(whole)
+    assert all(each and each[0]["_target_"].startswith("crt_exp.") for each in nodes.values())
+    words = comments(cfg)
+    names = [
+        line.split("=")[0]
+        for line in lines_of(whole, words, "")
+        if not line.startswith(" ") and "=" in line.split()[0]
+    ]
+    assert not {key for key in names if key not in words and key.rpartition(".")[0] not in words}
+
+
+def test_the_source_states_what_the_class_states(configurations):
+    """For most options; some annotations need an import. Other classes are left to the other check."""
+    known = read = 0
+    for target in {
+        node["_target_"]
+        for *_, nodes in configurations.values()
+        for each in nodes.values()
+        for node in each
+    }:
+        source, real = annotations_in_source(target), parameters(import_object(target))
+        assert source.keys() - {"self"} == real.keys(), target
+        found = {
+            key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"
+        }
+        assert found == {key: describe(real[key].hint) for key in found}, target
+        known, read = known + len(real), read + len(found)
+    assert read > 0.8 * known > 240
+    for target in (
+        "mine.tasks.Task",
+        "crt_exp.nowhere.Task",
+        "crt_exp.experiments.tasks.uci.Nothing",
+        "json.JSONDecoder",
+    ):
+        assert annotations_in_source(target) == {}
+
+
+WRONG = {
+    "task=glue +task.epochs=1": "unknown key 'task.epochs'; did you mean task.parts?",
+    "task=uci trainer.optimizer=adamww": "trainer.optimizer=adamww: expected adamw or adam; did you mean adamw?",
+    "-m seed=0 task.repeats=1,0": "task.repeats=0: expected an integer >= 1",
+    "-m attention=exact,uniform features.m=4,8": "attention=exact: does not use features.m=4; remove it",
+}
+LIGHT = """
+import sys
+from crt_exp import __main__
+sys.argv = ["crt_exp", "--version"]
+__main__.main()
+print("hydra" in sys.modules)
+sys.argv = ["crt_exp", "--help"]
+__main__.main()
+from crt_exp.registry import ConfigError
+from crt_exp.experiments.runner.command_line import check_command_line
+for words in {wrong}:
+    try:
+        check_command_line(words.split())
+    except ConfigError as error:
+        print(error)
+print("torch" in sys.modules)
+"""
+
+
+def test_version_help_and_mistakes_do_without_the_import_of_torch(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(wrong=[*WRONG])],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"crt_exp {version('crt_exp')}, torch {version('torch')}", "False"], (
+        done.stderr
+    )
+    assert lines[-len(WRONG) - 1 :] == [*WRONG.values(), "False"] and not done.stderr
+
+
+BAD = [
+    ("seed=1.5", "seed=1.5: expected an integer >= 0 and <= 4294967295"),
+    ("resume=true", "resume=true: expected never or auto"),
+    ("~task", "task: missing"),
+    ("~features", "features: missing, expected features=... (known: angular"),
+    ("+features.kernel=gaussian", "unknown key 'features.kernel'"),  # the task's to say
+    ("trainer.lr=inf", "trainer.lr=inf: expected a number > 0"),
+    ("attention=relu attention.phi.f=abc", "attention.phi.f=abc: expected"),
+    ("seed=${nowhere}", "seed: Interpolation key 'nowhere' not found"),
+    ("features.m=???", "features.m=???: missing"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", BAD, ids=[o for o, _ in BAD])
+def test_bad_configurations_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as found:
+        check_composed(composed(*overrides.split()))
+    assert message in str(found.value)
+
+
+# ---- what may be built -----------------------------------------------------------------------------------------------
+
+
+def test_a_group_takes_code_of_its_kind_alone(configurations):
+    whole = next(
+        whole for overrides, (_, whole, _) in configurations.items() if "task=mlm" in overrides
+    )
+    for group in GROUPS:
+        for other in (
+            "os.system",
+            "crt_exp.experiments.runner.run.write_atomic",
+            "crt_exp.experiments.runner.configuration.re.sub",
+            5,
+        ):
+            with pytest.raises(ConfigError, match=rf"^{group}\._target_="):
+                check_plain(whole | {group: {"_target_": other}})
+    with pytest.raises(
+        ConfigError, match="nowhere.Task cannot be imported: No module named 'nowhere'"
+    ):
+        check_plain(whole | {"task": {"_target_": "nowhere.Task"}})
+
+
+OWN = """
+class Own:
+    metric = "x"
+
+    def __init__(self, n: int):
+        self.n = n
+
+    def records(self, mechanism, seed, done=()):
+        from crt_exp.registry import choices, known_names
+
+        assert "own" in known_names("task") and "own" not in choices("task")
+        yield {"split": "test", "x": self.n, "final": True}
+
+    def summary(self, records):
+        return f"x {self.n}"
+"""
+
+
+def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
+    """Its constructor is all it takes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "conf" / "task" / "own.yaml").write_text("_target_: own.Own\nn: 3\n")
+    args = [
+        f"--config-dir={tmp_path}/conf",
+        "task=own",
+        "logger=none",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    code, _, err = typed(*args, "task.n=1.5")
+    assert code == 2 and "task.n=1.5: expected an integer" in err and "Traceback" not in err
+    code, out, err = typed(*args)
+    assert code == 0 and out.startswith("x 3"), err

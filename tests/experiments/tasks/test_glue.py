@@ -1,0 +1,284 @@
+"""task=glue and task=uci: metrics by their definitions, batches, splits, and files that do not fit together."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.small_bert import VOCABULARY, write_glue, write_model
+from safetensors.torch import save_file
+
+from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.glue import TASKS, collate
+from crt_exp.experiments.tasks.base import (
+    METRICS,
+    Plan,
+    Reader,
+    error_rates,
+    glue_metrics,
+    jackknife_values,
+)
+from crt_exp.experiments.tasks.glue import GLUE
+from crt_exp.experiments.tasks.uci import UCI
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+CLASSES = ([1, 1, 0, 1, 0, 0, 1, 0], [1, 0, 0, 1, 1, 0, 1, 0])
+SCORES = ([0.1, 2.5, 2.5, 4.0, 3.9], [0.0, 2.0, 3.0, 5.0, 4.0])
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_their_definitions():
+    accuracy, f1, mcc, pearson, spearman = (
+        METRICS[each] for each in ("accuracy", "f1", "mcc", "pearson", "spearman")
+    )
+    tp, fp, fn, tn = 3, 1, 1, 3
+    assert accuracy(*CLASSES) == (tp + tn) / 8
+    assert f1(*CLASSES) == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    assert f1([0, 0, 0, 1], [0, 0, 0, 0]) == 0 and f1([1, 1, 0], [1, 1, 1]) == pytest.approx(
+        0.8
+    )  # of class 1
+    assert mcc(*CLASSES) == pytest.approx(
+        (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    )
+    assert mcc([0, 1, 2, 1], [0, 1, 2, 1]) == pytest.approx(1)  # more than two classes
+    assert pearson(*SCORES) == pytest.approx(np.corrcoef(*SCORES)[0, 1])
+    # ties: the mean rank
+    assert spearman(*SCORES) == pytest.approx(
+        np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1]
+    )
+    assert pearson([1e9, 1e9 + 1e-6, 1e9 + 2e-6], [0, 1, 2]) == pytest.approx(
+        1, abs=0.02
+    )  # under a large offset
+
+
+def test_error_rates_count_each_kind_of_error():
+    parts = ("substitutions", "deletions", "insertions")
+    found = error_rates(["one two three four", "five"], ["one too three", "five six"])
+    assert found["wer"] == pytest.approx(3 / 5) and all(found[part] == 1 / 5 for part in parts)
+    assert found["cer"] == pytest.approx(sum(found[f"character_{part}"] for part in parts))
+    assert error_rates(["one two three"], ["one"])["deletions"] == pytest.approx(
+        2 / 3
+    )  # per word of the reference
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["mcc", "spearman", "pearson"])
+def test_constant_vectors_have_no_correlation(name):
+    for pair in (([1, 1, 1], [0, 1, 1]), ([0, 1, 1], [1, 1, 1]), ([1, 1], [1, 1]), ([2], [2])):
+        assert METRICS[name](*pair) == 0.0
+
+
+def test_metrics_take_any_kind_of_vector_and_refuse_bad_ones():
+    for name, metric in METRICS.items():
+        for kind in (tuple, np.array, torch.tensor):
+            assert metric(kind(CLASSES[0]), kind(CLASSES[1])) == metric(*CLASSES), name
+        for predictions, labels in (([], []), ([1, 0], [1]), ([[1, 0]], [[1, 0]])):
+            with pytest.raises(ValueError, match="one length"):
+                metric(predictions, labels)
+        for predictions, labels in (([0, float("nan")], [0, 1]), ([0, 1], [float("inf"), 1])):
+            with pytest.raises(ValueError, match="predictions, labels: expected finite"):
+                metric(predictions, labels)
+
+
+def test_tasks_report_the_papers_metric_first():
+    first = {name: next(iter(glue_metrics(name, *CLASSES))) for name in TASKS}
+    assert (
+        first.pop("cola") == "mcc" and first.pop("mrpc") == "f1" and first.pop("stsb") == "spearman"
+    )
+    assert set(first.values()) == {"accuracy"}
+    assert glue_metrics("stsb", *SCORES) == {
+        name: METRICS[name](*SCORES) for name in ("spearman", "pearson")
+    }
+
+
+def test_jackknife_values_give_the_interval_over_examples():
+    """Of an accuracy they are those of the parts; of a correlation their interval is that of fresh samples."""
+    right, labels = [1, 0, 0, 1, 1, 0, 0, 1, 0], [1] * 9
+    assert jackknife_values("accuracy", right, labels, 3) == pytest.approx([2 / 3, 2 / 3, 0])
+    generator, means, widths = np.random.default_rng(0), [], []
+    for _ in range(60):
+        labels = generator.normal(size=480)
+        parts = jackknife_values("pearson", labels + generator.normal(size=480), labels, 24)
+        means.append(np.mean(parts))
+        widths.append(np.std(parts, ddof=1) / 24**0.5)
+    assert np.mean(means) == pytest.approx(0.5**0.5, abs=0.02)
+    assert np.mean(widths) == pytest.approx(np.std(means), rel=0.3)
+
+
+# ---- GLUE ------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "dataset": "rte",
+    "data_dir": None,
+    "source": "files",
+    "model": None,
+    "init": "uptrain",
+    "max_length": 40,
+    "examples": None,
+    "bucketed": False,
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Every task's files under glue/, an exact encoder under bert/."""
+    root = tmp_path_factory.mktemp("files")
+    for name, task in TASKS.items():
+        write_glue(root / "glue" / task.folder, name)
+    write_model(root / "bert")
+    return root
+
+
+@pytest.fixture
+def task_of(files, monkeypatch):
+    monkeypatch.setenv("CRT_DATA", str(files))
+    return lambda **options: GLUE(**OPTIONS | {"model": str(files / "bert")} | options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_has_its_metrics_on_dev(name, task_of):
+    """Both dev splits of MNLI; parts of dev alone, whose mean is its accuracy."""
+    task = task_of(dataset=name, parts=3)
+    found = task.evaluate(task.build(Mechanism.of("favorpp", m=8)).eval(), "dev", Reader(task))
+    metrics, parts = TASKS[name].metrics, [key for key in found if "_part" in key]
+    assert {*metrics, "loss"} <= found.keys() and ("accuracy_mismatched" in found) == (
+        name == "mnli"
+    )
+    assert task.metric == metrics[0] and parts == [f"{metrics[0]}_part{i}" for i in range(3)]
+    if metrics[0] == "accuracy":
+        assert np.mean([found[key] for key in parts]) == pytest.approx(found["accuracy"])
+
+
+def test_no_example_that_is_held_out_is_trained_on(task_of):
+    """It stands in for dev until the end, without parts and without the second dev split."""
+    whole, task = (
+        task_of(dataset="mnli").texts["train"],
+        task_of(dataset="mnli", held_out=16, parts=3),
+    )
+    train, held_out = task.texts["train"], task.texts["held_out"]
+    pairs = lambda texts: sorted(zip(*texts.texts, texts.labels))
+    assert (len(train), len(held_out)) == (32, 16) and pairs(whole) == sorted(
+        pairs(train) + pairs(held_out)
+    )
+    assert (task.validation, task.test) == ("held_out", "dev")
+    with torch.no_grad():
+        found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "held_out", Reader(task))
+    assert "accuracy" in found and not {"accuracy_mismatched", "accuracy_part0"} & found.keys()
+    assert task_of(examples=16).length("train") == 16
+
+
+def test_batches_are_the_rows_of_the_plan(task_of):
+    """Padded to the longest; evaluation sees every example once; like lengths together where it is asked for."""
+    task = task_of(dataset="sst2")
+    data, plan = task.encoded["train"], Plan(8, seed=3)
+    for batch, rows in zip(task.batches("train", plan), plan.rows(48, "train")):
+        expected = collate([data[i] for i in rows], 0)
+        assert (
+            all(torch.equal(batch[key], expected[key]) for key in expected)
+            and batch["attention_mask"].any(0).all()
+        )
+    seen = [label for batch in task.batches("dev", Plan(5)) for label in batch["labels"].tolist()]
+    assert sorted(seen) == sorted(task.texts["dev"].labels)
+    size = lambda task: sum(batch["input_ids"].numel() for batch in task.batches("train", plan))
+    assert size(task_of(dataset="sst2", bucketed=True)) < size(task)
+
+
+@torch.no_grad()
+def test_answers_belong_to_their_examples(task_of, monkeypatch):
+    """Evaluation reads by length, padded; each score is that of its example alone."""
+    task, answers = task_of(dataset="stsb"), []
+    model, texts = task.build(Mechanism.of("exact")).eval(), task.texts["dev"].texts
+    lengths = [len(row["input_ids"]) for row in task.encoded["dev"]]
+    assert np.any(np.diff(lengths) < 0)
+    monkeypatch.setattr(
+        "crt_exp.experiments.tasks.glue.glue_metrics",
+        lambda name, found, labels: answers.extend(found) or {},
+    )
+    task.evaluate_part(model, "dev", Reader(task))
+    found = [answers[place] for place in np.argsort(np.argsort(lengths, kind="stable"))]
+    alone = [
+        model(
+            **task.tokenizer(a, b, return_tensors="pt", truncation=True, max_length=40)
+        ).logits.item()
+        for a, b in zip(*texts)
+    ]
+    assert found == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (
+            {"init": "/nowhere/run"},
+            "task.init=/nowhere/run: expected scratch, uptrain, or the directory",
+        ),
+        ({"max_length": 41}, "task.max_length=41.*40 tokens"),
+        ({"held_out": 48}, "task.held_out=48: expected 1 to 47"),
+        ({"parts": 99}, "task.parts=99: expected 2 to 12"),
+        ({"data_dir": "/nowhere"}, "(?s)train.tsv.*python -m crt_exp data fetch glue/RTE"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options, words, task_of):
+    with pytest.raises((ConfigError, DataError), match=words):
+        task_of(**options)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"vocabulary": [*VOCABULARY, "zebra"]}, "tokenizer: does not fit the model.*'zebra'"),
+        ({"pad_token_id": 3}, "tokenizer: does not fit the model.*pads with id 0"),
+    ],
+    ids=["vocabulary", "padding"],
+)
+def test_the_tokenizer_must_fit_the_model(change, words, task_of, tmp_path):
+    with pytest.raises(DataError, match=words):
+        task_of(model=str(write_model(tmp_path, **change)))
+
+
+def test_incomplete_folders_and_weights_of_another_architecture(task_of, tmp_path):
+    folder = write_model(tmp_path / "bert")
+    save_file({"something.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
+    for gone, words in (
+        (None, "wrong weights for BertFor"),
+        ("model.safetensors", "its weights is not readable"),
+        ("vocab.txt", "/bert: no tokenizer; expected tokenizer.json"),
+        ("config.json", "config.json"),
+    ):
+        if gone:
+            (folder / gone).unlink()
+        with pytest.raises((ConfigError, DataError), match=words):
+            task_of(model=str(folder)).build(Mechanism.of("exact"))
+
+
+# ---- UCI -------------------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    "dataset": "wine",
+    "coding": "ordinal",
+    "scaling": "standard",
+    "split": (0.6, 0.15, 0.25),
+    "repeats": 2,
+    "sigmas": [0.1, 0.3],
+}
+
+
+def test_scaling_is_that_of_the_training_part():
+    train, *others = UCI(**GIVEN, draws=1, baseline=None).divide(0, 1)[0]
+    assert train.mean(0) == pytest.approx(np.zeros(13), abs=1e-5)
+    assert train.std(0) == pytest.approx(np.ones(13), rel=1e-4)
+    assert all(np.abs(part.mean(0)).max() > 1e-3 for part in others)
+
+
+@pytest.mark.parametrize(
+    "baseline, draws", [("Nystroem m=16", 2), ("RBFSampler m=128", 2), ("majority", 2), (None, 1)]
+)
+def test_the_last_record_has_each_split_in_percent(baseline, draws):
+    records = [*UCI(**GIVEN, draws=2, baseline=baseline).records(Mechanism.parse("exact"), 0)]
+    splits = np.reshape([100 * record["accuracy"] for record in records[:-1]], (2, draws))
+    assert records[-1]["accuracy_percent"] == pytest.approx(splits.mean(1))
+    assert 100 * records[-1]["accuracy"] == pytest.approx(splits.mean())
+    assert (splits > 50).all() == (baseline != "majority")

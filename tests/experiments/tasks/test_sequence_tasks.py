@@ -1,0 +1,345 @@
+"""task=lra, task=pixels and task=recall: rows by worked cases, the classifier's laws, metrics, what does not fit."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from crt_exp.experiments import infer
+from crt_exp.experiments.data import DataError, arena
+from crt_exp.experiments.data.arena import DOT, LINE
+from crt_exp.experiments.data.images import crop_square
+from crt_exp.experiments.models.language import Classifier, LanguageDescription
+from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.lra import LRA, Pixels
+from crt_exp.experiments.tasks.sequences import NOISE, Recall, recall_row
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
+MODEL = {"preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
+NEXT = MODEL | {"tied": None, "init": "scratch", "calibration": 2}
+ARENA = MODEL | {
+    "dataset": "listops",
+    "data_dir": None,
+    "scale": "small",
+    "evaluated": None,
+    "max_length": None,
+    "cache_dir": None,
+    "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24},
+}
+IMAGES = NEXT | {
+    "dataset": "digits",
+    "data_dir": None,
+    "size": None,
+    "channels": None,
+    "held_out": 0.05,
+    "evaluated": 20,
+}
+PAIRS = NEXT | {
+    "block": 16,
+    "pairs": 2,
+    "queries": 3,
+    "symbols": 8,
+    "rows": 64,
+    "evaluated": 8,
+    "positions": "rotary",
+}
+
+
+def task_of(**options):
+    return LRA(**ARENA | options)
+
+
+def pixels_of(**options):
+    return Pixels(**IMAGES | options)
+
+
+def recall_of(**options):
+    return Recall(**PAIRS | options)
+
+
+# ---- ListOps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("7", 7),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[SM 9 8 7 ]", 4),
+        ("[MED 1 2 ]", 1),  # 1.5, rounded down
+        ("[SM [MAX 1 2 ] [MED 8 8 9 ] [MIN 9 5 ] ]", 5),
+    ],
+)
+def test_lists_are_worth_what_a_hand_finds(text, value):
+    assert arena.listops_value(text.split()) == value
+
+
+def test_generated_lists_keep_the_rules():
+    rules = {
+        "train": 300,
+        "validation": 50,
+        "test": 50,
+        "shortest": 6,
+        "longest": 30,
+        "depth": 3,
+        "arguments": 4,
+    }
+    found = arena.generated("listops", rules, "small", None)
+    every = [tuple(arena.SYMBOLS[i] for i in row) for split in found for row in found[split].rows]
+    labels = np.concatenate([part.labels for part in found.values()])
+    assert [len(found[split]) for split in found] == [300, 50, 50] and len(set(every)) == 400
+    for words, label in zip(every, labels):
+        assert 6 < len(words) < 30 and 0 <= arena.listops_value(words) == label <= 9
+        nesting = np.cumsum([(word in arena.OPERATORS) - (word == "]") for word in words])
+        assert nesting.max() <= 2 and nesting[-1] == 0  # depth 3 holds digits alone
+    assert {word for words in every for word in words} == set(arena.SYMBOLS)
+
+
+# ---- Pathfinder ------------------------------------------------------------------------------------------------------
+
+
+def joined(grey, gap):
+    """The answer by the rules: whether steps over at most `gap` empty pixels lead from one dot to the other."""
+    left, (first, last) = np.argwhere(grey > 0).tolist(), np.argwhere(grey == DOT)
+    going = [first]
+    while going:
+        here = going.pop()
+        close = [pixel for pixel in left if np.abs(np.array(pixel) - here).max() <= gap + 1]
+        left = [pixel for pixel in left if pixel not in close]
+        going += map(np.array, close)
+    return last.tolist() not in left
+
+
+@pytest.mark.parametrize(
+    "scale, count", [("small", 20), pytest.param("full", 40, marks=pytest.mark.slow)]
+)
+def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
+    changes, size = (
+        {"train": count, "validation": 1, "test": 1},
+        arena.PRESETS["pathfinder"][scale]["size"],
+    )
+    found = arena.generated("pathfinder", changes, scale, None)["train"]
+    pictures = np.stack(found.rows).reshape(count, size, size)
+    assert found.labels.sum() == count // 2 and {*np.unique(pictures)} == {0, LINE, DOT}
+    assert all((picture == DOT).sum() == 2 for picture in pictures)
+    assert [joined(picture, gap=1) for picture in pictures] == found.labels.astype(bool).tolist()
+    assert len({picture.tobytes() for picture in pictures}) == count
+
+
+# ---- the classifier --------------------------------------------------------------------------------------------------
+
+
+def classifier(name="favorpp", together=1):
+    torch.manual_seed(0)
+    options = {"m": 16} if name == "favorpp" else {}
+    description = LanguageDescription(12, 20, SIZES, causal=False)
+    return (
+        Classifier(description, 3, Mechanism.of(name, **options).layer, together=together)
+        .double()
+        .eval()
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["exact", "favorpp"])
+def test_padding_is_truncation(name):
+    model, tokens = classifier(name), torch.randint(11, (2, 20))
+    keep = torch.arange(20) < torch.tensor([[13], [20]])
+    found = model(torch.where(keep, tokens, 11), keep)
+    torch.testing.assert_close(found[:1], model(tokens[:1, :13]))
+    torch.testing.assert_close(found[1:], model(tokens[1:]))
+
+
+@torch.no_grad()
+def test_pairs_are_read_one_by_one_and_compared():
+    model, tokens = classifier(together=2), torch.randint(11, (4, 20))
+    assert model(tokens).shape == (2, 3)
+    torch.testing.assert_close(model(tokens)[1:], model(tokens[2:]))
+    assert not torch.allclose(model(tokens), model(tokens[[1, 0, 3, 2]]))
+
+
+def test_rows_of_a_batch_and_their_labels():
+    task = task_of()
+    batch = next(iter(task.batches("train", Plan(8))))
+    for row, label, keep in zip(batch["tokens"], batch["labels"], batch["key_mask"]):
+        assert arena.listops_value([arena.SYMBOLS[i] for i in row[keep]]) == label
+        assert (row[~keep] == len(arena.SYMBOLS)).all()
+    short = task_of(max_length=9)
+    assert short.row_length == 9 == next(iter(short.batches("test", Plan(20))))["tokens"].shape[1]
+    rules = {"size": 128, "train": 2, "validation": 2, "test": 2}
+    assert task_of(dataset="pathfinder", rules=rules).row_length == 128**2  # Path-X, whole
+
+
+def test_majority_is_that_of_the_training_split():
+    """The accuracy of its answer on a split in which another class is the most frequent one."""
+    task = task_of()
+    train, test = task.arena.splits["train"].labels, task.arena.splits["test"].labels
+    often = np.bincount(train).argmax()
+    test[:] = np.where(np.arange(len(test)) < 5, often, (often + 1) % 10)
+    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, batch=7))
+    assert found["examples"] == 20 and found["majority_accuracy"] == pytest.approx(5 / 20)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_reviews_and_pairs(tmp_path):
+    for split in ("train", "test"):
+        for label in ("pos", "neg"):
+            folder = tmp_path / "imdb" / split / label
+            folder.mkdir(parents=True)
+            for i in range(5):
+                (folder / f"{i}_7.txt").write_text(f"{label} {i}")
+    task = task_of(dataset="text", data_dir=str(tmp_path / "imdb"), rules={})
+    assert [task.length(split) for split in ("train", "validation", "test")] == [9, 1, 10]
+    assert bytes(task.arena.splits["test"].rows[7].tolist()) == b"pos 2"
+    (tmp_path / "imdb" / "test" / "pos" / "0_7.txt").write_text("")
+    with pytest.raises(DataError, match="expected folders neg and pos"):
+        task_of(dataset="text", data_dir=str(tmp_path / "imdb"), rules={})
+    for name in ("train", "eval", "test"):
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text(
+            "1.0\ta\tb\tone\ttwo!\n0.0\ta\tc\tone\tx\n" * 3
+        )
+    task = task_of(dataset="retrieval", data_dir=str(tmp_path), rules={})
+    batch = next(iter(task.batches("test", Plan(4))))
+    assert (
+        batch["tokens"].shape == (8, 4)
+        and batch["labels"].shape == (4,)
+        and task.length("train") == 6
+    )
+    assert torch.isfinite(task.loss(task.build(Mechanism.of("favorpp", m=8)), batch))
+    (tmp_path / "new_aan_pairs.eval.tsv").write_text("2\ta\tb\tone\ttwo\n")
+    with pytest.raises(DataError, match="eval.tsv, line 1: expected a label"):
+        task_of(dataset="retrieval", data_dir=str(tmp_path), rules={})
+
+
+def test_evaluated_examples_are_the_same_in_every_run():
+    task, whole = task_of(evaluated=7), task_of()
+    assert [task.length(split) for split in ("train", "validation", "test")] == [60, 7, 7]
+    few, every = ({bytes(row) for row in each.arena.splits["test"].rows} for each in (task, whole))
+    assert few < every
+    assert task.row_length == whole.row_length
+
+
+# ---- task=pixels -----------------------------------------------------------------------------------------------------
+
+
+def folder_of(tmp_path, side=12, count=4):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                values = rng.integers(0, 256, (side, side + 2, 3), np.uint8)
+                Image.fromarray(values).save(folder / f"{i}.png")
+    return tmp_path / "images"
+
+
+def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
+    root = folder_of(tmp_path, side=8)
+    task = pixels_of(data_dir=str(root), size=8, held_out=0.25)
+    batch = next(iter(task.batches("test", Plan(8))))
+    values = np.asarray(Image.open(root / "val" / "a" / "0.png"))[:, 1:9]  # the middle square
+    assert task.row_length == 192 and batch["labels"].shape == (8, 192)
+    assert batch["labels"][0].tolist() == values.reshape(-1).tolist()
+    assert batch["tokens"][0].tolist() == [256, *values.reshape(-1)[:-1]]
+    grey = pixels_of(data_dir=str(root), size=8, channels=1, held_out=0.25)
+    assert grey.row_length == 64 and grey.vocabulary["channels"] == 1
+    grid = np.arange(256, dtype=np.uint8).reshape(16, 16)  # smaller images are means of the pixels
+    means = grid.reshape(8, 2, 8, 2).mean((1, 3))
+    assert crop_square(Image.fromarray(grid), 8, 1, "")[..., 0] == pytest.approx(means, abs=0.5)
+    with pytest.raises(DataError, match="train/a/0.png has 10 x 8 pixels"):
+        pixels_of(data_dir=str(root), held_out=0.25)
+
+
+def test_bits_are_those_of_the_values():
+    task = pixels_of()
+    model = task.build(Mechanism.of("uniform")).eval()
+    found = task.evaluate(model, "test", Reader(task, batch=7))
+    with torch.no_grad():
+        bits = [
+            torch.nn.functional.cross_entropy(model(batch["tokens"])[0], batch["labels"][0])
+            / np.log(2)
+            for batch in task.batches("test", Plan(1))
+        ]
+    assert found["dimensions"] == 20 * 64
+    assert found["bits_per_dim"] == pytest.approx(np.mean(bits), rel=1e-5)
+    seen = np.concatenate([task.values("test", i) for i in range(20)])
+    assert found["unigram_bits_per_dim"] == pytest.approx(
+        -np.log2(task.unigram[seen]).mean(), rel=1e-6
+    )
+
+
+def test_images_are_drawn_and_completed(tmp_path):
+    task = pixels_of()
+    model = task.build(Mechanism.of("favorp", m=8))
+    task.export(model, model.state_dict(), tmp_path)
+    values = np.random.default_rng(0).integers(0, 256, (8, 8), np.uint8)
+    Image.fromarray(values).save(tmp_path / "half.png")
+    words = [f"run={tmp_path}", f"output={tmp_path / 'out.png'}", "n=3"]
+    assert infer.main(words) == 0
+    assert np.asarray(Image.open(tmp_path / "out.png")).shape[:2] == (
+        100,
+        3 * 98 + 2,
+    )  # a value: 12 x 12 pixels
+    assert infer.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
+    found = np.asarray(Image.open(tmp_path / "out.png"))
+    first, *drawn = (found[2:98:12, left : left + 96 : 12, 0] for left in range(2, 4 * 98, 98))
+    assert (first == values).all() and (found[2:14, 2:14] == values[0, 0]).all()
+    for image in drawn:  # the upper half is the image's, the lower one is drawn
+        assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
+
+
+# ---- task=recall -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length, pairs, queries", [(16, 2, 3), (40, 5, 5), (24, 4, 8)])
+def test_what_is_asked_was_said_before(length, pairs, queries):
+    for i in range(20):
+        tokens, labels = recall_row("train", i, length, 8, pairs, queries)
+        asked = np.flatnonzero(labels >= 0)
+        assert len(tokens) == length and len(asked) == queries and tokens.max() < 16 + NOISE
+        said = np.flatnonzero((tokens >= 8) & (tokens < 16) & (labels < 0))
+        value = {tokens[at]: tokens[at + 1] for at in said}
+        assert len(said) == len(value) == pairs and said.max() < asked.min()
+        assert all(value[tokens[at]] == labels[at] == tokens[at + 1] < 8 for at in asked)
+    assert not np.array_equal(
+        recall_row("train", 0, length, 8, pairs, queries)[0],
+        recall_row("test", 0, length, 8, pairs, queries)[0],
+    )
+
+
+def test_a_model_that_knows_nothing_is_at_chance():
+    task = recall_of()
+    assert not task.description.tied and task.predictable == 8
+    found = task.evaluate(task.build(Mechanism.of("uniform")).eval(), "test", Reader(task, batch=3))
+    assert found["queries"] == 24 and found["unigram_loss"] == pytest.approx(np.log(8))
+    assert {"tokens", "labels"} == set(next(iter(task.batches("train", Plan(4)))))
+
+
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (task_of, {"rules": {"shortest": 60, "depth": 1}}, "task.rules: 0 different sequences"),
+        (
+            task_of,
+            {"dataset": "pathfinder", "rules": {"size": 5}},
+            "task.rules: .* set a larger size",
+        ),
+        (
+            task_of,
+            {"dataset": "image"},
+            "task.rules: only for the generated task.dataset=listops or pathfinder",
+        ),
+        (pixels_of, {"dataset": "photos"}, "task.dataset=photos: .*train/<class>/"),
+        (recall_of, {"block": 8, "queries": 6}, "task.block=8: expected at least 16"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_options_that_do_not_fit(make, options, words, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    with pytest.raises((ConfigError, DataError), match=words):
+        make(**options)

@@ -1,0 +1,382 @@
+"""task=mlm, task=books and task=ptb: blocks, masks and columns, losses by their definitions, what does not fit."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.small_bert import write_text, write_words
+from torch.nn import functional as F
+
+from crt_exp.experiments import infer
+from crt_exp.experiments.data import DataError, corpora
+from crt_exp.experiments.data.text import IGNORED, running_blocks
+from crt_exp.experiments.models import lstm
+from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.mlm import MLM, MaskedModel, following
+from crt_exp.experiments.tasks.ptb import PTB
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError, instantiate
+
+HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+MASKED = {
+    "text": None,
+    "validation_text": None,
+    "data_dir": None,
+    "source": "files",
+    "hub": HUB,
+    "model": None,
+    "init": "scratch",
+    "sizes": SIZES,
+    "vocabulary": None,
+    "vocabulary_size": 300,
+    "lowercase": True,
+    "block": 16,
+    "share": 0.15,
+    "cache_dir": None,
+}
+WORDS = {
+    "corpus": "",
+    "data_dir": None,
+    "source": "files",
+    "min_count": None,
+    "init": "scratch",
+    "width": 16,
+    "layers": 2,
+    "dropout": 0.0,
+    "bptt": 7,
+    "softmax": "full",
+    "sampling": {
+        "negatives": 5,
+        "temperature": 1.0,
+        "rebuild_every": 3,
+        "tree": True,
+        "alpha": 100.0,
+    },
+    "temperature": 1.0,
+    "lengths": {"queries": 0.0, "keys": 0.0},
+    "eval_columns": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    write_text(root / "text.txt", 300)
+    write_words(root / "words.txt")
+    return root
+
+
+@pytest.fixture
+def mlm(files, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    return lambda **options: MLM(**MASKED | {"text": str(files / "text.txt")} | options)
+
+
+@pytest.fixture
+def ptb(files, monkeypatch, one_thread):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    return lambda **options: PTB(**WORDS | {"corpus": str(files / "words.txt")} | options)
+
+
+# ---- task=mlm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
+    """They are the last ones of the text; masks of an evaluation are the same each time, others in every epoch."""
+    task = mlm(causal=causal)
+    train, validation = task.blocks["train"], task.blocks["validation"]
+    whole = running_blocks(
+        files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else ""
+    )
+    assert len(validation) == -(-len(whole) // 50) and task.test is None
+    assert np.array_equal(np.concatenate([train, validation]), whole)
+    labels = lambda split, **plan: [
+        batch["labels"] for batch in task.batches(split, Plan(4, **plan))
+    ]
+    assert all(map(torch.equal, labels("validation"), labels("validation")))
+    assert not torch.equal(labels("train", epoch=0)[0], labels("train", epoch=1)[0])
+
+
+@pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Albert", "Roberta", "Electra"])
+def test_logits_of_the_masked_tokens_alone(kind):
+    """Equal to the whole model's at those places, with equal gradients."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "embedding_size": 16,
+    }
+    if kind == "DistilBert":
+        sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    ids, chosen = torch.randint(5, 50, (3, 9)), torch.rand(3, 9) < 0.3
+    labels = torch.where(chosen, ids, -100)
+    whole = model(input_ids=ids, labels=labels)
+    whole.loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits, kept = MaskedModel(model)(ids, labels)
+    torch.testing.assert_close(logits, whole.logits[chosen])
+    F.cross_entropy(logits, kept).backward()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient, msg=name)
+
+
+def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
+    """Architecture and tokenizer of task.model, random weights; the loss is the mean over all next tokens."""
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    assert following(ids).tolist() == [[4, 5, IGNORED], [7, 8, IGNORED]]
+    mlm(causal=True).tokenizer.save_pretrained(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=300, num_key_value_heads=1, pad_token_id=None, **SIZES
+    )
+    config.save_pretrained(tmp_path)
+    task = mlm(causal=True, model=str(tmp_path))
+    model = task.build(Mechanism.of("exact")).eval()
+    batch = next(iter(Reader(task, batch=4).batches("validation")))
+    logits, labels = model(**batch)
+    whole = model.model(batch["input_ids"], labels=batch["input_ids"])
+    torch.testing.assert_close(logits, whole.logits[:, :-1].flatten(0, 1))
+    torch.testing.assert_close(task.loss(model, batch), whole.loss)
+    F.cross_entropy(logits, labels).backward()
+    assert type(model.model).__name__ == "LlamaForCausalLM" and all(
+        p.grad is not None for p in model.parameters()
+    )
+
+
+def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
+    """Its weights and tokenizer; causal layers of features get statistics of the training text at the swap."""
+    first = mlm(causal=True)
+    model = first.build(Mechanism.of("exact"))
+    first.export(model, model.state_dict(), tmp_path)
+    given = {"causal": True, "model": str(tmp_path / "model"), "init": "uptrain"}
+    task = mlm(block=40, **given)
+    assert (
+        running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.blocks["train"])]
+        == task.blocks["train"]
+    ).all()
+    found = task.build(Mechanism.of("exact")).state_dict()
+    assert all(torch.equal(found[key], tensor) for key, tensor in model.state_dict().items())
+    for count, check in (
+        (0, lambda weights: max(weights) == 0),
+        (2, lambda weights: min(weights) > 0),
+    ):
+        layers = mlm(calibration=count, **given).build(Mechanism.of("favorpp", m=8)).modules()
+        assert check(
+            [float(part.running_weight) for part in layers if hasattr(part, "running_weight")]
+        )
+    with pytest.raises(ConfigError, match="expected at most 512"):
+        mlm(block=600, **given)
+
+
+def test_repeated_rows_say_the_first_half_again(mlm):
+    """With repeat = 1 each row's second half is its first one from some place on; which ones depends on the seed."""
+    task, plain = mlm(causal=True, repeat=1.0, block=15), mlm(causal=True, block=15)
+    batch, whole = (
+        next(task.batches("train", Plan(40))),
+        next(plain.batches("train", Plan(40)))["input_ids"],
+    )
+    ids = batch["input_ids"]
+    starts = {
+        int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8])))
+        for row in ids
+    }
+    assert len(starts) > 3 and torch.equal(batch["labels"][:, :-1], ids[:, 1:])
+    assert torch.equal(ids[:, :7], whole[:, :7])
+    some = next(mlm(causal=True, repeat=0.3, block=15).batches("train", Plan(40)))["input_ids"]
+    assert 20 <= (some == whole).all(1).sum() <= 36
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"text": None}, "(?s)wiki.train.tokens.*CRT_DATA is not set.*fetch wikitext2"),
+        (
+            {"sizes": SIZES | {"hidden_act": "abc"}},
+            "'hidden_act': 'abc'.*transformers cannot build the model",
+        ),
+        ({"repeat": 0.5}, "task.repeat"),
+    ],
+    ids=str,
+)
+def test_options_of_mlm_that_do_not_fit(options, words, mlm):
+    with pytest.raises((ConfigError, DataError), match=words):
+        mlm(**options).build(Mechanism.of("exact"))
+
+
+# ---- task=books ------------------------------------------------------------------------------------------------------
+
+
+def books(text, *words):
+    sizes = [
+        f"+task.sizes.{key}={value}"
+        for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items()
+    ]
+    return instantiate(
+        compose(
+            [
+                "task=books",
+                f"task.text={text}",
+                "task.vocabulary_size=300",
+                "task.max_length=16",
+                "task.cache_dir=null",
+                *sizes,
+                *words,
+            ]
+        ).task
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", ["packed", "apart"])
+def test_perplexity_of_a_word_is_that_of_its_tokens(rows, files):
+    task = books(files / "text.txt", f"task.rows={rows}", "task.evaluated=8")
+    found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task))
+    assert found["word_perplexity"] == pytest.approx(
+        np.exp(found["loss"] * found["tokens_per_word"]), rel=1e-6
+    )
+    assert 7 * 16 < found["tokens"] <= 8 * 16 or rows == "apart"  # the last row is a part of one
+
+
+def test_masked_tokens_are_those_of_both_sides(files):
+    """A bidirectional model predicts masked tokens, of which the end of a text is none."""
+    task = books(files / "text.txt", "task.direction=bidirectional", "task.rows=apart")
+    batches = [
+        next(iter(task.batches(split, Plan(64, seed=1)))) for split in ("train", "train", "test")
+    ]
+    for batch in batches:
+        chosen = batch["labels"] != IGNORED
+        assert 0.1 < chosen[batch.get("key_mask", chosen | True)].float().mean() < 0.25
+        assert (batch["tokens"][chosen] == task.predictable).float().mean() > 0.6
+        assert (
+            not (batch["labels"] == task.end).any()
+            and (batch["tokens"][~chosen] < task.predictable).all()
+        )
+    assert torch.equal(batches[0]["labels"], batches[1]["labels"])
+
+
+def test_books_are_written_with_the_tokenizer_of_the_run(files, tmp_path, capsys):
+    """A run that goes on from it on another text keeps its vocabulary; a bidirectional one writes no text."""
+    for words in ([], ["task.direction=bidirectional"]):
+        task = books(files / "text.txt", *words)
+        model = task.build(Mechanism.of("favorp", m=8))
+        task.export(model, model.state_dict(), tmp_path)
+        code = infer.main([f"run={tmp_path}", "prompt=a bird", "n=2", "length=12"])
+        assert (code, capsys.readouterr().out.count("a bird") >= 2) == (
+            (2, False) if words else (0, True)
+        )
+        assert (
+            books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary
+            == task.vocabulary
+        )
+    with pytest.raises(ConfigError, match="trained with other symbols; expected"):
+        books(files / "text.txt", f"task.init={tmp_path}")
+    with pytest.raises(DataError, match="task.max_length=20000.*has only"):
+        books(files / "text.txt", "task.max_length=20000")
+
+
+# ---- task=ptb --------------------------------------------------------------------------------------------------------
+
+
+def built(task, **options):
+    return task.build(Mechanism.of(features="oprf", m=8, **options))
+
+
+def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
+    """The state goes from batch to batch and begins anew with an epoch; micro-batches have their own."""
+    task = ptb()
+    model = built(task)
+    for plan, parts in ((Plan(4), 1), (Plan(4, micro=2), 2)):
+        for _ in range(2):
+            batches = [*task.batches("train", plan)]
+            losses = [task.loss(model, batch).detach() for batch in batches]
+            sizes = [batch["labels"].numel() for batch in batches]
+        mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
+        whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
+        outputs, _ = model.body(torch.from_numpy(whole[0]))
+        torch.testing.assert_close(
+            mean,
+            F.cross_entropy(
+                (outputs @ model.body.embedding.weight.T).flatten(0, 1),
+                torch.from_numpy(whole[1]).flatten(),
+            ).detach(),
+        )
+        assert task.state_dict().keys() == set("01"[:parts]) and len(
+            batches
+        ) == parts * task.epoch_steps(plan)
+        task.load_state_dict({})
+
+
+def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
+    task, other = ptb(), ptb(bptt=50)
+    model = built(task).eval()
+    with torch.no_grad():
+        expected = task.evaluate(model, "validation", Reader(task))
+        found = other.evaluate(model, "validation", Reader(other, batch=3))
+    assert found == pytest.approx(expected, rel=1e-6) and found["words"] == 60
+
+
+def test_processes_share_columns(ptb):
+    """In an evaluation each word is in one process; in training they read the micro-batches of one."""
+    task = ptb(eval_columns=5)
+    parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
+    rows = [torch.cat([batch["labels"] for batch in part], 1) for part in parts]
+    joined = torch.cat([row.flatten() for row in rows])
+    assert joined[joined != IGNORED].tolist() == task.text.parts["test"].tolist()
+    assert [len(row) for row in rows] == [1, 2, 2]
+    assert [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))] == []
+    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
+    both = [batch for pair in zip(*halves) for batch in pair]
+    for one, two in zip(ptb().batches("train", Plan(4, micro=2)), both, strict=True):
+        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(
+            one["labels"], two["labels"]
+        )
+
+
+def test_lengths_and_temperature_of_the_loss(ptb):
+    task = ptb(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
+    model, batch = built(task), next(task.batches("train", Plan(4)))
+    outputs, e = model.body(batch["tokens"])[0].flatten(0, 1), model.body.embedding.weight
+    cost = (
+        0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
+    )
+    expected = F.cross_entropy(2 * outputs @ e.T, batch["labels"].flatten()) + cost
+    torch.testing.assert_close(task.loss(model, batch), expected)
+    alone = model.eval()(batch["tokens"], batch["labels"])
+    torch.testing.assert_close(alone.loss.float() / len(outputs), (expected - cost))
+    torch.testing.assert_close(alone.lengths, outputs.norm(dim=1))
+
+
+def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
+    task = ptb()
+    model = task.build(Mechanism.of("exact"))
+    lstm.save_model(model.body, task.text.words, 1.0, model.body.state_dict(), tmp_path)
+    found = (
+        ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.body.state_dict().items())
+    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
+        with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
+            ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
+
+
+def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
+    for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
+        (tmp_path / f"ptb.{part}.txt").write_text(text)
+    with pytest.raises(DataError, match="'c' and <unk> are not in the training text"):
+        ptb(corpus="ptb", data_dir=str(tmp_path))
+    (tmp_path / "config.json").write_text('{"kind": "other"}')
+    with pytest.raises(DataError, match="run=.*expected a run of task=ptb"):
+        lstm.load(tmp_path, "run")
+    with pytest.raises(ConfigError, match="task.softmax=unigram: not supported with trainer=fsdp"):
+        ptb(softmax="unigram").check_shards()

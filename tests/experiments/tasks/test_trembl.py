@@ -1,0 +1,188 @@
+"""task=trembl: the unigram baseline, splits of families and files, micro-batches and processes, what does not fit."""
+
+import numpy as np
+import pytest
+import torch
+from test_protein_data import name, write
+
+from crt_exp.experiments.data import DataError, protein
+from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.trembl import TrEMBL
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import ConfigError
+
+GENERATED = {
+    "sequences": 200,
+    "families": 2,
+    "held_out": 1,
+    "shortest": 10,
+    "longest": 16,
+    "nearest": 2,
+    "farthest": 4,
+    "copied": 0.6,
+    "seed": 0,
+}
+SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
+OPTIONS = {
+    "dataset": "generated",
+    "data_dir": None,
+    "direction": "unidirectional",
+    "max_length": 16,
+    "chains": False,
+    "share": 0.15,
+    "validation_share": 0.1,
+    "test_share": 0.1,
+    "families": None,
+    "held_out_families": None,
+    "held_out_files": None,
+    "generated": GENERATED,
+    "preset": None,
+    "sizes": SIZES,
+    "positions": None,
+    "tied": None,
+    "dropout": 0.0,
+    "checkpointing": False,
+    "init": "scratch",
+    "calibration": 2,
+    "bucketed": True,
+    "cache_dir": None,
+}
+
+
+def task_of(**options):
+    return TrEMBL(**OPTIONS | options)
+
+
+# ---- loss and metrics ------------------------------------------------------------------------------------------------
+
+
+def test_unigram_is_that_of_the_training_letters():
+    task = task_of()
+    model = task.build(Mechanism.of("exact")).eval()
+    with torch.no_grad():
+        found = task.evaluate(model, "validation", Reader(task))
+    count = lambda split: np.bincount(np.concatenate([*task.rows[split]]), minlength=25)
+    shares, seen = (count("train") + 1) / (count("train") + 1).sum(), count("validation")
+    assert found["unigram_perplexity"] == pytest.approx(
+        np.exp(-(seen * np.log(shares)).sum() / seen.sum())
+    )
+    assert found["unigram_accuracy"] == pytest.approx(seen[shares.argmax()] / seen.sum())
+    assert found["letters"] == seen.sum()
+
+
+def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
+    task = task_of(bucketed=False)
+    model = task.build(Mechanism.of("exact")).eval()
+    batch = next(iter(task.batches("train", Plan(8))))
+    assert "key_mask" in batch and task.weight(batch) == (batch["labels"] != -100).sum()
+    rows = [
+        protein.next_tokens([task.rows["train"][i]], 16)
+        for i in next(Plan(8).rows(task.length("train"), "train"))
+    ]
+    total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
+        map(task.weight, rows)
+    )
+    torch.testing.assert_close(task.loss(model, batch), total)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def fasta(folder, n=150):
+    rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    return write(folder / "a.fasta", made)
+
+
+def test_files_with_held_out_families(tmp_path):
+    table = tmp_path / "families.tsv"
+    table.write_text(
+        "uniprot_acc\tpfamA_acc\n"
+        + "".join(f"{name(i)}\tPF{2 - i % 2}\n" for i in range(0, 150, 5))
+    )
+    task = task_of(
+        dataset="uniprot",
+        data_dir=str(fasta(tmp_path / "data").parent),
+        families=str(table),
+        held_out_families=["PF2"],
+    )
+    assert len(task.rows["ood"]) == 15
+
+
+def test_runs_of_other_splits_are_refused(tmp_path):
+    """Their test sequences may be trained on: a resumed run's, and those of the run that a run starts from."""
+    given = {"dataset": "uniprot", "data_dir": str(fasta(tmp_path / "data").parent)}
+    task, config = task_of(**given), tmp_path / "model" / "config.json"
+    model = task.build(Mechanism.of("exact"))
+    task.export(model, model.state_dict(), tmp_path)
+    assert task.state_dict() == {"split": "letters"}
+    config.write_text(config.read_text().replace('"split"', '"other"'))
+    with pytest.raises(
+        ConfigError,
+        match="expected a run of task=trembl on the same task.dataset, split by letters",
+    ):
+        task_of(**given, init=str(tmp_path))
+    with pytest.raises(ConfigError, match="began with other splits"):
+        task.load_state_dict({})
+
+
+def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
+    """Also where the copy that the table does not name is the first one in the file."""
+    path, table = fasta(tmp_path / "data", 60), tmp_path / "families.tsv"
+    sequences = [
+        entry.split("\n", 1)[1].replace("\n", "") for entry in path.read_text().split(">")[1:]
+    ]
+    write(path, [*sequences, *sequences[:10]])
+    table.write_text(
+        "uniprot_acc\tpfamA_acc\n" + "".join(f"{name(i)}\tPF1\n" for i in range(60, 70))
+    )
+    task = task_of(
+        dataset="uniprot",
+        data_dir=str(tmp_path / "data"),
+        families=str(table),
+        held_out_families=["PF1"],
+    )
+    assert len(task.rows["ood"]) == 10
+
+
+# ---- what a user can get wrong ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"dataset": "uniprot"}, "(?s)CRT_DATA is not set.*crt_exp data fetch protein"),
+        ({"validation_share": 0.6, "test_share": 0.5}, "expected < 1"),
+        ({"validation_share": 1e-9}, "validation: none of"),
+        ({"families": "x.tsv"}, "task.dataset=generated: expected no task.data_dir, task.families"),
+        (
+            {"chains": True, "max_length": 1000},
+            "task.max_length=1000: validation has too few symbols",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit(options, words, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+    with pytest.raises((ConfigError, DataError), match=words):
+        task_of(**options).build(Mechanism.of("exact"))
+
+
+def test_what_a_run_cannot_be_started_from(tmp_path):
+    task = task_of()
+    model = task.build(Mechanism.of("favorp", m=8))
+    task.export(model, model.state_dict(), tmp_path)
+    for options, words in [
+        ({"direction": "bidirectional"}, "task.direction: differs from task.init="),
+        ({"max_length": 17}, "expected at most the 16 positions of task.init="),
+        ({"preset": "small"}, "task.preset and task.sizes: differs from task.init="),
+        ({"sizes": {"layers": 2}}, "task.preset and task.sizes: differs from task.init="),
+        ({"positions": "rotary"}, "task.positions: differs from task.init="),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            task_of(init=str(tmp_path), **{"sizes": {}} | options)
+    assert (
+        task_of(init=str(tmp_path), sizes={"layers": 1}, positions="learned").description
+        == task.description
+    )

@@ -1,0 +1,317 @@
+"""python -m crt_exp infer: what it prints is what the model of the run gives, and mistakes are one line."""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import soundfile
+import torch
+from helpers import hostile
+from helpers.small_speech import tone, write_digits
+
+from crt_exp import Mechanism
+from crt_exp.experiments import infer
+from crt_exp.experiments.data import images
+from crt_exp.experiments.data.plan import Plan
+from crt_exp.experiments.models import vision
+from crt_exp.experiments.models.conformer_transducer import greedy
+from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.tasks.trembl import VOCABULARY
+from crt_exp.registry import instantiate, own_names
+
+PROTEINS = """task=trembl task.max_length=16 task.validation_share=0.1 task.test_share=0.1 task.cache_dir=null
+    task.generated.sequences=150 task.generated.shortest=8 task.generated.longest=16 task.generated.nearest=2
+    task.generated.farthest=4 +task.sizes.heads=2 +task.sizes.layers=1 +task.sizes.d_ff=32 +task.sizes.d=16"""
+IMAGES = "task=imagenet task.sizes.depth=2 task.sizes.width=32"
+SPEECH = """task=librispeech task.corpus=fsdd task.strings.train=24 task.strings.validation=6 task.strings.test=9
+    task.batch_seconds=12 +task.sizes.layers=2 +task.sizes.dim=16 +task.sizes.ffn=32 +task.sizes.heads=2
+    +task.sizes.kernel=5 +task.sizes.predictor=16 +task.sizes.joiner=16"""
+
+
+@pytest.fixture(autouse=True)
+def quiet(one_thread, monkeypatch):
+    monkeypatch.delenv("CRT_DATA", raising=False)
+
+
+@pytest.fixture
+def called(capsys):
+    def call(*arguments):
+        code = infer.main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def export(line, mechanism, folder, change=lambda model: None):
+    """The task and the model of an untrained run."""
+    torch.manual_seed(0)
+    task = instantiate(compose(line.split()).task)
+    model = task.build(Mechanism.parse(mechanism)).eval()
+    change(model)
+    task.export(model, model.state_dict(), folder)
+    return task, model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """The runs `favorpp` (images) and `proteins`; `digits` with three images, and `a.wav`."""
+    root = tmp_path_factory.mktemp("infer")
+    export(IMAGES, "favorpp m=16", root / "favorpp")
+    export(PROTEINS, "favorp m=8", root / "proteins")
+    (root / "digits").mkdir()
+    found = images.load()["val"]
+    for i in range(3):
+        found.read(found.sources[i]).save(root / f"digits/{i}.png")
+    soundfile.write(root / "a.wav", tone(600, 0.5), 8000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def speech(root):
+    """The task and the model of the run `spoken`."""
+
+    def speak(model):
+        with torch.no_grad():
+            model.joiner.out.bias[-1] += 1.5
+            model.joiner.out.weight.mul_(6)
+
+    digits = write_digits(root / "recordings")
+    return export(f"{SPEECH} task.data_dir={digits}", "favorpp m=8", root / "spoken", speak)
+
+
+# ---- images and audio
+
+
+def test_table_holds_the_probabilities_of_the_model(root, called):
+    code, out, _ = called(f"run={root / 'favorpp'}", f"input={root / 'digits'}")
+    rows = pd.read_csv(io.StringIO(out), dtype=str).values.tolist()
+    model = vision.load(root / "favorpp")
+    assert code == 0 and len(rows) == 3
+    for i, (first, *cells) in enumerate(rows):
+        image = images.read_image(root / f"digits/{i}.png")
+        expected = model.model(model.transform(image)[None])[0].softmax(-1).topk(5)
+        assert first == str(root / f"digits/{i}.png") and cells[::2] == [
+            model.classes[j] for j in expected.indices
+        ]
+        assert [float(share) for share in cells[1::2]] == pytest.approx(
+            expected.values.tolist(), abs=6e-4
+        )
+
+
+def lines(out):
+    """(file, seconds, text, [(time, symbol)]) of each file."""
+    pairs = zip(*[iter(out.splitlines())] * 2)
+    heads = [(re.fullmatch(r"(.*) \(([\d.]+) s\): ?(.*)", head), times) for head, times in pairs]
+    return [
+        (
+            head[1],
+            float(head[2]),
+            head[3],
+            [(float(t), s) for t, s in re.findall(r"([\d.]+) (\S+)", times)],
+        )
+        for head, times in heads
+    ]
+
+
+def test_transcript_is_that_of_the_model(root, speech, called, tmp_path):
+    task, model = speech
+    batch = next(iter(task.batches("test", Plan(batch=4))))
+    audio = batch["audio"][0, : batch["samples"][0]].numpy()
+    soundfile.write(tmp_path / "a.wav", audio, 8000)
+    code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path / 'a.wav'}")
+    assert code == 0 and err == "", err
+    ((file, seconds, text, times),) = lines(out)
+    _, (found,) = model(batch["audio"][:1, : len(audio)], batch["samples"][:1], search=greedy)
+    assert (
+        text == task.vocabulary.decode(found.symbols) and text and file == str(tmp_path / "a.wav")
+    )
+    assert [symbol for _, symbol in times] == text.split()
+    assert [at for at, _ in times] == sorted(at for at, _ in times) and times[-1][0] <= seconds
+    assert seconds == pytest.approx(len(audio) / 8000, abs=0.06)
+
+
+def test_folders_other_rates_and_segments(root, speech, called, tmp_path):
+    words = [tone(300 + 300 * (i % 9), 0.4, 16000, seed=i) * (i % 5 > 0) for i in range(15)]
+    (tmp_path / "in").mkdir()
+    soundfile.write(tmp_path / "long.flac", np.concatenate(words), 16000)
+    soundfile.write(tmp_path / "in" / "short.WAV", tone(900, 0.5, 44100), 44100, format="WAV")
+    (tmp_path / "notes.txt").write_text("no audio")
+    code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}", "segment=2.5")
+    assert code == 0, err
+    found = lines(out)
+    assert [file for file, *_ in found] == [
+        str(tmp_path / "in" / "short.WAV"),
+        str(tmp_path / "long.flac"),
+    ]
+    assert [seconds for _, seconds, *_ in found] == [0.5, 6.0]
+    times = [at for at, _ in found[1][3]]
+    assert times == sorted(times) and times[0] < 2.5 and 3.5 < times[-1] <= 6
+
+
+def test_segments_are_cut_in_silence_and_cover_everything():
+    audio = np.concatenate(
+        [tone(500, 2.5) if i % 2 == 0 else np.zeros(4000, np.float32) for i in range(12)]
+    )
+    found = list(infer.segments((audio * 2**14).astype(np.int16), 8000, 5.0))
+    assert (
+        found[0][0] == 0
+        and found[-1][1] == len(audio)
+        and all(a[1] == b[0] for a, b in zip(found, found[1:]))
+    )
+    assert all(0 < end - start <= 40000 for start, end in found)
+    assert all((audio[end - 400 : end + 400] == 0).all() for _, end in found[:-1])
+
+
+def test_unreadable_files_are_named_and_counted_and_the_others_are_read(
+    root, speech, called, tmp_path
+):
+    for name in ("a", "b", "c"):
+        soundfile.write(tmp_path / f"{name}.wav", tone(600, 0.5), 8000)
+    (tmp_path / "a.wav").write_bytes((tmp_path / "a.wav").read_bytes()[:4000])
+    soundfile.write(tmp_path / "b.wav", tone(600, 0.02), 8000)
+    (tmp_path / "d.mp3").touch()
+    soundfile.write(tmp_path / "e.flac", tone(600, 0.5), 8000)
+    content = (tmp_path / "e.flac").read_bytes()
+    unknown_length = content[:21] + bytes([content[21] & 0xF0]) + bytes(4) + content[26:]
+    (tmp_path / "e.flac").write_bytes(unknown_length)
+    (tmp_path / "f.flac").write_bytes(unknown_length[:-50])
+    code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
+    assert "f.flac: not readable" in err
+    assert code == 2 and ": 4 of 6 files are unreadable" in err and "a.wav: truncated" in err
+    assert "b.wav: 0.020 s, expected at least" in err and "d.mp3: not readable" in err
+    assert [(file, seconds) for file, seconds, *_ in lines(out)] == [
+        (str(tmp_path / "c.wav"), 0.5),
+        (str(tmp_path / "e.flac"), 0.5),
+    ]
+    shutil.copy(root / "digits/0.png", tmp_path)
+    (tmp_path / "1.png").write_text("no image")
+    code, out, err = called(f"run={root / 'favorpp'}", f"input={tmp_path}")
+    assert (
+        code == 2
+        and out.count(".png") == 1
+        and f"input={tmp_path}: 1 of 2 files are unreadable" in err
+    )
+
+
+# ---- sequences (books and pixels: tests/tasks)
+
+
+def test_sequences_of_letters(root, called, tmp_path):
+    run = f"run={root / 'proteins'}"
+    code, out, err = called(run, "prompt=MK", "n=5", "seed=3", "top_k=5")
+    found = out.splitlines()
+    assert code == 0 and err == "" and len(found) == 5 and len(set(found)) > 1
+    assert all(
+        line.startswith("MK") and len(line) <= 16 and set(line) <= set(VOCABULARY["letters"])
+        for line in found
+    )
+    assert called(run, "prompt=MK", "seed=4", "top_k=5")[1].splitlines() == found[1:2]
+    assert len(called(run, "length=9", "temperature=0")[1].strip()) <= 9
+    assert called(run, "n=2", f"output={tmp_path / 'a.fasta'}")[:2] == (0, "")
+    assert (tmp_path / "a.fasta").read_text().count(">sample-") == 2
+
+
+def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
+    (tmp_path / "conf/sampler").mkdir(parents=True)
+    (tmp_path / "conf/sampler/mine.yaml").write_text(
+        "_target_: crt_exp.samplers.iid\n_partial_: true\n"
+    )
+    with own_names([tmp_path / "conf"]):
+        export(PROTEINS, "favorp sampler=mine m=8", tmp_path / "run")
+    code, _, err = called(f"run={tmp_path / 'run'}")
+    assert code == 2 and "unknown sampler 'mine'" in err and "names=FOLDER" in err
+    code, out, err = called(f"run={tmp_path / 'run'}", f"names={tmp_path / 'conf'}")
+    assert (code, err) == (0, "") and out
+
+
+# ---- runs of others
+
+INPUT = {"favorpp": ["input={root}/digits"], "spoken": ["input={root}/a.wav"], "proteins": []}
+ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention"}
+SIZES = [
+    ("favorpp", None, {"crt_exp": 5}),
+    ("favorpp", None, {"architecture": {"_target_": "os.system"}}),
+    ("spoken", "symbols", {"entries": [5]}),
+    ("proteins", "sizes", {"d": 10**9}),
+]
+
+
+def test_a_hostile_run_runs_nothing_and_takes_no_memory(
+    root, speech, tmp_path, called, monkeypatch
+):
+    sprung, imported = (
+        hostile.set_trap(tmp_path, monkeypatch),
+        dict(hostile.changes(tmp_path))["imported"],
+    )
+    changes = [
+        (name, lambda config, key=key: imported(config[key])) for name, key in ATTENTION.items()
+    ]
+    changes += [
+        (
+            name,
+            lambda config, key=key, value=value: (config if key is None else config[key]).update(
+                value
+            ),
+        )
+        for name, key, value in SIZES
+    ]
+    for i, (name, change) in enumerate(changes):
+        shutil.copytree(root / name, tmp_path / f"run{i}")
+        file = tmp_path / f"run{i}/model/config.json"
+        config = json.loads(file.read_text())
+        change(config)
+        file.write_text(json.dumps(config))
+        code, out, err = called(
+            f"run={tmp_path / f'run{i}'}", *[word.format(root=root) for word in INPUT[name]]
+        )
+        assert code == 2 and out == "" and err.startswith("crt_exp infer: error: "), (i, err)
+        hostile.check_one_line(err)
+        assert not sprung.exists(), i
+
+
+def test_a_masked_model_cannot_generate(tmp_path, called):
+    export(f"{PROTEINS} task.direction=bidirectional", "exact", tmp_path / "run")
+    assert "a masked model cannot generate" in called(f"run={tmp_path / 'run'}")[2]
+    (tmp_path / "run/model/config.json").write_text('{"model_type": "bert"}')
+    assert "expected a run of" in called(f"run={tmp_path / 'run'}")[2]
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("run=nowhere input=x.png", "run=nowhere: no such directory"),
+        ("input=x.png", "run: missing"),
+        ("run={spoken} input=/nowhere.wav", "input=/nowhere.wav: expected an audio file"),
+        ("run={proteins} prompt=MKJ", "unknown letter 'J'"),
+        ("run={proteins} prompt=AAAAAAAAAAAAAAAA", "has 16 symbols, expected fewer than length=16"),
+        (
+            "run={proteins} length=40 temperature=0 prompt=MKMKMKMKMKMKMKMKMKMK",
+            "expected at most 16, the learned",
+        ),
+    ],
+    ids=ascii,
+)
+def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = {name: root / name for name in INPUT}
+    code, out, err = called(*[word.format(**runs) for word in arguments.split()])
+    assert code == 2 and out == "" and err.startswith("crt_exp infer: error: ") and words in err, (
+        err
+    )
+    assert len(err.splitlines()) <= 2
+
+
+def test_help_names_every_key(called):
+    code, out, _ = called("--help")
+    keys = {
+        field.name for options, _ in infer.KINDS.values() for field in dataclasses.fields(options)
+    }
+    assert code == 0 and all(key in out for key in keys) and called()[0] == 2

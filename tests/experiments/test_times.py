@@ -1,0 +1,89 @@
+"""The timer: methods in turns, what does not count, memory."""
+
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+from crt_exp.experiments.measure import times
+
+
+@pytest.mark.parametrize("warm, turn, order", [(1, 0, "abc"), (0, 5, "cab"), (3, 1, "bca")])
+def test_methods_take_turns_and_rounds_that_warm_up_do_not_count(warm, turn, order):
+    calls, numbers = [], count()
+
+    def measure(name):
+        calls.append(name)
+        return next(numbers)
+
+    spent = times.in_turns({name: name for name in "abc"}, 2, measure=measure, warm=warm, turn=turn)
+    assert calls == [*order * (warm + 2)] and list(spent) == [
+        *"abc"
+    ]  # results in the order that was given
+    first = 3 * warm
+    assert spent == {
+        name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"
+    }
+    assert times.in_turns({}, 3) == {} and times.in_turns({"a": list}, 0) == {"a": []}
+
+
+def test_a_ratio_is_taken_within_rounds():
+    assert times.ratio([2.0, 30.0, 2.2], [1.0, 10.0, 1.1]) == 2.0
+
+
+@pytest.mark.parametrize(
+    "ms, below, calls",
+    [(2000.0, times.NO_WARMUP_MS, 1), (1.0, times.NO_WARMUP_MS, 2), (2000.0, None, 2)],
+)
+def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
+    made = []
+    monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)
+    assert times.time_after_warmup(made.append, "call", **({"below": below} if below else {})) == ms
+    assert made == ["call"] * calls
+
+
+def test_a_gpu_is_waited_for(monkeypatch):
+    """Before and after each call; the current device where CUDA is in use and none is named."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    for in_use, device in ((False, "cuda:1"), (False, "cpu"), (False, None), (True, None)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
+        times.milliseconds(waited.append, "call", device=device)
+    assert waited == ["cuda:1", "call", "cuda:1", "call", "call", None, "call", None]
+
+
+def test_peaks_count_what_is_added():
+    held = torch.ones(2**20)  # 4 MiB
+    times.trim_memory()
+    assert (
+        60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20
+    )  # 64 MiB
+
+
+def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
+    held, done = iter([2**20, 3 * 2**20]), []
+    for name, step in (("synchronize", "wait"), ("reset_peak_memory_stats", "reset")):
+        monkeypatch.setattr(torch.cuda, name, lambda device, step=step: done.append(step))
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: next(held))
+    assert times.peak_increase(partial(done.append, "call"), torch.device("cuda")) == 2.0
+    assert done == ["wait", "reset", "call", "wait"]
+
+
+def test_threads_come_back():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), times.threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+def test_a_training_step_moves_weights_and_leaves_no_gradient():
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    step = times.Update(model.eval(), lambda model: model(torch.ones(3)).sum())
+    step()
+    assert model.training and not torch.equal(model.weight, before) and not model.weight.grad.any()
+    assert step.peak_increase() >= 0

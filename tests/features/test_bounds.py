@@ -1,0 +1,184 @@
+"""The exact variance of coupled rows and the projections needed, against simulation and high-precision sums."""
+
+import math
+from decimal import Decimal, getcontext
+
+import numpy as np
+import pytest
+import torch
+from helpers.covering import in_turn
+from scipy.special import hyp0f1
+
+from crt_exp import samplers
+from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics, TrigRF
+from crt_exp.features.bounds import (
+    ensemble_log_variance,
+    positive_covariance,
+    required_m,
+    trig_covariance,
+)
+
+SAMPLERS = {"iid": samplers.iid, "orthogonal": samplers.orthogonal, "simplex": samplers.simplex}
+COUPLED = [
+    PosRF(),
+    HypRF(),
+    OPRF("gaussian"),
+    OPRF(antithetic=True),
+    TrigRF("gaussian"),
+    GERF("gaussian", s=-1, A=0.02 + 0.03j),
+    GERF(s=1, A=-0.1 + 0.05j),
+    SMREG(),
+    SMREG(antithetic=True),
+]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def pair(d, scale=0.4, seed=0):
+    """One pair of vectors (d,), float64."""
+    return torch.randn(2, d, generator=seeded(seed), dtype=torch.float64) * scale
+
+
+def estimates(phi, x, y, params, m, draws, ensemble, seed=0):
+    """hat K of one pair, (draws,), float64."""
+    noise = SAMPLERS[ensemble](m, len(x), seeded(seed), batch=(draws,), dtype=torch.float64)
+    fx, fy = phi.phi_q(x[None], noise, params).exp(), phi.phi_k(y[None], noise, params).exp()
+    return (fx * fy).sum((-1, -2))
+
+
+def fit(phi, x, y):
+    return phi.fit(Statistics.of(x[None], y[None]))
+
+
+# --- coupled rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "phi, ensemble, size",
+    in_turn(COUPLED, ["orthogonal", "simplex"], [(5, 3), (2, 2)], each=2),
+    ids=str,
+)
+def test_exact_variance_of_coupled_rows(phi, ensemble, size):
+    """Sharp enough to tell the exact variance from the independent one, where those differ by much."""
+    m, d = size
+    x, y = pair(d, seed=4)
+    params = fit(phi, x, y)
+    square = (
+        estimates(phi, x, y, params, m, 20_000, ensemble) - phi.log_kernel(x, y).exp()
+    ).square()
+    exact = ensemble_log_variance(phi, x, y, params, m, ensemble).exp()
+    assert (square.mean() - exact).abs() < 5 * square.std() / len(square) ** 0.5
+    assert square.std() / len(square) ** 0.5 < 0.09 * exact
+
+
+@pytest.mark.parametrize("s, d", [(1e-3, 64), (0.7, 1), (30.0, 2), (500.0, 5)])
+def test_positive_covariance_is_1f1(s, d):
+    """1F1(d; d/2; s/2) e^-s - 1, to 300 digits; a difference of 1 and near 1 where s is small."""
+    getcontext().prec = 300
+    z, term, total = Decimal(s) / 2, Decimal(1), Decimal(1)
+    for k in range(2000):
+        term = term * (d + k) * z / ((Decimal(d) / 2 + k) * (k + 1))
+        total += term
+    exact = float(total * (-Decimal(s)).exp() - 1)
+    assert positive_covariance(torch.tensor(s, dtype=torch.float64), d).item() == pytest.approx(
+        exact, rel=1e-11
+    )
+
+
+@pytest.mark.parametrize("d", [2, 33])
+def test_covariance_by_two_dimensional_quadrature(d):
+    """Over both chi lengths: the one-dimensional average is right for both signs and any cosine."""
+    node, weight = np.polynomial.legendre.leggauss(120)
+    r = (node + 1) / 2 * (d**0.5 + 9)
+    weight = weight * np.exp((d - 1) * np.log(r / d**0.5) - r**2 / 2 + d / 2)
+    weights = np.outer(weight, weight) / weight.sum() ** 2
+    for s in (0.3, 4.0):
+        for cosine in (0.0, -1 / (d - 1), 0.3):
+            square = {c: r[:, None] ** 2 + r**2 + 2 * c * np.outer(r, r) for c in (cosine, -cosine)}
+            moment = lambda sign, c, s=s, square=square: (
+                weights * hyp0f1(d / 2, sign * s / 4 * square[c])
+            ).sum()
+            s_s = torch.tensor(s, dtype=torch.float64)
+            positive = (1 + positive_covariance(s_s, d, cosine)).item() * math.exp(s)
+            assert positive == pytest.approx(moment(1, cosine), rel=1e-9)
+            trig = (moment(-1, cosine) + moment(-1, -cosine)) / 2
+            assert trig_covariance(s_s, d, cosine).item() + math.exp(-s) == pytest.approx(
+                trig, abs=1e-9
+            )
+
+
+def test_ensembles_are_ordered_and_stable():
+    """simplex <= orthogonal <= iid for positive features; finite logs where variances overflow;
+    empty and blocks cut."""
+    x, y = torch.randn(2, 30, 8, generator=seeded(), dtype=torch.float64)
+    for phi in (PosRF(), OPRF()):
+        params = phi.fit(Statistics.of(x, y))
+        iid, orthogonal, simplex = (
+            ensemble_log_variance(phi, x, y, params, 20, e) for e in SAMPLERS
+        )
+        torch.testing.assert_close(iid, phi.log_variance(x, y, params) - math.log(20))
+        assert (simplex <= orthogonal + 1e-12).all() and (orthogonal <= iid + 1e-12).all()
+        assert ensemble_log_variance(phi, 20 * x, 20 * y, params, 8, "orthogonal").isfinite().all()
+    assert ensemble_log_variance(TrigRF(), 10 * x, 10 * y, (), 8, "orthogonal").isfinite().all()
+    assert ensemble_log_variance(PosRF(), x, -x, (), 8, "simplex").eq(-torch.inf).all()
+    orthogonal, simplex = (
+        ensemble_log_variance(HypRF(), x, y, (), 20, e) for e in ("orthogonal", "simplex")
+    )
+    assert (
+        orthogonal <= simplex
+    ).all()  # pairs +-omega: simplex rows also meet at the opposite cosine
+    matrix = ensemble_log_variance(PosRF(), x[:, None], y[None], (), 8, "orthogonal")
+    torch.testing.assert_close(
+        matrix.diagonal(), ensemble_log_variance(PosRF(), x, y, (), 8, "orthogonal")
+    )
+
+
+# --- projections needed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "phi, ensemble", in_turn([OPRF(), HypRF(), TrigRF(), SMREG()], SAMPLERS), ids=str
+)
+def test_required_m_by_variance(phi, ensemble):
+    """The variance at m is small enough, and not so at the next smaller number allowed."""
+    d, epsilon, delta = 6, 0.3, 0.1
+    x, y = torch.randn(2, 5, d, generator=seeded(), dtype=torch.float64) * 0.5
+    params = phi.fit(Statistics.of(x, y))
+    needed = required_m(phi, x, y, params, epsilon=epsilon, delta=delta, ensemble=ensemble)
+    target = math.log(delta * epsilon**2) + 2 * phi.log_kernel(x, y)
+    for i, m in enumerate(needed.long().tolist()):
+        smaller = m - 1 if ensemble == "iid" or m <= d else m - d
+        assert ensemble_log_variance(phi, x, y, params, m, ensemble)[i] <= target[i] + 1e-9
+        assert (
+            smaller == 0
+            or ensemble_log_variance(phi, x, y, params, smaller, ensemble)[i] > target[i]
+        )
+
+
+def test_required_m_is_of_relative_or_absolute_errors():
+    x, y = pair(3, 0.2)
+    phi = OPRF()
+    params, kernel = fit(phi, x, y), phi.log_kernel(x, y).exp()
+    relative, absolute = (
+        required_m(phi, x, y, params, epsilon=e, delta=0.1, relative=r)
+        for e, r in ((0.02, True), (0.02 * kernel.item(), False))
+    )
+    assert (relative - absolute).abs() <= 1
+
+
+def test_required_m_where_nothing_helps():
+    x, y = pair(4, 20.0)
+    assert (
+        required_m(PosRF(), 3 * x, 3 * x, epsilon=0.1, delta=0.1, ensemble="orthogonal")
+        == torch.inf
+    )
+    assert required_m(PosRF(), x, -x, epsilon=0.1, delta=0.1) == 1
+    for bad in ({"epsilon": 0, "delta": 0.1}, {"epsilon": 0.1, "delta": 1}):
+        with pytest.raises(ValueError, match="epsilon="):
+            required_m(PosRF(), x, y, **bad)
+    with pytest.raises(ValueError, match="ensemble="):
+        required_m(PosRF(), x, y, epsilon=0.1, delta=0.1, ensemble="sobol")
+    with pytest.raises(ValueError, match="PoisRF"):
+        ensemble_log_variance(PoisRF(rate=1), x, y, PoisRF(rate=1).fit(None), 4, "orthogonal")

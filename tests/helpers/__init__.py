@@ -1,0 +1,1 @@
+"""Models, data, cases and small programs that several tests share."""

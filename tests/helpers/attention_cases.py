@@ -1,0 +1,128 @@
+"""Tensors, maps and noise for tests of attention, and how results are compared."""
+
+import torch
+
+from crt_exp import samplers
+from crt_exp.attention import Generalized, attention
+from crt_exp.attention.engines import chunks, closed_form
+from crt_exp.features import (
+    OPRF,
+    SDERF,
+    SMREG,
+    AngularHybrid,
+    ClusteredHybrid,
+    GeomRF,
+    Mixture,
+    PosRF,
+    Statistics,
+    Sum,
+    TrigRF,
+)
+from helpers.maps import independent
+
+FEW = [
+    Mixture(),
+    Mixture(weights="unbiased"),
+    OPRF(),
+    PosRF(),
+    SMREG(),
+    SDERF(antithetic=True),
+    OPRF(antithetic=True),
+    TrigRF(),
+    GeomRF(),
+    Sum(TrigRF(), PosRF(), weights=(0.3, 0.7)),
+]
+BLOCKED = [AngularHybrid(n=2), ClusteredHybrid()]
+OTHER = [
+    Generalized(f="relu"),
+    Generalized(f="elu+1", projection=False),
+    Generalized(f="exp"),
+    Generalized(f="cos"),
+]
+OUTLIER = 40.0
+SHAPES = {
+    "self": {},
+    "masked": {"masked": True},
+    "cross": {"L": 5, "S": 13, "masked": True},
+    "grouped": {"Hkv": 2, "S": 14},
+    "shared": {"Hkv": 2, "shared": True, "masked": True},
+}
+
+
+def set_chunks(monkeypatch, size):
+    monkeypatch.setattr(
+        closed_form, "plan", lambda x, width: (3, min(size, x.shape[2]))
+    )  # three heads at a time
+    monkeypatch.setattr(closed_form, "CHUNK", size)
+    monkeypatch.setattr(closed_form, "SEGMENT", 2 * size)
+    monkeypatch.setattr(closed_form, "PIECES", (max(size // 2, 1), 1))
+    monkeypatch.setattr(chunks, "CHUNK", size)
+    monkeypatch.setattr(chunks, "WIDE", size)
+    monkeypatch.setattr(chunks, "PIECES", (size, max(size // 2, 1), 1))
+    monkeypatch.setattr(chunks, "STRETCH", 2 * size)
+    monkeypatch.setattr(chunks, "MAX_SAVED", 0)
+
+
+class Case:
+    """x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), and a map with noise and fitted parameters."""
+
+    def __init__(
+        self,
+        phi,
+        B=2,
+        H=4,
+        Hkv=None,
+        L=11,
+        S=11,
+        d=4,
+        dv=3,
+        m=6,
+        scale=0.6,
+        masked=False,
+        shared=False,
+        seed=0,
+        dtype=torch.float64,
+    ):
+        g = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+        Hkv = Hkv or H
+        self.phi, self.heads = phi.of_size(m), H
+        self.x, self.y, self.v = (
+            scale * draw(B, H, L, d),
+            scale * draw(B, Hkv, S, d),
+            draw(B, Hkv, S, dv),
+        )
+        self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (self.x, self.y, self.v))
+        batch = () if shared else (H,)
+        self.noise = independent(
+            phi, lambda: samplers.orthogonal(m, d, g, batch=batch, dtype=torch.float64)
+        )
+        stats = (
+            Statistics.of(self.x.flatten(0, 2), self.y.flatten(0, 2))
+            if shared
+            else Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1))
+        )
+        self.params = self.phi.fit(stats)
+        self.mask = None
+        if masked:
+            self.mask = torch.rand(B, S, generator=g) > 0.3
+            self.mask[0, :5] = False
+        self.grad = draw(B, H, L, dv).to(dtype)
+
+    def __call__(self, function=attention, x=None, y=None, v=None, **options):
+        given = {"key_mask": self.mask} if self.mask is not None else {}
+        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
+        return function(x, y, v, self.phi, self.noise, self.params, **given | options)
+
+    def with_grads(self, function=attention, **options):
+        out = self(function, **options)
+        return out, *torch.autograd.grad(out, (self.x, self.y, self.v), self.grad.to(out.dtype))
+
+
+def assert_same(ours, expected, rtol=1e-9):
+    """Equal up to rtol of the largest entry of each tensor."""
+    for a, b in zip(ours, expected, strict=True):
+        assert a.shape == b.shape and a.isfinite().all() and b.isfinite().all()
+        assert (a.double() - b.double()).abs().max() <= rtol * b.double().abs().max().clamp(
+            min=1e-3
+        ), (a, b)

@@ -1,0 +1,102 @@
+"""A small decoder with tokens, and every attention of conf/attention at a size that its tokens go beyond."""
+
+import copy
+from functools import cache
+
+import torch
+import transformers
+
+from crt_exp import calibrate_attention, swap_attention
+from crt_exp.mechanism import Mechanism
+from crt_exp.registry import choices
+
+SMALL = {"block": 4, "cells": 6, "heavy": 2}
+BELOW, BEYOND = {"exact_until": 64}, {"exact_until": 8}
+SIZES = {
+    "window": {"block": 4, "first": 2},
+    "reformer": {"chunk": 4, "buckets": 4, "hashes": 2},
+    "linformer": {"length": 40, "rank": 5},
+    "exact": {},
+    "uniform": {},
+    "identity": {},
+    "elu": {},
+}
+CONTROLS = {
+    "exact",
+    "identity",
+    "linformer",
+    "reformer",
+    "uniform",
+    "window",
+}  # that learn nothing from passes
+
+
+def mechanisms() -> dict[str, tuple[str, dict]]:
+    """Their names and options; of near-far attention, one for each way in which it takes keys."""
+    small = {
+        name: (name, SIZES.get(name, {"m": 8}))
+        for name in choices("attention")
+        if name != "nearfar"
+    }
+    opened = SMALL | {"open": 5}
+    return small | {
+        "nearfar below": ("nearfar", opened | BELOW),
+        "nearfar beyond": ("nearfar", opened | BEYOND),
+    }
+
+
+def layer(name, options, **sizes):
+    return Mechanism.of(name, **options).layer(4, 16, kv_heads=2, **sizes)
+
+
+def tokens(batch=3, length=30, seed=0):
+    return torch.randint(2, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def llama(dtype=torch.float64, layers=2):
+    """Heads of d = 16, which the C engine of near-far reads where they lie, in float32."""
+    torch.manual_seed(0)
+    model = (
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=64,
+                num_hidden_layers=layers,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                intermediate_size=32,
+                vocab_size=40,
+                max_position_embeddings=80,
+                bos_token_id=0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        )
+        .to(dtype)
+        .eval()
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.ndim > 1 else None
+    return model
+
+
+def swapped(name, options, dtype=torch.float64, layers=2):
+    """Calibrated; a copy that may be changed."""
+    return copy.deepcopy(calibrated(name, tuple(options.items()), dtype, layers))
+
+
+@cache
+def calibrated(name, options, dtype, layers):
+    model = swap_attention(llama(dtype, layers), name, **dict(options))
+    return (
+        model
+        if name in CONTROLS
+        else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
+    )
+
+
+def called(model, ids, mask, past=None, start=0):
+    """Logits of the tokens from `start` on, with the cache of those before, or alone."""
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"attention_mask": mask if not mask.all() else None, "position_ids": places[:, start:]}
+    return model(ids[:, start:], past_key_values=past, use_cache=past is not None, **given).logits
