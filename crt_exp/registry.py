@@ -161,9 +161,7 @@ def import_object(name: Any) -> Any:
     """
     if not isinstance(name, str):
         return name
-    package, _, rest = name.partition(".")
-    if package == "crt_exp" and rest.partition(".")[0] in MOVED:
-        name = f"crt_exp.experiments.{rest}"
+    name = present_path(name)
     try:
         return pkgutil.resolve_name(name)
     except Exception as error:  # the imported module can raise anything
@@ -172,6 +170,14 @@ def import_object(name: Any) -> Any:
             raise ConfigError(f"{name}: {broken}") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{name} cannot be imported: {reason}") from None
+
+
+def present_path(name: str) -> str:
+    """Today's import path of an object that a saved run names."""
+    package, _, rest = name.partition(".")
+    if package == "crt_exp" and rest.partition(".")[0] in MOVED:
+        return f"crt_exp.experiments.{rest}"
+    return name
 
 
 def import_path(made: Any) -> str:

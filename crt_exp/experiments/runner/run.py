@@ -24,7 +24,14 @@ import crt_exp
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import world_size
 from crt_exp.experiments.runner.configuration import leaves, overrides
-from crt_exp.registry import ConfigError, import_object, instantiate, read_json, read_yaml
+from crt_exp.registry import (
+    ConfigError,
+    import_object,
+    instantiate,
+    present_path,
+    read_json,
+    read_yaml,
+)
 from crt_exp.validation import files_of_options
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
@@ -117,6 +124,9 @@ class Run:
             )
         # absent keys equal null; interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / "config.yaml")))
+        for key in old:
+            if key.endswith("._target_"):
+                old[key] = present_path(old[key])
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
         if changed := [
             f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"

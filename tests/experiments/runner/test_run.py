@@ -40,6 +40,18 @@ def records(directory):
     ]
 
 
+def test_a_run_whose_classes_have_moved_is_continued(typed, tmp_path):
+    args = ["task=uci", *SHORT, f"hydra.run.dir={tmp_path}/run"]
+    assert typed(*args)[0] == 0
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    assert "crt_exp.experiments.tasks.uci.UCI" in text
+    config.write_text(text.replace("crt_exp.experiments.", "crt_exp."))
+    before = records(tmp_path / "run")
+    code, _, err = typed(*args, "resume=auto")
+    assert code == 0 and records(tmp_path / "run") == before, err
+
+
 def test_same_seed_same_numbers_and_resume(typed, tmp_path):
     args = [
         "task=uci",
