@@ -3,6 +3,8 @@
 Small encoders on held-out text compare the feature maps at two head dimensions.
 """
 
+from typing import NamedTuple
+
 import pandas as pd
 
 from crt_exp.experiments.report import (
@@ -13,17 +15,20 @@ from crt_exp.experiments.report import (
     interval_or_range,
     line_plot,
     mean_table,
+    quoted_override,
     sweep,
 )
 from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.sweeps import HOME
+from crt_exp.experiments.report.sweeps import HOME, Run
 
-FAVORP, FAVORPP, RELU, SHARP = "favorp m=256", "favorpp m=256", "relu m=256", "favorsharp m=256"
-UPTRAINED, NEAR = f"{FAVORPP} after uptraining", "nearfar exact_until=0 block=8 heavy=4 cells=8"
-NEAR4, NEAR16 = (
-    f"nearfar {sizes} exact_until=0"
-    for sizes in ("block=4 heavy=2 cells=4", "block=8 heavy=8 cells=16")
-)
+FAVORP = "favorp m=256"
+FAVORPP = "favorpp m=256"
+RELU = "relu m=256"
+SHARP = "favorsharp m=256"
+UPTRAINED = f"{FAVORPP} after uptraining"
+NEAR = "nearfar exact_until=0 block=8 heavy=4 cells=8"
+NEAR4 = "nearfar block=4 heavy=2 cells=4 exact_until=0"
+NEAR16 = "nearfar block=8 heavy=8 cells=16 exact_until=0"
 METHODS = {
     "exact": "exact",
     NEAR: "near-far",
@@ -37,7 +42,8 @@ METHODS = {
     RELU: "ReLU",
     "uniform": "uniform",
 }
-HELD_OUT, OTHER_HALF = "sst2, held out", "qnli, other half"
+HELD_OUT = "sst2, held out"
+OTHER_HALF = "qnli, other half"
 GLUE = {
     "sst2": ("SST-2", "accuracy"),
     "qnli": ("QNLI", "accuracy"),
@@ -48,46 +54,63 @@ GLUE = {
     "mnli": ("MNLI", "accuracy"),
     "qqp": ("QQP", "accuracy"),
 }
-PAPER = {
-    method: dict(zip(GLUE, scores.split()))
-    for method, scores in {
-        FAVORP: "90.58 87.13 85.07 67.59 53.17 83.82 80.26 89.53",
-        "elu": "91.51 89.09 86.68 68.59 48.43 85.05 80.72 90.05",
-        RELU: "91.97 88.85 87.64 67.51 52.08 84.56 81.39 90.11",
-        FAVORPP: "92.00 89.58 85.62 67.87 54.95 85.78 81.25 90.15",
-        UPTRAINED: "92.20 89.73 85.90 67.63 58.85 88.73 82.29 90.43",
-    }.items()
+SCORES = {  # of the paper, in the order of GLUE
+    FAVORP: "90.58 87.13 85.07 67.59 53.17 83.82 80.26 89.53",
+    "elu": "91.51 89.09 86.68 68.59 48.43 85.05 80.72 90.05",
+    RELU: "91.97 88.85 87.64 67.51 52.08 84.56 81.39 90.11",
+    FAVORPP: "92.00 89.58 85.62 67.87 54.95 85.78 81.25 90.15",
+    UPTRAINED: "92.20 89.73 85.90 67.63 58.85 88.73 82.29 90.43",
 }
-LETTERS, PIECES = "task.vocabulary=outputs/texts/characters-88", "task.vocabulary_size=4096"
+PAPER = {method: dict(zip(GLUE, scores.split())) for method, scores in SCORES.items()}
+LETTERS = "task.vocabulary=outputs/texts/characters-88"
+PIECES = "task.vocabulary_size=4096"
+
+
+class Stage(NamedTuple):
+    """A stage of pretraining: tokens per row, rows per batch, steps."""
+
+    tokens: int
+    batch: int
+    steps: int
+
+
+class Encoder(NamedTuple):
+    """A kind of pretrained encoder: vocabulary, dropout, stages of pretraining."""
+
+    vocabulary: str
+    dropout: float
+    stages: list[Stage]
+
+
 GROWING = [
-    (18, 128, 3500),
-    (24, 96, 200),
-    (32, 72, 200),
-    (48, 48, 200),
-    (64, 36, 200),
-    (96, 24, 200),
-    (128, 16, 400),
+    Stage(18, 128, 3500),
+    Stage(24, 96, 200),
+    Stage(32, 72, 200),
+    Stage(48, 48, 200),
+    Stage(64, 36, 200),
+    Stage(96, 24, 200),
+    Stage(128, 16, 400),
 ]
-ENCODERS = {  # kind -> vocabulary, dropout, and tokens, batch and steps of each stage of pretraining
-    "characters d=8": (LETTERS, 0.1, [(34, 128, 2500)]),
-    "word pieces d=8": (PIECES, 0, GROWING),
-    "characters d=16": (LETTERS, 0, [(34, 96, 2000)]),
-    "word pieces d=16": (PIECES, 0, GROWING),
+ENCODERS = {
+    "characters d=8": Encoder(LETTERS, 0.1, [Stage(34, 128, 2500)]),
+    "word pieces d=8": Encoder(PIECES, 0, GROWING),
+    "characters d=16": Encoder(LETTERS, 0, [Stage(34, 96, 2000)]),
+    "word pieces d=16": Encoder(PIECES, 0, GROWING),
 }
-SWAPPED = {
-    "characters d=8": (NEAR4, [RELU, SHARP]),
-    "word pieces d=8": (NEAR16, []),
-}  # their near-far attention
+SWAPPED = {"characters d=8": NEAR4, "word pieces d=8": NEAR16}  # with their near-far attention
+NOT_SWAPPED = [kind for kind in ENCODERS if kind not in SWAPPED]
 
 
-def start(models, name, option="task.init"):
+def model_override(key: str, sweep_name: str, run_name: str) -> str:
     """An override: the run starts from, or measures, a model of the page."""
-    return f"""'{option}="{HOME}/{models}/{name.replace(" ", "-")}"'"""
+    return quoted_override(key, f"{HOME}/{sweep_name}/{run_name.replace(' ', '-')}")
 
 
-def encoder(option, kind, seed, stage=-1):
-    """An override: one of the two pretrained encoders of a kind."""
-    return start(f"encoder-{range(len(ENCODERS[kind][-1]))[stage]}", f"{kind}_{seed % 2}", option)
+def encoder_override(key: str, kind: str, seed: int, stage: int | None = None) -> str:
+    """An override: one of the two pretrained encoders of a kind, by default after the last stage."""
+    if stage is None:
+        stage = len(ENCODERS[kind].stages) - 1
+    return model_override(key, f"encoder-{stage}", f"{kind}_{seed % 2}")
 
 
 DATA = {
@@ -99,84 +122,88 @@ DATA = {
 }
 
 
-def minilm(options, rate, sets, methods, seeds=(0,)):
+def minilm(options, rate, datasets, methods, seeds=(0,)) -> list[Run]:
     return sweep(
         "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
         f"trainer.eval_every=1000000 trainer.save_every=1000000 {options}",
         attention=methods,
         model={"MiniLM": ""},
-        dataset={name: DATA[name] for name in sets},
+        dataset={name: DATA[name] for name in datasets},
         **{"trainer.lr": [rate], "seed": seeds},
     )
 
 
-def mlm(kind, tokens, batch, options):
+def mlm(kind: str, tokens: int, batch: int, options: str) -> str:
+    documents = 48 if kind.startswith("characters") else 16
     return (
         "task=mlm task.text=${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens task.validation_text=outputs/texts/"
-        f"validation-{48 if kind.startswith('characters') else 16}.tokens trainer.select=last task.block={tokens} "
-        f"trainer.batch={batch} {options}"
+        f"validation-{documents}.tokens trainer.select=last task.block={tokens} trainer.batch={batch} {options}"
     )
 
 
-def pretraining_runs(number):
+def pretraining_runs(number: int) -> list[Run]:
     """A stage of pretraining with exact attention: two encoders of each kind."""
-    return [
-        run
-        for kind, (vocabulary, dropout, stages) in ENCODERS.items()
-        for tokens, batch, steps in stages[number : number + 1]
-        for run in sweep(
-            mlm(
-                kind,
-                tokens,
-                batch,
-                f"{vocabulary} attention=exact task.sizes.hidden_size=128 trainer.steps={steps} "
-                "task.sizes.num_hidden_layers=3 task.sizes.intermediate_size=512 trainer.eval_every=1000000 "
-                f"task.sizes.num_attention_heads={128 // int(kind.split('=')[1])} trainer.save_every=500 "
-                f"+task.sizes.hidden_dropout_prob={dropout} +task.sizes.attention_probs_dropout_prob={dropout} "
-                f"trainer.log_every=100 trainer.lr={'1e-3' if number else '2e-3'}",
-            ),
-            model={kind: ""},
-            seed={
-                seed: f"seed={seed} " + encoder("task.init", kind, seed, number - 1) * bool(number)
-                for seed in range(2)
-            },
+    runs = []
+    for kind, encoder in ENCODERS.items():
+        if number >= len(encoder.stages):
+            continue
+        stage = encoder.stages[number]
+        heads = 128 // int(kind.split("=")[1])
+        rate = "1e-3" if number else "2e-3"
+        seeds = {0: "seed=0", 1: "seed=1"}
+        if number:
+            for seed in seeds:
+                seeds[seed] += " " + encoder_override("task.init", kind, seed, number - 1)
+        options = mlm(
+            kind,
+            stage.tokens,
+            stage.batch,
+            f"{encoder.vocabulary} attention=exact task.sizes.hidden_size=128 trainer.steps={stage.steps} "
+            "task.sizes.num_hidden_layers=3 task.sizes.intermediate_size=512 trainer.eval_every=1000000 "
+            f"task.sizes.num_attention_heads={heads} trainer.save_every=500 "
+            f"+task.sizes.hidden_dropout_prob={encoder.dropout} "
+            f"+task.sizes.attention_probs_dropout_prob={encoder.dropout} "
+            f"trainer.log_every=100 trainer.lr={rate}",
         )
-    ]
+        runs += sweep(options, model={kind: ""}, seed=seeds)
+    return runs
 
 
-def swap_runs(kind, near, more):
-    """Other attention in pretrained encoders, without training and fine-tuned."""
+def swap_runs(kind: str, methods: list[str], seeds: int, steps: int) -> list[Run]:
+    """Other attention in pretrained encoders, without training (0 steps) or fine-tuned."""
+    batch = 16 if SWAPPED[kind] == NEAR4 else 4
     options = mlm(
         kind,
-        ENCODERS[kind][-1][-1][0],
-        16 if near == NEAR4 else 4,
+        ENCODERS[kind].stages[-1].tokens,
+        batch,
         "task.init=uptrain trainer.lr=3e-4 "
         "trainer.eval_batch=64 trainer.schedule=constant trainer.warmup=0 trainer.eval_every=100 "
         "trainer.save_every=1000000",
     )
-    return [
-        run
-        for methods, seeds, steps in (
-            (["exact", "uniform", RELU, FAVORP, FAVORPP, SHARP, near], 12, 0),
-            (["exact", FAVORP, FAVORPP], 12, 300),
-            (["uniform", near, *more], 4, 300),
-        )
-        for run in sweep(
-            options,
-            attention=methods,
-            model={kind: ""},
-            **{"trainer.steps": [steps]},
-            seed={
-                seed: f"seed={seed} {encoder('task.model', kind, seed)}" for seed in range(seeds)
-            },
-        )
-    ]
+    models = {}
+    for seed in range(seeds):
+        models[seed] = f"seed={seed} {encoder_override('task.model', kind, seed)}"
+    return sweep(
+        options, attention=methods, model={kind: ""}, **{"trainer.steps": [steps]}, seed=models
+    )
 
 
-PRETRAINED = {
-    name: f"{start('pretraining', name)} attention={name.replace(' m=', ' features.m=')}"
-    for name in (FAVORP, "elu", RELU, FAVORPP, "uniform")
-}
+def error_runs(kind: str) -> list[Run]:
+    """Errors of attention in the layers of both encoders of a kind."""
+    return sweep(
+        "task=fidelity task.text=valid task.texts=32 task.draws=3",
+        model={kind: ""},
+        attention=[FAVORP, FAVORPP],
+        encoder={number: encoder_override("task.model", kind, number) for number in range(2)},
+    )
+
+
+UNTRAINED = ["exact", "uniform", RELU, FAVORP, FAVORPP, SHARP]
+TUNED = ["exact", FAVORP, FAVORPP]
+PRETRAINED = {}
+for method in (FAVORP, "elu", RELU, FAVORPP, "uniform"):
+    options = f"attention={method.replace(' m=', ' features.m=')}"
+    PRETRAINED[method] = f"{model_override('task.init', 'pretraining', method)} {options}"
 page = Page(
     "crt_glue",
     title="CRT Table 2: linear attention in BERT's architecture on GLUE",
@@ -207,17 +234,17 @@ page = Page(
             ),
         ],
         "encoders/layers": [
-            run
-            for kind in ENCODERS
-            if kind not in SWAPPED
-            for run in sweep(
-                "task=fidelity task.text=valid task.texts=32 task.draws=3",
-                model={kind: ""},
-                attention=[FAVORP, FAVORPP],
-                encoder={each: encoder("task.model", kind, each) for each in range(2)},
-            )
+            *error_runs("characters d=16"),
+            *error_runs("word pieces d=16"),
         ],
-        "encoders": [run for kind, methods in SWAPPED.items() for run in swap_runs(kind, *methods)],
+        "encoders": [
+            *swap_runs("characters d=8", [*UNTRAINED, NEAR4], 12, 0),
+            *swap_runs("characters d=8", TUNED, 12, 300),
+            *swap_runs("characters d=8", ["uniform", NEAR4, RELU, SHARP], 4, 300),
+            *swap_runs("word pieces d=8", [*UNTRAINED, NEAR16], 12, 0),
+            *swap_runs("word pieces d=8", TUNED, 12, 300),
+            *swap_runs("word pieces d=8", ["uniform", NEAR16], 4, 300),
+        ],
     },
     full={
         "table2": sweep(
@@ -226,7 +253,8 @@ page = Page(
             method=PRETRAINED
             | {
                 "exact": "attention=exact",
-                UPTRAINED: f"{start('uptraining', FAVORPP)} attention=favorpp features.m=256",
+                UPTRAINED: model_override("task.init", "uptraining", FAVORPP)
+                + " attention=favorpp features.m=256",
             },
             seed=[0],
             **{"task.dataset": [*GLUE], "trainer.lr": [2e-5, 3e-5, 4e-5, 5e-5]},
@@ -259,48 +287,27 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    small = "in small encoders (d = 8) FAVOR++ has a lower loss than FAVOR+"
-    errors = [
-        each
-        for kind in ENCODERS
-        if kind not in SWAPPED
-        for each in (
-            rows.values("error_ratio", FAVORP, log=True, model=kind),
-            *(
-                rows.ratio(FAVORP, FAVORPP, "attention_error", model=kind, encoder=number)
-                .groupby(lambda _: "")
-                .mean()
-                for number in range(2)
-            ),
-        )
-    ]
-    seeds, halves = "SST-2, 20,004 held-out rows", "QNLI, both halves of dev"
-
-    def gain_on_qnli(baseline: str) -> pd.Series:
-        return 100 * pd.concat(
-            [
-                rows.paired(FAVORPP, baseline, "accuracy", dataset=name, split="parts")
-                for name in ("qnli", OTHER_HALF)
-            ]
-        )
-
-    control = gain_on_qnli("uniform").mean()
-    return [
+    held_out = "SST-2, 20,004 held-out rows"
+    halves = "QNLI, both halves of dev"
+    paper = {}
+    for case, name in ((held_out, "sst2"), (halves, "qnli")):
+        scores = f"{PAPER[FAVORPP][name]} against {PAPER[FAVORP][name]}"
+        paper[case] = f"{scores}, each pretrained with its own attention"
+    fails = {}
+    control = gain_on_qnli(rows, "uniform").mean()
+    if control < 0:
+        fails[halves] = f"FAVOR++ scores {-control:.1f} points less than uniform attention"
+    claims = [
         Claim(
             "fine-tuned after the swap, FAVOR++ has a higher score than FAVOR+",
             {
-                seeds: 100
+                held_out: 100
                 * rows.paired(FAVORPP, FAVORP, "accuracy", dataset=HELD_OUT, split="dev"),
-                halves: gain_on_qnli(FAVORP),
+                halves: gain_on_qnli(rows, FAVORP),
             },
             unit="points",
-            fails={halves: f"FAVOR++ scores {-control:.1f} points less than uniform attention"}
-            if control < 0
-            else {},
-            paper={
-                case: f"{PAPER[FAVORPP][name]} against {PAPER[FAVORP][name]}, each pretrained with its own attention"
-                for case, name in ((seeds, "sst2"), (halves, "qnli"))
-            },
+            fails=fails,
+            paper=paper,
             needs="QNLI's training set, experiment=crt_glue",
         ),
         Claim(
@@ -309,24 +316,49 @@ def claims(rows: Rows) -> list[Claim]:
             not_measured="no model was pretrained with FAVOR++",
             needs="pretraining: experiment=crt_bert_pretrain, 57 GPU hours",
         ),
-        Claim(f"{small} without training", {"": gain(rows, 0)}, unit="nats"),
-        Claim(f"{small} when fine-tuned after the swap", {"": gain(rows, 300)}, unit="nats"),
+    ]
+    for words, step in (("without training", 0), ("when fine-tuned after the swap", 300)):
+        text = f"in small encoders (d = 8) FAVOR++ has a lower loss than FAVOR+ {words}"
+        claims.append(Claim(text, {"": gain_in_encoders(rows, step)}, unit="nats"))
+    claims.append(
         Claim(
             "the attention error of FAVOR+ is larger than that of FAVOR++ in small encoders (d = 16)",
-            {"": pd.concat(errors)},
+            {"": error_ratios(rows)},
             log=True,
             above=1,
-        ),
-    ]
+        )
+    )
+    return claims
 
 
-def gain(rows: Rows, step: int) -> pd.Series:
+def gain_on_qnli(rows: Rows, baseline: str) -> pd.Series:
+    """Points of FAVOR++ over a baseline, for the parts of both halves of dev."""
+    gains = []
+    for name in ("qnli", OTHER_HALF):
+        gains.append(rows.paired(FAVORPP, baseline, "accuracy", dataset=name, split="parts"))
+    return 100 * pd.concat(gains)
+
+
+def gain_in_encoders(rows: Rows, step: int) -> pd.Series:
     """encoder -> loss of FAVOR+ minus loss of FAVOR++, the mean over its seeds."""
-    found = [
-        rows.paired(FAVORP, FAVORPP, "loss", sweep="encoders", model=kind, step=step)
-        for kind in SWAPPED
-    ]
-    return pd.concat([each.groupby(each.index.astype(int) % 2).mean() for each in found])
+    gains = []
+    for kind in SWAPPED:
+        where = {"sweep": "encoders", "model": kind, "step": step}
+        gain = rows.paired(FAVORP, FAVORPP, "loss", **where)
+        gains.append(gain.groupby(gain.index.astype(int) % 2).mean())
+    return pd.concat(gains)
+
+
+def error_ratios(rows: Rows) -> pd.Series:
+    """log(error of FAVOR+ / error of FAVOR++), one value an encoder of d = 16."""
+    ratios = []
+    for kind in NOT_SWAPPED:
+        ratios.append(rows.values("error_ratio", FAVORP, log=True, model=kind))
+        for number in range(2):
+            where = {"model": kind, "encoder": number}
+            layers = rows.ratio(FAVORP, FAVORPP, "attention_error", **where)
+            ratios.append(layers.groupby(lambda _: "").mean())
+    return pd.concat(ratios)
 
 
 def best_rates(rows: Rows) -> Rows:
@@ -336,66 +368,53 @@ def best_rates(rows: Rows) -> Rows:
     return Rows(frame[mean == mean.groupby([frame["dataset"], frame["method"]]).transform("max")])
 
 
-def tables(rows: Rows):
-    sets = [name for name in GLUE if (rows.frame["dataset"] == name).any()]
-    scores = mean_table(
-        best_rates(rows),
-        {
-            GLUE[name][0]: {"metric": GLUE[name][1], "dataset": name, "split": "parts"}
-            for name in sets
-        },
-        METHODS,
-        100,
-        ".1f",
-    )
-    for i, name in enumerate(sets):
-        paper = {METHODS[method]: values[name] for method, values in PAPER.items()}
-        scores.insert(
-            2 * i + 1,
-            f"paper's {GLUE[name][0]}",
-            [paper.get(method, "") for method in scores.index],
-        )
-    losses = mean_table(
-        rows,
-        {
-            f"{kind}, {words}": {"metric": "loss", "sweep": "encoders", "model": kind, "step": step}
-            for kind in SWAPPED
-            for step, words in ((0, "without training"), (300, "300 steps"))
-        },
-        METHODS,
-        spec=".3f",
-        less="exact",
-    )
-    more = {
-        f"{title}, %": mean_table(
-            rows,
-            {"": {"metric": "accuracy", "dataset": name, "split": split}},
-            METHODS,
-            100,
-            format=interval_or_range,
-        )[""]
-        for title, name, split in (
-            ("SST-2, 20,004 held-out rows", HELD_OUT, "dev"),
-            ("QNLI, the other half of dev", OTHER_HALF, "parts"),
-        )
-    }
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    losses = {}
+    for kind in SWAPPED:
+        for step, words in ((0, "without training"), (300, "300 steps")):
+            where = {"metric": "loss", "sweep": "encoders", "model": kind, "step": step}
+            losses[f"{kind}, {words}"] = where
+    held_out = {}
+    for title, name, split in (
+        ("SST-2, 20,004 held-out rows", HELD_OUT, "dev"),
+        ("QNLI, the other half of dev", OTHER_HALF, "parts"),
+    ):
+        columns = {"": {"metric": "accuracy", "dataset": name, "split": split}}
+        table = mean_table(rows, columns, METHODS, 100, format=interval_or_range)
+        held_out[f"{title}, %"] = table[""]
     return {
-        "Score on the dev split, %, and the paper's BERT-base": scores,
-        "Accuracy on rows that share no sentence with those trained on": pd.concat(more, axis=1),
-        "Encoders: loss increase over exact attention, nats (lower is better)": losses,
+        "Score on the dev split, %, and the paper's BERT-base": score_table(rows),
+        "Accuracy on rows that share no sentence with those trained on": pd.concat(
+            held_out, axis=1
+        ),
+        "Encoders: loss increase over exact attention, nats (lower is better)": mean_table(
+            rows, losses, METHODS, spec=".3f", less="exact"
+        ),
     }
+
+
+def score_table(rows: Rows) -> pd.DataFrame:
+    """Tabulate the scores of each data set beside the paper's."""
+    datasets = [name for name in GLUE if (rows.frame["dataset"] == name).any()]
+    columns = {}
+    for name in datasets:
+        title, metric = GLUE[name]
+        columns[title] = {"metric": metric, "dataset": name, "split": "parts"}
+    table = mean_table(best_rates(rows), columns, METHODS, 100, ".1f")
+    for i, name in enumerate(datasets):
+        paper = {METHODS[method]: scores[name] for method, scores in PAPER.items()}
+        values = [paper.get(method, "") for method in table.index]
+        table.insert(2 * i + 1, f"paper's {GLUE[name][0]}", values)
+    return table
 
 
 def figure(rows: Rows):
     fig, axes = panels(3)
-    dot_plot(
-        axes[0],
-        {
-            name: 100 * best_rates(rows).values("accuracy", name, dataset="sst2", split="parts")
-            for name in METHODS
-        },
-        labels=METHODS,
-    )
+    best = best_rates(rows)
+    accuracies = {}
+    for method in METHODS:
+        accuracies[method] = 100 * best.values("accuracy", method, dataset="sst2", split="parts")
+    dot_plot(axes[0], accuracies, labels=METHODS)
     axes[0].set(title="MiniLM, SST-2", xlabel="dev accuracy, % (higher is better)")
     for ax, kind in zip(axes[1:], SWAPPED):
         line_plot(ax, rows, "step", "loss", METHODS, less="exact", model=kind, sweep="encoders")

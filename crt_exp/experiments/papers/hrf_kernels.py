@@ -3,10 +3,21 @@
 Reproduces Figures 2, 5 and 6, Tables 1 and 3, and Appendix L.
 """
 
+from itertools import product
+
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, line_plot, mean_table, sweep
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    line_plot,
+    mean_table,
+    quoted_override,
+    sweep,
+)
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 NAMES = {
     "angular": "angular hybrid",
@@ -20,25 +31,25 @@ SIZES = {
     "columns": {"angular": 8, "gaussian": 4, "trig": 144, "pos": 288, "oprf": 288},
 }
 EQUAL = {"projections": "16 projections", "columns": "288 columns"}
-OF_TABLES = {
+TABLE_METHODS = {
     ("angular", "orthogonal"): "HRF-ort",
     ("angular", "iid"): "HRF-iid",
     ("trig", "orthogonal"): "ORF-reg",
     ("trig", "hadamard"): "ORF-Had",
     ("trig", "halton"): "Halton-R",
 }
-TABLES, LENGTHS = ["wine", "boston"], [1.0, 1.5, 2.0]
+TABLES = ["wine", "boston"]
+LENGTHS = [1.0, 1.5, 2.0]
 SETS = {
-    f"set {i}": f"task.agreeing={agreeing} task.spread={spread}"
-    for i, (agreeing, spread) in enumerate(
-        [(0, 0.15), (0, 0.3), (0.25, 0.15), (0.25, 0.3), (0, 0.6)], 1
-    )
+    "set 1": "task.agreeing=0 task.spread=0.15",
+    "set 2": "task.agreeing=0 task.spread=0.3",
+    "set 3": "task.agreeing=0.25 task.spread=0.15",
+    "set 4": "task.agreeing=0.25 task.spread=0.3",
+    "set 5": "task.agreeing=0 task.spread=0.6",
 }
-HYBRID, *OTHERS = CLUSTERED = {
-    "clustered by=centres sampler=iid": "hybrid-cluster",
-    "pos sampler=iid": "FAVOR+",
-    "trig sampler=iid": "trigonometric",
-}
+HYBRID = "clustered by=centres sampler=iid"
+OTHERS = {"pos sampler=iid": "FAVOR+", "trig sampler=iid": "trigonometric"}
+CLUSTERED = {HYBRID: "hybrid-cluster", **OTHERS}
 PAPER = {
     20: ["[0.0016, 0.0183]", "[0.0071, 0.1455]", "[0.0039, 0.0808]"],
     50: ["[0.0011, 0.0081]", "[0.0026, 0.2541]", "[0.0031, 0.0510]"],
@@ -52,45 +63,44 @@ BUDGETS = {
 COUNTED = {f"{name} sampler=iid": label for name, label in NAMES.items()}
 
 
-def method(name: str, equal: str, sampler: str = "iid") -> str:
+def table_method(name: str, equal: str, sampler: str = "iid") -> str:
     return f"{name} m={SIZES[equal][name]} sampler={sampler}"
 
 
-def sweeps(angles: str, tables: str, pairs: int, flops: str):
-    clusters = f"task=clusters task.pairs={pairs} task.repeats="
+def equal_runs(options: str, methods: list[tuple[str, str]], **axes) -> list[Run]:
+    """Runs of maps and samplers at each equal size."""
+    runs = []
+    for equal in EQUAL:
+        features = [table_method(name, equal, sampler) for name, sampler in methods]
+        runs += sweep(options, equal={equal: ""}, features=features, **axes)
+    return runs
+
+
+def sweeps(angles: str, tables: str, pairs: int, flops: str) -> dict[str, list[Run]]:
+    clusters = f"task=clusters task.pairs={pairs}"
+    budgets = {}
+    for name, values in BUDGETS.items():
+        counted = name.split()[-1]
+        budgets[name] = f"task.counted={counted} {quoted_override('task.budgets', values)}"
     return {
-        "hrf-pointwise": [
-            run
-            for equal in EQUAL
-            for run in sweep(
-                f"task=pointwise task.angles=25 {angles}",
-                equal={equal: ""},
-                features=[method(name, equal) for name in NAMES],
-            )
-        ],
-        "hrf-qmc": [
-            run
-            for equal in EQUAL
-            for run in sweep(
-                f"task=qmc {tables}",
-                equal={equal: ""},
-                features=[method(name, equal, of) for name, of in OF_TABLES],
-                **{"task.dataset": TABLES, "task.length": [0.5, 1.0]},
-            )
-        ],
+        "hrf-pointwise": equal_runs(
+            f"task=pointwise task.angles=25 {angles}", [(name, "iid") for name in NAMES]
+        ),
+        "hrf-qmc": equal_runs(
+            f"task=qmc {tables}",
+            [*TABLE_METHODS],
+            **{"task.dataset": TABLES, "task.length": [0.5, 1.0]},
+        ),
         "hrf-clusters": sweep(
-            f"{clusters}20", features=CLUSTERED, dataset={"set 1": SETS["set 1"]}
+            f"{clusters} task.repeats=20", features=CLUSTERED, dataset={"set 1": SETS["set 1"]}
         ),
         "hrf-clusters/sets": sweep(
-            f"{clusters}1", features=CLUSTERED, dataset=SETS, seed=range(20)
+            f"{clusters} task.repeats=1", features=CLUSTERED, dataset=SETS, seed=range(20)
         ),
         "hrf-flops": sweep(
             f"task=flops {flops}",
             features=COUNTED,
-            equal={
-                name: f"task.counted={name.split()[-1]} task.budgets={of}".replace(", ", ",")
-                for name, of in BUDGETS.items()
-            },
+            equal=budgets,
             **{"task.length": [1.0, 1.5]},
         ),
     }
@@ -138,95 +148,93 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    common = {"below": 1, "log": True, "unit": "times"}
-    angles = {
-        f"{NAMES[other]}, {EQUAL[equal]}": [
-            rows.ratio(
-                method("angular", equal), method(other, equal), metric, equal=equal, length=LENGTHS
-            )
-            for metric in ["largest_of_groups", "largest_closed_form"]
-        ]
-        for other in ["trig", "pos"]
-        for equal in EQUAL
-    }
-    flops = {
-        f"{NAMES[other]}, {equal}, length {length:g}": [
-            rows.ratio(
-                "angular sampler=iid",
-                f"{other} sampler=iid",
-                metric,
-                equal=equal,
-                length=length,
-                budget=BUDGETS[equal][1:],
-            )
-            for metric in ["squared_error", "closed_form"]
-        ]
-        for other in ["trig", "pos"]
-        for equal in BUDGETS
-        for length in [1.0, 1.5]
-    }
-    return [
+    smaller = {"below": 1, "log": True, "unit": "times"}
+    claims = []
+
+    samples, theory = {}, {}
+    for other, equal in product(["trig", "pos"], EQUAL):
+        case = f"{NAMES[other]}, {EQUAL[equal]}"
+        methods = table_method("angular", equal), table_method(other, equal)
+        where = {"equal": equal, "length": LENGTHS}
+        samples[case] = rows.ratio(*methods, "largest_of_groups", **where)
+        theory[case] = rows.ratio(*methods, "largest_closed_form", **where).mean()
+    claims.append(
         Claim(
             "the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
-            {case: samples for case, (samples, _) in angles.items()},
-            **common,
-            theory={case: closed.mean() for case, (_, closed) in angles.items()},
+            samples,
+            **smaller,
+            theory=theory,
             needs="more repetitions",
             paper="smaller max-relative-error than other estimators",
-        ),
+        )
+    )
+
+    samples = {}
+    for (name, sampler), equal, dataset in product([*TABLE_METHODS][1:], EQUAL, TABLES):
+        samples[f"{TABLE_METHODS[name, sampler]}, {dataset}, {EQUAL[equal]}"] = rows.ratio(
+            table_method("angular", equal, "orthogonal"),
+            table_method(name, equal, sampler),
+            "mse_of_groups",
+            equal=equal,
+            dataset=dataset,
+        )
+    claims.append(
         Claim(
             "HRF-ort has a smaller MSE than HRF-iid, ORF-reg, ORF-Had and Halton-R",
-            {
-                f"{label}, {dataset}, {EQUAL[equal]}": rows.ratio(
-                    method("angular", equal, "orthogonal"),
-                    method(of[0], equal, of[1]),
-                    "mse_of_groups",
-                    equal=equal,
-                    dataset=dataset,
-                )
-                for of, label in [*OF_TABLES.items()][1:]
-                for equal in EQUAL
-                for dataset in TABLES
-            },
-            **common,
+            samples,
+            **smaller,
             paper="HRFs outperform all other methods",
             needs="the scaling of the paper's tables",
-        ),
+        )
+    )
+
+    samples, paper = {}, {}
+    for other, dataset in product(OTHERS, SETS):
+        case = f"{CLUSTERED[other]}, {dataset}"
+        where = {"sweep": "hrf-clusters/sets", "dataset": dataset}
+        samples[case] = rows.ratio(HYBRID, other, "closed_form", **where)
+        if dataset != "set 5":
+            paper[case] = "a lower largest MSE on sets 1 to 4"
+    claims.append(
         Claim(
             "hybrid-cluster has a smaller MSE than FAVOR+ and trigonometric features",
-            {
-                f"{CLUSTERED[other]}, {name}": rows.ratio(
-                    HYBRID, other, "closed_form", sweep="hrf-clusters/sets", dataset=name
-                )
-                for other in OTHERS
-                for name in SETS
-            },
-            **common,
+            samples,
+            **smaller,
             sign_test=True,
-            paper={
-                f"{CLUSTERED[other]}, {name}": "a lower largest MSE on sets 1 to 4"
-                for other in OTHERS
-                for name in [*SETS][:-1]
-            },
+            paper=paper,
             needs="the spreads of the paper's data sets",
-        ),
+        )
+    )
+
+    samples, theory = {}, {}
+    for other, equal, length in product(["trig", "pos"], BUDGETS, [1.0, 1.5]):
+        case = f"{NAMES[other]}, {equal}, length {length:g}"
+        methods = "angular sampler=iid", f"{other} sampler=iid"
+        where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
+        samples[case] = rows.ratio(*methods, "squared_error", **where)
+        theory[case] = 2 * rows.ratio(*methods, "closed_form", **where).mean()
+    claims.append(
         Claim(
             "at equal FLOPs, the angular hybrid has a smaller MSE than trigonometric features and FAVOR+",
-            {case: samples for case, (samples, _) in flops.items()},
-            **common,
-            theory={case: 2 * closed.mean() for case, (_, closed) in flops.items()},
+            samples,
+            **smaller,
+            theory=theory,
             reason="the products with values cost more with the columns of the hybrid",
-        ),
+        )
+    )
+
+    claims.append(
         Claim(
             "the hybrid needs a third of the FLOPs for the same quality",
             paper="3x fewer FLOPS",
             not_measured="the paper counts FLOPs of whole policies and states no error of a kernel",
             needs="the paper's policies; see hrf_robotics for ours",
-        ),
-    ]
+        )
+    )
+    return claims
 
 
-def tables(rows: Rows):
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
     ranges = mean_table(
         rows,
         {f"m = {m}": {"metric": "mse_of_repeats", "m": m} for m in PAPER},
@@ -236,45 +244,35 @@ def tables(rows: Rows):
     paper = pd.DataFrame(
         {f"paper, m = {m}": values for m, values in PAPER.items()}, [*CLUSTERED.values()]
     )
+    angles = {}
+    for prefix, metric in [("", "largest_of_groups"), ("closed form, ", "largest_closed_form")]:
+        for length in [1.0, 2.0]:
+            angles[f"{prefix}length {length:g}"] = {"metric": metric, "length": length}
+    errors = {}
+    for dataset in TABLES:
+        errors[dataset] = {"metric": "mse_of_groups", "dataset": dataset, "length": 1.0}
     return {
         "HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": pd.concat(
             [ranges, paper.reindex(ranges.index)], axis=1
         ),
-        "Largest relative error over all angles": both_sizes(
-            rows,
-            {
-                f"{words}length {length:g}": {"metric": metric, "length": length}
-                for words, metric in [
-                    ("", "largest_of_groups"),
-                    ("closed form, ", "largest_closed_form"),
-                ]
-                for length in [1.0, 2.0]
-            },
-            {(name, "iid"): label for name, label in NAMES.items()},
+        "Largest relative error over all angles": equal_table(
+            rows, angles, {(name, "iid"): label for name, label in NAMES.items()}
         ),
-        "HRF Table 1: MSE on tables, length 1": both_sizes(
-            rows,
-            {
-                dataset: {"metric": "mse_of_groups", "dataset": dataset, "length": 1.0}
-                for dataset in TABLES
-            },
-            OF_TABLES,
-        ),
+        "HRF Table 1: MSE on tables, length 1": equal_table(rows, errors, TABLE_METHODS),
     }
 
 
-def both_sizes(rows: Rows, columns: dict, methods: dict) -> pd.DataFrame:
-    return pd.concat(
-        [
-            mean_table(
-                rows,
-                {f"{title}, {name}": {**where, "equal": equal} for name, where in columns.items()},
-                {method(name, equal, sampler): label for (name, sampler), label in methods.items()},
-            )
-            for equal, title in EQUAL.items()
-        ],
-        axis=1,
-    )
+def equal_table(rows: Rows, columns: dict, methods: dict) -> pd.DataFrame:
+    """Tabulate methods at both equal sizes, side by side."""
+    tables = []
+    for equal, title in EQUAL.items():
+        filters, labels = {}, {}
+        for name, where in columns.items():
+            filters[f"{title}, {name}"] = {**where, "equal": equal}
+        for (name, sampler), label in methods.items():
+            labels[table_method(name, equal, sampler)] = label
+        tables.append(mean_table(rows, filters, labels))
+    return pd.concat(tables, axis=1)
 
 
 def figure(rows: Rows):
@@ -292,7 +290,7 @@ def figure(rows: Rows):
             rows,
             "theta",
             "error",
-            {method(name, equal): label for name, label in NAMES.items()},
+            {table_method(name, equal): label for name, label in NAMES.items()},
             equal=equal,
             length=1.0,
         )

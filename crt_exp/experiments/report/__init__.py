@@ -11,7 +11,7 @@ from crt_exp.experiments.report.rows import (
     mean_ci,
     share,
 )
-from crt_exp.experiments.report.sweeps import Run, sweep
+from crt_exp.experiments.report.sweeps import Run, quoted_override, sweep
 
 __all__ = [
     "Claim",
@@ -26,6 +26,7 @@ __all__ = [
     "line_plot",
     "mean_ci",
     "mean_table",
+    "quoted_override",
     "share",
     "sweep",
 ]

@@ -95,6 +95,11 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
     return runs
 
 
+def quoted_override(key: str, value: Any) -> str:
+    """Return key=value for the options of `sweep`, quoted for the shell and for Hydra."""
+    return shlex.quote(f"{key}={to_text(value)}")
+
+
 def _method_overrides(group: str, text: str) -> list[str]:
     """Return the overrides of a method such as "favorpp m=256" or "pos sampler=iid"."""
     name, options = split_words(text)
