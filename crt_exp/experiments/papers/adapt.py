@@ -2,47 +2,28 @@
 
 from crt_exp.experiments.report import Page, Rows, line_plot, mean_table, sweep
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
-LEARNED = [
-    "favorpp m=64 learn=projections",
-    "favorsharp m=32 learn=parameters",
-    "hedgehog m=32",
-    "favormix m=64 learn=parameters",
-]
 LABELS = {
     "exact": "exact",
     "uniform": "uniform",
-    **dict(
-        zip(
-            LEARNED,
-            [
-                "FAVOR++ (projections learned)",
-                "FAVOR# (parameters learned)",
-                "Hedgehog",
-                "mixture (parameters learned)",
-            ],
-        )
-    ),
+    "favorpp m=64 learn=projections": "FAVOR++ (projections learned)",
+    "favorsharp m=32 learn=parameters": "FAVOR# (parameters learned)",
+    "hedgehog m=32": "Hedgehog",
+    "favormix m=64 learn=parameters": "mixture (parameters learned)",
     "window block=4 first=2": "window",
 }
-SMOL = dict(
-    zip(
-        [
-            "exact",
-            "uniform",
-            "favorpp m=256 learn=projections",
-            "favorsharp m=128 learn=parameters",
-            "hedgehog m=128",
-            "favormix m=256 learn=parameters",
-            "window block=64 first=16",
-        ],
-        LABELS.values(),
-    )
-)
-MODELS, TEXTS = (
-    ["copying", "causal", "vision"],
-    {"new": "new text", "repeated": "repeated passages"},
-)
+SMOLLM2 = {
+    "exact": "exact",
+    "uniform": "uniform",
+    "favorpp m=256 learn=projections": "FAVOR++ (projections learned)",
+    "favorsharp m=128 learn=parameters": "FAVOR# (parameters learned)",
+    "hedgehog m=128": "Hedgehog",
+    "favormix m=256 learn=parameters": "mixture (parameters learned)",
+    "window block=64 first=16": "window",
+}
+MODELS = ["copying", "causal", "vision"]
+TEXTS = {"new": "new text", "repeated": "repeated passages"}
 STAGES = {
     "swapped": "without training",
     "transferred": "attention transfer",
@@ -52,25 +33,45 @@ STAGES = {
 STEPS = {0: "without training", 40: "after transfer", 140: "after adapters"}
 
 
-def seeds(model: str, method: str) -> int:
-    return (
-        12
-        if model in ("causal", "vision") and method.split()[0] in ("exact", "uniform", "favorpp")
-        else 5
-    )
+def small_runs() -> list[Run]:
+    """Five seeds; 12 of exact, uniform and FAVOR++ attention in two of the models."""
+    runs = []
+    for model in MODELS:
+        for method in LABELS:
+            compared = method.split()[0] in ("exact", "uniform", "favorpp")
+            seeds = 12 if compared and model != "copying" else 5
+            runs += sweep(
+                "task=adapt",
+                **{"task.model": [model]},
+                attention=[method],
+                seed=range(seeds),
+            )
+    return runs
 
 
-def smollm2(options: str = ""):
-    return [
-        run
-        for method in SMOL
-        for run in sweep(
-            f"task=adapt_pretrained {options}" + " task.lora_lr=1e-3" * (method == "uniform"),
+def full_runs() -> list[Run]:
+    runs = []
+    for model, steps in {"copying": 2000, "causal": 20000, "vision": 20000}.items():
+        runs += sweep(
+            f"task=adapt task.transfer=500 task.lora=500 task.steps={steps}",
+            **{"task.model": [model]},
+            attention=[*LABELS],
+            seed=range(8),
+        )
+    return runs
+
+
+def smollm2_runs(options: str = "") -> list[Run]:
+    runs = []
+    for method in SMOLLM2:
+        rate = " task.lora_lr=1e-3" if method == "uniform" else ""
+        runs += sweep(
+            f"task=adapt_pretrained {options}{rate}",
             model={"SmolLM2-135M": ""},
             attention=[method],
             seed=[0],
         )
-    ]
+    return runs
 
 
 page = Page(
@@ -79,31 +80,12 @@ page = Page(
     finding="On SmolLM2-135M after transfer and adapters, the loss increase on repeated passages is 3.52 ± 0.15 nats "
     "with the mixture, 4.56 ± 0.16 with FAVOR++ and 2.57 ± 0.25 with a window (95% CI, n = 6 rows).",
     small={
-        "adapt": [
-            run
-            for model in MODELS
-            for method in LABELS
-            for run in sweep(
-                "task=adapt",
-                **{"task.model": [model]},
-                attention=[method],
-                seed=range(seeds(model, method)),
-            )
-        ],
-        "adapt-smollm2": smollm2(),
+        "adapt": small_runs(),
+        "adapt-smollm2": smollm2_runs(),
     },
     full={
-        "adapt": [
-            run
-            for model in MODELS
-            for run in sweep(
-                f"task=adapt task.transfer=500 task.lora=500 task.steps={2000 if model == 'copying' else 20000}",
-                **{"task.model": [model]},
-                attention=[*LABELS],
-                seed=range(8),
-            )
-        ],
-        "adapt-smollm2": smollm2(
+        "adapt": full_runs(),
+        "adapt-smollm2": smollm2_runs(
             "task.tested=24 task.captured=16 task.transfer=200 task.steps=[0,200,300,600]"
         ),
     },
@@ -123,39 +105,26 @@ page = Page(
 
 
 def tables(rows: Rows):
+    columns = {}
+    for text, words in TEXTS.items():
+        for step, name in STEPS.items():
+            columns[f"{name}, {words}"] = {"metric": "above", "text": text, "step": step}
+    columns["minutes on one core"] = {"metric": "minutes", "step": 140}
     title = "SmolLM2-135M: loss increase over the pretrained checkpoint (nats per token, positive is worse)"
-    made = {
-        title: mean_table(
-            rows,
-            {
-                **{
-                    f"{name}, {TEXTS[text]}": {"metric": "above", "text": text, "step": step}
-                    for text in TEXTS
-                    for step, name in STEPS.items()
-                },
-                "minutes on one core": {"metric": "minutes", "step": 140},
-            },
-            SMOL,
-            spec=".2f",
-        )
-    }
+    tables = {title: mean_table(rows, columns, SMOLLM2, spec=".2f")}
     for model in MODELS:
-        made[f"Small model, {model}: loss (nats, lower is better)"] = mean_table(
-            rows,
-            {
-                name: {"metric": "loss", "model": model, "stage": stage}
-                for stage, name in STAGES.items()
-            },
-            LABELS,
-            spec=".2f",
-        )
-    return made
+        columns = {}
+        for stage, name in STAGES.items():
+            columns[name] = {"metric": "loss", "model": model, "stage": stage}
+        title = f"Small model, {model}: loss (nats, lower is better)"
+        tables[title] = mean_table(rows, columns, LABELS, spec=".2f")
+    return tables
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
     for ax, text in zip(axes, TEXTS):
-        line_plot(ax, rows, "step", "above", SMOL, text=text)
+        line_plot(ax, rows, "step", "above", SMOLLM2, text=text)
         ax.set(
             title=f"SmolLM2-135M, {TEXTS[text]}",
             xlabel="steps of transfer (40), then of adapters",

@@ -1,10 +1,13 @@
 """Mixture features, compared with features fitted to moments."""
 
+from typing import NamedTuple
+
 import pandas as pd
 
 from crt_exp.experiments.drawing import CONTROL
 from crt_exp.experiments.report import Claim, Page, Rows, line_plot, mean_ci, sweep
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 COLUMNS = [16, 64, 256, 512]
 FIXED = {
@@ -12,7 +15,8 @@ FIXED = {
     "uniform": "attention=uniform",
     "nearfar": "attention=nearfar attention.exact_until=0",
 }
-FITTED, DRAWN = "favormix", "favormix unbiased"
+FITTED = "favormix"
+DRAWN = "favormix unbiased"
 FEATURES = {
     "favorp": "attention=favorp",
     "favorpp": "attention=favorpp",
@@ -30,29 +34,37 @@ LABELS = {
     "nearfar": "near-far",
     "exact": "exact",
 }
-MINILM, SMOLLM2 = "MiniLM, cosine", "SmolLM2, 512 tokens, nats"
-LONG, VISION = "SmolLM2, 2048 tokens, nats", "ViT-S, cosine"
-SPEECH, WRITTEN, HEADS = (
-    "Whisper, word errors, %",
-    "Whisper, nats",
-    "MiniLM, relative error of attention",
-)
-TASKS = {  # task, metric, seeds
-    MINILM: (
-        "task=swap_embeddings task.model=models/minilm task.length=512 task.fit=8",
-        "cosine",
-        1,
+MINILM = "MiniLM, cosine"
+SMOLLM2 = "SmolLM2, 512 tokens, nats"
+LONG = "SmolLM2, 2048 tokens, nats"
+VISION = "ViT-S, cosine"
+SPEECH = "Whisper, word errors, %"
+WRITTEN = "Whisper, nats"
+HEADS = "MiniLM, relative error of attention"
+
+
+class Task(NamedTuple):
+    """How a model is measured."""
+
+    options: str
+    metric: str
+    seeds: int
+
+
+TASKS = {
+    MINILM: Task(
+        "task=swap_embeddings task.model=models/minilm task.length=512 task.fit=8", "cosine", 1
     ),
-    SMOLLM2: (
-        "task=swap_text task.model=models/smollm2-135m task.length=512 task.fit=8",
-        "above",
-        4,
+    SMOLLM2: Task(
+        "task=swap_text task.model=models/smollm2-135m task.length=512 task.fit=8", "above", 4
     ),
-    LONG: ("task=swap_text task.model=models/smollm2-135m task.length=2048 task.fit=8", "above", 3),
-    SPEECH: ("task=swap_speech task.fit=8", "wer", 3),
-    WRITTEN: ("task=dictation task.fit=8", "above", 3),
-    VISION: ("task=swap_images task.dataset=imagenette2-224", "cosine", 1),
-    HEADS: (
+    LONG: Task(
+        "task=swap_text task.model=models/smollm2-135m task.length=2048 task.fit=8", "above", 3
+    ),
+    SPEECH: Task("task=swap_speech task.fit=8", "wer", 3),
+    WRITTEN: Task("task=dictation task.fit=8", "above", 3),
+    VISION: Task("task=swap_images task.dataset=imagenette2-224", "cosine", 1),
+    HEADS: Task(
         "task=fidelity task.model=${oc.env:CRT_DATA}/models/minilm task.text=valid task.calibration=train "
         "task.length=512 task.calibration_texts=8",
         "attention_error",
@@ -64,27 +76,29 @@ TASKS = {  # task, metric, seeds
 def method_overrides(method: str, columns: int) -> str:
     if method in FIXED:
         return FIXED[method]
-    return f"{FEATURES[method]} features.m={columns // 2 if method == 'favorsharp' else columns}"
+    projections = columns // 2 if method == "favorsharp" else columns
+    return f"{FEATURES[method]} features.m={projections}"
 
 
-def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list:
-    task, _, seeds = TASKS[name]
-    return [
-        run
-        for method in methods
-        for n in columns
-        for run in sweep(
-            f"{task} task.fit_text={fit_text}" if fit_text else task,
-            model={name: ""},
-            text={fit_text: ""},
-            seed=range(seeds),
-            method={method: method_overrides(method, n)},
-            columns={n: ""},
-        )
-    ]
+def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list[Run]:
+    options = TASKS[name].options
+    if fit_text:
+        options = f"{options} task.fit_text={fit_text}"
+    runs = []
+    for method in methods:
+        for n in columns:
+            runs += sweep(
+                options,
+                model={name: ""},
+                text={fit_text: ""},
+                seed=range(TASKS[name].seeds),
+                method={method: method_overrides(method, n)},
+                columns={n: ""},
+            )
+    return runs
 
 
-def fine_tuning_runs(methods) -> list:
+def fine_tuning_runs(methods) -> list[Run]:
     return sweep(
         "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
         "trainer.steps=400 task.held_out=500 trainer.eval_every=1000000 trainer.save_every=1000000 "
@@ -144,55 +158,55 @@ page = Page(
 )
 
 
-def samples(rows: Rows, name: str, method: str, columns, **where) -> pd.Series:
-    metric = TASKS[name][1]
-    where = {
-        "sweep": "mixture",
-        "model": name,
-        "columns": 0 if method in FIXED else columns,
-        **where,
-    }
-    return (100 if metric == "wer" else 1) * rows.values(metric, method, **where)
+def samples(rows: Rows, name: str, method: str, columns: int, **where) -> pd.Series:
+    """Values of a method by sample; word errors in percent."""
+    if method in FIXED:
+        columns = 0
+    where = {"sweep": "mixture", "model": name, "columns": columns, **where}
+    values = rows.values(TASKS[name].metric, method, **where)
+    return 100 * values if name == SPEECH else values
 
 
 def claims(rows: Rows) -> list[Claim]:
-    made = []
-    for name, (_, metric, _) in TASKS.items():
-        if name in (SPEECH, HEADS):
-            continue  # word errors are near 100%, where losses still differ, and losses count for more than heads
-        sign, unit = (1, "") if metric == "cosine" else (-1, name.rpartition(" ")[2])
-        made.append(
-            Claim(
-                f"{name.rpartition(',')[0]}: the mixture is closer to exact attention than FAVOR#",
-                {
-                    f"{n} columns": found
-                    for n in COLUMNS
-                    if len(
-                        found := sign
-                        * (
-                            samples(rows, name, FITTED, n) - samples(rows, name, "favorsharp", n)
-                        ).dropna()
-                    )
-                },
-                unit=unit,
-            )
-        )
-    return made
+    claims = []
+    # Word errors are near 100%, where losses still differ, and losses count for more than heads.
+    for name in (MINILM, SMOLLM2, LONG, WRITTEN, VISION):
+        model, _, unit = name.rpartition(", ")
+        gains = {}
+        for n in COLUMNS:
+            gain = samples(rows, name, FITTED, n) - samples(rows, name, "favorsharp", n)
+            gains[f"{n} columns"] = gain.dropna()
+        if unit == "cosine":
+            unit = ""
+        else:
+            gains = {case: -gain for case, gain in gains.items()}
+        text = f"{model}: the mixture is closer to exact attention than FAVOR#"
+        claims.append(Claim(text, gains, unit=unit))
+    return claims
 
 
-def table(rows: Rows, columns, methods=LABELS) -> pd.DataFrame:
-    """columns: name -> (task, number of columns, what else selects)."""
-    made = {}
-    for title, (name, n, where) in columns.items():
-        made[title] = {
-            LABELS[method]: f"{found.min():.0f} to {found.max():.0f}"
-            if TASKS[name][1] == "wer"
-            else f"{mean_ci(found):.3f}"
-            for method in methods
-            if len(found := samples(rows, name, method, n, **where))
-        }
+class Column(NamedTuple):
+    """A column of a table: what is measured, columns of the features, further filters."""
+
+    name: str
+    columns: int
+    where: dict[str, str] = {}
+
+
+def method_table(rows: Rows, columns: dict[str, Column], methods=LABELS) -> pd.DataFrame:
+    table = {}
+    for title, column in columns.items():
+        table[title] = {}
+        for method in methods:
+            values = samples(rows, column.name, method, column.columns, **column.where)
+            if not len(values):
+                continue
+            if column.name == SPEECH:
+                table[title][LABELS[method]] = f"{values.min():.0f} to {values.max():.0f}"
+            else:
+                table[title][LABELS[method]] = f"{mean_ci(values):.3f}"
     return (
-        pd.DataFrame(made, index=[LABELS[method] for method in methods], dtype=object)
+        pd.DataFrame(table, index=[LABELS[method] for method in methods], dtype=object)
         .dropna(how="all")
         .fillna("")
         .rename_axis("method")
@@ -200,69 +214,54 @@ def table(rows: Rows, columns, methods=LABELS) -> pd.DataFrame:
 
 
 def fine_tuned_table(rows: Rows) -> pd.DataFrame:
+    """Tabulate the better of two learning rates."""
     best = {}
     for method in ("favorsharp", FITTED):
-        found = [
-            100 * rows.values("accuracy", method, sweep="mixture/fine-tuned", split="parts", lr=lr)
-            for lr in (1e-4, 2e-4)
-        ]
-        means = [mean_ci(values) for values in found if len(values)]
+        means = []
+        for rate in (1e-4, 2e-4):
+            where = {"sweep": "mixture/fine-tuned", "split": "parts", "lr": rate}
+            values = rows.values("accuracy", method, **where)
+            if len(values):
+                means.append(mean_ci(100 * values))
         if means:
-            best[LABELS[method]] = f"{max(means, key=lambda each: each.mean):.1f}"
+            best[LABELS[method]] = f"{max(means, key=lambda mean: mean.mean):.1f}"
     return pd.DataFrame({"accuracy, %": pd.Series(best, dtype=object)}).rename_axis("method")
 
 
-def tables(rows: Rows):
-    shift = {
-        f"{name}, {text or 'WikiText-2'}": (
-            name,
-            256,
-            {"sweep": "mixture/shift", "text": text} if text else {},
-        )
-        for name in (MINILM, SMOLLM2)
-        for text in ("", "code")
-    }
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    columns, shifted = {}, {}
+    for name in (MINILM, SMOLLM2):
+        for n in (64, 256):
+            columns[f"{name}, {n} columns"] = Column(name, n)
+        code = {"sweep": "mixture/shift", "text": "code"}
+        shifted[f"{name}, WikiText-2"] = Column(name, 256)
+        shifted[f"{name}, code"] = Column(name, 256, code)
+    for name in (LONG, WRITTEN, SPEECH, VISION, HEADS):
+        columns[f"{name}, 256 columns"] = Column(name, 256)
     title = (
         "Without training: cosine of the states to those with exact attention, "
         "loss increase over it, word errors"
     )
-    return {
-        title: table(
-            rows,
-            {
-                **{
-                    f"{name}, {n} columns": (name, n, {})
-                    for name in (MINILM, SMOLLM2)
-                    for n in (64, 256)
-                },
-                **{
-                    f"{name}, 256 columns": (name, 256, {})
-                    for name in (LONG, WRITTEN, SPEECH, VISION, HEADS)
-                },
-            },
-        ),
-        **{
-            f"{name}, by columns": table(
-                rows, {f"{n} columns": (name, n, {}) for n in COLUMNS}, FEATURES
-            )
-            for name in (MINILM, SMOLLM2, VISION)
-        },
-        "Fitted to WikiText-2 or to code, 256 columns": table(
-            rows, shift, ["favorsharp", FITTED, DRAWN]
-        ),
-        "Fine-tuned: MiniLM on SST-2, 256 columns": fine_tuned_table(rows),
-    }
+    tables = {title: method_table(rows, columns)}
+    for name in (MINILM, SMOLLM2, VISION):
+        by_columns = {f"{n} columns": Column(name, n) for n in COLUMNS}
+        tables[f"{name}, by columns"] = method_table(rows, by_columns, FEATURES)
+    title = "Fitted to WikiText-2 or to code, 256 columns"
+    tables[title] = method_table(rows, shifted, ["favorsharp", FITTED, DRAWN])
+    tables["Fine-tuned: MiniLM on SST-2, 256 columns"] = fine_tuned_table(rows)
+    return tables
 
 
 def figure(rows: Rows):
     fig, axes = panels(3)
-    for ax, name in zip(axes, (MINILM, SMOLLM2, VISION)):
-        metric = TASKS[name][1]
+    loss = "loss increase over exact, nats (lower is better)"
+    cosine = "cosine to exact attention (higher is better)"
+    for ax, (name, ylabel) in zip(axes, {MINILM: cosine, SMOLLM2: loss, VISION: cosine}.items()):
         line_plot(
             ax,
             rows,
             "columns",
-            metric,
+            TASKS[name].metric,
             {method: LABELS[method] for method in FEATURES},
             log="x",
             dotted=[DRAWN],
@@ -272,12 +271,6 @@ def figure(rows: Rows):
         uniform = float(samples(rows, name, "uniform", 0).mean())
         ax.axhline(uniform, color=CONTROL, lw=1, ls="--")
         ax.text(ax.get_xlim()[0], uniform, " uniform", va="bottom", color=CONTROL)
-        ax.set(
-            title=name.rpartition(",")[0],
-            xlabel="columns",
-            ylabel="cosine to exact attention (higher is better)"
-            if metric == "cosine"
-            else "loss increase over exact, nats (lower is better)",
-        )
+        ax.set(title=name.rpartition(",")[0], xlabel="columns", ylabel=ylabel)
     fig.tight_layout()
     return fig

@@ -2,24 +2,26 @@
 
 import pandas as pd
 
-from crt_exp.experiments.report import Page, Rows, line_plot, mean_table, share, sweep
+from crt_exp.experiments.report import (
+    Page,
+    Rows,
+    line_plot,
+    mean_table,
+    quoted_override,
+    share,
+    sweep,
+)
 from crt_exp.experiments.report.plots import panels
 from crt_exp.experiments.report.rows import mean_ci
+from crt_exp.experiments.report.sweeps import Run
 
-WINDOW, NEARFAR = "window block=64 first=16", "nearfar exact_until=64 open={}"
-HEADS = {
-    "uniform": "uniform",
-    "window": "window",
-    **{
-        each: text
-        for n in (32, 128)
-        for each, text in {
-            f"nearfar block=32 heavy=16 open={n} exact_until=128": f"near-far, {n} keys",
-            f"pages keys={n}": f"pages, {n} keys",
-            f"largest keys={n}": f"{n} largest weights",
-        }.items()
-    },
-}
+WINDOW = "window block=64 first=16"
+NEARFAR = "nearfar exact_until=64 open={}"
+HEADS = {"uniform": "uniform", "window": "window"}
+for n in (32, 128):
+    HEADS[f"nearfar block=32 heavy=16 open={n} exact_until=128"] = f"near-far, {n} keys"
+    HEADS[f"pages keys={n}"] = f"pages, {n} keys"
+    HEADS[f"largest keys={n}"] = f"{n} largest weights"
 MODELS = {
     "exact": "exact",
     "uniform": "uniform",
@@ -34,20 +36,18 @@ DENSE = {
     "largest keys=64": "64 largest weights",
 }
 PAIRED = ["exact", "uniform", WINDOW, "favorpp m=256", NEARFAR.format(64)]
-KEYS, LENGTHS = {"iid": "", "in 32 clusters": "task.clusters=32"}, [512, 2048, 8192, 16384]
+KEYS = {"iid": "", "in 32 clusters": "task.clusters=32"}
+LENGTHS = [512, 2048, 8192, 16384]
 
 
-def stage_runs(name: str, options: str, given: list[tuple[int, str]]) -> list:
+def stage_runs(name: str, options: str, stages: list[tuple[int, str]]) -> list[Run]:
     """Training runs (tokens, options), each initialised from the one before."""
-    return [
-        run
-        for i, (block, more) in enumerate(given)
-        for run in sweep(
-            f"{options} {more}" + (f" task.init={{runs}}/{name}/{given[i - 1][0]}_0" if i else ""),
-            **{"task.block": [block]},
-            seed=[0],
-        )
-    ]
+    runs = []
+    start = ""
+    for block, stage_options in stages:
+        runs += sweep(f"{options} {stage_options}{start}", **{"task.block": [block]}, seed=[0])
+        start = f" task.init={{runs}}/{name}/{block}_0"
+    return runs
 
 
 PAIRS = (
@@ -61,78 +61,70 @@ COPY = (
 )
 TRAIN = "${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens"
 DRAWN = f"task.text=[{TRAIN},outputs/texts/drawn-14000.tokens]"
-models = {
-    "pairs": stage_runs(
-        "pairs",
-        PAIRS,
-        [
-            (
-                block,
-                f"task.pairs={pairs} task.queries={queries} trainer.batch={batch} "
-                f"trainer.steps={steps} trainer.lr={lr}",
-            )
-            for block, pairs, queries, batch, steps, lr in [
-                (16, 2, 6, 256, 400, 2e-3),
-                (32, 4, 12, 128, 400, 2e-3),
-                (64, 8, 24, 64, 500, 2e-3),
-                (128, 16, 48, 32, 500, 2e-3),
-                (256, 32, 64, 16, 500, 2e-3),
-                (512, 64, 128, 8, 500, 2e-3),
-                (2048, 64, 128, 4, 300, 5e-4),
-                (8192, 64, 256, 2, 150, 5e-4),
-            ]
-        ],
+PAIR_STAGES = []
+for block, pairs, queries, batch, steps, rate in [
+    (16, 2, 6, 256, 400, 2e-3),
+    (32, 4, 12, 128, 400, 2e-3),
+    (64, 8, 24, 64, 500, 2e-3),
+    (128, 16, 48, 32, 500, 2e-3),
+    (256, 32, 64, 16, 500, 2e-3),
+    (512, 64, 128, 8, 500, 2e-3),
+    (2048, 64, 128, 4, 300, 5e-4),
+    (8192, 64, 256, 2, 150, 5e-4),
+]:
+    task = f"task.pairs={pairs} task.queries={queries}"
+    trainer = f"trainer.batch={batch} trainer.steps={steps} trainer.lr={rate}"
+    PAIR_STAGES.append((block, f"{task} {trainer}"))
+COPY_STAGES = [
+    (
+        128,
+        f"{DRAWN} task.model=outputs/texts/llama-2048 trainer.batch=32 trainer.steps=1500 trainer.lr=2e-3",
     ),
-    "copying-model": stage_runs(
-        "copying-model",
-        COPY,
-        [
-            (
-                128,
-                f"{DRAWN} task.model=outputs/texts/llama-2048 trainer.batch=32 trainer.steps=1500 trainer.lr=2e-3",
-            ),
-            (256, f"{DRAWN} trainer.batch=16 trainer.steps=900 trainer.lr=1.5e-3"),
-            (512, f"task.text={TRAIN} trainer.batch=8 trainer.steps=1200 trainer.lr=1e-3"),
-            (2048, f"task.text={TRAIN} trainer.batch=2 trainer.steps=400 trainer.lr=5e-4"),
-        ],
-    ),
-}
+    (256, f"{DRAWN} trainer.batch=16 trainer.steps=900 trainer.lr=1.5e-3"),
+    (512, f"task.text={TRAIN} trainer.batch=8 trainer.steps=1200 trainer.lr=1e-3"),
+    (2048, f"task.text={TRAIN} trainer.batch=2 trainer.steps=400 trainer.lr=5e-4"),
+]
 SWAP = "task=swap_copying task.start={runs}/copying-model/2048_0"
-NAMED = ",".join(f'"{each}"' for each in HEADS)
-small = {
-    "recall": sweep(
-        f"task=far_key 'task.methods=[{NAMED}]'",
-        keys=KEYS,
-        **{"task.length": LENGTHS},
-        seed=range(10),
-    ),
-    "recall/pairs": [
-        run
-        for length, pairs, rows in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]
-        for run in sweep(
-            f"task=swap_recall task.start={{runs}}/pairs/8192_0 task.evaluated={rows}",
+DENSE_OPTIONS = {}
+for name in DENSE:
+    baseline = quoted_override("task.baseline", f"{name} first=16")
+    DENSE_OPTIONS[name] = f"attention=exact {baseline}"
+
+
+def pair_runs() -> list[Run]:
+    runs = []
+    for length, pairs, evaluated in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]:
+        runs += sweep(
+            f"task=swap_recall task.start={{runs}}/pairs/8192_0 task.evaluated={evaluated}",
             **{"task.pairs": [pairs], "task.length": [length]},
             attention=PAIRED,
             seed=range(8),
         )
-    ],
-    "copying": [
-        *sweep(SWAP, **{"task.length": [2048]}, attention=[*MODELS], seed=range(5)),
-        *sweep(
-            SWAP,
-            **{"task.length": [2048]},
-            method={name: f"attention=exact 'task.baseline=\"{name} first=16\"'" for name in DENSE},
-            seed=range(5),
-        ),
-    ],
-}
+    return runs
+
+
 page = Page(
     "recall",
     title="Recall of distant tokens",
     finding="A Llama with near-far attention (64 keys) copies from 1024 tokens back: loss increase 0.006 ± 0.002 "
     "nats (95% CI, n = 5 seeds). A window, pages of keys and FAVOR++ cannot copy (3.5 nats or more).",
-    small=small,
-    models=models,
+    small={
+        "recall": sweep(
+            f"task=far_key {quoted_override('task.methods', [*HEADS])}",
+            keys=KEYS,
+            **{"task.length": LENGTHS},
+            seed=range(10),
+        ),
+        "recall/pairs": pair_runs(),
+        "copying": [
+            *sweep(SWAP, **{"task.length": [2048]}, attention=[*MODELS], seed=range(5)),
+            *sweep(SWAP, **{"task.length": [2048]}, method=DENSE_OPTIONS, seed=range(5)),
+        ],
+    },
+    models={
+        "pairs": stage_runs("pairs", PAIRS, PAIR_STAGES),
+        "copying-model": stage_runs("copying-model", COPY, COPY_STAGES),
+    },
     data="WikiText-2, for the model that copies",
     columns=["keys", "pairs", "length", "method"],
     metrics=["error", "accuracy", "new", "copied", "gain"],
@@ -148,53 +140,38 @@ page = Page(
 
 
 def copying_table(rows: Rows) -> pd.DataFrame:
-    def table_row(method: str) -> list[str]:
-        gain, whole = (rows.values("gain", each, sweep="copying") for each in (method, "exact"))
-        increases = (
-            rows.paired(method, "exact", metric, sweep="copying") for metric in ("new", "copied")
-        )
-        remaining = share(gain, whole)
-        return [
-            *(f"{mean_ci(each):.3f}" for each in increases),
-            f"{100 * remaining.mean():.1f}" if len(remaining) else "",
-        ]
-
+    table = {}
+    exact_gain = rows.values("gain", "exact", sweep="copying")
+    for method, name in (MODELS | DENSE).items():
+        increases = []
+        for metric in ("new", "copied"):
+            increase = rows.paired(method, "exact", metric, sweep="copying")
+            increases.append(f"{mean_ci(increase):.3f}")
+        remaining = share(rows.values("gain", method, sweep="copying"), exact_gain)
+        percentage = f"{100 * remaining.mean():.1f}" if len(remaining) else ""
+        table[name] = [*increases, percentage]
     columns = [
         "loss increase over exact, new text (nats)",
         "the same, copied text",
         "remaining gain from copying, %",
     ]
-    return pd.DataFrame(
-        [table_row(method) for method in MODELS | DENSE],
-        columns=columns,
-        index=pd.Index([*(MODELS | DENSE).values()], name="method"),
-    )
+    return pd.DataFrame.from_dict(table, orient="index", columns=columns).rename_axis("method")
 
 
-def tables(rows: Rows):
-    return {
-        "A model that copies, without training (2048 tokens)": copying_table(rows),
-        **{
-            f"Heads, keys {keys}: relative error of the output (lower is better)": mean_table(
-                rows,
-                {f"L = {n}": {"metric": "error", "keys": keys, "length": n} for n in LENGTHS},
-                HEADS,
-                spec=".3f",
-            )
-            for keys in KEYS
-        },
-        "A model of pairs, without training: accuracy, %": mean_table(
-            rows,
-            {
-                f"{pairs} pairs, L = {n}": {"metric": "accuracy", "pairs": pairs, "length": n}
-                for pairs in (64, 1)
-                for n in (2048, 8192)
-            },
-            MODELS,
-            100,
-            ".1f",
-        ),
-    }
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    tables = {"A model that copies, without training (2048 tokens)": copying_table(rows)}
+    for keys in KEYS:
+        columns = {f"L = {n}": {"metric": "error", "keys": keys, "length": n} for n in LENGTHS}
+        title = f"Heads, keys {keys}: relative error of the output (lower is better)"
+        tables[title] = mean_table(rows, columns, HEADS, spec=".3f")
+    columns = {}
+    for pairs in (64, 1):
+        for n in (2048, 8192):
+            where = {"metric": "accuracy", "pairs": pairs, "length": n}
+            columns[f"{pairs} pairs, L = {n}"] = where
+    title = "A model of pairs, without training: accuracy, %"
+    tables[title] = mean_table(rows, columns, MODELS, 100, ".1f")
+    return tables
 
 
 def figure(rows: Rows):

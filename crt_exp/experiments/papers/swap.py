@@ -4,6 +4,7 @@ A small causal model is also fine-tuned after the swap.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -18,20 +19,16 @@ from crt_exp.experiments.report import (
     sweep,
 )
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
-WINDOW, FAR = (
-    "window block=32 first=16",
-    "window block=64 first=16",
-)  # of models trained here, of published ones
-NEARFAR, SPLIT = "nearfar exact_until=0", "nearfar exact_until=256"
+WINDOW = "window block=32 first=16"  # of models trained here
+FAR = "window block=64 first=16"  # of published models
+NEARFAR = "nearfar exact_until=0"
+SPLIT = "nearfar exact_until=256"
 RANDOM = ["relu m=256", "favorp m=256", "favorpp m=256", "favorsharp m=256"]
-METHODS = [
-    "exact",
-    "uniform",
-    "identity",
-    WINDOW,
-    *(method.replace("256", m) for method in RANDOM for m in ("64", "256")),
-]
+METHODS = ["exact", "uniform", "identity", WINDOW]
+for name in ["relu", "favorp", "favorpp", "favorsharp"]:
+    METHODS += [f"{name} m=64", f"{name} m=256"]
 SHOWN = ["uniform", "window", "nearfar", *RANDOM]
 SST2 = {"ReLU, m = 256": "91.97", "FAVOR+, m = 256": "90.58", "FAVOR++, m = 256": "92.00"}
 
@@ -52,36 +49,36 @@ KINDS = {"new text": "task.kind=new", "repeated": "task.kind=repeated"}
 COMMON = {"sample": [*"012"]}  # the rows of 4096 tokens that all methods have
 
 
-def stage_runs(model: str, options: str, settings: list[tuple[int, int, int, str]]) -> list:
+def stage_runs(model: str, options: str, stages: list[tuple[int, int, int, str]]) -> list[Run]:
     """Runs (tokens, batch, steps, learning rate), each from the one before."""
-    return [
-        run
-        for i, (block, batch, steps, lr) in enumerate(settings)
-        for run in sweep(
-            f"{options} trainer.batch={batch} trainer.steps={steps} trainer.lr={lr}"
-            + (f" task.init={{runs}}/{model}/{settings[i - 1][0]}_0" if i else ""),
+    runs = []
+    start = ""
+    for block, batch, steps, rate in stages:
+        runs += sweep(
+            f"{options} trainer.batch={batch} trainer.steps={steps} trainer.lr={rate}{start}",
             **{"task.block": [block]},
             seed=[0],
         )
-    ]
+        start = f" task.init={{runs}}/{model}/{block}_0"
+    return runs
 
 
-def fidelity_runs(model: str, methods: Sequence[str]) -> list:
+def fidelity_runs(model: str, methods: Sequence[str]) -> list[Run]:
     """Three seeds of methods with random projections, one of others."""
-    return [
-        run
-        for method in methods
-        for run in sweep(
+    runs = []
+    for method in methods:
+        seeds = 3 if " m=" in method else 1
+        runs += sweep(
             f"task=fidelity task.model={{runs}}/{model}/512_0 task.text=test task.calibration=train task.texts=24",
             model={model: ""},
             attention=[method],
-            seed=range(3 if " m=" in method else 1),
+            seed=range(seeds),
             **{"task.length": [512]},
         )
-    ]
+    return runs
 
 
-def smollm2(length: int, seeds: int, **methods) -> list:
+def smollm2(length: int, seeds: int, **methods) -> list[Run]:
     return sweep(
         "task=swap_text task.model=models/smollm2-135m",
         model={"SmolLM2-135M": ""},
@@ -92,7 +89,7 @@ def smollm2(length: int, seeds: int, **methods) -> list:
     )
 
 
-def whisper(seeds: int, methods: Sequence[str]) -> list:
+def whisper(seeds: int, methods: Sequence[str]) -> list[Run]:
     return sweep(
         "task=swap_speech task.model=models/whisper-tiny.en",
         model={"Whisper tiny.en": ""},
@@ -102,6 +99,10 @@ def whisper(seeds: int, methods: Sequence[str]) -> list:
     )
 
 
+BERT_STAGES = [(18, 128, 5000, "2e-3")]
+for block in (24, 32, 48, 64, 96, 128, 192, 256, 384):
+    BERT_STAGES.append((block, 2304 // block, 250, "1e-3"))
+BERT_STAGES.append((512, 4, 600, "5e-4"))
 BFLOAT = {"exact in bfloat16": "attention=exact task.dtype=bfloat16"}
 page = Page(
     "swap",
@@ -110,18 +111,7 @@ page = Page(
     "0.003 nats, a window by 3.0 ± 0.5 and FAVOR++ by 8.2 ± 1.7 (95% CI, n = 3 rows). No method was trained "
     "after the swap.",
     models={
-        "BERT": stage_runs(
-            "BERT",
-            BERT,
-            [
-                (18, 128, 5000, "2e-3"),
-                *(
-                    (block, 2304 // block, 250, "1e-3")
-                    for block in (24, 32, 48, 64, 96, 128, 192, 256, 384)
-                ),
-                (512, 4, 600, "5e-4"),
-            ],
-        ),
+        "BERT": stage_runs("BERT", BERT, BERT_STAGES),
         "causal": stage_runs(
             "causal", CAUSAL, [(64, 32, 3000, "2e-3"), (256, 8, 800, "1e-3"), (512, 4, 500, "5e-4")]
         ),
@@ -183,37 +173,40 @@ page = Page(
 )
 
 
-def cost(rows: Rows, method: str, **where):
-    return rows.values("above", method, sweep="fidelity", **where)
+def loss_increase(rows: Rows, method: str, model: str) -> pd.Series:
+    return rows.values("above", method, sweep="fidelity", model=model)
 
 
 def claims(rows: Rows) -> list[Claim]:
-    uniform = {
-        model: mean_ci(cost(rows, "uniform", model=model)).mean for model in ("BERT", "causal")
+    models = ("BERT", "causal")
+    fails = {}
+    for model in models:
+        control = mean_ci(loss_increase(rows, "uniform", model)).mean
+        if control < 0.5:
+            fails[model] = (
+                f"uniform attention increases the loss by {control:.3g} nats (at least 0.5 needed)"
+            )
+    reasons = {
+        256: "uniform attention is closer than both in BERT; in the causal model the difference is 4% of "
+        "the loss increase of either",
+        64: "",
     }
-    fails = {
-        model: f"uniform attention increases the loss by {value:.3g} nats (at least 0.5 needed)"
-        for model, value in uniform.items()
-        if value < 0.5
-    }
-    return [
-        *(
+    claims = []
+    for m, reason in reasons.items():
+        gains = {}
+        for model in models:
+            favorp = loss_increase(rows, f"favorp m={m}", model)
+            gains[model] = favorp - loss_increase(rows, f"favorpp m={m}", model)
+        claims.append(
             Claim(
                 f"without training, FAVOR++ is closer to exact attention than FAVOR+, m = {m}",
-                {
-                    model: cost(rows, f"favorp m={m}", model=model)
-                    - cost(rows, f"favorpp m={m}", model=model)
-                    for model in uniform
-                },
+                gains,
                 unit="nats",
                 fails=fails,
-                reason="uniform attention is closer than both in BERT; in the causal model the difference is 4% of "
-                "the loss increase of either"
-                if m == 256
-                else "",
+                reason=reason,
             )
-            for m in (256, 64)
-        ),
+        )
+    claims.append(
         Claim(
             "fine-tuned for 430 steps after the swap, FAVOR++ has a lower loss than FAVOR+, m = 256",
             {
@@ -226,8 +219,9 @@ def claims(rows: Rows) -> list[Claim]:
             fails=fails,
             needs="a model whose FAVOR+ and FAVOR++ differ after fine-tuning: 0.001 nats is below 1% of the cost "
             "of uniform attention",
-        ),
-    ]
+        )
+    )
+    return claims
 
 
 def common_names(rows: Rows) -> Rows:
@@ -236,130 +230,86 @@ def common_names(rows: Rows) -> Rows:
     return Rows(rows.frame.assign(method=rows.frame["method"].replace(names)))
 
 
-def tables(rows: Rows):
-    same, models = common_names(rows), ("BERT", "causal")
-    methods = [*BFLOAT, "uniform", "window", "nearfar", SPLIT, f"{SPLIT} open=48", *RANDOM]
-    texts = {
-        f"{kind}, {n} tokens": {"sweep": "pretrained", "text": kind, "length": n}
-        | (COMMON if n == 4096 else {})
-        for kind in KINDS
-        for n in (1024, 4096, 8192)
-    }
-    main = pd.concat(
-        [
-            mean_table(
-                same,
-                {
-                    **{
-                        f"{model}, nats": {"metric": "above", "sweep": "fidelity", "model": model}
-                        for model in models
-                    },
-                    **{
-                        f"SmolLM2, {kind}, nats": {
-                            "metric": "above",
-                            **texts[f"{kind}, 4096 tokens"],
-                        }
-                        for kind in KINDS
-                    },
-                    "MiniLM, cosine": {"metric": "cosine", "model": "MiniLM"},
-                },
-                SHOWN,
-                spec=".3f",
-            ),
-            mean_table(
-                same,
-                {"Whisper, word errors, %": {"metric": "wer"}},
-                SHOWN,
-                100,
-                format=interval_or_range,
-            ),
-        ],
-        axis=1,
-    )
-    main["CRT Table 2, SST-2, %"] = main.index.map(SST2)
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    renamed = common_names(rows)
+    errors = {}
+    for model in ("BERT", "causal"):
+        where = {"sweep": "fidelity", "model": model, "layer": ""}
+        errors[f"{model}, attention"] = {"metric": "attention_error", **where}
+        errors[f"{model}, last hidden states"] = {"metric": "hidden_error", **where}
+    steps = {}
+    for step in (0, 43, 129, 430):
+        steps[f"step {step}"] = {"metric": "loss", "sweep": "fidelity/fine-tuned", "step": step}
     title = (
         "Loss increase over exact attention without training, cosine to exact attention, "
         "and word errors (exact: 4%)"
     )
     return {
-        title: main,
+        title: main_table(renamed),
         "BERT and causal model without training: relative errors": mean_table(
-            same,
-            {
-                f"{model}, {name}": {
-                    "metric": metric,
-                    "sweep": "fidelity",
-                    "model": model,
-                    "layer": "",
-                }
-                for model in models
-                for name, metric in {
-                    "attention": "attention_error",
-                    "last hidden states": "hidden_error",
-                }.items()
-            },
-            spec=".3f",
+            renamed, errors, spec=".3f"
         ),
-        "Causal model fine-tuned after the swap: loss, nats": mean_table(
-            rows,
-            {
-                f"step {step}": {"metric": "loss", "sweep": "fidelity/fine-tuned", "step": step}
-                for step in (0, 43, 129, 430)
-            },
-            spec=".4f",
-        ),
-        "SmolLM2 without training: loss increase, nats; same next token as exact attention, %": pd.concat(
-            [
-                mean_table(
-                    same,
-                    {name: {"metric": "above", **each} for name, each in texts.items()},
-                    methods,
-                    spec=".4f",
-                ),
-                mean_table(
-                    same,
-                    {
-                        f"{name}, %": {"metric": "agrees", **each}
-                        for name, each in texts.items()
-                        if "4096" in name
-                    },
-                    methods,
-                    100,
-                    ".1f",
-                ),
-            ],
-            axis=1,
+        "Causal model fine-tuned after the swap: loss, nats": mean_table(rows, steps, spec=".4f"),
+        "SmolLM2 without training: loss increase, nats; same next token as exact attention, %": smollm2_table(
+            renamed
         ),
     }
 
 
-def figure(rows: Rows):
-    fig, axes = panels(4, columns=2)
-    same = common_names(rows)
-    for ax, (title, methods, where) in zip(
-        axes,
+def smollm2_filter(kind: str, length: int) -> dict[str, Any]:
+    where = {"sweep": "pretrained", "text": kind, "length": length}
+    if length == 4096:
+        where |= COMMON
+    return where
+
+
+def main_table(rows: Rows) -> pd.DataFrame:
+    columns = {}
+    for model in ("BERT", "causal"):
+        columns[f"{model}, nats"] = {"metric": "above", "sweep": "fidelity", "model": model}
+    for kind in KINDS:
+        columns[f"SmolLM2, {kind}, nats"] = {"metric": "above", **smollm2_filter(kind, 4096)}
+    columns["MiniLM, cosine"] = {"metric": "cosine", "model": "MiniLM"}
+    losses = mean_table(rows, columns, SHOWN, spec=".3f")
+    word_errors = {"Whisper, word errors, %": {"metric": "wer"}}
+    percentages = mean_table(rows, word_errors, SHOWN, 100, format=interval_or_range)
+    table = pd.concat([losses, percentages], axis=1)
+    table["CRT Table 2, SST-2, %"] = table.index.map(SST2)
+    return table
+
+
+def smollm2_table(rows: Rows) -> pd.DataFrame:
+    methods = [*BFLOAT, "uniform", "window", "nearfar", SPLIT, f"{SPLIT} open=48", *RANDOM]
+    losses, tokens = {}, {}
+    for kind in KINDS:
+        for length in (1024, 4096, 8192):
+            name = f"{kind}, {length} tokens"
+            where = smollm2_filter(kind, length)
+            losses[name] = {"metric": "above", **where}
+            if length == 4096:
+                tokens[f"{name}, %"] = {"metric": "agrees", **where}
+    return pd.concat(
         [
-            *(
-                (
-                    f"{model}, 512 tokens",
-                    ["exact", "uniform", "identity", *SHOWN[1:]],
-                    {"sweep": "fidelity", "model": model},
-                )
-                for model in ("BERT", "causal")
-            ),
-            *(
-                (
-                    f"SmolLM2-135M, {kind}, 4096 tokens",
-                    [*BFLOAT, *SHOWN],
-                    {"sweep": "pretrained", "text": kind, "length": 4096},
-                )
-                for kind in KINDS
-            ),
+            mean_table(rows, losses, methods, spec=".4f"),
+            mean_table(rows, tokens, methods, 100, ".1f"),
         ],
-    ):
-        dot_plot(
-            ax, {method: same.values("above", method, **where) for method in methods}, zero=True
-        )
+        axis=1,
+    )
+
+
+def figure(rows: Rows):
+    plots = []
+    for model in ("BERT", "causal"):
+        methods = ["exact", "uniform", "identity", *SHOWN[1:]]
+        plots.append((f"{model}, 512 tokens", methods, {"sweep": "fidelity", "model": model}))
+    for kind in KINDS:
+        where = {"sweep": "pretrained", "text": kind, "length": 4096}
+        plots.append((f"SmolLM2-135M, {kind}, 4096 tokens", [*BFLOAT, *SHOWN], where))
+    fig, axes = panels(4, columns=2)
+    renamed = common_names(rows)
+    for ax, (title, methods, where) in zip(axes, plots):
+        increases = {method: renamed.values("above", method, **where) for method in methods}
+        dot_plot(ax, increases, zero=True)
         ax.set(title=title, xlabel="loss increase over exact attention, nats (lower is better)")
     fig.tight_layout()
     return fig
