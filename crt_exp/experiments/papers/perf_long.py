@@ -3,6 +3,8 @@
 Reproduces Figures 7 (left) and 19.
 """
 
+from typing import NamedTuple
+
 import pandas as pd
 
 from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, label, mean_table, sweep
@@ -18,7 +20,7 @@ IMAGES = {
     "32 x 32": "task.size=32 trainer.batch=1 trainer.steps=150 trainer.eval_every=75",
 }
 REFORMER = "reformer chunk=64 hashes=2 buckets=96"
-OF_IMAGES = [
+IMAGE_METHODS = [
     "exact",
     "favorp m=32",
     "favorpp m=32",
@@ -34,7 +36,7 @@ LISTOPS = {
     "+task.rules.arguments=3 +task.rules.shortest=14 +task.rules.longest=40 trainer.batch=128 "
     "trainer.eval_batch=256 trainer.steps=500 trainer.eval_every=100 trainer.lr=4e-3"
 }
-OF_LISTOPS = [
+LISTOPS_METHODS = [
     "exact",
     "favorp m=16",
     "favorpp m=16",
@@ -46,9 +48,26 @@ OF_LISTOPS = [
     "identity",
     "window block=4 first=4",
 ]
-MORE_LISTOPS = ["favorp m=16", "elu", "linformer length=1024 rank=16"]  # undecided after five seeds
+EXTENDED_LISTOPS = [
+    "favorp m=16",
+    "elu",
+    "linformer length=1024 rank=16",
+]  # undecided after five seeds
 IMAGENET, ARENA = "experiment=performers_imagenet64", "experiment=performers_lra, 13 GPU hours"
-SHOWN = {"bits_per_dim": (1, ".3f", "bits per dimension"), "accuracy": (100, ".1f", "accuracy, %")}
+
+
+class Metric(NamedTuple):
+    """How a metric is shown."""
+
+    scale: int
+    spec: str
+    unit: str
+
+
+METRICS = {
+    "bits_per_dim": Metric(1, ".3f", "bits per dimension"),
+    "accuracy": Metric(100, ".1f", "accuracy, %"),
+}
 FULL_SETS = {
     "ListOps": "",  # the others: sizes, steps and rates of the Arena's base configurations
     "text": "task.dataset=text task.data_dir=aclImdb task.max_length=4000 +task.sizes.layers=4 +task.sizes.heads=4 "
@@ -69,7 +88,7 @@ page = Page(
     finding="On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). "
     "On ListOps, FAVOR+ is more accurate than ELU by 1.7 ± 0.5 points (95% CI, n = 20 seeds).",
     small={
-        "pixels": sweep(PIXELS, dataset=IMAGES, attention=OF_IMAGES, seed=range(5)),
+        "pixels": sweep(PIXELS, dataset=IMAGES, attention=IMAGE_METHODS, seed=range(5)),
         "pixels/speed": sweep(
             PIXELS,
             alone=True,
@@ -78,8 +97,8 @@ page = Page(
             seed={0: "seed=0 trainer.steps=10 trainer.log_every=1"},
         ),
         "lra": [
-            *sweep(dataset=LISTOPS, attention=OF_LISTOPS, seed=range(5)),
-            *sweep(dataset=LISTOPS, attention=MORE_LISTOPS, seed=range(5, 20)),
+            *sweep(dataset=LISTOPS, attention=LISTOPS_METHODS, seed=range(5)),
+            *sweep(dataset=LISTOPS, attention=EXTENDED_LISTOPS, seed=range(5, 20)),
         ],
     },
     full={
@@ -122,7 +141,7 @@ page = Page(
     },
     data="CIFAR-10",
     columns=["dataset", "split", "method"],
-    metrics=[*SHOWN, "steps_per_s"],
+    metrics=[*METRICS, "steps_per_s"],
     measured=[
         "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
         "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU.",
@@ -137,13 +156,12 @@ page = Page(
 
 
 def cases(rows: Rows, metric: str) -> dict[str, dict]:
-    found = rows.select(metric, sweep=("pixels", "lra"), split="test")[
-        ["sweep", "dataset"]
-    ].drop_duplicates()
-    return {
-        name: {"sweep": of, "dataset": name, "split": "test"}
-        for of, name in found.itertuples(index=False)
-    }
+    """Data set -> filter of its test rows."""
+    test = rows.select(metric, sweep=("pixels", "lra"), split="test")
+    cases = {}
+    for sweep_name, dataset in test.groupby(["sweep", "dataset"], sort=False).groups:
+        cases[dataset] = {"sweep": sweep_name, "dataset": dataset, "split": "test"}
+    return cases
 
 
 def failed_checks(rows: Rows) -> dict[str, str]:
@@ -151,64 +169,69 @@ def failed_checks(rows: Rows) -> dict[str, str]:
 
     On these, uniform or identity attention increases the loss too little to compare methods.
     """
-    costs = {
-        case: min(
-            rows.paired(other, "exact", "bits_per_dim", **where).mean()
-            for other in ("uniform", "identity")
-        )
-        for case, where in cases(rows, "bits_per_dim").items()
-    }
-    return {
-        case: f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"
-        for case, cost in costs.items()
-        if cost < 0.5
-    }
+    fails = {}
+    for case, where in cases(rows, "bits_per_dim").items():
+        uniform = rows.paired("uniform", "exact", "bits_per_dim", **where).mean()
+        identity = rows.paired("identity", "exact", "bits_per_dim", **where).mean()
+        cost = min(uniform, identity)
+        if cost < 0.5:
+            fails[case] = (
+                f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"
+            )
+    return fails
 
 
 def method_names(rows: Rows, metric: str, case: str) -> dict[str, str]:
     """Methods of a case -> name without options."""
-    return {
-        method: label(method.split(" ")[0] if "=" in method else method)
-        for method in rows.methods(metric, **cases(rows, metric)[case])
-    }
+    names = {}
+    for method in rows.methods(metric, **cases(rows, metric)[case]):
+        name = method.split(" ")[0] if "=" in method else method
+        names[method] = label(name)
+    return names
+
+
+def differences(rows: Rows, metric: str, first: str, second: str) -> dict[str, pd.Series]:
+    """By case, the first method minus the second, by their names without options."""
+    differences = {}
+    for case, where in cases(rows, metric).items():
+        methods = {name: method for method, name in method_names(rows, metric, case).items()}
+        difference = rows.paired(
+            methods.get(first, first), methods.get(second, second), metric, **where
+        )
+        differences[case] = METRICS[metric].scale * difference
+    return differences
 
 
 def claims(rows: Rows) -> list[Claim]:
-    def higher(metric: str, first: str, second: str) -> dict[str, pd.Series]:
-        made = {}
-        for case, where in cases(rows, metric).items():
-            of = {name: method for method, name in method_names(rows, metric, case).items()}
-            made[case] = SHOWN[metric][0] * rows.paired(
-                of.get(first, first), of.get(second, second), metric, **where
-            )
-        return made
-
     bits = {
         "unit": "bits per dimension",
         "fails": failed_checks(rows),
         "needs": "experiment=performers_imagenet64, 160 GPU hours",
     }
-    speed = {
-        case: rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case) for case in IMAGES
-    }
     layers = "Performer/6-layers matches the Reformer/12-layers"
-    return [
-        *(
+    claims = []
+    for name in ("ReLU", "SMREG"):
+        claims.append(
             Claim(
                 f"{name} has a lower loss than FAVOR+",
-                higher("bits_per_dim", "FAVOR+", name),
+                differences(rows, "bits_per_dim", "FAVOR+", name),
                 **bits,
                 paper="3.67 against 3.69 after 100k steps",
             )
-            for name in ("ReLU", "SMREG")
-        ),
+        )
+    claims.append(
         Claim(
             "FAVOR+ has a lower loss than Reformer at equal depth",
-            higher("bits_per_dim", "Reformer", "FAVOR+"),
+            differences(rows, "bits_per_dim", "Reformer", "FAVOR+"),
             paper=layers,
             reason="Reformer attends to neighbouring pixels, and a window does best here",
             **bits,
-        ),
+        )
+    )
+    speed = {}
+    for case in IMAGES:
+        speed[case] = rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case)
+    claims.append(
         Claim(
             "FAVOR+ takes at most half the time of Reformer per step",
             speed,
@@ -219,69 +242,71 @@ def claims(rows: Rows) -> list[Claim]:
             paper="can be 2x faster than the Reformer",
             reason="one process was timed",
             needs="timings in several processes on a quiet machine",
-        ),
+        )
+    )
+    deep = rows.methods("bits_per_dim", dataset="ImageNet64")
+    not_measured = "" if deep else "all models have two layers"
+    claims.append(
         Claim(
             "six layers with FAVOR+ have a lower loss than twelve of Reformer",
-            higher("bits_per_dim", "reformer, 12 layers", "FAVOR+"),
+            differences(rows, "bits_per_dim", "reformer, 12 layers", "FAVOR+"),
             paper=layers,
-            not_measured=""
-            if rows.methods("bits_per_dim", dataset="ImageNet64")
-            else "all models have two layers",
+            not_measured=not_measured,
             needs=bits["needs"],
-        ),
+        )
+    )
+    accuracies = {}
+    for name in ("Linformer", "Reformer", "ELU", "window"):
+        for case, points in differences(rows, "accuracy", "FAVOR+", name).items():
+            accuracies[f"{name}, {case}"] = points
+    claims.append(
         Claim(
             "FAVOR+ is more accurate than the other scalable methods",
-            {
-                f"{name}, {case}": values
-                for name in ("Linformer", "Reformer", "ELU", "window")
-                for case, values in higher("accuracy", "FAVOR+", name).items()
-            },
+            accuracies,
             unit="points",
             paper="the largest average over five tasks of the methods above 100 examples/s",
             needs=ARENA,
-        ),
+        )
+    )
+    claims.append(
         Claim(
             "Performers have the largest average over five tasks",
             paper="the largest of scalable Transformers",
             not_measured="only ListOps is measured at this size",
             needs=ARENA,
-        ),
-    ]
+        )
+    )
+    return claims
 
 
-def tables(rows: Rows):
-    columns = {
-        f"{case}, {unit}": mean_table(
-            rows, {"": {"metric": metric, **where}}, method_names(rows, metric, case), scale, spec
-        )[""]
-        for metric, (scale, spec, unit) in SHOWN.items()
-        for case, where in cases(rows, metric).items()
-    }
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    columns = {}
+    for metric, (scale, spec, unit) in METRICS.items():
+        for case, where in cases(rows, metric).items():
+            names = method_names(rows, metric, case)
+            table = mean_table(rows, {"": {"metric": metric, **where}}, names, scale, spec)
+            columns[f"{case}, {unit}"] = table[""]
     columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
-    return {
-        "On test (bits: lower is better)": pd.concat(columns, axis=1)
-        .fillna("")
-        .rename_axis("attention")
-    }
+    table = pd.concat(columns, axis=1).fillna("").rename_axis("attention")
+    return {"On test (bits: lower is better)": table}
 
 
 def figure(rows: Rows):
-    shown = [(metric, case) for metric in SHOWN for case in cases(rows, metric)]
+    shown = []
+    for metric in METRICS:
+        shown += [(metric, case) for case in cases(rows, metric)]
     if not shown:
         return None
     fig, axes = panels(len(shown))
     for ax, (metric, case) in zip(axes, shown):
-        scale, _, unit = SHOWN[metric]
-        dot_plot(
-            ax,
-            {
-                method: scale * rows.paired(method, "exact", metric, **cases(rows, metric)[case])
-                for method in method_names(rows, metric, case)
-                if method != "exact"
-            },
-            zero=True,
-            labels=method_names(rows, metric, case),
-        )
-        ax.set(title=f"{case}: difference from exact attention", xlabel=unit)
+        where = cases(rows, metric)[case]
+        names = method_names(rows, metric, case)
+        gains = {}
+        for method in names:
+            if method != "exact":
+                gain = rows.paired(method, "exact", metric, **where)
+                gains[method] = METRICS[metric].scale * gain
+        dot_plot(ax, gains, zero=True, labels=names)
+        ax.set(title=f"{case}: difference from exact attention", xlabel=METRICS[metric].unit)
     fig.tight_layout()
     return fig

@@ -4,6 +4,7 @@ results.md recommends an attention; index.md counts the verdicts on the claims o
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -77,18 +78,16 @@ class Setting(NamedTuple):
 
     def costs(self, rows: Mapping[str, Rows]) -> dict[str, float]:
         """Return each family's loss increase, relative to that of uniform attention."""
-        named = {**METHODS, "uniform": "uniform", **self.methods}
+        methods = {**METHODS, "uniform": "uniform", **self.methods}
         costs = {}
-        for family, method in named.items():
-            found = loss(rows[self.page], self, method)
-            if len(found):
-                costs[family] = float(found.mean())
+        for family, method in methods.items():
+            increase = loss(rows[self.page], self, method)
+            if len(increase):
+                costs[family] = float(increase.mean())
         uniform = costs.pop("uniform", 0.0)
-        return (
-            {family: cost / uniform for family, cost in costs.items()}
-            if uniform >= self.least
-            else {}
-        )
+        if uniform < self.least:
+            return {}
+        return {family: cost / uniform for family, cost in costs.items()}
 
 
 def loss(rows: Rows, setting: Setting, method: str) -> pd.Series:
@@ -103,75 +102,57 @@ SMALL = {
     "word pieces d=8": "nearfar block=8 heavy=8 cells=16 exact_until=0",
 }
 SMOLLM2 = {"model": "SmolLM2-135M", "length": 4096, **COMMON}
+
+WINDOW32 = {"window": "window block=32 first=16"}
+FIDELITY = {"sweep": "fidelity", "length": 512}
+MIXED = {"sweep": "mixture", "columns": [0, 256]}
+MIXTURE_SMOLLM2 = Setting(
+    "mixture", "above", {**MIXED, "model": "SmolLM2, 512 tokens, nats"}, MIXTURE, above=True
+)
+MIXTURE_MINILM = Setting(
+    "mixture", "cosine", {**MIXED, "model": "MiniLM, cosine"}, MIXTURE, sign=-1, least=0.3
+)
+NEW_TEXT, REPEATED = [
+    Setting(
+        "swap",
+        "above",
+        {"sweep": "pretrained", **SMOLLM2, "text": text},
+        {"near-far": "nearfar", "window": "window block=64 first=16"},
+        above=True,
+    )
+    for text in ("new text", "repeated")
+]
+
+
+def encoder_settings(step: int, least: float) -> list[Setting]:
+    """Small encoders of two kinds after some steps of fine-tuning."""
+    settings = []
+    for model, near in SMALL.items():
+        where = {"sweep": "encoders", "model": model, "step": step}
+        settings.append(Setting("crt_glue", "loss", where, {"near-far": near}, least=least))
+    return settings
+
+
+def adapted_setting(text: str) -> Setting:
+    """SmolLM2 after attention transfer and adapters."""
+    where = {"sweep": "adapt-smollm2", "text": text, "step": 140}
+    return Setting("adapt", "above", where, LEARNED, above=True)
+
+
 SWAPPED = [
-    Setting(
-        "swap",
-        "above",
-        {"sweep": "fidelity", "model": "BERT", "length": 512},
-        {"window": "window block=32 first=16"},
-        above=True,
-    ),
-    Setting(
-        "swap",
-        "above",
-        {"sweep": "fidelity", "model": "causal", "length": 512},
-        {"window": "window block=32 first=16"},
-        above=True,
-    ),
-    *(
-        Setting(
-            "crt_glue", "loss", {"sweep": "encoders", "model": model, "step": 0}, {"near-far": near}
-        )
-        for model, near in SMALL.items()
-    ),
+    Setting("swap", "above", {**FIDELITY, "model": "BERT"}, WINDOW32, above=True),
+    Setting("swap", "above", {**FIDELITY, "model": "causal"}, WINDOW32, above=True),
+    *encoder_settings(step=0, least=0.5),
     Setting("perf_redraw", "loss", {"sweep": "redraw/swap", "split": "test"}),
-    Setting(
-        "mixture",
-        "above",
-        {"sweep": "mixture", "model": "SmolLM2, 512 tokens, nats", "columns": [0, 256]},
-        MIXTURE,
-        above=True,
-    ),
-    Setting(
-        "mixture",
-        "cosine",
-        {"sweep": "mixture", "model": "MiniLM, cosine", "columns": [0, 256]},
-        MIXTURE,
-        sign=-1,
-        least=0.3,
-    ),
-    *(
-        Setting(
-            "swap",
-            "above",
-            {"sweep": "pretrained", **SMOLLM2, "text": text},
-            {"near-far": "nearfar", "window": "window block=64 first=16"},
-            above=True,
-        )
-        for text in ("new text", "repeated")
-    ),
+    MIXTURE_SMOLLM2,
+    MIXTURE_MINILM,
+    NEW_TEXT,
+    REPEATED,
 ]
 TUNED = [
-    *(
-        Setting(
-            "crt_glue",
-            "loss",
-            {"sweep": "encoders", "model": model, "step": 300},
-            {"near-far": near},
-            least=0.2,
-        )
-        for model, near in SMALL.items()
-    ),
-    *(
-        Setting(
-            "adapt",
-            "above",
-            {"sweep": "adapt-smollm2", "text": text, "step": 140},
-            LEARNED,
-            above=True,
-        )
-        for text in ("new", "repeated")
-    ),
+    *encoder_settings(step=300, least=0.2),
+    adapted_setting("new"),
+    adapted_setting("repeated"),
     Setting(
         "crt_glue",
         "accuracy",
@@ -186,121 +167,91 @@ TUNED = [
 def write(folder: Path, tested: Mapping[str, Sequence[TestedClaim]]) -> None:
     """results.md, its picture, index.md and claims.csv."""
     rows = {name: read_rows(name, folder) for name in tested}
-    swapped, tuned = (
-        [each.costs(rows) for each in settings if each.page in rows]
-        for settings in (SWAPPED, TUNED)
-    )
-    claims = pd.concat([claims_frame(name, each) for name, each in tested.items() if each])
+    frames = [claims_frame(name, cases) for name, cases in tested.items() if cases]
+    claims = pd.concat(frames)
     write_atomic(folder / "claims.csv", claims.to_csv(index=False, lineterminator="\n"))
-    save_figure(
-        loss_against_time(SWAPPED[-1].costs(rows), times(rows["perf_speed"], " causal")),
-        folder / "results.png",
-    )
-    write_atomic(folder / "results.md", text(rows, swapped, tuned, tested))
-    write_atomic(folder / "index.md", index(tested))
+    figure = loss_against_time(REPEATED.costs(rows), times(rows["perf_speed"], " causal"))
+    save_figure(figure, folder / "results.png")
+    write_atomic(folder / "results.md", results_text(rows, tested))
+    write_atomic(folder / "index.md", index_text(tested))
     print(f"written: {folder}/results.md, index.md, claims.csv")
 
 
 def times(rows: Rows, direction: str = "") -> dict[str, dict[int, float]]:
     """family -> length -> time of a training step relative to exact attention."""
-    return {
-        family: {
-            length: math.exp(found.mean())
-            for length in LENGTHS
-            if len(
-                found := rows.ratio(
-                    f"{method}{direction}",
-                    f"exact{direction}",
-                    "training",
-                    what="attention",
-                    length=length,
-                )
+    times = {}
+    for family, method in SPEED.items():
+        times[family] = {}
+        for length in LENGTHS:
+            ratio = rows.ratio(
+                f"{method}{direction}",
+                f"exact{direction}",
+                "training",
+                what="attention",
+                length=length,
             )
-        }
-        for family, method in SPEED.items()
-    }
+            if len(ratio):
+                times[family][length] = math.exp(ratio.mean())
+    return times
 
 
-def text(
-    rows: Mapping[str, Rows],
-    swapped: Sequence[dict],
-    tuned: Sequence[dict],
-    tested: Mapping[str, Sequence[TestedClaim]],
-) -> str:
-    both, causal = times(rows["perf_speed"]), times(rows["perf_speed"], " causal")
-    table = pd.DataFrame(
-        [
-            [
-                _share(swapped, family),
-                _share(tuned, family),
-                *(
-                    " / ".join(
-                        f"{each[family][length]:.2g}"
-                        for each in (both, causal)
-                        if length in each.get(family, {})
-                    )
-                    for length in LENGTHS
-                ),
-            ]
-            for family in METHODS
-        ],
-        index=pd.Index([*METHODS], name="method"),
-        columns=[
-            "loss without training",
-            "loss after fine-tuning",
-            *(f"time, {length // 1024}k tokens" for length in LENGTHS),
-        ],
-    )
-    repeated = {
-        family: mean_ci(loss(rows["swap"], SWAPPED[-1], method))
-        for family, method in {
-            "near-far": "nearfar",
-            "window": "window block=64 first=16",
-            "FAVOR++": "favorpp m=256",
-        }.items()
-    }
-    mixed = {
-        family: mean_ci(loss(rows["mixture"], SWAPPED[5], MIXTURE[family]))
-        for family in ("mixture", "FAVOR#")
-    }
-    return (
-        "\n\n".join(
-            [
-                "# Which attention to use",
-                "**A pretrained model, without training: near-far attention.** Near-far attention "
-                "increases the loss of "
-                f"SmolLM2-135M on a repeated passage by {repeated['near-far']:.3f} nats per token. A window "
-                "increases this "
-                f"loss by {repeated['window']:.1f}, FAVOR++ by {repeated['FAVOR++']:.1f} (4096 tokens, 95% "
-                "CI, n = 3 rows).",
-                "**After fine-tuning: near-far attention.** Its loss increase is "
-                f"{_share(tuned, 'near-far')} of that of "
-                f"uniform attention. The loss increase of FAVOR++ is {_share(tuned, 'FAVOR++')} of it.",
-                "**A causal model with a state of constant size: the mixture.** With 256 features, the "
-                "loss of SmolLM2 "
-                f"increases by {mixed['mixture']:.1f} nats, with FAVOR# by {mixed['FAVOR#']:.1f} (512 tokens, without "
-                f"training).",
-                "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)",
-                to_markdown(table).rstrip(),
-                "Loss: the method's loss increase over exact attention, as a share of that of uniform "
-                "attention; median over "
-                "settings (range, number of settings); lower is better. Time: a training step relative to "
-                "exact attention, "
-                "bidirectional / causal; lower is faster, above 1 exact attention is faster. Pages: [swap](swap.md), "
-                "[mixture](mixture.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), "
-                "[adapt](adapt.md), [perf_speed](perf_speed.md).",
-                "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
-                to_markdown(counts(tested)).rstrip(),
-                "## What would decide the rest",
-                to_markdown(needs(tested)).rstrip(),
-            ]
-        )
-        + "\n"
-    )
+def all_costs(settings: Sequence[Setting], rows: Mapping[str, Rows]) -> list[dict[str, float]]:
+    return [setting.costs(rows) for setting in settings if setting.page in rows]
 
 
-def index(tested: Mapping[str, Sequence[TestedClaim]]) -> str:
-    table = counts(tested)
+def method_table(rows: Mapping[str, Rows]) -> pd.DataFrame:
+    """One row a family: median losses, times of both directions by length."""
+    swapped, tuned = all_costs(SWAPPED, rows), all_costs(TUNED, rows)
+    bidirectional = times(rows["perf_speed"])
+    causal = times(rows["perf_speed"], " causal")
+    table = {}
+    for family in METHODS:
+        table[family] = [median_and_range(swapped, family), median_and_range(tuned, family)]
+        for length in LENGTHS:
+            measured = []
+            for direction in (bidirectional, causal):
+                if length in direction.get(family, {}):
+                    measured.append(f"{direction[family][length]:.2g}")
+            table[family].append(" / ".join(measured))
+    columns = ["loss without training", "loss after fine-tuning"]
+    columns += [f"time, {length // 1024}k tokens" for length in LENGTHS]
+    return pd.DataFrame.from_dict(table, orient="index", columns=columns).rename_axis("method")
+
+
+def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedClaim]]) -> str:
+    tuned = all_costs(TUNED, rows)
+    near = mean_ci(loss(rows["swap"], REPEATED, "nearfar"))
+    window = mean_ci(loss(rows["swap"], REPEATED, "window block=64 first=16"))
+    favorpp = mean_ci(loss(rows["swap"], REPEATED, "favorpp m=256"))
+    mixture = mean_ci(loss(rows["mixture"], MIXTURE_SMOLLM2, MIXTURE["mixture"]))
+    favorsharp = mean_ci(loss(rows["mixture"], MIXTURE_SMOLLM2, MIXTURE["FAVOR#"]))
+    paragraphs = [
+        "# Which attention to use",
+        "**A pretrained model, without training: near-far attention.** Near-far attention increases the loss "
+        f"of SmolLM2-135M on a repeated passage by {near:.3f} nats per token. A window increases this loss by "
+        f"{window:.1f}, FAVOR++ by {favorpp:.1f} (4096 tokens, 95% CI, n = 3 rows).",
+        "**After fine-tuning: near-far attention.** Its loss increase is "
+        f"{median_and_range(tuned, 'near-far')} of that of uniform attention. The loss increase of FAVOR++ is "
+        f"{median_and_range(tuned, 'FAVOR++')} of it.",
+        "**A causal model with a state of constant size: the mixture.** With 256 features, the loss of SmolLM2 "
+        f"increases by {mixture:.1f} nats, with FAVOR# by {favorsharp:.1f} (512 tokens, without training).",
+        "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)",
+        to_markdown(method_table(rows)).rstrip(),
+        "Loss: the method's loss increase over exact attention, as a share of that of uniform attention; "
+        "median over settings (range, number of settings); lower is better. Time: a training step relative to "
+        "exact attention, bidirectional / causal; lower is faster, above 1 exact attention is faster. Pages: "
+        "[swap](swap.md), [mixture](mixture.md), [crt_glue](crt_glue.md), [perf_redraw](perf_redraw.md), "
+        "[adapt](adapt.md), [perf_speed](perf_speed.md).",
+        "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
+        to_markdown(verdict_counts(tested)).rstrip(),
+        "## What would decide the rest",
+        to_markdown(undecided_claims(tested)).rstrip(),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def index_text(tested: Mapping[str, Sequence[TestedClaim]]) -> str:
+    table = verdict_counts(tested)
     table["finding"] = [pages.load(name).page.finding for name in tested]
     return (
         "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
@@ -309,55 +260,57 @@ def index(tested: Mapping[str, Sequence[TestedClaim]]) -> str:
     )
 
 
-def counts(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
+def verdict_counts(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
     """One row a page: how many cases of the paper's claims have each verdict."""
-    found = [[each.base_verdict for each in cases if each.paper] for cases in tested.values()]
-    words = [word for word in WORDS if word != CONFLICT or any(word in each for each in found)]
-    return pd.DataFrame(
-        [[each.count(word) or "" for word in words] for each in found],
-        columns=words,
-        index=pd.Index(
-            [f"[{pages.load(name).page.title}]({name}.md)" for name in tested], name="page"
-        ),
-    )
+    counts = {}
+    for name, cases in tested.items():
+        title = f"[{pages.load(name).page.title}]({name}.md)"
+        counts[title] = Counter(case.base_verdict for case in cases if case.paper)
+    words = [*WORDS]
+    if not any(CONFLICT in count for count in counts.values()):
+        words.remove(CONFLICT)
+    table = {title: [count[word] or "" for word in words] for title, count in counts.items()}
+    return pd.DataFrame.from_dict(table, orient="index", columns=words).rename_axis("page")
 
 
-def needs(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
+def undecided_claims(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
     """One row a claim that is not decided, with its cases and what it would take."""
-    rest = [
-        (name, each)
-        for name, cases in tested.items()
-        for each in cases
-        if each.paper and each.base_verdict in (UNDECIDED, NOT_MEASURED)
-    ]
-    grouped = {(name, each.claim.text): each.claim.needs for name, each in rest}
-    cases = [
-        [each.case for of, each in rest if (of, each.claim.text) == claim] for claim in grouped
-    ]
-    cases = [f"{len(each)} cases" if len(each) > 3 else "; ".join(each) for each in cases]
+    undecided = {}
+    for name, cases in tested.items():
+        for case in cases:
+            if case.paper and case.base_verdict in (UNDECIDED, NOT_MEASURED):
+                undecided.setdefault((name, case.claim.text), []).append(case)
+    table = []
+    for (_, text), cases in undecided.items():
+        listed = "; ".join(case.case for case in cases)
+        if len(cases) > 3:
+            listed = f"{len(cases)} cases"
+        table.append([text, listed, cases[-1].claim.needs])
+    links = [f"[{name}]({name}.md)" for name, _ in undecided]
     return pd.DataFrame(
-        {"claim": [text for _, text in grouped], "cases": cases, "needs": grouped.values()},
-        index=pd.Index([f"[{name}]({name}.md)" for name, _ in grouped], name="page"),
+        table, columns=["claim", "cases", "needs"], index=pd.Index(links, name="page")
     )
 
 
-def _share(settings: Sequence[dict[str, float]], family: str) -> str:
-    found = [each[family] for each in settings if family in each]
-    if not found:
+def median_and_range(settings: Sequence[dict[str, float]], family: str) -> str:
+    shares = [costs[family] for costs in settings if family in costs]
+    if not shares:
         return ""
-    middle, low, high = (
-        f"{value:.0%}".replace("-0%", "0%") for value in (median(found), min(found), max(found))
-    )
-    return middle if len(found) == 1 else f"{middle} ({low} to {high}, {len(found)})"
+    middle = percentage(median(shares))
+    if len(shares) == 1:
+        return middle
+    return f"{middle} ({percentage(min(shares))} to {percentage(max(shares))}, {len(shares)})"
+
+
+def percentage(share: float) -> str:
+    return f"{share:.0%}".replace("-0%", "0%")
 
 
 def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[int, float]]):
     fig, ax = new_figure(1, 1, figsize=(4.0, 3.0), layout="constrained")
     for family, share in {**shares, "exact": 0.0}.items():
         x = 1.0 if family == "exact" else spent.get(family, {}).get(4096)
-        shade = drawing.colour(
-            "window" if family == "window" else SPEED.get(family, family).lower()
-        )
+        shade = drawing.colour(SPEED.get(family, family).lower())
         if x is None:
             ax.axhline(100 * share, color=shade, lw=1, ls=":")
             ax.annotate(
@@ -369,13 +322,14 @@ def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[i
             )
             continue
         ax.scatter([x], [100 * share], color=shade, s=45, zorder=3)
+        alignment = "right" if x > 0.9 else "center"
         ax.annotate(
             family,
             (x, 100 * share),
             color=shade,
             xytext=(0, 7),
             textcoords="offset points",
-            ha="right" if x > 0.9 else "center",
+            ha=alignment,
         )
     ax.set(
         xlim=(0, 1.12),
