@@ -5,8 +5,18 @@
 
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, mean_ci, mean_table, sweep
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    dot_plot,
+    mean_ci,
+    mean_table,
+    quoted_override,
+    sweep,
+)
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 PAPER = {  # map -> the paper's accuracy on each set, and the average
     "trig": "12.0 66.2 66.3 29.7 46.6 31.3 15.2 16.5 35.5",
@@ -22,15 +32,17 @@ SETS = {
     "table1": ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess"],
     "demo": ["wine", "breast_cancer", "digits", "iris"],
 }
-IID, CLAIMED = "iid rows", ["trig", "pos", "geom", "oprf"]
+IID = "iid rows"
+CLAIMED = ["trig", "pos", "geom", "oprf"]
+CLAIMS = [("oprf", "pos"), ("oprf", "geom"), ("oprf", "trig"), ("pos", "trig"), ("geom", "trig")]
 SAMPLED = {"orthogonal rows": "table1", IID: "table1/iid"}
 OVERLAP = {"table1": 0.05 / 0.9, "demo": 0.25 / 0.6}  # test rows over training rows
-MAPS, DOUBLE = [*PAPER, "hyp"], ["trig", "gerf", "hyp"]  # DOUBLE: two columns of a projection
-SAME = {"sample": [str(i) for i in range(10)]}  # splits of all methods
+MAPS = [*PAPER, "hyp"]
+DOUBLE = ["trig", "gerf", "hyp"]  # two columns of a projection
+COMMON = {"sample": [str(i) for i in range(10)]}  # splits of all methods
 BASELINES = {
-    "Nystroem m=128": """'task.baseline="Nystroem m=128"'""",
-    "RBFSampler m=128": """'task.baseline="RBFSampler m=128"'""",
-    "majority": "task.baseline=majority",
+    name: quoted_override("task.baseline", name)
+    for name in ("Nystroem m=128", "RBFSampler m=128", "majority")
 }
 METHODS = {
     "exact": "exact",
@@ -49,34 +61,32 @@ METHODS = {
 }
 
 
-def map_runs(options: str, sets: dict[str, str], sampler: str, features: list[str]):
+def map_runs(options: str, sets: dict[str, str], sampler: str, features: list[str]) -> list[Run]:
     return sweep(
         f"task=uci {options} sampler={sampler} features.m=128", dataset=sets, features=features
     )
 
 
-def runs(options: str, sets: dict[str, str], maps: list[str] = MAPS):
+def method_runs(options: str, sets: dict[str, str], maps: list[str] = MAPS) -> list[Run]:
+    at_128_columns = [f"{name} m=64" for name in DOUBLE]
     return [
         *sweep(f"task=uci {options}", attention=["exact"], dataset=sets),
-        *map_runs(options, sets, "orthogonal", [*maps, *(f"{name} m=64" for name in DOUBLE)]),
+        *map_runs(options, sets, "orthogonal", [*maps, *at_128_columns]),
         *sweep(f"task=uci {options} attention=exact", method=BASELINES, dataset=sets),
     ]
 
 
-def table1(repeats: int, draws: int):
+def table1(repeats: int, draws: int) -> dict[str, list[Run]]:
     """The maps of the claims have 50 splits, the others `repeats`."""
     sets = {name: f"task.dataset={name}" for name in SETS["table1"]}
-    claimed = f"task.draws={draws} task.repeats=50", sets
+    others = [name for name in MAPS if name not in CLAIMED]
+    claimed = f"task.draws={draws} task.repeats=50"
     return {
         "table1": [
-            *runs(
-                f"task.draws={draws} task.repeats={repeats}",
-                sets,
-                [name for name in MAPS if name not in CLAIMED],
-            ),
-            *map_runs(*claimed, "orthogonal", CLAIMED),
+            *method_runs(f"task.draws={draws} task.repeats={repeats}", sets, others),
+            *map_runs(claimed, sets, "orthogonal", CLAIMED),
         ],
-        "table1/iid": map_runs(*claimed, "iid", CLAIMED),
+        "table1/iid": map_runs(claimed, sets, "iid", CLAIMED),
     }
 
 
@@ -87,7 +97,7 @@ page = Page(
     "TrigRF by 2.0 ± 0.7 and GeomRF by 1.0 ± 0.7 (128 projections, corrected 95% CI, n = 50 splits).",
     small={
         **table1(10, 3),
-        "demo": runs(
+        "demo": method_runs(
             "task.split=[0.6,0.15,0.25] task.repeats=5 task.sigmas=[0.05,0.1,0.15,0.2,0.3,0.4,0.55,0.75,"
             "1.0]",
             {name: f"task.dataset={name}" for name in SETS["demo"]},
@@ -110,97 +120,92 @@ page = Page(
 )
 
 
-def average(rows: Rows, method: str, of: str = "table1", **where) -> pd.Series:
+def average(rows: Rows, method: str, sweep_name: str = "table1", **where) -> pd.Series:
     """split -> mean accuracy over the data sets, for the splits that all sets have."""
-    found = rows.select("accuracy_percent", method, sweep=of, **where).pivot(
-        index="sample", columns="dataset", values="value"
-    )
-    return found.reindex(columns=SETS[of.partition("/")[0]]).dropna().astype(float).mean(axis=1)
+    frame = rows.select("accuracy_percent", method, sweep=sweep_name, **where)
+    splits = frame.pivot(index="sample", columns="dataset", values="value")
+    datasets = SETS[sweep_name.partition("/")[0]]
+    return splits.reindex(columns=datasets).dropna().astype(float).mean(axis=1)
 
 
 def claims(rows: Rows) -> list[Claim]:
-    return [
-        Claim(
-            f"{METHODS[better]} has a higher average accuracy than {METHODS[worse]}",
-            {
-                sampler: average(rows, better, of) - average(rows, worse, of)
-                for sampler, of in SAMPLED.items()
-            },
-            unit="points",
-            overlap=OVERLAP["table1"],
-            paper=f"{PAPER[better].split()[-1]} against {PAPER[worse].split()[-1]}",
+    claims = []
+    for better, worse in CLAIMS:
+        gains = {}
+        for sampler, name in SAMPLED.items():
+            gains[sampler] = average(rows, better, name) - average(rows, worse, name)
+        claims.append(
+            Claim(
+                f"{METHODS[better]} has a higher average accuracy than {METHODS[worse]}",
+                gains,
+                unit="points",
+                overlap=OVERLAP["table1"],
+                paper=f"{PAPER[better].split()[-1]} against {PAPER[worse].split()[-1]}",
+            )
         )
-        for better, worse in [
-            ("oprf", "pos"),
-            ("oprf", "geom"),
-            ("oprf", "trig"),
-            ("pos", "trig"),
-            ("geom", "trig"),
-        ]
-    ]
+    return claims
 
 
-def sets_in_rows(rows: Rows) -> list[str]:
+def sweeps_in_rows(rows: Rows) -> list[str]:
     return [name for name in SETS if (rows.frame["sweep"] == name).any()]
 
 
-def at_128_columns(rows: Rows, of: str) -> dict[str, pd.Series]:
-    return {
-        name: average(rows, f"{name} m=64" if name in DOUBLE else name, of, **SAME)
-        for name in METHODS
+def at_128_columns(rows: Rows, sweep_name: str) -> dict[str, pd.Series]:
+    averages = {}
+    for method in METHODS:
+        half = f"{method} m=64" if method in DOUBLE else method
+        averages[method] = average(rows, half, sweep_name, **COMMON)
+    return averages
+
+
+def average_table(rows: Rows, name: str) -> pd.DataFrame:
+    columns = {
+        "128 columns": at_128_columns(rows, name),
+        "128 projections": {method: average(rows, method, name, **COMMON) for method in MAPS},
     }
+    if name == "table1":
+        iid = {method: average(rows, method, SAMPLED[IID], **COMMON) for method in CLAIMED}
+        columns["128 iid projections"] = iid
+    table = {}
+    for title, averages in columns.items():
+        table[title] = {}
+        for method, values in averages.items():
+            if len(values):
+                table[title][METHODS[method]] = f"{mean_ci(values, overlap=OVERLAP[name]):.1f}"
+    return pd.DataFrame(table).rename_axis("method")
 
 
-def tables(rows: Rows):
-    made = {}
-    for of in sets_in_rows(rows):
-        columns = {
-            "128 columns": at_128_columns(rows, of),
-            "128 projections": {name: average(rows, name, of, **SAME) for name in MAPS},
-        }
-        if of == "table1":
-            columns["128 iid projections"] = {
-                name: average(rows, name, SAMPLED[IID], **SAME) for name in CLAIMED
-            }
-        table = pd.DataFrame(
-            {
-                title: {
-                    METHODS[name]: f"{mean_ci(values, overlap=OVERLAP[of]):.1f}"
-                    for name, values in cells.items()
-                    if len(values)
-                }
-                for title, cells in columns.items()
-            }
-        ).rename_axis("method")
-        each = mean_table(
-            rows,
-            {
-                name: {"metric": "accuracy_percent", "sweep": of, "dataset": name, **SAME}
-                for name in SETS[of]
-            },
-            METHODS,
-            spec=".1f",
-            overlap=OVERLAP[of],
-        )
-        for name, values in PAPER.items() if of == "table1" else ():
-            *accuracies, table.loc[METHODS[name], "paper"] = values.split()
-            each.loc[f"{METHODS[name]}, paper"] = accuracies
-        made |= {
-            f"Average accuracy over {len(SETS[of])} data sets, % ({of})": table,
-            f"Accuracy with m = 128, % ({of})": each,
-        }
-    return made
+def dataset_table(rows: Rows, name: str) -> pd.DataFrame:
+    columns = {}
+    for dataset in SETS[name]:
+        where = {"metric": "accuracy_percent", "sweep": name, "dataset": dataset}
+        columns[dataset] = {**where, **COMMON}
+    return mean_table(rows, columns, METHODS, spec=".1f", overlap=OVERLAP[name])
+
+
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    tables = {}
+    for name in sweeps_in_rows(rows):
+        averages, accuracies = average_table(rows, name), dataset_table(rows, name)
+        if name == "table1":
+            for method, values in PAPER.items():
+                *paper, paper_average = values.split()
+                averages.loc[METHODS[method], "paper"] = paper_average
+                accuracies.loc[f"{METHODS[method]}, paper"] = paper
+        tables[f"Average accuracy over {len(SETS[name])} data sets, % ({name})"] = averages
+        tables[f"Accuracy with m = 128, % ({name})"] = accuracies
+    return tables
 
 
 def figure(rows: Rows):
-    names = sets_in_rows(rows)
+    names = sweeps_in_rows(rows)
     if not names:
         return None
     fig, axes = panels(len(names))
-    for ax, of in zip(axes, names):
-        dot_plot(ax, at_128_columns(rows, of), overlap=OVERLAP[of], labels=METHODS)
+    for ax, name in zip(axes, names):
+        dot_plot(ax, at_128_columns(rows, name), overlap=OVERLAP[name], labels=METHODS)
         ax.set(
-            title=f"{len(SETS[of])} data sets, 128 columns ({of})",
+            title=f"{len(SETS[name])} data sets, 128 columns ({name})",
             xlabel="average test accuracy, %",
         )
     fig.tight_layout()

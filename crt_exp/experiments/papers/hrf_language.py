@@ -5,6 +5,7 @@ Reproduces Figures 3, 8 and 10, and Tables 4 and 5.
 
 from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, line_plot, mean_table, sweep
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 MAPS = {
     "favor": "trigonometric",
@@ -14,12 +15,21 @@ MAPS = {
 }
 SHOWN = {**MAPS, "uniform": "uniform", "unigram": "unigram"}
 NEGATIVES = {
-    **{f"{name} m={8 if 'hrf' in name else 64}": label for name, label in MAPS.items()},
+    "favor m=64": "trigonometric",
+    "favorp m=64": "FAVOR+",
+    "hrf_angular m=8": "angular hybrid",
+    "hrf_gaussian m=8": "Gaussian hybrid",
     "log_uniform": "log-uniform",
     "uniform": "uniform",
     "exact": "exact softmax",
     "full": "full softmax",
 }
+COMPARED = [
+    ("hrf_angular", "favor"),
+    ("hrf_angular", "favorp"),
+    ("hrf_gaussian", "favor"),
+    ("hrf_gaussian", "favorp"),
+]
 MS = [64, 128, 256, 512]
 TRAINED = "task=ptb task.corpus=ptb task.dropout=0.2 trainer.log_every=1000 trainer.schedule=linear"
 SMALL = {
@@ -37,29 +47,39 @@ KERNELS = {
 FULL = {"free": "experiment=hrf_ptb_softmax", "near 1": "experiment=hrf_wikitext2_softmax"}
 
 
-def estimate_runs(models: str, every: int):
+def estimate_runs(models: str, every: int) -> list[Run]:
     common = f"task=class_distributions task.every={every}"
-    lengths = {name: f"task.start={{runs}}/{models}/{name.replace(' ', '-')}" for name in SMALL}
+    lengths = {}
+    for name in SMALL:
+        lengths[name] = f"task.start={{runs}}/{models}/{name.replace(' ', '-')}"
     return [
         *sweep(common, attention=["exact"], lengths=lengths),
         *sweep(common, attention=MAPS, lengths=lengths, seed=range(10)),
     ]
 
 
-def sampling_runs(common: str, m: int, n: int, k: int, seeds: int, lengths: dict[str, str]):
+def sampling_runs(
+    common: str, m: int, n: int, k: int, seeds: int, lengths: dict[str, str]
+) -> list[Run]:
     """m features; hybrids of n projections of the coefficient and k of each base."""
-    sizes = {"fav": f"features.m={m}", "hrf": f"features.m={k} features.n={n}"}
-    return sweep(
-        common,
-        lengths=lengths,
-        method={
-            name: f"task.softmax=features attention={name.split()[0]} {sizes[name[:3]]}"
-            if " " in name
-            else f"task.softmax={name}"
-            for name in NEGATIVES
-        },
-        seed=range(seeds),
-    )
+    methods = {}
+    for method in NEGATIVES:
+        name, *options = method.split()
+        if not options:
+            methods[method] = f"task.softmax={name}"
+        elif name.startswith("hrf"):
+            methods[method] = (
+                f"task.softmax=features attention={name} features.m={k} features.n={n}"
+            )
+        else:
+            methods[method] = f"task.softmax=features attention={name} features.m={m}"
+    return sweep(common, lengths=lengths, method=methods, seed=range(seeds))
+
+
+def continued_runs(name: str, seeds: int) -> list[Run]:
+    """Sampled training that continues the model of some lengths."""
+    start = f"{KERNELS[name]} task.init={{runs}}/hrf-lm-models/{name.replace(' ', '-')}"
+    return sampling_runs(CONTINUED, 64, 8, 8, seeds, {name: start})
 
 
 page = Page(
@@ -70,20 +90,7 @@ page = Page(
     "negatives from features, the model has a higher loss than with log-uniform ones.",
     small={
         "hrf-lm": estimate_runs("hrf-lm-models", 32),
-        "hrf-sampled": [
-            run
-            for name, seeds in (("free", 3), ("near 1", 4))
-            for run in sampling_runs(
-                CONTINUED,
-                64,
-                8,
-                8,
-                seeds,
-                {
-                    name: f"{KERNELS[name]} task.init={{runs}}/hrf-lm-models/{name.replace(' ', '-')}"
-                },
-            )
-        ],
+        "hrf-sampled": [*continued_runs("free", 3), *continued_runs("near 1", 4)],
     },
     full={
         "hrf-lm": estimate_runs("hrf-lm-models-full", 1),
@@ -112,56 +119,34 @@ page = Page(
 
 def claims(rows: Rows) -> list[Claim]:
     near = {"lengths": "near 1", "sweep": "hrf-lm"}
-    pairs = [
-        (hybrid, other)
-        for hybrid in ["hrf_angular", "hrf_gaussian"]
-        for other in ["favor", "favorp"]
-    ]
-    estimated = {
-        f"{MAPS[hybrid]}, {MAPS[other]}": rows.ratio(hybrid, other, "ks", **near)
-        for hybrid, other in pairs
-    }
+    distances = {}
+    for hybrid, other in COMPARED:
+        distances[f"{MAPS[hybrid]}, {MAPS[other]}"] = rows.ratio(hybrid, other, "ks", **near)
     negative = {"lengths near 1": 100 * rows.paired("favor", "hrf_angular", "negative", **near)}
-    gain, distance = (
-        rows.values(metric, method, **near).mean()
-        for metric, method in [("unigram_loss", "exact"), ("ks", "unigram")]
-    )
+    frequencies = rows.values("unigram_loss", "exact", **near).mean()
+    gain = frequencies - rows.values("loss", "exact", **near).mean()
     model = {
-        "gain of the model over word frequencies": (
-            gain - rows.values("loss", "exact", **near).mean(),
-            0.5,
-        ),
-        "KS of word frequencies": (distance, 0.1),
+        "gain of the model over word frequencies": (gain, 0.5),
+        "KS of word frequencies": (rows.values("ks", "unigram", **near).mean(), 0.1),
     }
-    trained, failed = {}, {}
+    trained, fails = {}, {}
     for lengths in {*rows.select("loss", "full")["lengths"]} - {"free"}:
         where = {"sweep": "hrf-sampled", "lengths": lengths}
-        loss = {name: rows.values("loss", name, **where).mean() for name in NEGATIVES}
-        alone = rows.values("unigram_loss", "full", **where).mean()
-        cases = {
-            f"lengths {lengths}: {MAPS[hybrid]}, {MAPS[other]}": rows.paired(
-                f"{other} m=64", f"{hybrid} m=8", "loss", **where
-            )
-            for hybrid, other in pairs
-        }
+        cases = {}
+        for hybrid, other in COMPARED:
+            case = f"lengths {lengths}: {MAPS[hybrid]}, {MAPS[other]}"
+            cases[case] = rows.paired(f"{other} m=64", f"{hybrid} m=8", "loss", **where)
         trained |= cases
-        failed |= failed_checks(
-            cases,
-            {
-                "gain of the full softmax over word frequencies": (alone - loss["full"], 0.5),
-                "gain of exact over uniform negatives": (loss["uniform"] - loss["exact"], 0.02),
-                "gain of FAVOR+ over word frequencies": (alone - loss["favorp m=64"], 0.0),
-            },
-        )
+        fails |= failed_checks(cases, sampling_checks(rows, where))
     return [
         Claim(
             "hybrids have a smaller KS distance to the softmax (lengths near 1)",
-            estimated,
+            distances,
             below=1,
             log=True,
             unit="times",
             paper="HRFs lead to the most accurate estimates",
-            fails=failed_checks(estimated, model),
+            fails=failed_checks(distances, model),
         ),
         Claim(
             "the angular hybrid has fewer negative estimates than trigonometric features",
@@ -177,52 +162,53 @@ def claims(rows: Rows) -> list[Claim]:
             below=0.02,
             unit="nats",
             paper="the difference is not very significant",
-            fails=failed,
+            fails=fails,
             needs="more seeds, or full size: experiment=hrf_ptb_softmax, 29 GPU hours",
         ),
     ]
 
 
-def failed_checks(cases: dict, checks: dict[str, tuple[float, float]]) -> dict[str, str]:
-    """Sanity checks of the models: text -> value and least value."""
-    text = "; ".join(
-        f"{name}: {value:.3g} (expected at least {least:g})"
-        for name, (value, least) in checks.items()
-        if value < least
-    )
-    return dict.fromkeys(cases, text) if text else {}
+Checks = dict[str, tuple[float, float]]  # text -> value and least value
+
+
+def sampling_checks(rows: Rows, where: dict[str, str]) -> Checks:
+    """Sanity checks of models trained with sampled negatives."""
+    loss = {name: rows.values("loss", name, **where).mean() for name in NEGATIVES}
+    frequencies = rows.values("unigram_loss", "full", **where).mean()
+    return {
+        "gain of the full softmax over word frequencies": (frequencies - loss["full"], 0.5),
+        "gain of exact over uniform negatives": (loss["uniform"] - loss["exact"], 0.02),
+        "gain of FAVOR+ over word frequencies": (frequencies - loss["favorp m=64"], 0.0),
+    }
+
+
+def failed_checks(cases: dict, checks: Checks) -> dict[str, str]:
+    """Return the failed checks as text, for all cases."""
+    failed = []
+    for name, (value, least) in checks.items():
+        if value < least:
+            failed.append(f"{name}: {value:.3g} (expected at least {least:g})")
+    return dict.fromkeys(cases, "; ".join(failed)) if failed else {}
 
 
 def tables(rows: Rows):
-    main = mean_table(
-        rows,
-        {
-            f"KS, {lengths}, m = {m}": {"metric": "ks", "lengths": lengths, "m": m}
-            for lengths, m in [("near 1", 64), ("near 1", 512), ("free", 512)]
-        },
-        SHOWN,
-        spec=".2f",
-    )
+    distances, losses, others = {}, {}, {}
+    for lengths, m in [("near 1", 64), ("near 1", 512), ("free", 512)]:
+        distances[f"KS, {lengths}, m = {m}"] = {"metric": "ks", "lengths": lengths, "m": m}
+    for lengths in rows.select("loss", sweep="hrf-sampled")["lengths"].unique():
+        where = {"metric": "loss", "sweep": "hrf-sampled", "lengths": lengths}
+        losses[f"lengths {lengths}"] = where
+    for name, metric in [("W1", "w1"), ("negative", "negative")]:
+        for m in MS:
+            others[f"{name}, m = {m}"] = {"metric": metric, "lengths": "near 1", "m": m}
     return {
-        "Distance to the exact softmax, by lengths of the vectors (lower is better)": main,
+        "Distance to the exact softmax, by lengths of the vectors (lower is better)": mean_table(
+            rows, distances, SHOWN, spec=".2f"
+        ),
         "Sampled training, by the negatives: test loss, nats": mean_table(
-            rows,
-            {
-                f"lengths {each}": {"metric": "loss", "sweep": "hrf-sampled", "lengths": each}
-                for each in rows.select("loss", sweep="hrf-sampled")["lengths"].unique()
-            },
-            NEGATIVES,
-            spec=".2f",
+            rows, losses, NEGATIVES, spec=".2f"
         ),
-        "Lengths near 1: W1 and share of negative estimates": mean_table(
-            rows,
-            {
-                f"{name}, m = {m}": {"metric": metric, "lengths": "near 1", "m": m}
-                for name, metric in [("W1", "w1"), ("negative", "negative")]
-                for m in MS
-            },
-            SHOWN,
-        ),
+        "Lengths near 1: W1 and share of negative estimates": mean_table(rows, others, SHOWN),
     }
 
 
@@ -243,14 +229,10 @@ def figure(rows: Rows):
 
 def plot_losses(ax, rows: Rows, lengths: str) -> None:
     """Plot the test loss of sampled training, and that of word frequencies."""
-    dot_plot(
-        ax,
-        {
-            name: rows.values("loss", name, sweep="hrf-sampled", lengths=lengths)
-            for name in NEGATIVES
-        },
-        labels=NEGATIVES,
-    )
+    losses = {}
+    for name in NEGATIVES:
+        losses[name] = rows.values("loss", name, sweep="hrf-sampled", lengths=lengths)
+    dot_plot(ax, losses, labels=NEGATIVES)
     ax.set(title=f"Sampled training, lengths {lengths}", xlabel="test loss, nats (lower is better)")
     frequencies = rows.values("unigram_loss", "full")
     if len(frequencies):

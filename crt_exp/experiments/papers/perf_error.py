@@ -16,12 +16,12 @@ from crt_exp.experiments.report import (
     sweep,
 )
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
-COMPARED = {
-    f"{name} sampler={sampler}": f"{text}, {sampler}"
-    for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}.items()
-    for sampler in ["iid", "orthogonal"]
-}
+COMPARED = {}
+for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}.items():
+    for sampler in ["iid", "orthogonal"]:
+        COMPARED[f"{name} sampler={sampler}"] = f"{text}, {sampler}"
 NEARFAR = {"nearfar exact_until=0": "near-far"}
 LAYERED = {
     "trig m=256": "trigonometric",
@@ -35,10 +35,6 @@ MODELS = {
     "random weights, |x + y|^2 = 16": {"model": "random", "sum": 16},
     "random weights, |x + y|^2 = 4": {"model": "random", "sum": 4},
     "trained encoder": {"model": "trained"},
-}
-SOURCES = {
-    "random": {"model": {"random": ""}, "task.sum": [16, 4]},
-    "trained": {"model": {"trained": "task.init={runs}/encoder/exact task.length=34"}},
 }
 HEAD = {
     "options": "task=head_errors",
@@ -55,18 +51,24 @@ ENCODER = """task=mlm task.sizes.hidden_size=128 task.sizes.num_hidden_layers=3 
     task.validation_text=outputs/texts/validation-48.tokens task.block=34 trainer.batch=96 trainer.steps=2000
     trainer.lr=2e-3 trainer.eval_every=1000000 trainer.save_every=500 trainer.log_every=100 trainer.select=last"""
 
+
+def layer_runs(seeds: int, **axes) -> list[Run]:
+    """Errors through the layers of a model, of feature maps and of uniform attention."""
+    features = [method for method in LAYERED if method != "uniform"]
+    return [
+        *sweep("task=error_by_layer", **axes, features=features, seed=range(seeds)),
+        *sweep("task=error_by_layer", **axes, attention=["uniform"], seed=range(seeds)),
+    ]
+
+
 small = {
     "performers-fig2": sweep(
         "task=variance_by_angle", features=["pos", "oprf"], **{"task.length": [0.5, 1, 2]}
     ),
     "performers-fig4": sweep(**HEAD, features=COMPARED) + sweep(**HEAD, attention=NEARFAR),
     "performers-fig14": [
-        run
-        for name, of in SOURCES.items()
-        for methods in [{"features": [*LAYERED][:-1]}, {"attention": ["uniform"]}]
-        for run in sweep(
-            "task=error_by_layer", **of, **methods, seed=range(24 if name == "random" else 8)
-        )
+        *layer_runs(24, model={"random": ""}, **{"task.sum": [16, 4]}),
+        *layer_runs(8, model={"trained": "task.init={runs}/encoder/exact task.length=34"}),
     ],
 }
 
@@ -97,111 +99,112 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    def below(text: str, first: str, second: str, paper: str = "below", reason: str = "") -> Claim:
-        return Claim(
-            f"MSE of attention, {text}",
-            {
-                f"{heads}, |x + y|^2 = {each}": rows.ratio(
-                    first, second, "mse", heads=heads, sum=each
-                )
-                for heads in HEADS
-                for each in SUMS
-            },
-            below=1,
-            log=True,
-            unit="times",
-            paper=paper,
-            reason=reason,
-            needs="more samples: the ratio is within a few percent of 1",
-        )
-
-    def growth(of: str, than: str = "") -> Claim:
-        return Claim(
-            f"{LAYERED[of]}: the error grows through layers"
-            + ", more than with uniform attention" * bool(than),
-            {
-                name: rows.paired(of, than, "growth", True, **where)
-                if than
-                else rows.values("growth", of, True, **where)
-                for name, where in MODELS.items()
-            },
-            above=1,
-            log=True,
-            unit="times",
-            paper="errors propagate, no number",
-            needs="more samples",
-        )
-
-    at_120 = {
-        f"length {length}": rows.values("log_ratio", "pos", length=length, angle=120)
-        for length in [0.5, 1, 2]
-    }
-    sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
-    return [
+    closed_forms = {}
+    for length in [0.5, 1, 2]:
+        values = rows.values("log_ratio", "pos", length=length, angle=120)
+        if len(values):
+            closed_forms[f"length {length}"] = values.item()
+    claims = [
         Claim(
             "positive features have less error than trigonometric ones at 120 degrees",
-            {case: values.item() for case, values in at_120.items() if len(values)},
+            closed_forms,
             above=0,
             power=True,
             paper="where kernel values are small",
             reason="its error is proportional to a power of the kernel itself",
-        ),
-        below("FAVOR+: orthogonal below iid", "pos sampler=orthogonal", "pos sampler=iid"),
-        below("trigonometric: orthogonal below iid", "trig sampler=orthogonal", "trig sampler=iid"),
-        below(
-            "iid: FAVOR+ below trigonometric", "pos sampler=iid", "trig sampler=iid", reason=sign
-        ),
-        below(
-            "orthogonal: FAVOR+ below trigonometric",
-            "pos sampler=orthogonal",
-            "trig sampler=orthogonal",
-            reason=sign,
-        ),
-        below(
-            "OPRF: orthogonal below iid",
-            "oprf sampler=orthogonal",
-            "oprf sampler=iid",
-            "CRT, Theorem 4.1",
-            "the theorem is on entries of the kernel; the gain shrinks as |x + y|^2 grows",
-        ),
-        growth("pos m=256"),
-        growth("trig m=256"),
-        growth("pos m=256", "uniform"),
-        growth("trig m=256", "uniform"),
+        )
     ]
+    sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
+    gain = "the theorem is on entries of the kernel; the gain shrinks as |x + y|^2 grows"
+    theorem = "CRT, Theorem 4.1"
+    pos, pos_iid = "pos sampler=orthogonal", "pos sampler=iid"
+    trig, trig_iid = "trig sampler=orthogonal", "trig sampler=iid"
+    oprf, oprf_iid = "oprf sampler=orthogonal", "oprf sampler=iid"
+    for text, first, second, paper, reason in [
+        ("FAVOR+: orthogonal below iid", pos, pos_iid, "below", ""),
+        ("trigonometric: orthogonal below iid", trig, trig_iid, "below", ""),
+        ("iid: FAVOR+ below trigonometric", pos_iid, trig_iid, "below", sign),
+        ("orthogonal: FAVOR+ below trigonometric", pos, trig, "below", sign),
+        ("OPRF: orthogonal below iid", oprf, oprf_iid, theorem, gain),
+    ]:
+        claims.append(
+            Claim(
+                f"MSE of attention, {text}",
+                error_ratios(rows, first, second),
+                below=1,
+                log=True,
+                unit="times",
+                paper=paper,
+                reason=reason,
+                needs="more samples: the ratio is within a few percent of 1",
+            )
+        )
+    for baseline, words in {"": "", "uniform": ", more than with uniform attention"}.items():
+        for method in ["pos m=256", "trig m=256"]:
+            claims.append(
+                Claim(
+                    f"{LAYERED[method]}: the error grows through layers{words}",
+                    growth(rows, method, baseline),
+                    above=1,
+                    log=True,
+                    unit="times",
+                    paper="errors propagate, no number",
+                    needs="more samples",
+                )
+            )
+    return claims
+
+
+def error_ratios(rows: Rows, first: str, second: str) -> dict[str, pd.Series]:
+    """Log ratio of the MSE of two methods, by heads and |x + y|^2."""
+    ratios = {}
+    for heads in HEADS:
+        for value in SUMS:
+            ratio = rows.ratio(first, second, "mse", heads=heads, sum=value)
+            ratios[f"{heads}, |x + y|^2 = {value}"] = ratio
+    return ratios
+
+
+def growth(rows: Rows, method: str, baseline: str) -> dict[str, pd.Series]:
+    """Log growth of the error through layers by model, relative to a baseline if there is one."""
+    growth = {}
+    for name, where in MODELS.items():
+        if baseline:
+            growth[name] = rows.ratio(method, baseline, "growth", **where)
+        else:
+            growth[name] = rows.values("growth", method, log=True, **where)
+    return growth
+
+
+def two_digits(values: pd.Series) -> str:
+    mean = geometric_mean_ci(values)[0]
+    return f"{float(f'{mean:.2g}'):,.9g}"
 
 
 def interval(values: pd.Series) -> str:
     return geometric_interval(values, ".3g")
 
 
-def tables(rows: Rows):
-    def heads(kind: str, sums: list[int]):
-        return {
-            f"{kind}, {each}": {"metric": "mse", "heads": kind, "sum": each, "m": 256}
-            for each in sums
-        }
+def head_columns(heads: str, sums: list[int]) -> dict[str, dict]:
+    columns = {}
+    for value in sums:
+        columns[f"{heads}, {value}"] = {"metric": "mse", "heads": heads, "sum": value, "m": 256}
+    return columns
 
-    return {
-        "Figure 4: MSE relative to uniform attention (lower is better), m = 256, by |x + y|^2": mean_table(
-            rows,
-            heads("Gaussian", [2, 8, 24]) | heads("matched", [2, 8, 24]),
-            COMPARED | NEARFAR,
-            format=lambda values: f"{float(f'{geometric_mean_ci(values)[0]:.2g}'):,.9g}",
-        ),
-        **{
-            f"Figure 4, {kind} heads: the same with 95% CI": mean_table(
-                rows, heads(kind, SUMS), COMPARED | NEARFAR, format=interval
-            )
-            for kind in HEADS
-        },
-        "Figure 14: error after the last layer over error after the first, with 95% CI": mean_table(
-            rows,
-            {name: {"metric": "growth", **where} for name, where in MODELS.items()},
-            LAYERED,
-            format=interval,
-        ),
-    }
+
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    methods = COMPARED | NEARFAR
+    columns = head_columns("Gaussian", [2, 8, 24]) | head_columns("matched", [2, 8, 24])
+    title = "Figure 4: MSE relative to uniform attention (lower is better), m = 256, by |x + y|^2"
+    tables = {title: mean_table(rows, columns, methods, format=two_digits)}
+    for heads in HEADS:
+        tables[f"Figure 4, {heads} heads: the same with 95% CI"] = mean_table(
+            rows, head_columns(heads, SUMS), methods, format=interval
+        )
+    columns = {name: {"metric": "growth", **where} for name, where in MODELS.items()}
+    title = "Figure 14: error after the last layer over error after the first, with 95% CI"
+    tables[title] = mean_table(rows, columns, LAYERED, format=interval)
+    return tables
 
 
 def figure(rows: Rows):
@@ -215,7 +218,7 @@ def figure(rows: Rows):
         xlabel="angle of x and y, degrees",
         ylabel="log ratio, nats (higher is better)",
     )
-    for ax, each in zip(axes[1:3], [2, 8]):
+    for ax, value in zip(axes[1:3], [2, 8]):
         ax.axhline(1, color="grey", lw=1, ls="--")
         line_plot(
             ax,
@@ -227,10 +230,10 @@ def figure(rows: Rows):
             geometric=True,
             dotted=[name for name in COMPARED if name.endswith("iid")],
             heads="Gaussian",
-            sum=each,
+            sum=value,
         )
         ax.set(
-            title=f"Figure 4: Gaussian heads, |x + y|^2 = {each}",
+            title=f"Figure 4: Gaussian heads, |x + y|^2 = {value}",
             xlabel="projections m",
             ylabel="MSE relative to uniform attention",
         )
@@ -238,7 +241,7 @@ def figure(rows: Rows):
         axes[3], rows, "layer", "error", LAYERED, log="y", geometric=True, model="random", sum=16
     )
     axes[3].set(
-        title=f"Figure 14: {[*MODELS][0]}",
+        title="Figure 14: random weights, |x + y|^2 = 16",
         xlabel="layers",
         ylabel="relative error of hidden states",
     )

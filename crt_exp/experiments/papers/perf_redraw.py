@@ -21,22 +21,21 @@ from crt_exp.experiments.report.plots import panels
 from crt_exp.experiments.report.sweeps import HOME, Run
 
 WORDS = f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64 trainer.eval_batch=64"
-EVERY_100, EVERY_STEP = ("{} m=256 redraw_every=100".format, "{} m=256 redraw_every=1".format)
 MANY = [
     "exact",
     "favorp m=256",
-    EVERY_100("favorp"),
-    EVERY_STEP("favorp"),
+    "favorp m=256 redraw_every=100",
+    "favorp m=256 redraw_every=1",
     "favorpp m=256",
-    EVERY_STEP("smreg"),
+    "smreg m=256 redraw_every=1",
 ]
-MOST = MANY[:2]  # fine-tuned from 20 models
+MOST = ["exact", "favorp m=256"]  # fine-tuned from 20 models
 FEW = [
     "uniform",
     "favor m=256",
     "relu m=256",
-    EVERY_100("favorpp"),
-    EVERY_STEP("favorpp"),
+    "favorpp m=256 redraw_every=100",
+    "favorpp m=256 redraw_every=1",
 ]  # fine-tuned from 3 models
 SWAPPED = ["favorp m=32", "favorp m=256", "favorpp m=32", "favorpp m=256", "relu m=256"]
 SCRATCH = [
@@ -57,7 +56,9 @@ MOVED = [
     "smreg m=32 redraw_every=20",
     "favorpp m=32 redraw_every=20",
 ]
-FIXED, REDRAWN, TEXT = "redraw_every=0", "redraw_every=1000", {"WikiText-2": ""}
+FIXED = "redraw_every=0"
+REDRAWN = "redraw_every=1000"
+TEXT = {"WikiText-2": ""}
 TUNING = {
     "dataset": "generated families",
     "split": "validation",
@@ -82,23 +83,23 @@ def runs_from_exact(
 
     sets: number of sets of projections for each model.
     """
-    return [
-        run
-        for i in range(sets)
-        for run in sweep(
+    runs = []
+    first_seed = 1000 if key == "task.init" else 0
+    for i in range(sets):
+        starts = {}
+        for model in models:
+            start = f"{key}={HOME}/redraw-exact/generated-families_U_exact_{model}"
+            starts[model] = f"seed={first_seed + 8 * i + model} {start}"
+        runs += sweep(
             options,
             dataset={"generated families": ""},
             mode={"U": ""},
             attention=methods,
             projections={i: ""},
-            seed={
-                model: f"seed={1000 * (key == 'task.init') + 8 * i + model} "
-                f"{key}={HOME}/redraw-exact/generated-families_U_exact_{model}"
-                for model in models
-            },
+            seed=starts,
             **axes,
         )
-    ]
+    return runs
 
 
 TUNED = without_sizes(
@@ -206,27 +207,22 @@ page = Page(
 
 
 def claims(rows: Rows) -> list[Claim]:
-    def lower(step: int, *pairs: Sequence[str]) -> dict[str, pd.Series]:
-        """Loss of the first method minus loss of the second, by case.
-
-        pairs: methods for proteins, WikiText-2 and PG-19.
-        """
-        places = {
-            f"generated families, fine-tuned for {step} steps": {**TUNING, "step": step},
-            "WikiText-2, fine-tuned for 80 steps": {"sweep": "books/moved", "split": "test"},
-            **{
-                f"PG-19, {mode}": {"dataset": "PG-19", "mode": mode, "split": "test"}
-                for mode in DIRECTIONS
-            },
-        }
-        return {
-            case: rows.paired(*pair, "loss", **where)
-            for (case, where), pair in zip(places.items(), [*pairs, *pairs[2:]])
-        }
-
-    exact, start, end = (
-        rows.values("accuracy", method, step=step, **TUNING)
-        for method, step in (("exact", 0), ("favorp m=256", 0), ("favorp m=256", 100))
+    exact = rows.values("accuracy", "exact", step=0, **TUNING)
+    start = rows.values("accuracy", "favorp m=256", step=0, **TUNING)
+    end = rows.values("accuracy", "favorp m=256", step=100, **TUNING)
+    redrawn = gains(
+        rows,
+        200,
+        ("favorp m=256", "favorp m=256 redraw_every=100"),
+        ("favorp m=32", "favorp m=32 redraw_every=20"),
+        (f"favorp {FIXED}", f"favorp {REDRAWN}"),
+    )
+    redrawn["generated families, from scratch"] = rows.paired(
+        "favorp m=64",
+        "favorp m=64 redraw_every=100",
+        "loss",
+        sweep="redraw-scratch",
+        split="test",
     )
     return [
         Claim(
@@ -239,32 +235,23 @@ def claims(rows: Rows) -> list[Claim]:
         ),
         Claim(
             "FAVOR+ without redraws ends with a higher loss than exact attention",
-            lower(200, ("favorp m=256", "exact")),
+            gains(rows, 200, ("favorp m=256", "exact")),
             unit="nats",
             paper="without redrawing, they plateau",
         ),
         Claim(
             "redraws reduce the loss of FAVOR+",
-            lower(
-                200,
-                ("favorp m=256", EVERY_100("favorp")),
-                MOVED[3:5],
-                (f"favorp {FIXED}", f"favorp {REDRAWN}"),
-            )
-            | {
-                "generated families, from scratch": rows.paired(
-                    *SCRATCH[2:4], "loss", sweep="redraw-scratch", split="test"
-                )
-            },
+            redrawn,
             unit="nats",
             paper="redrawing is necessary to match the Transformer (PG-19, from scratch)",
         ),
         Claim(
             "SMREG has a lower loss than FAVOR+, both with redraws",
-            lower(
+            gains(
+                rows,
                 25,
-                (EVERY_STEP("favorp"), EVERY_STEP("smreg")),
-                MOVED[4:6],
+                ("favorp m=256 redraw_every=1", "smreg m=256 redraw_every=1"),
+                ("favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"),
                 (f"favorp {REDRAWN}", f"smreg {REDRAWN}"),
             ),
             unit="nats",
@@ -272,10 +259,11 @@ def claims(rows: Rows) -> list[Claim]:
         ),
         Claim(
             "FAVOR+ has a lower loss than trigonometric features",
-            lower(
+            gains(
+                rows,
                 200,
                 ("favor m=256", "favorp m=256"),
-                MOVED[2:4],
+                ("favor m=32", "favorp m=32"),
                 (f"favor {REDRAWN}", f"favorp {REDRAWN}"),
             ),
             unit="nats",
@@ -290,43 +278,78 @@ def claims(rows: Rows) -> list[Claim]:
     ]
 
 
+Pair = tuple[str, str]
+
+
+def gains(
+    rows: Rows, step: int, proteins: Pair, words: Pair | None = None, books: Pair | None = None
+) -> dict[str, pd.Series]:
+    """Loss of the first method minus loss of the second, by case.
+
+    Args:
+        step: Step of fine-tuning on proteins.
+        proteins: Methods compared on generated families.
+        words: Methods compared on WikiText-2.
+        books: Methods compared on PG-19.
+    """
+    gains = {}
+    case = f"generated families, fine-tuned for {step} steps"
+    gains[case] = rows.paired(*proteins, "loss", **TUNING, step=step)
+    if words:
+        where = {"sweep": "books/moved", "split": "test"}
+        gains["WikiText-2, fine-tuned for 80 steps"] = rows.paired(*words, "loss", **where)
+    if books:
+        for mode in DIRECTIONS:
+            where = {"dataset": "PG-19", "mode": mode, "split": "test"}
+            gains[f"PG-19, {mode}"] = rows.paired(*books, "loss", **where)
+    return gains
+
+
 def method_label(method: str) -> str:
-    return label(
-        " ".join(
-            part
-            for part in method.replace("favor ", "trigonometric ").split(" ")
-            if part[:2] != "m="
-        )
-    )
+    """Format a method without its number of projections."""
+    words = method.replace("favor ", "trigonometric ").split(" ")
+    return label(" ".join(word for word in words if not word.startswith("m=")))
 
 
-def tables(rows: Rows):
-    made: dict[str, dict[str, str]] = {}
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+    increases: dict[str, dict[str, str]] = {}
     for step in (0, 25, 100, 200):
-        increases = made.setdefault(f"{step} steps", {})
+        column = increases.setdefault(f"{step} steps", {})
         for method in rows.methods("loss", **TUNING):
             if method != "exact":
                 increase = rows.paired(method, "exact", "loss", step=step, **TUNING)
-                increases[method_label(method)] = f"{mean_ci(increase):+.3f}"
-    columns = {
+                column[method_label(method)] = f"{mean_ci(increase):+.3f}"
+    columns = {}
+    for title, name in {
         "generated families, without training": "redraw/swap",
         "from scratch": "redraw-scratch",
         "WikiText-2, fine-tuned": "books/moved",
-    }
+    }.items():
+        columns[title] = {"metric": "loss", "split": "test", "sweep": name}
+    names = [where["sweep"] for where in columns.values()]
+    methods = rows.methods("loss", split="test", sweep=names)
     return {
         "Loss increase over exact attention after fine-tuning, nats: generated families, m = 256": pd.DataFrame(
-            made
+            increases
         ).rename_axis("method"),
-        "Loss on test, nats": mean_table(
-            rows,
-            {
-                title: {"metric": "loss", "split": "test", "sweep": of}
-                for title, of in columns.items()
-            },
-            rows.methods("loss", split="test", sweep=[*columns.values()]),
-            spec=".3f",
-        ),
+        "Loss on test, nats": mean_table(rows, columns, methods, spec=".3f"),
     }
+
+
+def redraw_effects(rows: Rows) -> dict[str, pd.Series]:
+    """Loss with redraws minus loss without, by method and setting."""
+    effects = {}
+    for setting, methods, where in [
+        ("fine-tuned", [*MANY, *FEW], {**TUNING, "step": 200}),
+        ("from scratch", SCRATCH, {"sweep": "redraw-scratch", "split": "test"}),
+        ("WikiText-2", MOVED, {"sweep": "books/moved", "split": "test"}),
+    ]:
+        for method in methods:
+            fixed, redraw, _ = method.partition(" redraw")
+            if redraw:
+                name = f"{method_label(method)}: {setting}"
+                effects[name] = rows.paired(method, fixed, "loss", **where)
+    return effects
 
 
 def figure(rows: Rows):
@@ -336,9 +359,9 @@ def figure(rows: Rows):
         rows,
         "step",
         "loss",
-        {method: method_label(method) for method in MANY[1:]},
+        {method: method_label(method) for method in MANY if method != "exact"},
         less="exact",
-        dotted=[EVERY_100("favorp")],
+        dotted=["favorp m=256 redraw_every=100"],
         **TUNING,
     )
     left.set(
@@ -346,22 +369,7 @@ def figure(rows: Rows):
         xlabel="steps",
         ylabel="loss increase over exact attention, nats",
     )
-    dot_plot(
-        right,
-        {
-            f"{method_label(method)}: {setting}": rows.paired(
-                method, method.partition(" redraw")[0], "loss", **where
-            )
-            for setting, methods, where in [
-                ("fine-tuned", [*MANY, *FEW], {**TUNING, "step": 200}),
-                ("from scratch", SCRATCH, {"sweep": "redraw-scratch", "split": "test"}),
-                ("WikiText-2", MOVED, {"sweep": "books/moved", "split": "test"}),
-            ]
-            for method in methods
-            if "redraw" in method
-        },
-        zero=True,
-    )
+    dot_plot(right, redraw_effects(rows), zero=True)
     right.set(title="Effect of redraws", xlabel="loss with minus loss without redraws, nats")
     fig.tight_layout()
     return fig
