@@ -6,13 +6,24 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, label, line_plot, mean_table, sweep
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    label,
+    line_plot,
+    mean_table,
+    quoted_override,
+    sweep,
+)
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 FORMED = "exact, matrix formed"
 BOTH = ["exact", "nearfar", "favorpp", "favorp", "favorsharp", "performer-pytorch"]
 CAUSAL = [f"{name} causal" for name in (*BOTH[:5], "chunked")]
-MODEL, VIT = [*BOTH[:5], "identity"], ["exact", "favorp", "favorpp", "uniform", FORMED]
+MODEL = [*BOTH[:5], "identity"]
+VIT = ["exact", "favorp", "favorpp", "uniform", FORMED]
 ROUNDS = {
     "attention": {256: 4, 512: 4, 1024: 2, 2048: 2, 4096: 1, 16384: 1},
     "large": {256: 4, 1024: 2, 2048: 2},
@@ -27,34 +38,40 @@ LONG = {
 NAMES = {"large": "large Transformer, ", "small": "small Transformer, ", "vit": "ViT, "}
 
 
-def time_runs(rounds: dict[str, dict[int, int]], seeds: int, names: Sequence[str] = ()):
-    return [
-        run
-        for what, lengths in rounds.items()
-        for length, count in lengths.items()
-        for run in sweep(
-            f"task=speed task.what={what} task.rounds={count}"
-            + f' "task.methods={[*names]}"' * bool(names),
-            alone=True,
-            what={what: ""},
-            seed=range(seeds),
-            length={length: f"task.lengths=[{length}]"},
-        )
-    ]
+def time_runs(
+    rounds: dict[str, dict[int, int]], seeds: int, methods: Sequence[str] = ()
+) -> list[Run]:
+    runs = []
+    for what, lengths in rounds.items():
+        for length, count in lengths.items():
+            options = f"task=speed task.what={what} task.rounds={count}"
+            if methods:
+                options += " " + quoted_override("task.methods", methods)
+            runs += sweep(
+                options,
+                alone=True,
+                what={what: ""},
+                seed=range(seeds),
+                length={length: f"task.lengths=[{length}]"},
+            )
+    return runs
 
 
-def memory_runs(what: str, methods: Sequence[str], lengths: Sequence[int], seeds: int = 1):
+def memory_runs(
+    what: str, methods: Sequence[str], lengths: Sequence[int], seeds: int = 1
+) -> list[Run]:
     return sweep(
         f"task=memory task.what={what}",
         alone=True,
         what={what: ""},
         **{"task.length": lengths},
         seed=range(seeds),
-        method={name: f'''"task.method='{name}'"''' for name in methods},
+        method={name: quoted_override("task.method", name) for name in methods},
     )
 
 
-LINEAR, RATIO = [*BOTH[2:], *CAUSAL[2:]], {"log": True, "unit": "times"}
+LINEAR = [*BOTH[2:], *CAUSAL[2:]]
+RATIO = {"log": True, "unit": "times"}
 FIG4 = {
     "fig4-right": [
         *time_runs({"vit_ti": {64: 6, 196: 6, 784: 4, 1024: 3, 3136: 1}}, 5, VIT),
@@ -70,19 +87,17 @@ GROWTH = {
     FORMED: "where the matrix is formed",
     "favorpp": "with FAVOR++",
 }
-GPU, ON_GPU = (
-    "attention, GPU",
-    [
-        "exact",
-        "favorpp",
-        "favorp",
-        "uniform",
-        "exact causal",
-        "favorpp causal",
-        "favorp causal",
-        "chunked causal",
-    ],
-)
+GPU = "attention, GPU"
+ON_GPU = [
+    "exact",
+    "favorpp",
+    "favorp",
+    "uniform",
+    "exact causal",
+    "favorpp causal",
+    "favorp causal",
+    "chunked causal",
+]
 page = Page(
     "perf_speed",
     title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
@@ -98,7 +113,7 @@ page = Page(
         ],
         "speed-gpu": sweep(
             "task=speed task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536] "
-            f'"task.methods={ON_GPU}"',
+            + quoted_override("task.methods", ON_GPU),
             alone=True,
             what={GPU: ""},
             seed=range(2),
@@ -132,20 +147,21 @@ MORE = "more processes on a quiet machine"
 def claims(rows: Rows) -> list[Claim]:
     ratio = partial(rows.ratio, metric="training")
 
-    exponents = {}
-    for method in ("exact", FORMED, "favorpp"):
+    growth = []
+    for method, words in GROWTH.items():
         frame = rows.select("mib", method, what="vit_ti")[["length", "value"]]
         if len(frame) > 1:
             lengths, mib = np.log(frame.to_numpy(float)).T
-            exponents[method] = f"L^{np.polyfit(lengths, mib, 1)[0]:.2f}"
-    grows = [f"as {exponents[name]} {text}" for name, text in GROWTH.items() if name in exponents]
+            growth.append(f"as L^{np.polyfit(lengths, mib, 1)[0]:.2f} {words}")
+    memory = f"memory grows {', '.join(growth)}" if growth else "no run measured memory"
+    identity = {}
+    for what, length in (("large", 2048), ("small", 4096)):
+        ratios = ratio("favorp", "identity", what=what, length=length)
+        identity[f"{NAMES[what]}L = {length}"] = ratios
     return [
         Claim(
             "a training step with FAVOR+ takes at most 1.25 times that with identity",
-            {
-                f"{NAMES[what]}L = {length}": ratio("favorp", "identity", what=what, length=length)
-                for what, length in (("large", 2048), ("small", 4096))
-            },
+            identity,
             below=1.25,
             **RATIO,
             paper="close to X (OPT), the line of attention that returns V",
@@ -180,7 +196,7 @@ def claims(rows: Rows) -> list[Claim]:
         ),
         Claim(
             "training a ViT above 1000 tokens fails for lack of memory",
-            not_measured=f"memory grows {', '.join(grows)}" if grows else "no run measured memory",
+            not_measured=memory,
             paper="out of memory",
             needs="a TPU, and exact attention that forms its matrix",
         ),
@@ -188,73 +204,64 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def labels(methods: Sequence[str]) -> dict[str, str]:
-    return {
-        name: label(name.removesuffix(" causal")) + ", causal" * name.endswith("causal")
-        for name in methods
-    }
+    labels = {}
+    for name in methods:
+        labels[name] = label(name.removesuffix(" causal"))
+        if name.endswith("causal"):
+            labels[name] += ", causal"
+    return labels
 
 
-def tables(rows: Rows):
-    def table(
-        metric: str, what: str, methods: Sequence[str], lengths: Sequence[int], spec: str = ".0f"
-    ):
-        return mean_table(
-            rows,
-            {
-                f"{NAMES.get(what, '')}L = {n}": {"metric": metric, "what": what, "length": n}
-                for n in lengths
-            },
-            labels(methods),
-            spec=spec,
-        )
+def length_table(
+    rows: Rows,
+    metric: str,
+    what: str,
+    methods: Sequence[str],
+    lengths: Sequence[int],
+    spec: str = ".0f",
+) -> pd.DataFrame:
+    columns = {}
+    for n in lengths:
+        columns[f"{NAMES.get(what, '')}L = {n}"] = {"metric": metric, "what": what, "length": n}
+    return mean_table(rows, columns, labels(methods), spec=spec)
 
+
+def speedup_table(rows: Rows, lengths: Sequence[int]) -> pd.DataFrame:
+    """Tabulate the time of exact attention over that of the method."""
+    table = {}
+    for n in lengths:
+        column = table.setdefault(f"L = {n}", {})
+        for method, name in labels([*BOTH, *CAUSAL]).items():
+            exact = "exact causal" if method.endswith("causal") else "exact"
+            ratio = rows.ratio(exact, method, "training", what="attention", length=n)
+            column[name] = f"{np.exp(ratio.mean()):.2g}" if len(ratio) else ""
+    return pd.DataFrame(table).rename_axis("method")
+
+
+def tables(rows: Rows) -> dict[str, pd.DataFrame]:
     lengths = (256, 1024, 4096, 16384)
-    speed = pd.DataFrame(
-        {
-            f"L = {n}": {
-                name: f"{np.exp(ratio.mean()):.2g}"
-                if len(
-                    ratio := rows.ratio(
-                        f"exact{' causal' * method.endswith('causal')}",
-                        method,
-                        "training",
-                        what="attention",
-                        length=n,
-                    )
-                )
-                else ""
-                for method, name in labels([*BOTH, *CAUSAL]).items()
-            }
-            for n in lengths
-        }
-    ).rename_axis("method")
-    models = [table("training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES]
-    gpu = (
-        {
-            "Attention alone on a GPU (H200, bfloat16): milliseconds of a training step": table(
-                "training", GPU, ON_GPU, (*lengths, 65536), ".1f"
-            )
-        }
-        if len(rows.select("training", what=GPU))
-        else {}
+    title = "Attention alone: time of exact attention over the method's, of a training step (higher is faster)"
+    tables = {title: speedup_table(rows, lengths)}
+    tables["Attention alone: milliseconds of a training step (lower is faster)"] = length_table(
+        rows, "training", "attention", [*BOTH, *CAUSAL], lengths
     )
-    return {
-        "Attention alone: time of exact attention over the method's, of a training step (higher is faster)": speed,
-        "Attention alone: milliseconds of a training step (lower is faster)": table(
-            "training", "attention", [*BOTH, *CAUSAL], lengths
-        ),
-        **gpu,
-        "Models: milliseconds of a training step": models[0].join(models[1:]),
-        "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step": table(
-            "ms", "vit_ti", VIT, [784, 3136, 16384]
-        ),
-        "Attention alone: peak memory of a training step": mean_table(
-            rows,
-            {"MiB, L = 65536": {"metric": "mib", "length": 65536}},
-            labels([*BOTH, *CAUSAL]),
-            format=lambda mib: f"{max(0, mib.mean()):.0f}",
-        ),
-    }
+    if len(rows.select("training", what=GPU)):
+        title = "Attention alone on a GPU (H200, bfloat16): milliseconds of a training step"
+        tables[title] = length_table(rows, "training", GPU, ON_GPU, (*lengths, 65536), ".1f")
+    large, small, vit = [
+        length_table(rows, "training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES
+    ]
+    tables["Models: milliseconds of a training step"] = large.join([small, vit])
+    tables["ViT-Ti/16 (CRT Figure 4): milliseconds of a training step"] = length_table(
+        rows, "ms", "vit_ti", VIT, [784, 3136, 16384]
+    )
+    tables["Attention alone: peak memory of a training step"] = mean_table(
+        rows,
+        {"MiB, L = 65536": {"metric": "mib", "length": 65536}},
+        labels([*BOTH, *CAUSAL]),
+        format=lambda mib: f"{max(0, mib.mean()):.0f}",
+    )
+    return tables
 
 
 def figure(rows: Rows):

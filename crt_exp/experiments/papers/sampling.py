@@ -1,5 +1,7 @@
 """Sampled softmax: times, and bias and variance of the gradient."""
 
+import pandas as pd
+
 from crt_exp.experiments.report import (
     Page,
     Rows,
@@ -8,17 +10,26 @@ from crt_exp.experiments.report import (
     label,
     line_plot,
     mean_table,
+    quoted_override,
     sweep,
 )
 from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report.sweeps import Run
 
 NAMES = [
     "uniform",
     "log_uniform",
     "unigram",
     "exact",
-    *(f"favorpp m={m}{flatter}" for flatter in ["", " flatter=2"] for m in [64, 256, 1024]),
-    *(f"favor m={m}" for m in [32, 128, 512]),
+    "favorpp m=64",
+    "favorpp m=256",
+    "favorpp m=1024",
+    "favorpp m=64 flatter=2",
+    "favorpp m=256 flatter=2",
+    "favorpp m=1024 flatter=2",
+    "favor m=32",
+    "favor m=128",
+    "favor m=512",
 ]
 GRADIENTS = {
     name: label(name).replace("favor,", "trigonometric,") for name in [*NAMES, "quadratic"]
@@ -40,8 +51,7 @@ LARGEST = {
 }
 
 
-def sweeps(seeds: int):
-    listed = ",".join(f'"{name}"' for name in NAMES)
+def sweeps(seeds: int) -> dict[str, list[Run]]:
     return {
         "sampling/steps": sweep(
             "task=sampling_times task.what=step task.methods=[full,adaptive,tree,uniform,log_uniform,dense]",
@@ -55,7 +65,10 @@ def sweeps(seeds: int):
         ),
         "sampling/gradients": sweep(
             "task=sampled_gradients task.classes=10000 task.queries=64 task.repeats=200",
-            of={"all": f"'task.methods=[{listed}]'", "quadratic": "task.methods=[quadratic]"},
+            of={
+                "all": quoted_override("task.methods", NAMES),
+                "quadratic": "task.methods=[quadratic]",
+            },
             **{"task.length": [4, 8]},
             seed=range(seeds),
         ),
@@ -83,32 +96,26 @@ page = Page(
 )
 
 
-def tables(rows: Rows):
-    def times(sweep: str, methods: dict[str, str]):
-        return mean_table(
-            rows,
-            {
-                f"{classes:,}": {"metric": "ms", "sweep": sweep, "classes": classes}
-                for classes in [*SIZES, *LARGEST]
-            },
-            methods,
-            format=lambda values: geometric_interval(values, ".1f"),
-        )
+def time_table(rows: Rows, sweep_name: str) -> pd.DataFrame:
+    columns = {}
+    for classes in [*SIZES, *LARGEST]:
+        columns[f"{classes:,}"] = {"metric": "ms", "sweep": sweep_name, "classes": classes}
+    return mean_table(rows, columns, STEPS, format=lambda values: geometric_interval(values, ".1f"))
 
+
+def tables(rows: Rows):
+    gradients = {}
+    for length in [4, 8]:
+        for metric, name in [("bias_sq", "squared bias"), ("variance", "variance")]:
+            column = f"{name}, queries of length {length}"
+            gradients[column] = {"metric": metric, "length": length}
     return {
-        "Time of a training step, ms, by number of classes (lower is better)": times(
-            "sampling/steps", STEPS
+        "Time of a training step, ms, by number of classes (lower is better)": time_table(
+            rows, "sampling/steps"
         ),
-        "Time of drawing negatives, ms, by number of classes": times("sampling/draws", STEPS),
+        "Time of drawing negatives, ms, by number of classes": time_table(rows, "sampling/draws"),
         "Gradient, over the squared length of the full softmax's gradient": mean_table(
-            rows,
-            {
-                f"{name}, queries of length {length}": {"metric": metric, "length": length}
-                for length in [4, 8]
-                for metric, name in [("bias_sq", "squared bias"), ("variance", "variance")]
-            },
-            GRADIENTS,
-            spec=".4f",
+            rows, gradients, GRADIENTS, spec=".4f"
         ),
     }
 
