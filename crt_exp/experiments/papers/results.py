@@ -173,7 +173,7 @@ def write(folder: Path, tested: Mapping[str, Sequence[TestedClaim]]) -> None:
     figure = loss_against_time(REPEATED.costs(rows), times(rows["perf_speed"], " causal"))
     save_figure(figure, folder / "results.png")
     write_atomic(folder / "results.md", results_text(rows, tested))
-    write_atomic(folder / "index.md", index_text(tested))
+    write_atomic(folder / "index.md", index_text(rows, tested))
     print(f"written: {folder}/results.md, index.md, claims.csv")
 
 
@@ -250,9 +250,9 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedC
     return "\n\n".join(paragraphs) + "\n"
 
 
-def index_text(tested: Mapping[str, Sequence[TestedClaim]]) -> str:
+def index_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedClaim]]) -> str:
     table = verdict_counts(tested)
-    table["finding"] = [pages.load(name).page.finding for name in tested]
+    table["finding"] = [pages.load(name).page.finding_text(rows[name]) for name in tested]
     return (
         "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
         + to_markdown(table).rstrip()

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +52,7 @@ class Page:
     Args:
         name: Name of the page's files.
         title: Title, with the paper and its table or figure.
-        finding: One or two sentences.
+        finding: One or two sentences, or a function that formats them from the rows.
         small: Runs by sweep name. A sweep has the name of its make target ("fig2"), or is a part of that
             ("fig2/mnist").
         columns: Columns of the rows, from runs and records.
@@ -67,7 +67,7 @@ class Page:
 
     name: str
     title: str
-    finding: str
+    finding: str | Callable[[Rows], str]
     small: Mapping[str, Sequence[Run]]
     columns: Sequence[str]
     metrics: Sequence[str]
@@ -78,6 +78,10 @@ class Page:
     reduced: bool = True
     stand_in: str = ""
 
+    def finding_text(self, rows: Rows) -> str:
+        """Return the finding, with the numbers of the rows."""
+        return self.finding if isinstance(self.finding, str) else self.finding(rows)
+
     @property
     def targets(self) -> list[str]:
         """Names of the page's sweeps; a part such as "fig2/mnist" counts as "fig2"."""
@@ -85,15 +89,14 @@ class Page:
 
     def sweeps(self, size: str, wanted: str = "") -> dict[str, Sequence[Run]]:
         """Return the sweeps of a size, or only the wanted one. Raises ConfigError."""
-        made = getattr(self, size)
-        if not made:
-            raise ConfigError(
-                f"SIZE={size}: page {self.name} has only {'small' if size == 'full' else 'full'}"
-            )
-        found = {name: runs for name, runs in made.items() if _is_part(name, wanted)}
-        if not found:
-            raise unknown(f"sweep of the page {self.name}", wanted, [*made])
-        return found
+        sweeps = {"small": self.small, "full": self.full}[size]
+        if not sweeps:
+            other = "small" if size == "full" else "full"
+            raise ConfigError(f"SIZE={size}: page {self.name} has only {other}")
+        selected = {name: runs for name, runs in sweeps.items() if _is_part(name, wanted)}
+        if not selected:
+            raise unknown(f"sweep of the page {self.name}", wanted, [*sweeps])
+        return selected
 
     def run(
         self,
@@ -123,36 +126,30 @@ class Page:
         """
         home = RUNS / self.name if size == "small" else RUNS / size / self.name
         folder = out or folder_of(size, bool(methods or seeds))
-        chosen = {
-            name: [run for run in runs if _is_chosen(run, methods, seeds)]
-            for name, runs in self.sweeps(size, wanted).items()
-        }
-        needed, models = [run for runs in chosen.values() for run in runs], {}
+        selected = self.sweeps(size, wanted)
+        chosen = {}
+        for name, runs in selected.items():
+            chosen[name] = [run for run in runs if _is_chosen(run, methods, seeds)]
+        needed = [*chain.from_iterable(chosen.values())]
         if methods and not needed:
-            raise unknown(
-                "method",
-                " ".join(methods),
-                sorted(
-                    {
-                        str(run.columns.get("method"))
-                        for runs in self.sweeps(size, wanted).values()
-                        for run in runs
-                    }
-                ),
-            )
+            runs = chain.from_iterable(selected.values())
+            known = {str(run.columns.get("method")) for run in runs}
+            raise unknown("method", " ".join(methods), sorted(known))
+        models = {}
         for name, runs in reversed(self.models.items()):  # a model may start from an earlier one
-            if any(f"{HOME}/{name}/" in override for run in needed for override in run.overrides):
+            if any(_starts_from(run, name) for run in needed):
                 needed += runs
                 models = {name: runs, **models}
         for name, runs in {**models, **chosen}.items():
             sweeps.run_missing(runs, home / name, home, launcher)
-        frames = [
-            sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
-            for name, runs in chosen.items()
-        ]
+        frames = []
         if wanted and not (methods or seeds) and has_rows(self.name, folder):
-            kept = files.read_rows(self.name, folder).frame
-            frames.insert(0, kept[[not _is_part(name, wanted) for name in kept["sweep"]]])
+            previous = files.read_rows(self.name, folder).frame
+            others = [not _is_part(name, wanted) for name in previous["sweep"]]
+            frames.append(previous[others])
+        for name, runs in chosen.items():
+            frame = sweeps.rows_of_runs(runs, home / name, name, self.columns, self.metrics)
+            frames.append(frame)
         files.write_rows(self.name, files.concatenate(frames), folder)
         return folder
 
@@ -162,10 +159,15 @@ def _is_part(name: str, wanted: str) -> bool:
 
 
 def _is_chosen(run: Run, methods: Sequence[str], seeds: int) -> bool:
-    name = str(run.columns.get("method", ""))
-    return (not methods or not name or name in methods or name.split(" ")[0] in methods) and (
-        not seeds or int(run.columns.get("seed", 0)) < seeds
-    )
+    """Whether a run has one of the methods and one of the first seeds, where these are limited."""
+    method = str(run.columns.get("method", ""))
+    if methods and method and not {method, method.split(" ")[0]} & {*methods}:
+        return False
+    return not seeds or int(run.columns.get("seed", 0)) < seeds
+
+
+def _starts_from(run: Run, sweep_name: str) -> bool:
+    return any(f"{HOME}/{sweep_name}/" in override for override in run.overrides)
 
 
 def folder_of(size: str, part: bool = False) -> Path:
@@ -209,7 +211,9 @@ def load(name: str) -> ModuleType:
         return module
     if name in names():
         return importlib.import_module(f"crt_exp.experiments.papers.{name}")
-    targets = {target: each for each in names() for target in load(each).page.targets}
+    targets = {}
+    for page_name in names():
+        targets.update(dict.fromkeys(load(page_name).page.targets, page_name))
     if name not in targets:
         raise unknown("page", name, [*names(), *targets])
     return load(targets[name])
@@ -236,7 +240,8 @@ def render(
 
     part: command-line options of a partial page (some methods or seeds), which has no verdicts.
     """
-    page, rows = module.page, files.read_rows(module.page.name, folder)
+    page = module.page
+    rows = files.read_rows(page.name, folder)
     tested = [] if part else verdicts(module, rows, size)
     picture = module.figure(rows) if hasattr(module, "figure") else None
     drawn = picture is not None and leave_out_empty_axes(picture)
@@ -246,10 +251,9 @@ def render(
         import matplotlib.pyplot as plt
 
         plt.close(picture)
-    write_atomic(
-        folder / f"{page.name}.md",
-        page_text(page, rows, tested, module.tables(rows), drawn, folder, size, part),
-    )
+    tables = module.tables(rows)
+    text = page_text(page, rows, tested, tables, drawn, folder, size, part)
+    write_atomic(folder / f"{page.name}.md", text)
     return tested
 
 
@@ -274,11 +278,11 @@ def first_table(module: ModuleType, folder: Path = files.FOLDER, part: str = "")
     if not tables:
         return NO_TABLE
     title, table = next(iter(tables.items()))
-    return "\n".join([title, *aligned([list(map(str, row)) for row in _cells(table)])])
+    return "\n".join([title, *aligned(_cells(table))])
 
 
 def page_text(
-    page: Any,
+    page: Page,
     rows: Rows,
     tested: Sequence[TestedClaim],
     tables: Mapping[str, pd.DataFrame],
@@ -287,45 +291,54 @@ def page_text(
     size: str,
     part: str,
 ) -> str:
-    (title, first), *others = measured_tables(tables, part).items() or [("", None)]
-    whole = size == "small" and not part
-    sections = [
-        f"# {page.title}",
-        page.finding if whole else f"Part: {part}." if part else f"SIZE={size}.",
-        "\n".join(_line([*cases]) for _, cases in groupby(tested, lambda each: id(each.claim))),
-        f"![{page.title}]({page.name}.png)" if picture else "",
-        NO_TABLE if first is None else f"## {title}\n\n{to_markdown(first)}",
-        details("All claims", claims_table(tested)),
-        *(
-            details(name, to_markdown(table)) if len(table) <= LONG else ""
-            for name, table in others
-        ),
-        details("How it was measured", measurement_details(page, rows, folder, size, part)),
-    ]
+    sections = [f"# {page.title}", _summary(page, rows, size, part)]
+    bullets = [_line([*cases]) for _, cases in groupby(tested, lambda case: id(case.claim))]
+    sections.append("\n".join(bullets))
+    if picture:
+        sections.append(f"![{page.title}]({page.name}.png)")
+    shown, *folded = measured_tables(tables, part).items() or [None]
+    if shown is None:
+        sections.append(NO_TABLE)
+    else:
+        title, table = shown
+        sections.append(f"## {title}\n\n{to_markdown(table)}")
+    sections.append(details("All claims", claims_table(tested)))
+    for title, table in folded:
+        if len(table) <= LONG:
+            sections.append(details(title, to_markdown(table)))
+    measurement = measurement_details(page, rows, folder, size, part)
+    sections.append(details("How it was measured", measurement))
     return "\n\n".join(section.rstrip() for section in sections if section) + "\n"
 
 
-def measurement_details(page: Any, rows: Rows, folder: Path, size: str, part: str) -> str:
+def _summary(page: Page, rows: Rows, size: str, part: str) -> str:
+    """Return the finding, or the part or size that the rows have."""
+    if part:
+        return f"Part: {part}."
+    if size != "small":
+        return f"SIZE={size}."
+    return page.finding_text(rows)
+
+
+def measurement_details(page: Page, rows: Rows, folder: Path, size: str, part: str) -> str:
     frame = rows.frame
     days = sorted({*frame["date"]} - {""})
-    commits = sorted({str(each).rstrip("+") for each in frame["commit"]} - {""})
+    period = f"{days[0]} to {days[-1]}" if len(days) > 1 else "".join(days)
+    commits = sorted({str(commit).rstrip("+") for commit in frame["commit"]} - {""})
     seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
-    command = (
-        f"python -m crt_exp report {page.name} --run"
-        + f" --size {size}" * (size != "small")
-        + f" {part}" * bool(part)
-    )
+    command = f"python -m crt_exp report {page.name} --run"
+    if size != "small":
+        command += f" --size {size}"
+    if part:
+        command += f" {part}"
     path = files.rows_path(page.name, folder).name
-    return "\n".join(
-        f"- {line}"
-        for line in [
-            *page.measured,
-            f"Rows: [{path}]({path}), {len(frame)} values, {' to '.join(days[:1] + days[1:][-1:])}, "
-            f"{seconds:.0f} s of computing.",
-            "; ".join(frame["versions"].unique()) + ".",
-            f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}.",
-        ]
-    )
+    bullets = [
+        *page.measured,
+        f"Rows: [{path}]({path}), {len(frame)} values, {period}, {seconds:.0f} s of computing.",
+        "; ".join(frame["versions"].unique()) + ".",
+        f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}.",
+    ]
+    return "\n".join(f"- {bullet}" for bullet in bullets)
 
 
 # ---- claims
@@ -333,93 +346,97 @@ def measurement_details(page: Any, rows: Rows, folder: Path, size: str, part: st
 
 def _line(cases: Sequence[TestedClaim]) -> str:
     """Format a claim, with all its cases, as one Markdown bullet."""
-    claim, first = cases[0].claim, cases[0]
-    papers = dict.fromkeys(each.paper for each in cases if each.paper)
-    paper = f" (paper: {next(iter(papers))})" if len(papers) == 1 else ""
+    first = cases[0]
+    claim = first.claim
+    papers = {case.paper for case in cases if case.paper}
+    paper = f" (paper: {papers.pop()})" if len(papers) == 1 else ""
     if claim.not_measured:
         return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
     if len(cases) == 1:
-        case = f"{first.case}: " if first.case else ""
-        check = f"; sanity check: {claim.fails[first.case]}" if claim.fails.get(first.case) else ""
-        return f"- **{first.verdict}**: {case}{claim.text}: {first.to_text()}{paper}{check}"
-    count = Counter(
-        each.verdict for each in sorted(cases, key=lambda each: WORDS.index(each.base_verdict))
-    )
+        name = f"{first.case}: " if first.case else ""
+        fails = claim.fails.get(first.case)
+        check = f"; sanity check: {fails}" if fails else ""
+        return f"- **{first.verdict}**: {name}{claim.text}: {first.to_text()}{paper}{check}"
+    ordered = sorted(cases, key=lambda case: WORDS.index(case.base_verdict))
+    count = Counter(case.verdict for case in ordered)
     words = ", ".join(f"{word} in {number}" for word, number in count.items())
-    ends = " to ".join(
-        "e^" * claim.power + f"{end(each.number for each in cases):.3g}" for end in (min, max)
-    )
-    return f"- **{words}** of {len(cases)}: {claim.text}: {f'{ends} {claim.unit}'.rstrip()}{paper}"
+    numbers = [case.number for case in cases]
+    base = "e^" if claim.power else ""
+    ends = f"{base}{min(numbers):.3g} to {base}{max(numbers):.3g} {claim.unit}".rstrip()
+    return f"- **{words}** of {len(cases)}: {claim.text}: {ends}{paper}"
 
 
 def claims_table(tested: Sequence[TestedClaim]) -> str:
     """Format all cases as a Markdown table; above LONG cases, link claims.csv; none as ""."""
-    measured = [each for each in tested if not each.claim.not_measured]
+    measured = [case for case in tested if not case.claim.not_measured]
     if not measured:
         return ""
     if len(measured) > LONG:
         cases = f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv)."
         return f"{cases}\n\n{INTERVAL}"
-    table = markdown(
-        ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"],
-        [
-            [
-                each.claim.text,
-                each.case,
-                each.to_text(),
-                threshold(each),
-                each.paper,
-                each.estimate.n or "exact",
-                f"{each.p:.2g}" if each.estimate.n > 1 and each.p == each.p else "",
-                each.verdict,
-                "; ".join(
-                    filter(
-                        None, [each.claim.fails.get(each.case, ""), theory(each), each.claim.reason]
-                    )
-                ),
-            ]
-            for each in measured
-        ],
-    )
+    header = ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"]
+    table = markdown(header, [_claims_row(case) for case in measured])
     return f"{table}\n{INTERVAL}"
 
 
-def threshold(each: TestedClaim) -> str:
-    return (
-        f"{each.side} {'e^' if each.claim.power else ''}{each.threshold or float(each.claim.log):g}"
-    )
+def _claims_row(case: TestedClaim) -> list[Any]:
+    n = case.estimate.n
+    p = f"{case.p:.2g}" if n > 1 and not np.isnan(case.p) else ""
+    notes = [case.claim.fails.get(case.case), theory(case), case.claim.reason]
+    return [
+        case.claim.text,
+        case.case,
+        case.to_text(),
+        threshold(case),
+        case.paper,
+        n or "exact",
+        p,
+        case.verdict,
+        "; ".join(note for note in notes if note),
+    ]
 
 
-def theory(each: TestedClaim) -> str:
-    closed = each.claim.theory.get(each.case)
-    return "" if closed is None else f"theory: {np.exp(closed) if each.claim.log else closed:.3g}"
+def threshold(case: TestedClaim) -> str:
+    base = "e^" if case.claim.power else ""
+    value = case.threshold or float(case.claim.log)
+    return f"{case.side} {base}{value:g}"
+
+
+def theory(case: TestedClaim) -> str:
+    closed_form = case.claim.theory.get(case.case)
+    if closed_form is None:
+        return ""
+    if case.claim.log:
+        closed_form = np.exp(closed_form)
+    return f"theory: {closed_form:.3g}"
 
 
 def claims_frame(page: str, tested: Sequence[TestedClaim]) -> pd.DataFrame:
     """Return one row per case, for claims.csv."""
-    return pd.DataFrame(
-        [
+    table = []
+    for case in tested:
+        low, high = case.ends
+        table.append(
             {
                 "page": page,
-                "claim": each.claim.text,
-                "case": each.case,
-                "verdict": each.verdict,
-                "value": each.number,
-                "low": each.ends[0],
-                "high": each.ends[1],
-                "threshold": threshold(each),
-                "unit": each.claim.unit,
-                "n": each.estimate.n,
-                "p_holm": each.p,
-                "paper": each.paper,
-                "theory": theory(each),
-                "sanity_check": each.claim.fails.get(each.case, ""),
-                "reason": each.claim.reason or each.claim.not_measured,
-                "needs": each.claim.needs,
+                "claim": case.claim.text,
+                "case": case.case,
+                "verdict": case.verdict,
+                "value": case.number,
+                "low": low,
+                "high": high,
+                "threshold": threshold(case),
+                "unit": case.claim.unit,
+                "n": case.estimate.n,
+                "p_holm": case.p,
+                "paper": case.paper,
+                "theory": theory(case),
+                "sanity_check": case.claim.fails.get(case.case, ""),
+                "reason": case.claim.reason or case.claim.not_measured,
+                "needs": case.claim.needs,
             }
-            for each in tested
-        ]
-    )
+        )
+    return pd.DataFrame(table)
 
 
 # ---- tables
@@ -427,11 +444,9 @@ def claims_frame(page: str, tested: Sequence[TestedClaim]) -> pd.DataFrame:
 
 def details(summary: str, text: str) -> str:
     """Wrap text in a folded HTML section, for GitHub and the website."""
-    return (
-        f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
-        if text
-        else ""
-    )
+    if not text:
+        return ""
+    return f'<details markdown="1">\n<summary>{summary}</summary>\n\n{text}\n\n</details>'
 
 
 def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> dict[str, pd.DataFrame]:
@@ -439,7 +454,7 @@ def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> dict[str, 
 
     Labels with the word "paper" mark values of the papers.
     """
-    found = {}
+    selected = {}
     for title, table in tables.items():
         filled = (table.notna() & (table != "")).to_numpy(bool)
         quoted_rows = np.array(["paper" in str(name) for name in table.index], bool)
@@ -450,8 +465,8 @@ def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> dict[str, 
         if not part:
             columns[:] = True
         if measured.any():
-            found[title] = table.loc[rows, columns]
-    return found
+            selected[title] = table.loc[rows, columns]
+    return selected
 
 
 def to_markdown(table: pd.DataFrame) -> str:
@@ -460,15 +475,15 @@ def to_markdown(table: pd.DataFrame) -> str:
     return markdown(header, rows)
 
 
-def _cells(table: pd.DataFrame) -> list[list]:
-    """Return the header, then the rows, as lists."""
-    return [
-        [table.index.name or "", *map(str, table.columns)],
-        *(
-            [name, *("" if value is None or value != value else value for value in values)]
-            for name, values in zip(table.index, table.to_numpy(object))
-        ),
-    ]
+def _cells(table: pd.DataFrame) -> list[list[str]]:
+    """Return the header, then the rows, as lists; missing values are empty."""
+    cells = [[table.index.name or "", *map(str, table.columns)]]
+    for name, values in zip(table.index, table.to_numpy(object)):
+        row = [str(name)]
+        for value in values:
+            row.append("" if pd.isna(value) else str(value))
+        cells.append(row)
+    return cells
 
 
 def label(method: str, labels: Mapping[str, str] | None = None) -> str:
@@ -478,7 +493,9 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
     name, *options = method.split(" ")
     if not all("=" in option for option in options):
         return method
-    return ", ".join([LABELS.get(name, name), *(option.replace("=", " = ") for option in options)])
+    words = [LABELS.get(name, name)]
+    words += [option.replace("=", " = ") for option in options]
+    return ", ".join(words)
 
 
 def mean_table(
@@ -502,15 +519,23 @@ def mean_table(
         less: Method whose values are subtracted, sample by sample.
     """
     methods = methods or rows.methods(**next(iter(columns.values())))
-    made, show = {}, format or (lambda values: f"{mean_ci(values, overlap=overlap):{spec}}")
+    labels = methods if isinstance(methods, Mapping) else None
+    if format is None:
+
+        def format(values: pd.Series) -> str:
+            return f"{mean_ci(values, overlap=overlap):{spec}}"
+
+    table = {}
     for method in methods:
-        found = [
-            scale
-            * (rows.paired(method, less, **where) if less else rows.values(method=method, **where))
-            for where in columns.values()
-        ]
-        if method != less and any(map(len, found)):
-            made[label(method, methods if isinstance(methods, Mapping) else None)] = [
-                show(values) if len(values) else "" for values in found
-            ]
-    return pd.DataFrame.from_dict(made, orient="index", columns=[*columns]).rename_axis("method")
+        if method == less:
+            continue
+        cells = []
+        for where in columns.values():
+            if less:
+                values = scale * rows.paired(method, less, **where)
+            else:
+                values = scale * rows.values(method=method, **where)
+            cells.append(format(values) if len(values) else "")
+        if any(cells):
+            table[label(method, labels)] = cells
+    return pd.DataFrame.from_dict(table, orient="index", columns=[*columns]).rename_axis("method")

@@ -433,38 +433,43 @@ def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") ->
     reduced: the runs are smaller than the paper's. stand_in: prefix of cases whose data replace the paper's data.
     Verdicts state both.
     """
-    tested = [
-        claim.of(case)
-        for claim in claims
-        for case in ([""] if claim.not_measured else claim.cases)
-        if claim.not_measured or np.size(claim.cases[case])
-    ]
-    judged = [
-        each for each in tested if not each.claim.not_measured and each.case not in each.claim.fails
-    ]
-    corrected = dict(zip(map(id, judged), holm([each.estimate.p for each in judged])))
-    return [
-        _with_verdict(each, corrected.get(id(each), math.nan), reduced, stand_in) for each in tested
-    ]
+    tested = []
+    for claim in claims:
+        if claim.not_measured:
+            tested.append(claim.of(""))
+            continue
+        for case, samples in claim.cases.items():
+            if np.size(samples):
+                tested.append(claim.of(case))
+    judged = []
+    for case in tested:
+        if not case.claim.not_measured and case.case not in case.claim.fails:
+            judged.append(case)
+    p_values = holm([case.estimate.p for case in judged])
+    corrected = dict(zip(map(id, judged), p_values))
+    verdicts = []
+    for case in tested:
+        p = corrected.get(id(case), math.nan)
+        verdicts.append(_with_verdict(case, p, reduced, stand_in))
+    return verdicts
 
 
-def _with_verdict(each: TestedClaim, p: float, reduced: bool, stand_in: str) -> TestedClaim:
-    if each.claim.not_measured:
-        return each
-    word = DECIDED[not each.agrees]
-    if (each.claim.theory.get(each.case, each.limit) - each.limit) * (
-        each.estimate.mean - each.limit
-    ) < 0:
+def _with_verdict(case: TestedClaim, p: float, reduced: bool, stand_in: str) -> TestedClaim:
+    if case.claim.not_measured:
+        return case
+    word = DECIDED[0] if case.agrees else DECIDED[1]
+    closed_form = case.claim.theory.get(case.case, case.limit)
+    if (closed_form - case.limit) * (case.estimate.mean - case.limit) < 0:
         word = CONFLICT
     if not p <= LEVEL:
         word = UNDECIDED
-    note = (
-        "stand-in data"
-        if stand_in and each.case.startswith(stand_in)
-        else "reduced scale"
-        if reduced
-        else ""
-    )
-    note = f" ({note})" if note and word in DECIDED else ""
-    level = LEVEL * each.estimate.p / p if p and p == p and each.estimate.p else LEVEL
-    return replace(each, p=p, verdict=word + note, level=level)
+    verdict = word
+    if word in DECIDED:
+        if stand_in and case.case.startswith(stand_in):
+            verdict = f"{word} (stand-in data)"
+        elif reduced:
+            verdict = f"{word} (reduced scale)"
+    level = LEVEL
+    if p and not math.isnan(p) and case.estimate.p:
+        level = LEVEL * case.estimate.p / p
+    return replace(case, p=p, verdict=verdict, level=level)

@@ -72,27 +72,33 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
             `attention` and `features` are methods, and their column is `method`. The column of another key is its last
             part.
     """
-    choices, names = [], ["method" if key in METHODS else key.rpartition(".")[2] for key in axes]
+    names, choices = [], []
     for key, values in axes.items():
         if key in METHODS:
+            names.append("method")
             choices.append([(text, _method_overrides(key, text)) for text in values])
-        elif isinstance(values, Mapping):
+            continue
+        names.append(key.rpartition(".")[2])
+        if isinstance(values, Mapping):
             choices.append([(value, shlex.split(text)) for value, text in values.items()])
         else:
-            choices.append(
-                [
-                    (value, [f"{key}={value if isinstance(value, str) else to_text(value)}"])
-                    for value in values
-                ]
-            )
+            choices.append([(value, [_axis_override(key, value)]) for value in values])
     runs = []
-    for chosen in itertools.product(*choices):
-        overrides = itertools.chain(shlex.split(options), *(each for _, each in chosen))
+    common = shlex.split(options)
+    for combination in itertools.product(*choices):
+        overrides = [*common]
+        columns = {}
+        for name, (value, value_overrides) in zip(names, combination):
+            columns[name] = value
+            overrides += value_overrides
         last = {override.partition("=")[0]: override for override in overrides}
-        runs.append(
-            Run(tuple(last.values()), dict(zip(names, (value for value, _ in chosen))), alone)
-        )
+        runs.append(Run(tuple(last.values()), columns, alone))
     return runs
+
+
+def _axis_override(key: str, value: Any) -> str:
+    text = value if isinstance(value, str) else to_text(value)
+    return f"{key}={text}"
 
 
 def quoted_override(key: str, value: Any) -> str:
@@ -103,14 +109,12 @@ def quoted_override(key: str, value: Any) -> str:
 def _method_overrides(group: str, text: str) -> list[str]:
     """Return the overrides of a method such as "favorpp m=256" or "pos sampler=iid"."""
     name, options = split_words(text)
-    places = {"m": "features.m", "sampler": "sampler", "features": "features"}
-    return [
-        f"{group}={name}",
-        *(
-            f"{places.get(key, key if '.' in key else f'{group}.{key}')}={to_text(value)}"
-            for key, value in options.items()
-        ),
-    ]
+    keys = {"m": "features.m", "sampler": "sampler", "features": "features"}
+    overrides = [f"{group}={name}"]
+    for option, value in options.items():
+        key = option if "." in option else f"{group}.{option}"
+        overrides.append(f"{keys.get(option, key)}={to_text(value)}")
+    return overrides
 
 
 # ---- running
@@ -130,13 +134,14 @@ def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "
     failed = []
     own = [f"logger={os.environ.get('LOGGER', 'none')}", "resume=auto"]
     for alone, group in itertools.groupby(missing, lambda run: run.alone):
-        jobs = [
-            (run, [*(each.replace(HOME, str(home)) for each in run.overrides), *own])
-            for run in group
-        ]
-        for _, overrides in jobs:
+        jobs = []
+        for run in group:
+            overrides = [override.replace(HOME, str(home)) for override in run.overrides]
+            overrides += own
             prepare(overrides)
-        failed += (_run_in_processes if alone else _launch)(jobs, folder, launcher)
+            jobs.append((run, overrides))
+        execute = _run_in_processes if alone else _launch
+        failed += execute(jobs, folder, launcher)
     if failed:
         raise RunsFailed(
             f"{len(failed)} of {len(runs)} runs failed, see the errors above: "
@@ -163,38 +168,35 @@ def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) 
         version_base="1.3", config_dir=str(CONF.resolve()), job_name="crt_exp"
     ):
         hydra = GlobalHydra.instance().hydra
-        given = [
+        settings = [
             "hydra.mode=MULTIRUN",
             f"hydra/launcher={launcher}",
             f"hydra.sweep.dir={folder.absolute()}",
             *with_folders(own_folders()),
         ]
-        config = hydra.compose_config("config", given, run_mode=RunMode.MULTIRUN)
+        config = hydra.compose_config("config", settings, run_mode=RunMode.MULTIRUN)
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
-        launch = (
-            Plugins.instance()
-            .instantiate_launcher(hydra_context=context, task_function=task_function, config=config)
-            .launch
+        instance = Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task_function, config=config
         )
-        batches = (
-            [[job] for job in jobs] if launcher == "basic" else [jobs]
-        )  # so that a failure is reported at once
+        batches = [jobs]
+        if launcher == "basic":
+            batches = [[job] for job in jobs]  # so that a failure is reported at once
         for batch in tqdm(batches, desc=folder.name, unit="run", mininterval=mininterval()):
             arguments = [
                 [*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch
             ]
             with redirect_stdout(StringIO()):  # the table at the end has what runs print
-                done = launch(arguments, 0)
-            for (run, _), result in zip(batch, done):
+                results = instance.launch(arguments, 0)
+            for (run, _), result in zip(batch, results):
                 try:
                     _ = result.return_value  # re-raises the error of the run
                 except Exception as error:
                     if getattr(error, "code", None) != DIVERGED_CODE:
                         yield run.name
                         continue
-                    directory = (
-                        folder / run.name
-                    )  # does not exist if the run diverged before its first record
+                    # It does not exist if the run diverged before its first record.
+                    directory = folder / run.name
                     directory.mkdir(parents=True, exist_ok=True)
                     if not (directory / "versions.json").is_file():
                         write_atomic(directory / "versions.json", json.dumps(versions(0)))
@@ -228,9 +230,9 @@ def rows_of_runs(
     A list in a record gives one row per value. columns: columns from the run or the record. Validation records are used
     only if `step` is a column.
     """
-    rows = [
-        row for run in runs for row in _rows_of_run(run, folder / run.name, sweep, columns, metrics)
-    ]
+    rows = []
+    for run in runs:
+        rows += _rows_of_run(run, folder / run.name, sweep, columns, metrics)
     names = ["sweep", *columns, "sample", "metric", "value", *ORIGIN]
     return pd.DataFrame(rows, columns=names).fillna("")
 
