@@ -15,15 +15,18 @@ from crt_exp.experiments.report import (
 )
 from crt_exp.experiments.report.plots import panels
 
-FIG3, WHISPER = "fig3", "fig3-whisper"
-UNTRAINED, TUNED, SCRATCH = "without training", "fine-tuned after the swap", "from scratch"
-NEAR, HYBRID = (
-    "nearfar block=8 heavy=8 cells=8 exact_until=0",
-    "hrf_cluster m=48 features.queries=3 features.keys=3",
-)
-POSITIVE = [f"{name} m={m}" for m in (8, 16, 64, 256) for name in ("favorp", "favorpp")]
-OF_DIGITS = ["exact", "uniform", NEAR, *POSITIVE[:4]]
-OF_WHISPER = [
+FIG3 = "fig3"
+WHISPER = "fig3-whisper"
+UNTRAINED = "without training"
+TUNED = "fine-tuned after the swap"
+SCRATCH = "from scratch"
+NEAR = "nearfar block=8 heavy=8 cells=8 exact_until=0"
+HYBRID = "hrf_cluster m=48 features.queries=3 features.keys=3"
+POSITIVE = []
+for m in (8, 16, 64, 256):
+    POSITIVE += [f"favorp m={m}", f"favorpp m={m}"]
+DIGIT_METHODS = ["exact", "uniform", NEAR, *POSITIVE[:4]]
+WHISPER_METHODS = [
     "exact",
     "uniform",
     "nearfar",
@@ -34,7 +37,7 @@ OF_WHISPER = [
     HYBRID,
 ]
 NAMES = {
-    **{method: label(method) for method in [*OF_DIGITS[:3], *OF_WHISPER]},
+    **{method: label(method) for method in [*DIGIT_METHODS[:3], *WHISPER_METHODS]},
     NEAR: "near-far",
     HYBRID: "HRF-C(3,3), m = 48",
 }
@@ -58,27 +61,29 @@ page = Page(
             *sweep(
                 f"{SWAP} trainer.steps=0",
                 setting={UNTRAINED: ""},
-                attention=OF_DIGITS[:3],
+                attention=DIGIT_METHODS[:3],
                 seed=range(1),
             ),
             *sweep(
                 f"{SWAP} trainer.steps=0",
                 setting={UNTRAINED: ""},
-                attention=OF_DIGITS[3:],
+                attention=DIGIT_METHODS[3:],
                 seed=range(24),
             ),
             *sweep(
-                f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=OF_DIGITS, seed=range(8)
+                f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=DIGIT_METHODS, seed=range(8)
             ),
             *sweep(
                 f"{DIGITS} trainer.steps=1000 trainer.eval_every=250",
                 setting={SCRATCH: ""},
-                attention=OF_DIGITS,
+                attention=DIGIT_METHODS,
                 seed=range(5),
             ),
         ],
         WHISPER: [
-            *sweep("task=dictation", setting={UNTRAINED: ""}, attention=OF_WHISPER, seed=range(8)),
+            *sweep(
+                "task=dictation", setting={UNTRAINED: ""}, attention=WHISPER_METHODS, seed=range(8)
+            ),
             *sweep(
                 "task=whisper",
                 setting={TUNED: ""},
@@ -94,8 +99,12 @@ page = Page(
             attention=["exact", "uniform", NEAR, *POSITIVE[:6]],
         ),
         WHISPER: [
-            *sweep("task=dictation", setting={UNTRAINED: ""}, attention=OF_WHISPER, seed=range(40)),
-            *sweep("task=whisper task.tested=68", setting={TUNED: ""}, attention=OF_WHISPER[:11]),
+            *sweep(
+                "task=dictation", setting={UNTRAINED: ""}, attention=WHISPER_METHODS, seed=range(40)
+            ),
+            *sweep(
+                "task=whisper task.tested=68", setting={TUNED: ""}, attention=WHISPER_METHODS[:11]
+            ),
         ],
     },
     models={
@@ -190,14 +199,12 @@ def tables(rows: Rows):
         sweep=FIG3,
     )
     for m, paper in ((8, "2.49"), (16, "3.05")):
-        ours = [
-            f"{mean_ci(100 * rows.paired(f'favorp m={m}', f'favorpp m={m}', 'wer', sweep=FIG3, setting=each)):.2f}"
-            for each in (TUNED, SCRATCH)
-        ]
-        main.loc[
-            f"FAVOR++, m = {m}",
-            ["points below FAVOR+, fine-tuned", "points below FAVOR+, from scratch", "paper"],
-        ] = *ours, paper
+        row = f"FAVOR++, m = {m}"
+        for words, setting in (("fine-tuned", TUNED), ("from scratch", SCRATCH)):
+            where = {"sweep": FIG3, "setting": setting}
+            gain = 100 * rows.paired(f"favorp m={m}", f"favorpp m={m}", "wer", **where)
+            main.loc[row, f"points below FAVOR+, {words}"] = f"{mean_ci(gain):.2f}"
+        main.loc[row, "paper"] = paper
     tuned = table("above", {f"loss increase over exact, {TUNED}": TUNED}, steps=800)
     return {
         "Digits: word error rate, lower is better": main,
@@ -218,8 +225,8 @@ def tables(rows: Rows):
 def figure(rows: Rows):
     fig, axes = panels(3)
     for ax, metric, name, methods, title in (
-        (axes[0], "loss", FIG3, OF_DIGITS, "digits"),
-        (axes[1], "above", WHISPER, OF_WHISPER, "Whisper"),
+        (axes[0], "loss", FIG3, DIGIT_METHODS, "digits"),
+        (axes[1], "above", WHISPER, WHISPER_METHODS, "Whisper"),
     ):
         dot_plot(
             ax,

@@ -114,14 +114,14 @@ def cases(rows: Rows, split: str = "") -> dict[str, dict]:
 
 def failed_checks(rows: Rows, where: dict[str, dict], metric: str, least: float) -> dict[str, str]:
     """Cases in which uniform attention loses too little to compare methods."""
-    costs = {
-        case: rows.paired("uniform", "exact", metric, **each).mean() for case, each in where.items()
-    }
-    return {
-        case: f"loss increase of uniform attention: {cost:.3g} nats (at least {least:g} needed)"
-        for case, cost in costs.items()
-        if cost < least
-    }
+    fails = {}
+    for case, test in where.items():
+        cost = rows.paired("uniform", "exact", metric, **test).mean()
+        if cost < least:
+            fails[case] = (
+                f"loss increase of uniform attention: {cost:.3g} nats (at least {least:g} needed)"
+            )
+    return fails
 
 
 def claims(rows: Rows) -> list[Claim]:
@@ -213,28 +213,22 @@ def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
 
     Columns: test sequences and held-out sequences.
     """
-    made = {}
-    for split, title in (("", ""), ("_ood", ", held out")):
+    columns = {}
+    for split, words in (("", ""), ("_ood", ", held out")):
         for where in cases(rows, split).values():
-            if where["dataset"] == data:
-                parts = [
-                    mean_table(
-                        rows,
-                        {"": {"metric": f"{kind}{metric}{split}", **where}},
-                        methods,
-                        scale,
-                        ".2f",
-                    )
-                    for kind, methods in (("unigram_", {"exact": PAPER_ROWS[0]}), ("", names(rows)))
-                ]
-                made[f"{where['mode']}{title}"] = pd.concat(parts)[""]
-                if data != "proteomes":
-                    values = PAPER[f"{metric}{split}"][where["mode"]].split()
-                    made[f"{where['mode']}{title}, paper"] = pd.Series(
-                        dict(zip(PAPER_ROWS, values))
-                    )
+            if where["dataset"] != data:
+                continue
+            title = f"{where['mode']}{words}"
+            frequencies = {"": {"metric": f"unigram_{metric}{split}", **where}}
+            measured = {"": {"metric": f"{metric}{split}", **where}}
+            first = mean_table(rows, frequencies, {"exact": PAPER_ROWS[0]}, scale, ".2f")
+            others = mean_table(rows, measured, names(rows), scale, ".2f")
+            columns[title] = pd.concat([first, others])[""]
+            if data != "proteomes":
+                values = PAPER[f"{metric}{split}"][where["mode"]].split()
+                columns[f"{title}, paper"] = pd.Series(dict(zip(PAPER_ROWS, values)))
     return (
-        pd.DataFrame(made)
+        pd.DataFrame(columns)
         .reindex([PAPER_ROWS[0], *names(rows).values()])
         .fillna("")
         .rename_axis("attention")
@@ -242,13 +236,13 @@ def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
 
 
 def tables(rows: Rows):
-    made = {}
-    for name in dict.fromkeys(each["dataset"] for each in cases(rows).values()):
-        first = not made
-        made[f"Accuracy, %, {name}"] = table(rows, "accuracy", name, 100)
+    tables = {}
+    for dataset in dict.fromkeys(where["dataset"] for where in cases(rows).values()):
+        first = not tables
+        tables[f"Accuracy, %, {dataset}"] = table(rows, "accuracy", dataset, 100)
         if first:
-            made[f"Perplexity, {name}"] = table(rows, "perplexity", name)
-    return made
+            tables[f"Perplexity, {dataset}"] = table(rows, "perplexity", dataset)
+    return tables
 
 
 def figure(rows: Rows):
