@@ -122,7 +122,10 @@ def fetch(names: Sequence[str], root: Path) -> int:
 
 
 def named_sources(names: Sequence[str]) -> list[Source]:
-    return [source for name in names for source in select(name)]
+    sources = []
+    for name in names:
+        sources += select(name)
+    return sources
 
 
 def verify(names: Sequence[str], root: Path) -> int:
@@ -131,12 +134,11 @@ def verify(names: Sequence[str], root: Path) -> int:
     Model weights are checked each time they are loaded.
     """
     bad = 0
-    for file in (
-        file for source in (named_sources(names) or SOURCES.values()) for file in source.files
-    ):
-        state, detail = inspect(file, root / file.path)
-        bad |= state == WRONG
-        print(f"{state:13} {file.path}: {detail}")
+    for source in named_sources(names) or SOURCES.values():
+        for file in source.files:
+            state, detail = inspect(file, root / file.path)
+            bad |= state == WRONG
+            print(f"{state:13} {file.path}: {detail}")
     return bad
 
 
@@ -157,19 +159,16 @@ def state_of(file: File, path: Path) -> tuple[str, str]:
     if not path.exists():
         return MISSING, "not there"
     if path.is_dir():
-        count = sum(
-            name.lower().endswith(file.ending or MEDIA)
-            for _, _, names in os.walk(path)
-            for name in names
-        )
-        state = (
-            OK
-            if count and count == (file.rows or count)
-            else SUBSET
-            if 0 < count < file.rows
-            else WRONG
-        )
-        return state, f"{count} of {file.rows or count} files"
+        count = 0
+        for _, _, names in os.walk(path):
+            count += sum(name.lower().endswith(file.ending or MEDIA) for name in names)
+        expected = file.rows or count
+        state = WRONG
+        if 0 < count == expected:
+            state = OK
+        elif 0 < count < expected:
+            state = SUBSET
+        return state, f"{count} of {expected} files"
     rows = sum(not line.isspace() for line in path.open("rb")) if file.rows else 0
     if rows != file.rows or not path.stat().st_size:
         return WRONG, f"{rows} of {file.rows} rows" if file.rows else "no content"

@@ -19,6 +19,7 @@ the label.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -127,11 +128,12 @@ class Labelled:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, chosen: np.ndarray) -> "Labelled":
-        per = len(self.rows) // len(self)
-        return Labelled(
-            [self.rows[per * i + j] for i in chosen for j in range(per)], self.labels[chosen]
-        )
+    def take(self, examples: np.ndarray) -> "Labelled":
+        per_example = len(self.rows) // len(self)
+        rows = []
+        for i in examples:
+            rows += self.rows[per_example * i : per_example * (i + 1)]
+        return Labelled(rows, self.labels[examples])
 
 
 class Arena(NamedTuple):
@@ -228,39 +230,52 @@ def flatten_split(
 
 def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
     """Distinct ListOps sequences; raises DataError if the rules give too few."""
-    rng, found, vain = random.Random(0), {}, 0
-    wanted = rules["train"] + rules["validation"] + rules["test"]
-    while len(found) < wanted:
+    sequences = distinct_sequences(rules, sum(rules[split] for split in SPLITS))
+    rows, labels = [], []
+    for words in sequences:
+        rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
+        labels.append(listops_value(words))
+    arrays: dict[str, np.ndarray] = {}
+    start = 0
+    for split in SPLITS:
+        end = start + rules[split]
+        arrays |= flatten_split(split, rows[start:end], labels[start:end])
+        start = end
+    return arrays
+
+
+def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...]]:
+    rng = random.Random(0)
+    sequences: dict[tuple[str, ...], None] = {}
+    failures = 0  # in a row
+    while len(sequences) < count:
         words = tuple(tree(rng, rules, 1, rules["longest"] - 1))
-        vain = vain + 1 if len(words) <= rules["shortest"] or words in found else 0
-        if not vain:
-            found[words] = None
-        if vain > TRIES:
+        if len(words) > rules["shortest"] and words not in sequences:
+            sequences[words] = None
+            failures = 0
+            continue
+        failures += 1
+        if failures > TRIES:
             raise DataError(
-                f"task.rules: {len(found)} different sequences, expected {wanted}; set a smaller shortest, "
+                f"task.rules: {len(sequences)} different sequences, expected {count}; set a smaller shortest, "
                 "a larger longest or depth, or fewer sequences"
             )
-    rows = [np.array([SYMBOLS.index(word) for word in words], np.uint8) for words in found]
-    labels = [listops_value(words) for words in found]
-    cuts = (0, rules["train"], rules["train"] + rules["validation"], wanted)
-    return {
-        name: array
-        for split, a, b in zip(SPLITS, cuts, cuts[1:])
-        for name, array in flatten_split(split, rows[a:b], labels[a:b]).items()
-    }
+    return list(sequences)
 
 
 def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
     """Symbols of a random tree; empty if the tree has more than `room` symbols."""
     if depth >= rules["depth"] or rng.random() > 0.25:
         return [str(rng.randrange(10))] if room else []
-    words, count = [], rng.randint(2, rules["arguments"])
-    for _ in range(count):
+    words = []
+    for _ in range(rng.randint(2, rules["arguments"])):
         part = tree(rng, rules, depth + 1, room - 2 - len(words))
         if not part:
             return []
         words += part
-    return [rng.choice([*OPERATORS]), *words, "]"] if len(words) + 2 <= room else []
+    if len(words) + 2 > room:
+        return []
+    return [rng.choice([*OPERATORS]), *words, "]"]
 
 
 def listops_value(words: Sequence[str]) -> int:
@@ -281,18 +296,19 @@ def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
 
     Raises DataError if the curves do not fit into a picture.
     """
-    arrays = {}
-    for which, split in enumerate(SPLITS):
-        rng, labels = np.random.default_rng([0, which]), np.arange(rules[split]) % 2
-        arrays |= flatten_split(
-            split, [picture(rules, bool(label), rng).reshape(-1) for label in labels], labels
-        )
+    arrays: dict[str, np.ndarray] = {}
+    for number, split in enumerate(SPLITS):
+        rng = np.random.default_rng([0, number])
+        labels = np.arange(rules[split]) % 2
+        rows = [picture(rules, bool(label), rng).reshape(-1) for label in labels]
+        arrays |= flatten_split(split, rows, labels)
     return arrays
 
 
 def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
-    curves = next(filter(None, (place_curves(rules, rng) for _ in range(PICTURES))), None)
+    attempts = (place_curves(rules, rng) for _ in range(PICTURES))
+    curves = next(filter(None, attempts), None)
     if curves is None:
         raise DataError(
             "task.rules: the curves do not fit into an image; set a larger size, or fewer curves"
@@ -300,7 +316,8 @@ def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np
     image = np.zeros((rules["size"], rules["size"]), np.uint8)
     for curve in curves:
         image[tuple(curve.T)] = LINE
-    for end in (curves[0][0], curves[0][-1] if joined else curves[1][0]):
+    second_end = curves[0][-1] if joined else curves[1][0]
+    for end in (curves[0][0], second_end):
         image[tuple(end)] = DOT
     return image
 
@@ -328,19 +345,20 @@ def random_curve(
 
     None: the curve leaves the picture, or comes too close to a curve.
     """
-    place, heading, pixels = rng.uniform(0, rules["size"], 2), rng.uniform(0, 2 * np.pi), []
+    position = rng.uniform(0, rules["size"], 2)
+    heading = rng.uniform(0, 2 * np.pi)
+    steps = np.arange(rules["dash"])[:, None]
+    pixels: list[np.ndarray] = []
     for _ in range(dashes):
         ahead = np.array([np.sin(heading), np.cos(heading)])
-        new = np.unique(
-            np.floor(place + np.arange(rules["dash"])[:, None] * ahead).astype(np.int64), axis=0
-        )
-        new = new[np.argsort((new - place) @ ahead, kind="stable")]
-        before = np.concatenate([taken, *pixels[:-2]])
-        near = np.abs(new[:, None] - before).max(-1) < rules["apart"]
-        if new.min() < 0 or new.max() >= rules["size"] or near.any():
+        dash = np.unique(np.floor(position + steps * ahead).astype(np.int64), axis=0)
+        dash = dash[np.argsort((dash - position) @ ahead, kind="stable")]
+        others = np.concatenate([taken, *pixels[:-2]])
+        near = np.abs(dash[:, None] - others).max(-1) < rules["apart"]
+        if dash.min() < 0 or dash.max() >= rules["size"] or near.any():
             return None
-        pixels.append(new)
-        place = place + (rules["dash"] + rules["gap"]) * ahead
+        pixels.append(dash)
+        position = position + (rules["dash"] + rules["gap"]) * ahead
         heading += rng.uniform(-rules["turn"], rules["turn"])
     return np.concatenate(pixels)
 
@@ -350,20 +368,23 @@ def random_curve(
 
 def pairs(path: Path) -> Labelled:
     """Read lines of label, id, id, text, text, separated by tabs. Raises DataError."""
-    lines = [line.split("\t") for _, line in numbered_lines(path)]
-    wrong = [
-        i
-        for i, cells in enumerate(lines, 1)
-        if len(cells) != 5 or cells[0] not in LABELS or not all(cells[3:])
-    ]
-    if wrong or not lines:
-        raise DataError(
-            f"{path}, line {[*wrong, 1][0]}: expected a label (0.0 or 1.0), two ids and two texts, "
-            f"separated by tabs; get the file from {PAGES['retrieval']}"
-        )
-    return Labelled(
-        [np.frombuffer(text.encode(), np.uint8) for cells in lines for text in cells[3:]],
-        np.array([LABELS.index(cells[0]) % 2 for cells in lines], np.int64),
+    rows, labels = [], []
+    for number, line in numbered_lines(path):
+        label, *cells = line.split("\t")
+        if len(cells) != 4 or label not in LABELS or not all(cells[2:]):
+            raise wrong_pair(path, number)
+        labels.append(LABELS.index(label) % 2)
+        for text in cells[2:]:
+            rows.append(np.frombuffer(text.encode(), np.uint8))
+    if not rows:
+        raise wrong_pair(path, 1)
+    return Labelled(rows, np.array(labels, np.int64))
+
+
+def wrong_pair(path: Path, line: int) -> DataError:
+    return DataError(
+        f"{path}, line {line}: expected a label (0.0 or 1.0), two ids and two texts, "
+        f"separated by tabs; get the file from {PAGES['retrieval']}"
     )
 
 
@@ -371,14 +392,11 @@ def grey_images(data_dir: str | None) -> Arena:
     """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)
-    splits = {"train": train, "validation": validation, "test": loaded["val"]}
-    read = {
-        split: Labelled(
-            [square_image(part, i, SIDE, 1).reshape(-1) for i in range(len(part))], part.labels
-        )
-        for split, part in splits.items()
-    }
-    return Arena(read, BYTES, len(loaded["train"].classes))
+    splits = {}
+    for split, part in (("train", train), ("validation", validation), ("test", loaded["val"])):
+        rows = [square_image(part, i, SIDE, 1).reshape(-1) for i in range(len(part))]
+        splits[split] = Labelled(rows, part.labels)
+    return Arena(splits, BYTES, len(loaded["train"].classes))
 
 
 def reviews(folder: Path) -> Arena:
@@ -386,7 +404,7 @@ def reviews(folder: Path) -> Arena:
     read = {}
     for split in ("train", "test"):
         files = [sorted((folder / split / name).glob("*.txt")) for name in ("neg", "pos")]
-        texts = [np.frombuffer(file.read_bytes(), np.uint8) for part in files for file in part]
+        texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in chain(*files)]
         if not all(files) or not all(map(len, texts)):
             raise DataError(
                 f"{folder / split}: expected folders neg and pos with non-empty .txt files"

@@ -91,38 +91,57 @@ def word_corpus(
     Raises DataError if a file is too short. Also raises DataError if another part has a new word and the training
     text has no <unk>.
     """
+    official = name in OFFICIAL
     files = word_files(name, data_dir, source)
-    lines = [
-        [line.split() for _, line in numbered_lines(file) if line.strip() or name in OFFICIAL]
-        for file in files
-    ]
-    if name not in OFFICIAL:
-        every, held = lines[0], math.ceil(HELD_OUT * len(lines[0]))
-        lines = [every[: -2 * held], every[-2 * held : -held], every[-held:]]
-    if not all(lines):
+    parts = [word_lines(file, official) for file in files]
+    if not official:
+        (lines,) = parts
+        held_out = math.ceil(HELD_OUT * len(lines))
+        parts = [lines[: -2 * held_out], lines[-2 * held_out : -held_out], lines[-held_out:]]
+    if not all(parts):
         raise DataError(
             f"{', '.join(map(str, files))}: too few lines for three splits; expected one sentence per line"
         )
-    texts = [[word for line in part for word in (*line, EOS)] for part in lines]
-    counts, min_count = Counter(texts[0]), min_count or (1 if name in OFFICIAL else 2)
-    rare = {
-        word for word, count in counts.items() if count < min_count and word not in (EOS, UNKNOWN)
-    }
-    counts = Counter(UNKNOWN if word in rare else word for word in texts[0]) if rare else counts
+    texts = []
+    for lines in parts:
+        text: list[str] = []
+        for line in lines:
+            text += [*line, EOS]
+        texts.append(text)
+    if not min_count:
+        min_count = 1 if official else 2
+    counts = frequent_words(texts[0], min_count)
     words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: i for i, word in enumerate(words)}
-    lacking = next((word for text in texts for word in text if word not in ids), None)
-    if lacking is not None and UNKNOWN not in ids:
-        raise DataError(
-            f"{files[0]}: {lacking!r} and <unk> are not in the training text; set task.min_count=2"
-        )
-    return Corpus(
-        words,
-        {
-            part: np.array([ids.get(word, ids.get(UNKNOWN)) for word in text], np.int32)
-            for part, text in zip(PARTS, texts)
-        },
-    )
+    arrays = {}
+    for part, text in zip(PARTS, texts):
+        if UNKNOWN not in ids:
+            for word in text:
+                if word not in ids:
+                    raise DataError(
+                        f"{files[0]}: {word!r} and <unk> are not in the training text; set task.min_count=2"
+                    )
+        unknown = ids.get(UNKNOWN)
+        arrays[part] = np.array([ids.get(word, unknown) for word in text], np.int32)
+    return Corpus(words, arrays)
+
+
+def word_lines(file: Path, keep_blank: bool) -> list[list[str]]:
+    lines = []
+    for _, line in numbered_lines(file):
+        if keep_blank or line.strip():
+            lines.append(line.split())
+    return lines
+
+
+def frequent_words(text: Sequence[str], min_count: int) -> Counter[str]:
+    """Count words; those rarer than min_count count as <unk>."""
+    counts = Counter(text)
+    for word, count in list(counts.items()):
+        if count < min_count and word not in (EOS, UNKNOWN):
+            del counts[word]
+            counts[UNKNOWN] += count
+    return counts
 
 
 def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
@@ -326,35 +345,36 @@ def prepare(options: Sequence[str]) -> None:
     "qnli-2" and "sst2-20000". Existing ones stay. Each is moved into place when complete, because other processes may
     read it.
     """
-    for place in (
-        Path(name) for option in options for name in re.split(r"[\[\],]", option.partition("=")[2])
-    ):
-        if place.parent == FOLDER and not place.exists():
-            kind, _, number = place.stem.partition("-")
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-                part = Path(folder) / place.name
-                MAKE[kind](part, int(number))
-                part.replace(place)
+    for option in options:
+        for name in re.split(r"[\[\],]", option.partition("=")[2]):
+            place = Path(name)
+            if place.parent == FOLDER and not place.exists():
+                prepare_one(place)
+
+
+def prepare_one(place: Path) -> None:
+    kind, _, number = place.stem.partition("-")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        part = Path(folder) / place.name
+        MAKE[kind](part, int(number))
+        part.replace(place)
 
 
 def held_out(file: Path, every: int) -> None:
     """Write every `every`-th line of WikiText-2's validation text."""
-    lines = (
-        official_file("wikitext2", "valid").read_text(encoding="utf-8").splitlines(keepends=True)
-    )
-    file.write_text("".join([line for line in lines if line.strip()][::every]), encoding="utf-8")
+    text = official_file("wikitext2", "valid").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    file.write_text("".join(lines[::every]), encoding="utf-8")
 
 
 def random_words(file: Path, lines: int) -> None:
     """Write lines of 40 random training words, predictable only by repetition."""
-    words = sorted(
-        {*official_file("wikitext2", "train").read_text(encoding="utf-8").lower().split()}
-    )
-    draw = random.Random(0)
-    file.write_text(
-        "\n".join(" ".join(draw.choices(words, k=40)) for _ in range(lines)), encoding="utf-8"
-    )
+    text = official_file("wikitext2", "train").read_text(encoding="utf-8")
+    words = sorted(set(text.lower().split()))
+    rng = random.Random(0)
+    sampled = [" ".join(rng.choices(words, k=40)) for _ in range(lines)]
+    file.write_text("\n".join(sampled), encoding="utf-8")
 
 
 def llama(folder: Path, size: int) -> None:
@@ -383,12 +403,14 @@ def characters(folder: Path, size: int) -> None:
     vocabulary = folder / "vocab.txt"
     vocabulary.write_text("\n".join(SPECIAL) + "\n")
     normalizer = bert_tokenizer(vocabulary).backend_tokenizer.normalizer
-    counts = Counter(
-        "".join(map(normalizer.normalize_str, lines_of(official_file("wikitext2", "train"))))
-    )
-    known = sorted(sorted(filter(str.strip, counts), key=lambda c: (-counts[c], c))[:size])
-    words = (*SPECIAL, *("##" + character for character in known), *known)
-    vocabulary.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    counts: Counter[str] = Counter()
+    for line in lines_of(official_file("wikitext2", "train")):
+        counts.update(normalizer.normalize_str(line))
+    visible = filter(str.strip, counts)
+    frequent = sorted(visible, key=lambda character: (-counts[character], character))[:size]
+    known = sorted(frequent)
+    entries = [*SPECIAL, *(f"##{character}" for character in known), *known]
+    vocabulary.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
 
 
 def qnli(folder: Path, parity: int) -> None:
@@ -396,15 +418,14 @@ def qnli(folder: Path, parity: int) -> None:
 
     parity: selects the half for dev.tsv.
     """
-    head, *lines = official_lines("qnli", "dev")
-    questions = {
-        question: i
-        for i, question in enumerate(dict.fromkeys(line.split("\t")[1] for line in lines))
-    }
-    halves = [
-        [line for line in lines if questions[line.split("\t")[1]] % 2 == each] for each in (0, 1)
-    ]
-    write_splits(folder, head, train=halves[1 - parity % 2], dev=halves[parity % 2])
+    header, *lines = official_lines("qnli", "dev")
+    questions: dict[str, int] = {}
+    halves: tuple[list[str], list[str]] = ([], [])
+    for line in lines:
+        question = line.split("\t")[1]
+        number = questions.setdefault(question, len(questions))
+        halves[number % 2].append(line)
+    write_splits(folder, header, train=halves[1 - parity % 2], dev=halves[parity % 2])
 
 
 def sst2(folder: Path, rows: int) -> None:
@@ -413,25 +434,36 @@ def sst2(folder: Path, rows: int) -> None:
     dev.tsv has at least `rows` rows. A row belongs to every sentence that contains it as a phrase. Rows of sentences on
     both sides are left out.
     """
-    head, *lines = official_lines("sst2", "train")
-    texts = [tuple(line.split("\t")[0].split()) for line in lines]
-    known, sentences = {*texts}, {}
-    for text in sorted(known, key=lambda text: (-len(text), text)):
-        if text not in sentences:
-            for start, end in combinations(range(len(text) + 1), 2):
-                if text[start:end] in known:
-                    sentences.setdefault(text[start:end], set()).add(text)
+    header, *lines = official_lines("sst2", "train")
+    phrases = [tuple(line.split("\t")[0].split()) for line in lines]
+    sentences = sentences_with(phrases)
     order = sorted(set().union(*sentences.values()))
     random.Random(0).shuffle(order)
     rank = {sentence: i for i, sentence in enumerate(order)}
-    ranks = [[rank[sentence] for sentence in sentences[text]] for text in texts]
-    last = sorted(map(max, ranks))[rows - 1]
-    write_splits(
-        folder,
-        head,
-        train=[line for line, own in zip(lines, ranks) if min(own) > last],
-        dev=[line for line, own in zip(lines, ranks) if max(own) <= last],
-    )
+    first_ranks, last_ranks = [], []
+    for phrase in phrases:
+        ranks = [rank[sentence] for sentence in sentences[phrase]]
+        first_ranks.append(min(ranks))
+        last_ranks.append(max(ranks))
+    last = sorted(last_ranks)[rows - 1]
+    train = [line for line, first in zip(lines, first_ranks) if first > last]
+    dev = [line for line, own in zip(lines, last_ranks) if own <= last]
+    write_splits(folder, header, train=train, dev=dev)
+
+
+def sentences_with(
+    phrases: Sequence[tuple[str, ...]],
+) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Return the sentences that contain each phrase; sentences are phrases within no other."""
+    known = set(phrases)
+    sentences: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for text in sorted(known, key=lambda text: (-len(text), text)):
+        if text not in sentences:
+            for start, end in combinations(range(len(text) + 1), 2):
+                phrase = text[start:end]
+                if phrase in known:
+                    sentences.setdefault(phrase, set()).add(text)
+    return sentences
 
 
 def official_lines(name: str, split: str) -> list[str]:

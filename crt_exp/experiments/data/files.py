@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -143,12 +144,12 @@ def warn_of_others(folder: str | Path, others: Iterable[str], endings: tuple[str
     warn("%s: ignored files: %s (expected %s)", folder, counts, " ".join(endings))
 
 
-def without_copies(taken: list[list[str]], links: set[str]) -> list[list[str]]:
+def without_copies(groups: list[list[str]], links: set[str]) -> list[list[str]]:
     """Leave out links to a file that is listed already."""
-    every = [path for paths in taken for path in paths]
-    listed = {identity(path) for path in every if path not in links}
+    paths = list(chain.from_iterable(groups))
+    listed = {identity(path) for path in paths if path not in links}
     copies = []
-    for path in every:
+    for path in paths:
         if path not in links:
             continue
         file = identity(path)
@@ -156,10 +157,13 @@ def without_copies(taken: list[list[str]], links: set[str]) -> list[list[str]]:
             copies.append(path)
         listed.add(file)
     if not copies:
-        return taken
+        return groups
     warn("%s: left out, with %d other links to listed files", copies[0], len(copies) - 1)
-    copies = set(copies)
-    return [[path for path in paths if path not in copies] for paths in taken]
+    rest = []
+    left_out = set(copies)
+    for group in groups:
+        rest.append([path for path in group if path not in left_out])
+    return rest
 
 
 def identity(path: str | Path) -> tuple:

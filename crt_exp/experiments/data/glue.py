@@ -140,11 +140,13 @@ class Examples:
         order = [draw() for _ in self.labels]
         return sorted(range(len(order)), key=order.__getitem__)
 
-    def rows(self, chosen: Sequence[int]) -> "Examples":
-        *texts, labels = [
-            [values[i] for i in sorted(chosen)] for values in (*self.texts, self.labels)
-        ]
-        return Examples(texts, labels)
+    def rows(self, indices: Sequence[int]) -> "Examples":
+        """The examples of some indices, in file order."""
+        indices = sorted(indices)
+        texts = []
+        for column in self.texts:
+            texts.append([column[i] for i in indices])
+        return Examples(texts, [self.labels[i] for i in indices])
 
 
 def load(
@@ -160,31 +162,30 @@ def load(
     if is_on_hub(source, task.source, task_folder(task.source), data_dir):
         return from_copy(name, split)
     path = split_file(task, split, data_dir)
-    lines = [
-        (f"{path}, line {number}", line.split("\t"))
-        for number, line in numbered_lines(path)
-        if line
-    ]
-    header = [*task.headless] or (lines.pop(0)[1] if lines else [])
-    rows = [
-        (place, dict(zip(header, fields))) for place, fields in lines if len(fields) == len(header)
-    ]
-    broken = [place for place, fields in lines if len(fields) != len(header)]
-    if (
-        not rows
-        or not {*task.columns, task.label} <= {*header}
-        or len(broken) > task.broken * len(rows)
-    ):
+    header = [*task.headless]
+    rows, broken = [], []
+    for number, line in numbered_lines(path):
+        if not line:
+            continue
+        place, fields = f"{path}, line {number}", line.split("\t")
+        if not header:
+            header = fields
+        elif len(fields) == len(header):
+            rows.append((place, dict(zip(header, fields))))
+        else:
+            broken.append(place)
+    has_columns = {*task.columns, task.label} <= {*header}
+    if not rows or not has_columns or len(broken) > task.broken * len(rows):
         raise DataError(
             f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
             f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp data fetch {task.source}`"
         )
     if broken:
         warn("%s: skipped %s broken rows", path, len(broken))
-    return Examples(
-        [[row[column] for _, row in rows] for column in task.columns],
-        [label_of(task, row[task.label], place) for place, row in rows],
-    )
+    texts = []
+    for column in task.columns:
+        texts.append([row[column] for _, row in rows])
+    return Examples(texts, [label_of(task, row[task.label], place) for place, row in rows])
 
 
 def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -> Path:
@@ -238,18 +239,18 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
             f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
             "tokenizer with a padding token"
         )
+    labels = np.array(examples.labels, np.int64 if classes else np.float32)
     rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), GROUP):
-        group = [part[start : start + GROUP] for part in examples.texts]
-        coded = tokenizer(
+        group = [column[start : start + GROUP] for column in examples.texts]
+        encoded = tokenizer(
             *group, truncation=True, max_length=max_length, return_attention_mask=False
         )
-        rows += [
-            {name: np.array(ids, np.int32) for name, ids in zip(coded, row)}
-            for row in zip(*coded.values())
-        ]
-    labels = np.array(examples.labels, np.int64 if classes else np.float32)
-    return [row | {"labels": label} for row, label in zip(rows, labels)]
+        for values in zip(*encoded.values()):
+            row = {name: np.array(ids, np.int32) for name, ids in zip(encoded, values)}
+            row["labels"] = labels[len(rows)]
+            rows.append(row)
+    return rows
 
 
 def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -258,13 +259,13 @@ def collate(batch: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
     Returns labels (B,), and int64 tensors (B, L): input_ids, attention_mask (1 = token) and, if present,
     token_type_ids.
     """
-    lengths = torch.tensor([len(item["input_ids"]) for item in batch])
-    out = {
-        "labels": torch.from_numpy(np.array([item["labels"] for item in batch])),
+    lengths = torch.tensor([len(example["input_ids"]) for example in batch])
+    result = {
+        "labels": torch.from_numpy(np.array([example["labels"] for example in batch])),
         "attention_mask": (torch.arange(lengths.max()) < lengths[:, None]).long(),
     }
-    return out | {
-        name: pad_rows([item[name] for item in batch], pad_id if name == "input_ids" else 0)
-        for name in batch[0]
-        if name != "labels"
-    }
+    for name in batch[0]:
+        if name != "labels":
+            padding = pad_id if name == "input_ids" else 0
+            result[name] = pad_rows([example[name] for example in batch], padding)
+    return result

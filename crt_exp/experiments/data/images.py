@@ -103,8 +103,10 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
 def split_folder(root: Path) -> dict[str, Images]:
     """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
     names = folders_in(root)
-    inner = [f"{name}/{each}" for name in names for each in folders_in(root / name)]
-    splits = [name for name in [*names, *inner] if SPLIT.fullmatch(Path(name).name)]
+    paths = list(names)
+    for name in names:
+        paths += [f"{name}/{inner}" for inner in folders_in(root / name)]
+    splits = [path for path in paths if SPLIT.fullmatch(Path(path).name)]
     if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
         raise DataError(
             f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
@@ -129,17 +131,19 @@ def images_in(*splits: Path) -> list[Images]:
 
 def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
     """Images of a split; files: those of each class folder of all splits."""
-    own = {folder.name: paths for folder, paths in files.items() if folder.parent == split}
-    counts = [len(paths) for paths in own.values()]
+    classes, counts, paths = [], [], []
+    for folder, class_paths in files.items():
+        if folder.parent == split:
+            classes.append(folder.name)
+            counts.append(len(class_paths))
+            paths += [os.fsencode(path) for path in class_paths]
     if 0 in counts or not counts:
-        place = split / [*own][counts.index(0)] if counts else f"{split}/<class>"
+        place = split / classes[counts.index(0)] if counts else f"{split}/<class>"
         raise DataError(
             f"{place}: no images of its own; expected files that end with {' '.join(IMAGES)}"
         )
-    paths = np.array(
-        [os.fsencode(path) for each in own.values() for path in each]
-    )  # 100 MB for a million paths
-    return Images(tuple(own), np.repeat(np.arange(len(own)), counts), paths, read_image)
+    labels = np.repeat(np.arange(len(classes)), counts)
+    return Images(tuple(classes), labels, np.array(paths), read_image)  # 100 MB for a million
 
 
 def folders_in(folder: Path) -> list[str]:

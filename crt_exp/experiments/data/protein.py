@@ -44,8 +44,9 @@ UNKNOWN = 255  # code of a byte that is not a letter
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
 BASES = [(LETTERS.index(letter),) for letter in "ACG"] + [tuple(map(LETTERS.index, "TU"))]
 NUCLEOTIDES = b"ACGTUN".translate(CODES)
-ENDINGS = tuple(
-    name + packed for name in (".fasta", ".fa", ".faa", ".fas", ".pep") for packed in ("", ".gz")
+ENDINGS = (
+    *(".fasta", ".fasta.gz", ".fa", ".fa.gz", ".faa", ".faa.gz"),
+    *(".fas", ".fas.gz", ".pep", ".pep.gz"),
 )
 HEADER = re.compile(
     r"(?:sp|tr)\|([^|\s]+?)(?:\.\d+)?(?:[|\s]|$)|(?!sp\||tr\|)\s*(\S+)"
@@ -166,7 +167,8 @@ def is_nucleic(tokens: bytes) -> bool:
     others = len(tokens.translate(None, NUCLEOTIDES))
     if len(tokens) < 10 or others > len(tokens) / 10:
         return False
-    return all(any(code in tokens for code in base) for base in BASES)
+    codes = set(tokens)
+    return all(codes.intersection(base) for base in BASES)
 
 
 def digest_of(content: bytes, size: int = 8) -> int:
@@ -382,11 +384,12 @@ def masked_tokens(
     rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
 ) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
-    made = [
-        masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
-        for row, rng in zip(rows, generators)
-    ]
-    return batch_of(*([each[key][0].numpy() for each in made] for key in ("input_ids", "labels")))
+    inputs, labels = [], []
+    for row, rng in zip(rows, generators):
+        masked = masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
+        inputs.append(masked["input_ids"][0].numpy())
+        labels.append(masked["labels"][0].numpy())
+    return batch_of(inputs, labels)
 
 
 def masking(share: float) -> Masking:

@@ -66,14 +66,16 @@ def rows_of(table: str) -> Iterator[dict[str, str]]:
 def read_sources() -> dict[str, Source]:
     result: dict[str, Source] = {}
     for row in rows_of("sources.csv"):
-        of_set, of_file = (
-            {each.name: row[each.name] for each in fields(kind) if each.name in row}
-            for kind in (Source, File)
-        )
-        source = result.setdefault(row["name"], Source(**of_set))
+        source = result.setdefault(row["name"], Source(**fields_of(Source, row)))
         if row["path"]:
-            source.files.append(File(**of_file | {"rows": int(row["rows"] or 0)}))
+            source.files.append(File(**fields_of(File, row) | {"rows": int(row["rows"] or 0)}))
     return result
+
+
+def fields_of(kind: type, row: dict[str, str]) -> dict[str, str]:
+    """Return the cells of a row that are fields of a dataclass."""
+    names = [field.name for field in fields(kind)]
+    return {name: row[name] for name in names if name in row}
 
 
 SOURCES = read_sources()

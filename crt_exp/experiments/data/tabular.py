@@ -154,14 +154,12 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
 
 def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
     """Table from the values of each column, in the order of its layout."""
-    columns = {
-        field.role or field.column: Column(
-            field.column, values, tuple(field.levels.split()) or None, field.kind == "ordered"
-        )
-        for field, values in zip(
-            (field for field in LAYOUTS[name] if field.role != "dropped"), arrays
-        )
-    }
+    fields = [field for field in LAYOUTS[name] if field.role != "dropped"]
+    columns = {}
+    for field, values in zip(fields, arrays):
+        levels = tuple(field.levels.split()) or None
+        column = Column(field.column, values, levels, field.kind == "ordered")
+        columns[field.role or field.column] = column
     target = columns.pop("target")
     return Table(name, tuple(columns.values()), target.values, target.levels, source)
 

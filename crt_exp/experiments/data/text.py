@@ -125,14 +125,14 @@ def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
     In .tokens files, " @-@ " becomes "-" and <unk> becomes `unknown`.
     """
     if isinstance(text, HubText):
-        yield from (
-            line for document in text.data for line in document.splitlines() if line.strip()
-        )
+        for document in text.data:
+            yield from filter(str.strip, document.splitlines())
         return
     for file in text_files(text):
+        has_marks = file.suffix.lower() == ".tokens"
         for _, line in numbered_lines(file):
             if line.strip():
-                yield untokenized(line, unknown) if file.suffix.lower() == ".tokens" else line
+                yield untokenized(line, unknown) if has_marks else line
 
 
 def untokenized(line: str, unknown: str) -> str:

@@ -212,18 +212,17 @@ class Symbols:
     def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
         """Vocabulary of documents: characters, words, or at most `size` pieces."""
         if kind == "pieces":
-            return cls.of_pieces(
-                unigram_model(
-                    texts,
-                    f"{size} pieces",
-                    "task.pieces, or task.symbols=characters",
-                    vocab_size=size,
-                    character_coverage=1.0,
-                )
+            model = unigram_model(
+                texts,
+                f"{size} pieces",
+                "task.pieces, or task.symbols=characters",
+                vocab_size=size,
+                character_coverage=1.0,
             )
-        symbols = {
-            part for text in texts for part in (text if kind == "characters" else text.split())
-        }
+            return cls.of_pieces(model)
+        symbols: set[str] = set()
+        for text in texts:
+            symbols.update(text if kind == "characters" else text.split())
         return cls(kind, tuple(sorted(symbols)))
 
     @classmethod
