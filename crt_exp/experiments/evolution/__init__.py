@@ -17,6 +17,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ SPLITS = {
     "validation": 1,
     "test": 2,
 }  # part of the seed, so that splits have different rollouts
-BETAS, EPS = (0.9, 0.999), 1e-8  # Adam's constants
+# Adam's constants
+BETAS = (0.9, 0.999)
+EPS = 1e-8
 
 
 # ---- rollouts, in lockstep groups, in this process or in others
@@ -72,7 +75,7 @@ class Player:
     policy: ImplicitPolicy | None
     mechanism: Mechanism
 
-    def made(self) -> Environment:
+    def build_world(self) -> Environment:
         return self.world(**dict(self.options))
 
 
@@ -83,7 +86,7 @@ def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
     Rollouts leave no state in them.
     """
     layer = player.policy.layer(player.mechanism) if player.policy else None
-    return [player.made() for _ in range(count)], layer
+    return [player.build_world() for _ in range(count)], layer
 
 
 def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
@@ -93,33 +96,40 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
     """
     with threads(1):
         worlds, layer = prepared(player, len(seeds))
-        seen = [world.reset(seed) for world, seed in zip(worlds, seeds)]
-        draws = [np.random.default_rng([seed, 1]) for seed in seeds]
-        returns, going = np.zeros(len(seeds)), np.ones(len(seeds), bool)
+        observations = [world.reset(seed) for world, seed in zip(worlds, seeds)]
+        generators = [np.random.default_rng([seed, 1]) for seed in seeds]
+        returns = np.zeros(len(seeds))
+        going = np.ones(len(seeds), bool)
         while going.any():
             for i in np.flatnonzero(going):
-                if not finite(seen[i]):
-                    returns[i], going[i] = DROPPED, False
-                    seen[i] = Observation(*map(np.zeros_like, seen[i]))
-            actions = decided(player, layer, thetas, seen, draws)
+                if not is_finite(observations[i]):
+                    returns[i] = DROPPED
+                    going[i] = False
+                    observations[i] = Observation(*map(np.zeros_like, observations[i]))
+            actions = choose_actions(player, layer, thetas, observations, generators)
             for i in np.flatnonzero(going):
-                seen[i], reward, ended = worlds[i].step(actions[i])
+                observations[i], reward, ended = worlds[i].step(actions[i])
                 returns[i] += reward
                 going[i] = not ended and np.isfinite(reward)
-    return [value if np.isfinite(value) else DROPPED for value in returns.tolist()]
+    returns[~np.isfinite(returns)] = DROPPED
+    return returns.tolist()
 
 
-def decided(
-    player: Player, layer: Any, thetas: Tensor, seen: Sequence[Observation], draws: Sequence
+def choose_actions(
+    player: Player,
+    layer: Any,
+    thetas: Tensor,
+    observations: Sequence[Observation],
+    generators: Sequence[np.random.Generator],
 ) -> np.ndarray:
     if player.policy is None:
-        return np.stack([draw.uniform(-1, 1, player.world.actions) for draw in draws])
-    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*seen))
+        return np.stack([rng.uniform(-1, 1, player.world.actions) for rng in generators])
+    images, states = (torch.from_numpy(np.stack(part)).float() for part in zip(*observations))
     return player.policy.act(layer, thetas, images, states).numpy()
 
 
-def finite(seen: Observation) -> bool:
-    return bool(np.isfinite(seen.image).all() and np.isfinite(seen.state).all())
+def is_finite(observation: Observation) -> bool:
+    return bool(np.isfinite(observation.image).all() and np.isfinite(observation.state).all())
 
 
 def play_all(
@@ -129,26 +139,24 @@ def play_all(
 
     `together` rows are played at once. Raises Stopped if a worker process died.
     """
-    groups = thetas.split(together)
-    calls = [
-        (player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)) for group in groups
-    ]
+    calls = []
+    for group in thetas.split(together):
+        calls.append((player, group.repeat_interleave(len(seeds), 0), [*seeds] * len(group)))
     if min(workers, len(calls)) == 1:
         returns = [play(*call) for call in calls]
     else:
         returns = in_processes(calls, workers)
-    flat = [value for group in returns for value in group]
+    flat = list(chain.from_iterable(returns))
     return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
 
 
 def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
     from joblib.externals.loky.process_executor import BrokenProcessPool
 
+    parallel = joblib.Parallel(n_jobs=workers, batch_size=1)
     try:
         with without_interrupts():
-            return joblib.Parallel(n_jobs=workers, batch_size=1)(
-                joblib.delayed(play)(*call) for call in calls
-            )
+            return parallel(joblib.delayed(play)(*call) for call in calls)
     except BrokenProcessPool:
         raise Stopped(
             f"task.workers={workers}: a worker died; continue with resume=auto and fewer", 1
@@ -201,7 +209,12 @@ class State:
 
     @property
     def counts(self) -> dict[str, int]:
-        return {key: getattr(self, key) for key in ("generation", "records", "rollouts", "dropped")}
+        return {
+            "generation": self.generation,
+            "records": self.records,
+            "rollouts": self.rollouts,
+            "dropped": self.dropped,
+        }
 
 
 def seeds_of(split: str, seed: int, generation: int, count: int) -> list[int]:
@@ -219,7 +232,7 @@ def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
     return (theta + sigma * torch.stack([eps, -eps], 1)).flatten(0, 1)
 
 
-def of_members(returns: Sequence[Sequence[float]]) -> list[float]:
+def relative_returns(returns: Sequence[Sequence[float]]) -> list[float]:
     """Return the mean return of each member, relative to the mean of each rollout.
 
     The subtraction ensures that a dropped rollout is no advantage. The value is nan if all rollouts of a member were
@@ -238,7 +251,8 @@ def centered_ranks(returns: Sequence[float]) -> Tensor:
     whole = np.isfinite(pairs).all(1)
     ranks = np.zeros_like(pairs)
     if whole.any():
-        ranks[whole] = (rankdata(pairs[whole]).reshape(-1, 2) - 1) / (2 * whole.sum() - 1) - 0.5
+        positions = rankdata(pairs[whole]).reshape(-1, 2) - 1
+        ranks[whole] = positions / (2 * whole.sum() - 1) - 0.5
     return torch.from_numpy(ranks).float().flatten()
 
 
@@ -269,17 +283,19 @@ def evolve(
     state = restored(directory, done) or initial_state(player, seed)
     if player.policy is not None:
         if state.generation == 0:
-            keep(directory, state)
+            save_state(directory, state)
         for number in range(state.generation, plan.generations):
-            for record in (
-                train_generation(plan, player, state, seed, number),
-                *due_evaluation(plan, player, state, seed, number),
-            ):
+            records = [train_generation(plan, player, state, seed, number)]
+            if (number + 1) % plan.evaluate_every == 0:
+                records.append(
+                    evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+                )
+            for record in records:
                 state.records += 1
                 if state.records > done:
                     yield record
             state.generation = number + 1
-            keep(directory, state)
+            save_state(directory, state)
     yield {**evaluate(plan, player, state, seed, "test", plan.tested), "final": True}
 
 
@@ -296,19 +312,18 @@ def train_generation(
     """Take the step of a generation and return its record."""
     eps = directions(seed, number, plan.population // 2, len(state.theta))
     seeds = seeds_of("train", seed, number, plan.rollouts)
-    returns = play_all(
-        player, members(state.theta, eps, plan.sigma), seeds, plan.together, plan.workers
-    )
+    thetas = members(state.theta, eps, plan.sigma)
+    returns = play_all(player, thetas, seeds, plan.together, plan.workers)
+    rollouts = plan.population * plan.rollouts
     dropped = int(np.isnan(returns).sum())
-    if dropped == plan.population * plan.rollouts:
+    if dropped == rollouts:
         raise ValueError(
             f"generation {number}: no finite return; check the environment, or use a smaller task.sigma"
         )
-    ascend(state, gradient(centered_ranks(of_members(returns)), eps, plan.sigma), plan.lr)
-    state.rollouts, state.dropped = (
-        state.rollouts + plan.population * plan.rollouts,
-        state.dropped + dropped,
-    )
+    ranks = centered_ranks(relative_returns(returns))
+    ascend(state, gradient(ranks, eps, plan.sigma), plan.lr)
+    state.rollouts += rollouts
+    state.dropped += dropped
     return {
         "step": number + 1,
         "epoch": 0,
@@ -318,17 +333,13 @@ def train_generation(
         "rollouts": state.rollouts,
         "dropped": state.dropped,
         "seeds": seeds,
-        "returns": [[value if math.isfinite(value) else None for value in row] for row in returns],
+        "returns": [finite_or_none(member_returns) for member_returns in returns],
         "norm": float(state.theta.norm()),
     }
 
 
-def due_evaluation(
-    plan: Search, player: Player, state: State, seed: int, number: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the evaluation on validation, if it is due after a generation."""
-    if (number + 1) % plan.evaluate_every == 0:
-        yield evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+def finite_or_none(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
 
 
 def evaluate(
@@ -342,10 +353,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
-    groups = [
-        play_all(player, state.theta[None], seeds[i : i + plan.together], 1, 1)[0]
-        for i in range(0, count, plan.together)
-    ]
+    groups = []
+    for start in range(0, count, plan.together):
+        group = seeds[start : start + plan.together]
+        groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
     finite = returns[np.isfinite(returns)]
     if not len(finite):
@@ -366,15 +377,12 @@ def evaluate(
 # ---- the state on disk
 
 
-def keep(directory: Path | None, state: State) -> None:
+def save_state(directory: Path | None, state: State) -> None:
     if directory is not None:
-        checkpoint.save(
-            directory / CHECKPOINTS,
-            state.generation,
-            {"evolution": {"theta": state.theta, "moments": state.moments}},
-            state.counts,
-        )
-        checkpoint.prune(directory / CHECKPOINTS, 2)
+        tensors = {"theta": state.theta, "moments": state.moments}
+        root = directory / CHECKPOINTS
+        checkpoint.save(root, state.generation, {"evolution": tensors}, state.counts)
+        checkpoint.prune(root, 2)
 
 
 def restored(directory: Path | None, done: int) -> State | None:

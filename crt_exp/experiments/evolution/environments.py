@@ -12,7 +12,9 @@ import numpy as np
 
 from crt_exp.registry import ConfigError, unknown
 
-SERVO, STEP = 0.05, 0.0125  # time steps of the servo commands and of the physics
+# time steps of the servo commands and of the physics
+SERVO = 0.05
+STEP = 0.0125
 
 
 class Observation(NamedTuple):
@@ -44,6 +46,9 @@ class Environment(Protocol):
     def view(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return the ranges of x and y that an animation shows."""
 
+    def circles(self) -> list[tuple]:
+        """Centre and radius of circles to draw in addition to bodies."""
+
 
 def need(task: str, *packages: str) -> None:
     """Raise ConfigError, naming the extra, if a package is not installed."""
@@ -65,26 +70,31 @@ STONES = 8
 DEPTH = 0.6  # depth of gaps
 FIRST = 0.75  # half the length of the first stone, where the Ant starts
 WIDTH = 1.25  # half the width of stones
-LENGTHS, GAPS, SHIFTS, UNEVEN = (0.9, 1.2), (0.05, 0.15), (0.5, 0.7), 0.02
+LENGTHS = (0.9, 1.2)
+GAPS = (0.05, 0.15)
+SHIFTS = (0.5, 0.7)
+UNEVEN = 0.02
 TURNS = 0.2  # probability that the direction of the shift changes
 PERIOD = 0.7  # period of the gait
-STAND, LIFT, STRIDE, SHORT = 1.0, 0.35, 0.45, 0.0
-TURN, HEADING = 0.15, 1.0  # maximum correction of the heading by the hips, and its gain
-LEGS = np.array(
-    [1, -1, -1, 1]
-)  # sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
+STAND = 1.0
+LIFT = 0.35
+STRIDE = 0.45
+SHORT = 0.0
+# maximum correction of the heading by the hips, and its gain
+TURN = 0.15
+HEADING = 1.0
+# sign of the ankle's bend of legs 1 to 4, at 45, 135, 225 and 315 degrees
+LEGS = np.array([1, -1, -1, 1])
 FORWARD = np.array([1, 1, -1, -1])  # sign of the hip angle that moves the foot back
-AIM, AHEAD = (
-    -4.0,
-    1.5,
-)  # weights of the initial controller, which turns away from the attended patches
+# weights of the initial controller, which turns away from the attended patches
+AIM = -4.0
+AHEAD = 1.5
 FALLEN = 0.27  # torso height below which the Ant has fallen; standing: 0.55
 UNIT = 0.15  # unit of heights in the image
-NEAR, FAR, SIDE = (
-    0.2,
-    1.8,
-    1.0,
-)  # area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
+# area of the image: distance ahead from NEAR to FAR, SIDE to the left and right
+NEAR = 0.2
+FAR = 1.8
+SIDE = 1.0
 
 
 class SteppingStones:
@@ -100,31 +110,41 @@ class SteppingStones:
         seconds: Maximum length of a rollout, which ends if the Ant falls.
     """
 
-    channels, states, actions = 1, 4, 2
-    lead, watch = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]]), None
+    channels = 1
+    states = 4
+    actions = 2
+    lead = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]])
+    watch = None
 
     def __init__(self, environment: str = "Ant-v5", size: int = 16, seconds: float = 12.0):
         need("locomotion", "gymnasium", "mujoco")
         if environment not in BODIES:
             raise unknown("environment", environment, list(BODIES))
-        self.size, self.decisions = size, round(seconds / (PERIOD / 2))
+        self.size = size
+        self.decisions = round(seconds / (PERIOD / 2))
         self.model, self.data = body()
         self.boxes = [self.model.geom(f"stone_{i}").id for i in range(STONES)]
-        joints = [f"{part}_{leg}" for leg in (1, 2, 3, 4) for part in ("hip", "ankle")]
-        order = [
-            self.model.joint(self.model.actuator_trnid[i, 0]).name for i in range(self.model.nu)
-        ]
-        self.servos = np.array([order.index(name) for name in joints]).reshape(4, 2)
-        self.places = np.array([self.model.joint(name).qposadr[0] for name in joints]).reshape(4, 2)
+        joints = []
+        for leg in (1, 2, 3, 4):
+            joints += [f"hip_{leg}", f"ankle_{leg}"]
+        actuated = []
+        for i in range(self.model.nu):
+            actuated.append(self.model.joint(self.model.actuator_trnid[i, 0]).name)
+        servos = [actuated.index(joint) for joint in joints]
+        positions = [self.model.joint(joint).qposadr[0] for joint in joints]
+        self.servos = np.array(servos).reshape(4, 2)
+        self.places = np.array(positions).reshape(4, 2)
 
     def reset(self, seed: int) -> Observation:
         import mujoco
 
-        self.time, self.stones = 0, course(np.random.default_rng(seed))
+        self.time = 0
+        self.stones = course(np.random.default_rng(seed))
         mujoco.mj_resetData(self.model, self.data)
-        for i, (x, y, z, half) in enumerate(self.stones):
-            self.data.mocap_pos[i] = x, y, z - DEPTH / 2
-            self.model.geom_size[self.boxes[i]] = size = half, WIDTH, DEPTH / 2
+        for i, (x, y, top, half_length) in enumerate(self.stones):
+            size = (half_length, WIDTH, DEPTH / 2)
+            self.data.mocap_pos[i] = x, y, top - DEPTH / 2
+            self.model.geom_size[self.boxes[i]] = size
             self.model.geom_rbound[self.boxes[i]] = np.linalg.norm(size)
         self.data.qpos[:7] = 0, 0, 0.6, 1, 0, 0, 0
         self.data.qpos[self.places[:, 1]] = LEGS * STAND
@@ -135,32 +155,34 @@ class SteppingStones:
         """Take half a gait period: one pair of legs pushes, the other swings."""
         import mujoco
 
-        before, strides = (
-            self.data.qpos[0],
-            SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2,
-        )
-        for k in range(ticks := round(PERIOD / 2 / SERVO)):
-            self.order(strides, (k + 1) / ticks)
+        before = self.data.qpos[0]
+        strides = SHORT + (STRIDE - SHORT) * (np.asarray(action, float) + 1) / 2
+        ticks = round(PERIOD / 2 / SERVO)
+        for tick in range(ticks):
+            self.order(strides, (tick + 1) / ticks)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
             if self.watch:
                 self.watch(self)
         self.time += 1
         fallen = not self.data.qpos[2] > FALLEN
-        return self.seen(), float(self.data.qpos[0] - before), fallen or self.time == self.decisions
+        distance = float(self.data.qpos[0] - before)
+        return self.seen(), distance, fallen or self.time == self.decisions
 
     def order(self, strides: np.ndarray, phase: float) -> None:
         """Set the servos at a phase, 0 to 1, of half a gait period."""
         pushes = np.arange(4) % 2 == self.time % 2
         turn = np.clip(HEADING * self.yaw, -TURN, TURN)
         swing = (FORWARD * strides[[0, 1, 0, 1]] + turn) * (2 * phase - 1)
+        lifted = STAND - LIFT * np.sin(np.pi * phase)
         self.data.ctrl[self.servos[:, 0]] = np.where(pushes, swing, -swing)
-        self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(
-            pushes, STAND, STAND - LIFT * np.sin(np.pi * phase)
-        )
+        self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(pushes, STAND, lifted)
 
     def view(self):
         x, y = self.data.qpos[:2]
         return (x - 1.5, x + 2.5), (y - 2, y + 2)
+
+    def circles(self) -> list[tuple]:
+        return []
 
     @property
     def yaw(self) -> float:
@@ -169,33 +191,37 @@ class SteppingStones:
 
     def seen(self) -> Observation:
         x, y, z = self.data.qpos[:3]
-        state = np.array(
-            [np.sin(self.yaw), self.data.qvel[1], 2.0 * (self.time % 2) - 1, 4 * (z - 0.55)]
-        )
-        return Observation(heights(self.stones, x, y, self.yaw, self.size)[None], state)
+        side_speed = self.data.qvel[1]
+        pair = 2.0 * (self.time % 2) - 1
+        state = np.array([np.sin(self.yaw), side_speed, pair, 4 * (z - 0.55)])
+        image = heights(self.stones, x, y, self.yaw, self.size)
+        return Observation(image[None], state)
 
 
 def course(rng: np.random.Generator) -> np.ndarray:
     """Return x, y, top height and half the length of each stone, (STONES, 4)."""
-    halves = np.r_[FIRST, rng.uniform(*LENGTHS, STONES - 1) / 2]
-    gaps = np.r_[0.0, rng.uniform(*GAPS, STONES - 1)]
-    ends = np.cumsum(2 * halves + gaps) - FIRST
-    sense = rng.choice([-1, 1]) * np.cumprod(np.where(rng.random(STONES - 1) < TURNS, -1, 1))
-    sides = np.r_[0.0, np.cumsum(sense * rng.uniform(*SHIFTS, STONES - 1))]
-    return np.stack(
-        [ends - halves, sides, np.r_[0.0, rng.uniform(-UNEVEN, UNEVEN, STONES - 1)], halves], 1
-    )
+    further = STONES - 1  # stones after the first
+    half_lengths = np.r_[FIRST, rng.uniform(*LENGTHS, further) / 2]
+    gaps = np.r_[0.0, rng.uniform(*GAPS, further)]
+    ends = np.cumsum(2 * half_lengths + gaps) - FIRST
+    first_sense = rng.choice([-1, 1])
+    sense = first_sense * np.cumprod(np.where(rng.random(further) < TURNS, -1, 1))
+    sides = np.r_[0.0, np.cumsum(sense * rng.uniform(*SHIFTS, further))]
+    tops = np.r_[0.0, rng.uniform(-UNEVEN, UNEVEN, further)]
+    return np.stack([ends - half_lengths, sides, tops, half_lengths], 1)
 
 
 def heights(stones: np.ndarray, x: float, y: float, yaw: float, size: int) -> np.ndarray:
     """Return the height map (size, size), in units of 0.15 m."""
     share = (np.arange(size) + 0.5) / size  # relative positions of pixel centres
-    ahead, left = NEAR + (FAR - NEAR) * share[:, None], SIDE * (1 - 2 * share)
+    ahead = NEAR + (FAR - NEAR) * share[:, None]
+    left = SIDE * (1 - 2 * share)
     at_x = x + np.cos(yaw) * ahead - np.sin(yaw) * left
     at_y = y + np.sin(yaw) * ahead + np.cos(yaw) * left
     image = np.full((size, size), -DEPTH / UNIT)
-    for centre, side, top, half in stones:
-        image[(abs(at_x - centre) <= half) & (abs(at_y - side) <= WIDTH)] = top / UNIT
+    for centre, side, top, half_length in stones:
+        is_stone = (abs(at_x - centre) <= half_length) & (abs(at_y - side) <= WIDTH)
+        image[is_stone] = top / UNIT
     return image
 
 
@@ -214,10 +240,12 @@ def body():
     spec.option.timestep = STEP
     for joint in spec.joints:
         if joint.name != "root":
-            joint.armature, joint.damping = 0.02, np.full((3, 1), 0.5)
+            joint.armature = 0.02
+            joint.damping = np.full((3, 1), 0.5)
     for motor in spec.actuators:
         motor.set_to_position(kp=60, kv=2)
-        motor.gear, motor.ctrlrange = [1, 0, 0, 0, 0, 0], [-1.6, 1.6]
+        motor.gear = [1, 0, 0, 0, 0, 0]
+        motor.ctrlrange = [-1.6, 1.6]
     spec.delete(spec.geom("floor"))
     for i in range(STONES):
         stone = spec.worldbody.add_body(
@@ -245,16 +273,19 @@ BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
 LINKS = 0.8  # length of each link of an arm
 BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
 ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])  # where strokes end
-BRUSH, DISC = 0.09, 0.02  # half the width of a brush; radius of a particle
+# half the width of a brush; radius of a particle
+BRUSH = 0.09
+DISC = 0.02
 HEAP = 0.08  # standard deviation of positions in the heap
 HEAPS = np.array([[-0.5, 0.5], [0.0, 0.55]])  # ranges of x and y of its centre
-CENTRE, RANGE = np.array([[-0.1, 0.35], [0.1, 0.35]]), np.array([0.6, 0.5])  # starts of strokes
-LIFTED, OVER, DOWN, DRAG = (
-    0.15,
-    0.3,
-    0.1,
-    0.45,
-)  # height of a lifted brush; durations of the parts of a stroke
+# starts of strokes
+CENTRE = np.array([[-0.1, 0.35], [0.1, 0.35]])
+RANGE = np.array([0.6, 0.5])
+LIFTED = 0.15  # height of a lifted brush
+# durations of the parts of a stroke
+OVER = 0.3
+DOWN = 0.1
+DRAG = 0.45
 MOST = 4  # maximum value of a pixel
 
 
@@ -279,12 +310,16 @@ class Sweeping:
         size: Pixels of a side of the image.
     """
 
-    channels, states, actions = 1, 1, 4
+    channels = 1
+    states = 1
+    actions = 4
     lead, watch = initial_controller(), None
 
     def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
         need("sweep", "mujoco")
-        self.particles, self.strokes, self.size = particles, strokes, size
+        self.particles = particles
+        self.strokes = strokes
+        self.size = size
         self.model, self.data = table(particles)
 
     @property
@@ -301,7 +336,8 @@ class Sweeping:
         import mujoco
 
         mujoco.mj_resetData(self.model, self.data)
-        self.stroke, self.home = 0, np.zeros((self.particles, 2))
+        self.stroke = 0
+        self.home = np.zeros((self.particles, 2))
         self.data.qpos[6:] = heap(np.random.default_rng(seed), self.particles).flatten()
         self.tips = ENDS.copy()
         self.order(self.tips, LIFTED)
@@ -322,9 +358,10 @@ class Sweeping:
         """Move the brushes along a straight line."""
         import mujoco
 
-        start, ticks = self.tips, round(seconds / SERVO)
-        for k in range(ticks):
-            self.order(start + (tips - start) * (k + 1) / ticks, height)
+        start = self.tips
+        ticks = round(seconds / SERVO)
+        for tick in range(ticks):
+            self.order(start + (tips - start) * (tick + 1) / ticks, height)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
             if self.watch:
                 self.watch(self)
@@ -359,7 +396,9 @@ def inverse_kinematics(reach: np.ndarray, outward: int) -> tuple[float, float]:
     """
     distance = np.clip(np.hypot(*reach), 0.05, 2 * LINKS - 0.01)
     inner = np.arccos(distance / 2 / LINKS)
-    return float(np.arctan2(reach[1], reach[0]) + outward * inner), float(-2 * outward * inner)
+    shoulder = np.arctan2(reach[1], reach[0]) + outward * inner
+    elbow = -2 * outward * inner
+    return float(shoulder), float(elbow)
 
 
 def heap(rng: np.random.Generator, particles: int) -> np.ndarray:
@@ -374,12 +413,14 @@ def table(particles: int):
     """
     import mujoco
 
-    slide, hinge = mujoco.mjtJoint.mjJNT_SLIDE, mujoco.mjtJoint.mjJNT_HINGE
-    capsule, box, disc = (
-        getattr(mujoco.mjtGeom, f"mjGEOM_{name}") for name in ("CAPSULE", "BOX", "CYLINDER")
-    )
+    slide = mujoco.mjtJoint.mjJNT_SLIDE
+    hinge = mujoco.mjtJoint.mjJNT_HINGE
+    capsule = mujoco.mjtGeom.mjGEOM_CAPSULE
+    box = mujoco.mjtGeom.mjGEOM_BOX
+    disc = mujoco.mjtGeom.mjGEOM_CYLINDER
     spec = mujoco.MjSpec()
-    spec.option.integrator, spec.option.timestep = mujoco.mjtIntegrator.mjINT_IMPLICITFAST, STEP
+    spec.option.integrator = mujoco.mjtIntegrator.mjINT_IMPLICITFAST
+    spec.option.timestep = STEP
     spec.option.gravity = [0, 0, 0]  # the table carries all bodies
     for arm, base in enumerate(BASES):
         parent = spec.worldbody.add_body(pos=[*base, 0.3])

@@ -17,6 +17,7 @@ from crt_exp.experiments.drawing import new_figure
 from crt_exp.experiments.evolution import Player, Search, evolve, prepared, restored
 from crt_exp.experiments.evolution.environments import SteppingStones, Sweeping
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
+from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, Positive, Whole, checked
 
@@ -48,7 +49,7 @@ class Strategy(TypedDict):
     together: Count
 
 
-class Robotics:
+class Robotics(Measurement):
     """A task that trains a policy by evolution strategies.
 
     The state of a run is stored in `directory`, which the runner sets.
@@ -63,8 +64,6 @@ class Robotics:
     """
 
     metric, lower_is_better = "return", False
-    measures_whole = staticmethod(lambda mechanism: True)  # any attention can rank patches
-    directory: Path | None = None
     name: str
 
     def __init__(
@@ -78,26 +77,32 @@ class Robotics:
         film: bool,
     ):
         self.filmed = film
-        self.world, self.options, self.looks = world, tuple(options.items()), looks
+        self.world = world
+        self.options = tuple(options.items())
+        self.looks = looks
         self.plan = Search(**strategy, workers=workers)
-        made = world(**options)  # raises errors before anything is written
-        sizes = (made.channels, made.size, made.states, made.actions)
+        environment = world(**options)  # raises errors before anything is written
         self.policy = ImplicitPolicy(
-            *sizes, **policy, looks="average" if looks == "average" else "attention"
+            environment.channels,
+            environment.size,
+            environment.states,
+            environment.actions,
+            **policy,
+            looks="average" if looks == "average" else "attention",
         )
 
     @property
     def uses(self) -> frozenset[str]:
-        return frozenset(
-            {"attention", "features", "sampler", "m"} if self.looks == "attention" else ()
-        )
+        return super().uses if self.looks == "attention" else frozenset()
+
+    def measures_whole(self, mechanism: Mechanism) -> bool:
+        return True  # any attention can rank patches
 
     def player(self, mechanism: Mechanism) -> Player:
-        return Player(
-            self.world, self.options, None if self.looks == "random" else self.policy, mechanism
-        )
+        policy = None if self.looks == "random" else self.policy
+        return Player(self.world, self.options, policy, mechanism)
 
-    def keep(self, records: list[dict], directory: Path) -> None:
+    def save_results(self, records: list[dict], directory: Path) -> None:
         """With `film`, write film.gif of the first test rollout to the run directory."""
         if self.filmed and self.looks != "random":
             theta = restored(directory, len(records)).theta
@@ -110,12 +115,18 @@ class Robotics:
         return evolve(self.plan, self.played, seed, len(done), self.directory)
 
     def summary(self, records: list[dict]) -> str:
-        last, dropped = records[-1], sum(r["dropped"] for r in records if r["split"] != "train")
-        dropped += max((r["dropped"] for r in records if r["split"] == "train"), default=0)
-        lost = f", {dropped} rollouts dropped" if dropped else ""
+        last = records[-1]
+        dropped, dropped_in_training = 0, 0
+        for record in records:
+            if record["split"] == "train":  # counts are totals
+                dropped_in_training = max(dropped_in_training, record["dropped"])
+            else:
+                dropped += record["dropped"]
+        dropped += dropped_in_training
+        note = f", {dropped} rollouts dropped" if dropped else ""
         return (
             f"{self.name}: return {last['return']:.3f} ± {last['std']:.3f} over {len(last['returns'])} rollouts "
-            f"(test, {last['rollouts']} rollouts of training{lost})"
+            f"(test, {last['rollouts']} rollouts of training{note})"
         )
 
 
@@ -164,8 +175,10 @@ class Sweep(Robotics):
 # ---- animation of a rollout: the world from above, and the image with the selected patches
 
 
-EVERY, PER_SECOND, MOST = 2, 10, 120  # servo commands per frame; frames per second; maximum frames
-INK, KEPT = "0.25", "tab:red"
+EVERY = 2  # servo commands per frame
+PER_SECOND = 10  # frames
+MOST = 120  # maximum number of frames
+INK, SELECTED = "0.25", "tab:red"
 
 
 def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
@@ -178,44 +191,47 @@ def film(player: Player, theta: Tensor, seed: int, path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.animation import PillowWriter
 
-    writer, orders = PillowWriter(fps=PER_SECOND), []
+    writer = PillowWriter(fps=PER_SECOND)
+    commands = 0
 
-    def watch(seen: Any) -> None:
-        orders.append(seen)
-        if len(orders) % EVERY == 0 and len(orders) // EVERY <= MOST:
+    def draw_command(_: Any) -> None:
+        nonlocal commands
+        commands += 1
+        if commands % EVERY == 0 and commands // EVERY <= MOST:
             draw_world(axes[0], world)
             writer.grab_frame()
 
+    policy = player.policy
     with atomic_path(path, ".gif") as part, writer.saving(figure, str(part), dpi=70):
-        seen, ended, total = world.reset(seed), False, 0.0
-        world.watch = watch
+        observation = world.reset(seed)
+        ended = False
+        total = 0.0
+        world.watch = draw_command
         while not ended:
-            images, states = (torch.from_numpy(np.asarray(each))[None].float() for each in seen)
-            draw_image(
-                axes[1],
-                seen.image[0],
-                player.policy.selected_patches(layer, theta[None], images)[0].amax(0),
-                player,
-                total,
-            )
-            seen, reward, ended = world.step(
-                player.policy.act(layer, theta[None], images, states)[0].numpy()
-            )
+            image, state = (torch.from_numpy(np.asarray(t))[None].float() for t in observation)
+            selected = policy.selected_patches(layer, theta[None], image)[0].amax(0)
+            draw_image(axes[1], observation.image[0], selected, player, total)
+            action = policy.act(layer, theta[None], image, state)[0].numpy()
+            observation, reward, ended = world.step(action)
             total += reward
     world.watch = None
     plt.close(figure)
 
 
-def draw_image(axes: Any, image: np.ndarray, kept: Tensor, player: Player, total: float) -> None:
+def draw_image(
+    axes: Any, image: np.ndarray, selected: Tensor, player: Player, total: float
+) -> None:
     """Draw the image, near rows at the bottom, with frames around selected patches."""
     from matplotlib.patches import Rectangle
 
     axes.clear()
-    axes.imshow(image, cmap="Greys" if image.max() > 1 else "Greys_r", origin="lower")
-    side, patch = player.policy.size // player.policy.patch, player.policy.patch
-    for place in kept.view(side, side).nonzero().tolist():
-        corner = [patch * place[1] - 0.5, patch * place[0] - 0.5]
-        axes.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor=KEPT, linewidth=2))
+    cmap = "Greys" if image.max() > 1 else "Greys_r"
+    axes.imshow(image, cmap=cmap, origin="lower")
+    patch = player.policy.patch
+    side = player.policy.size // patch
+    for row, column in selected.view(side, side).nonzero().tolist():
+        corner = [patch * column - 0.5, patch * row - 0.5]
+        axes.add_patch(Rectangle(corner, patch, patch, fill=False, edgecolor=SELECTED, linewidth=2))
     axes.set(xticks=[], yticks=[], title=f"what it attends to; return {total:.2f}")
 
 
@@ -225,27 +241,26 @@ def draw_world(axes: Any, world: Any) -> None:
     from matplotlib.patches import Circle, Polygon
 
     axes.clear()
-    model, data, kinds = world.model, world.data, mujoco.mjtGeom
+    model, data = world.model, world.data
     for i in range(model.ngeom):
-        at, turn, size = data.geom_xpos[i], data.geom_xmat[i].reshape(3, 3), model.geom_size[i]
-        if model.geom_type[i] == kinds.mjGEOM_CAPSULE:
-            ends = np.stack([at - size[1] * turn[:, 2], at + size[1] * turn[:, 2]])
+        position = data.geom_xpos[i]
+        rotation = data.geom_xmat[i].reshape(3, 3)
+        kind = model.geom_type[i]
+        size = model.geom_size[i]
+        if kind == mujoco.mjtGeom.mjGEOM_CAPSULE:
+            half = size[1] * rotation[:, 2]
+            ends = np.stack([position - half, position + half])
             axes.plot(ends[:, 0], ends[:, 1], color=INK, linewidth=4, solid_capstyle="round")
-        elif model.geom_type[i] == kinds.mjGEOM_BOX:
+        elif kind == mujoco.mjtGeom.mjGEOM_BOX:
             corners = size[:2] * [[1, 1], [1, -1], [-1, -1], [-1, 1]]
-            stone = model.body_mocapid[model.geom_bodyid[i]] >= 0
-            axes.add_patch(
-                Polygon(
-                    (at + np.c_[corners, np.zeros(4)] @ turn.T)[:, :2],
-                    color="0.8" if stone else INK,
-                    zorder=0 if stone else 3,
-                )
-            )
+            outline = (position + np.c_[corners, np.zeros(4)] @ rotation.T)[:, :2]
+            is_stone = model.body_mocapid[model.geom_bodyid[i]] >= 0
+            color, zorder = ("0.8", 0) if is_stone else (INK, 3)
+            axes.add_patch(Polygon(outline, color=color, zorder=zorder))
         else:
-            axes.add_patch(
-                Circle(at[:2], size[0], color=KEPT if i > 0 and size[0] < 0.1 else INK, zorder=4)
-            )
+            color = SELECTED if i > 0 and size[0] < 0.1 else INK
+            axes.add_patch(Circle(position[:2], size[0], color=color, zorder=4))
     x, y = world.view()
     axes.set(xlim=x, ylim=y, xticks=[], yticks=[], aspect="equal", title="from above")
-    for circle in getattr(world, "circles", list)():
+    for circle in world.circles():
         axes.add_patch(Circle(*circle, fill=False, color="tab:green", linewidth=2))

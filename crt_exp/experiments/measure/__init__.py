@@ -3,53 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
-
-
-class Measurement:
-    """A task that measures: `rows(mechanism, seed)` yields lines of metrics.jsonl.
-
-    The last row contains `metric`. A continued run computes all rows again and logs only missing ones. All attributes
-    except `metric` are optional.
-
-    Attributes:
-        metric: Key of the result in the final record, which a sweep optimises.
-        lower_is_better: Direction of the metric.
-        uses, inputs: As in tasks that train.
-        measures_whole: Function of a mechanism; true if the task accepts attention without a feature map.
-        of_rows: True if the task accepts feature maps with a kernel of their own.
-        keep: Method (records, directory) that writes tables and figures to the run directory at the end.
-        directory: Set to the run directory, for tasks that save a state of their own. Their `records` starts after the
-            records in `done`.
-    """
-
-    metric: str
-    lower_is_better = True
-
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
-
-    def records(
-        self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()
-    ) -> Iterator[dict[str, Any]]:
-        if getattr(self, "start", "") is None:
-            raise ValueError("task.start=null: expected the directory of a run")
-        last: dict[str, Any] = {}
-        for step, row in enumerate(self.rows(mechanism, seed)):
-            if last and step > len(done):
-                yield last
-            last = {"step": step, "epoch": 0, "split": "test", **row}
-        yield {**last, "final": True}
-
-    def summary(self, records: list[dict]) -> str:
-        value = records[-1][self.metric]
-        return f"{self.metric} {value:.4g}" if isinstance(value, float) else f"{len(records)} rows"
 
 
 class SwapMeasurement(Measurement):
     """A measurement after a swap, with any attention (with or without feature map)."""
 
-    measures_whole = staticmethod(lambda mechanism: True)
+    def measures_whole(self, mechanism: Mechanism) -> bool:
+        return True
 
 
 class Series(Measurement):
@@ -72,10 +34,11 @@ class Series(Measurement):
             yield {"split": split, self.over: value, **self.of(value, mechanism, seed)}
 
     def summary(self, records: list[dict]) -> str:
-        shown = ((each[self.over], each[self.metric]) for each in records)
-        return f"{self.metric} " + ", ".join(
-            f"{value:.4g} at {self.over} = {place}" for place, value in shown if value is not None
-        )
+        values = []
+        for record in records:
+            if record[self.metric] is not None:
+                values.append(f"{record[self.metric]:.4g} at {self.over} = {record[self.over]}")
+        return f"{self.metric} {', '.join(values)}"
 
 
 def check_estimates(mechanism: Mechanism) -> None:
@@ -83,3 +46,8 @@ def check_estimates(mechanism: Mechanism) -> None:
         raise ValueError(
             "attention=exact: expected an approximation, such as features=pos or attention=favorpp"
         )
+
+
+def check_start(start: str | None) -> None:
+    if start is None:
+        raise ValueError("task.start=null: expected the directory of a run")

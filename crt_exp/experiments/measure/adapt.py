@@ -38,8 +38,13 @@ from crt_exp.samplers.threads import threads
 from crt_exp.swap.calibration import learns, swapped_states
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
 
-SYMBOLS, LENGTH = 16, 64  # alphabet of `copying`; tokens of a row
-WIDTH, LAYERS, HEADS = 128, 4, 4  # sizes of the small models
+# alphabet of `copying`; tokens of a row
+SYMBOLS = 16
+LENGTH = 64
+# sizes of the small models
+WIDTH = 128
+LAYERS = 4
+HEADS = 4
 PATCH = 4  # pixels of a side: 49 patches of 28 x 28, and a class token
 ROWS = 16  # batch size
 UNIFORM = "uniform"  # control, without adapters
@@ -273,14 +278,14 @@ class Adapt(SwapMeasurement):
         lora_lr: Positive,
         rank: Count,
     ):
-        self.setting, self.steps, self.transfer, self.lora, self.rank = (
-            model,
-            steps,
-            transfer,
-            lora,
-            rank,
-        )
-        self.exact_lr, self.transfer_lr, self.lora_lr = exact_lr, transfer_lr, lora_lr
+        self.setting = model
+        self.steps = steps
+        self.transfer = transfer
+        self.lora = lora
+        self.rank = rank
+        self.exact_lr = exact_lr
+        self.transfer_lr = transfer_lr
+        self.lora_lr = lora_lr
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         def at(stage: str) -> dict[str, Any]:
@@ -392,44 +397,38 @@ class AdaptPretrained(SwapMeasurement):
         rank: Count,
         bf16: bool,
     ):
-        self.model, self.texts, self.length, self.tested, self.captured = (
-            model,
-            texts,
-            length,
-            tested,
-            captured,
-        )
-        self.transfer, self.steps, self.rank, self.bf16 = transfer, steps, rank, bf16
-        self.transfer_lr, self.lora_lr, self.lora = transfer_lr, lora_lr, max(steps) - transfer
+        self.model = model
+        self.texts = texts
+        self.length = length
+        self.tested = tested
+        self.captured = captured
+        self.transfer = transfer
+        self.steps = steps
+        self.rank = rank
+        self.bf16 = bf16
+        self.transfer_lr = transfer_lr
+        self.lora_lr = lora_lr
+        self.lora = max(steps) - transfer
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
-        given = [batch_arguments(row[None]) for row in rows[: self.captured]]
-        model, minutes = (
-            swapped(
-                deepcopy(pretrained.load_model_and_tokenizer(self.model).model),
-                mechanism,
-                seed,
-                given,
-            ),
-            0.0,
-        )
-        found = self.readings(model)
-        yield from after(0, found, minutes)
+        captured = [batch_arguments(row[None]) for row in rows[: self.captured]]
+        exact = pretrained.load_model_and_tokenizer(self.model).model
+        model = swapped(deepcopy(exact), mechanism, seed, captured)
+        minutes = 0.0
+        losses = self.readings(model)
+        yield from after(0, losses, minutes)
         if learns(model) or layer_parameters(swapped_states(model)):
-            minutes = (
-                milliseconds(
-                    lambda: transfer_attention(model, given, self.transfer, self.transfer_lr),
-                    clock=PROCESSOR,
-                )
-                / MINUTE
+            milliseconds_used = milliseconds(
+                lambda: transfer_attention(model, captured, self.transfer, self.transfer_lr),
+                clock=PROCESSOR,
             )
-            found = self.readings(model)
-        yield from after(self.transfer, found, minutes)
+            minutes = milliseconds_used / MINUTE
+            losses = self.readings(model)
+        yield from after(self.transfer, losses, minutes)
         low_rank(model, self.rank, seed)
-        training = descent(
-            model, adapter_loss(model, rows[self.captured :], self.bf16), self.lora, self.lora_lr
-        )
+        loss = adapter_loss(model, rows[self.captured :], self.bf16)
+        training = descent(model, loss, self.lora, self.lora_lr)
         for step in range(self.transfer + 1, self.transfer + self.lora + 1):
             minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
             if step in self.steps:
@@ -437,22 +436,23 @@ class AdaptPretrained(SwapMeasurement):
 
     def readings(self, model: nn.Module) -> dict[str, list[float]]:
         model.eval()
-        return {
-            kind: [
-                float((pretrained.run_row(model, row).nats - exact.nats).mean())
-                for row, exact in exact_readings(self.model, kind, self.length, self.tested)
-            ]
-            for kind in self.texts
-        }
+        losses = {}
+        for kind in self.texts:
+            losses[kind] = []
+            for row, exact in exact_readings(self.model, kind, self.length, self.tested):
+                above = pretrained.run_row(model, row).nats - exact.nats
+                losses[kind].append(float(above.mean()))
+        return losses
 
 
-def after(step: int, found: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
-    yield from ({"step": step, "text": kind, "above": values} for kind, values in found.items())
+def after(step: int, losses: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
+    for kind, values in losses.items():
+        yield {"step": step, "text": kind, "above": values}
     yield {
         "step": step,
         "sample": "",
         "minutes": minutes,
-        "cost": float(np.mean([*found.values()])),
+        "cost": float(np.mean([*losses.values()])),
     }
 
 

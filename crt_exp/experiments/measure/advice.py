@@ -149,11 +149,12 @@ class Advice:
 
     def __post_init__(self):
         self.chosen, self.sentence = recommendation(self)
-        self.notes = [
-            f"{row.attention} computes exact attention at {self.length} tokens."
-            for row in self.rows
-            if row.exact_to >= self.length
-        ]
+        self.notes = []
+        for row in self.rows:
+            if row.exact_to >= self.length:
+                self.notes.append(
+                    f"{row.attention} computes exact attention at {self.length} tokens."
+                )
         if self.repeated_loss is not None and not self.uses_repetition:
             self.notes.append(
                 "The model's own attention gains little from repeated passages: recall is not judged."
@@ -193,7 +194,7 @@ class Advice:
                 *(format_interval(row.repeated, row.repeated_ci95) for row in others),
             ]
         cells["ms"] = [f"{row.ms[self.length]:.1f}" for row in self.rows]
-        cells["MiB"] = ["" if row.mib is None else f"{row.mib:.0f}" for row in self.rows]
+        cells["MiB"] = [format_mib(row.mib) for row in self.rows]
         cells["speed-up"] = [f"{row.speedup:.2f}" for row in self.rows]
         cells["pays from"] = ["", *(str(row.pays_from or f"> {self.length}") for row in others)]
         return pd.DataFrame(cells)
@@ -205,25 +206,26 @@ class Advice:
 
     def save(self, directory: str | Path) -> None:
         """Write advise.csv, advise.md and advise.png to a folder."""
-        folder, table = written_folder(directory, "directory"), self.table
+        folder = written_folder(directory, "directory")
         folder.mkdir(parents=True, exist_ok=True)
-        sentence = f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
-        with atomic_path(folder / "advise.md") as part:
-            part.write_text(
-                "\n\n".join(
-                    [
-                        markdown(list(table.columns), table.values.tolist()).rstrip(),
-                        sentence,
-                        *self.notes,
-                        f"```python\n{self.code}\n```\n",
-                    ]
-                )
-            )
-        values = [
-            vars(row) | {f"ms_{length}": ms for length, ms in row.ms.items()} for row in self.rows
+        table = self.table
+        paragraphs = [
+            markdown(list(table.columns), table.values.tolist()).rstrip(),
+            f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed.",
+            *self.notes,
+            f"```python\n{self.code}\n```\n",
         ]
+        with atomic_path(folder / "advise.md") as part:
+            part.write_text("\n\n".join(paragraphs))
+        records = []
+        for row in self.rows:
+            record = dict(vars(row))
+            del record["ms"]
+            for length, ms in row.ms.items():
+                record[f"ms_{length}"] = ms
+            records.append(record)
         with atomic_path(folder / "advise.csv") as part:
-            pd.DataFrame(values).drop(columns="ms").to_csv(part, index=False)
+            pd.DataFrame(records).to_csv(part, index=False)
         save_figure(figure(self), folder / "advise.png")
 
 
@@ -271,10 +273,10 @@ def _check_labels(labels: Any, count: int) -> None:
 def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
     if tokenizer is None:
         raise ValueError("tokenizer=None: expected a tokenizer for strings, or token ids")
-    listed = [texts] if isinstance(texts, str) else texts
-    return torch.tensor(
-        [i for text in listed for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    )
+    ids: list[int] = []
+    for text in [texts] if isinstance(texts, str) else texts:
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids)
 
 
 def text_bench(
@@ -284,7 +286,8 @@ def text_bench(
 
     Raises ValueError for models that predict neither masked nor next tokens.
     """
-    predicted, mask = predicts(model), getattr(tokenizer, "mask_token_id", None)
+    predicted = predicts(model)
+    mask = getattr(tokenizer, "mask_token_id", None)
     if predicted is None:
         raise ValueError(
             f"{type(model).__name__}: predicts no tokens; use AutoModelForCausalLM or ...MaskedLM"
@@ -315,23 +318,27 @@ def _batch_bench(
     calibration: int,
     seed: int,
 ) -> BatchBench:
-    noun, pieces = (
-        ("images", pieces.split(1)) if isinstance(pieces, Tensor) else ("pieces", list(pieces))
-    )
+    if isinstance(pieces, Tensor):
+        noun, batches = "images", pieces.split(1)
+    else:
+        noun, batches = "pieces", list(pieces)
     if labels is not None:
-        _check_labels(labels, len(pieces))
+        _check_labels(labels, len(batches))
     if samples is None:
         samples = SAMPLES[noun]
-    judged, training = spread(len(pieces), samples, calibration, noun)
+    judged, training = spread(len(batches), samples, calibration, noun)
     for i in (*judged, *training):
-        check_batch(model, pieces[i], f"texts[{i}]")
+        check_batch(model, batches[i], f"texts[{i}]")
+    judged_labels = None
+    if labels is not None:
+        judged_labels = [labels[i : i + 1] for i in judged]
     bench = BatchBench(
         model,
-        [pieces[i] for i in judged],
-        [pieces[i] for i in training],
+        [batches[i] for i in judged],
+        [batches[i] for i in training],
         noun=noun,
         seed=seed,
-        labels=None if labels is None else [labels[i : i + 1] for i in judged],
+        labels=judged_labels,
     )
     if labels is not None and not 0 <= int(labels.min()) <= int(labels.max()) < bench.classes:
         raise ValueError(
@@ -358,10 +365,11 @@ def spread(count: int, samples: int, calibration: int, noun: str) -> tuple[list[
 
 def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mechanism | None]:
     """Name -> mechanism, exact (None) first. Raises ConfigError for unknown names."""
-    names = TRIED if attentions is None else attentions
-    return {EXACT: None} | {
-        name: Mechanism.parse(name, seed=seed) for name in names if name != EXACT
-    }
+    result: dict[str, Mechanism | None] = {EXACT: None}
+    for name in TRIED if attentions is None else attentions:
+        if name != EXACT:
+            result[name] = Mechanism.parse(name, seed=seed)
+    return result
 
 
 def measure_mechanism(
@@ -390,25 +398,30 @@ def advice_of(
     tolerance: float,
 ) -> Advice:
     """Build the advice from the records of `measure_mechanism`."""
-    judged = {each["attention"]: each for each in records if "attention" in each}
-    times = {each["length"]: each["ms"] for each in records if "length" in each}
-    own, rows = judged[EXACT], []
-    for label, each in judged.items():
-        gains = {length: ratio(at[EXACT], at[label]) for length, at in times.items()}
+    losses = {record["attention"]: record for record in records if "attention" in record}
+    times = {record["length"]: record["ms"] for record in records if "length" in record}
+    own = losses[EXACT]
+    rows = []
+    for label, record in losses.items():
+        gains, ms = {}, {}
+        for length, rounds in times.items():
+            gains[length] = ratio(rounds[EXACT], rounds[label])
+            ms[length] = statistics.median(rounds[label])
+        above, above_ci95 = mean_difference(record["loss"], own["loss"])
         row = Row(
             label,
-            *mean_difference(each["loss"], own["loss"]),
-            mib=each["mib"],
+            above,
+            above_ci95,
+            mib=record["mib"],
             speedup=gains[max(gains)],
-            ms={length: statistics.median(at[label]) for length, at in times.items()},
+            ms=ms,
             pays_from=pays_from(gains),
         )
         if own["repeated"]:
-            row.repeated, row.repeated_ci95 = mean_difference(each["repeated"], own["repeated"])
+            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], own["repeated"])
         with bench.swapped(methods[label]) as states:
-            row.exact_to = min(
-                (getattr(state, "exact_to", 0) for state in states.values()), default=0
-            )
+            exact_lengths = [getattr(state, "exact_to", 0) for state in states.values()]
+            row.exact_to = min(exact_lengths, default=0)
             row.fitted = learns(bench.model)
         rows.append(row)
     repeated = statistics.mean(own["repeated"]) if own["repeated"] else None
@@ -426,8 +439,9 @@ def advice_of(
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
     """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
-    found = interval(np.subtract(losses, own), "mean")
-    return found["mean"], math.nan if len(own) == 1 else found["mean_ci95"]
+    difference = interval(np.subtract(losses, own), "mean")
+    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
+    return difference["mean"], half_width
 
 
 def pays_from(gains: Mapping[int, float]) -> int | None:
@@ -450,17 +464,15 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
         )
     if not tried:
         return None, "No recommendation: only exact and uniform attention were measured."
-    close = [
-        row
-        for row in tried
-        if row.worst <= advice.tolerance
-        and not (advice.uses_repetition and row.repeated + row.repeated_ci95 > REPEATED)
-    ]
+    close = [row for row in tried if is_close(advice, row)]
     if not close:
-        best, allowed = min(tried, key=lambda row: row.worst), f" ({REPEATED} on repeated passages)"
+        best = min(tried, key=lambda row: row.worst)
+        tolerance = f"{advice.tolerance}"
+        if advice.uses_repetition:
+            tolerance += f" ({REPEATED} on repeated passages)"
         return None, (
             f"Keep exact: the closest, {best.attention}, costs {cost(advice, best)}; the tolerance is "
-            f"{advice.tolerance}{allowed * advice.uses_repetition}. Fine-tuning reduces the cost."
+            f"{tolerance}. Fine-tuning reduces the cost."
         )
     paying = [row for row in close if row.exact_to < advice.length and row.pays_from is not None]
     if not paying:
@@ -470,11 +482,20 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
             f"its speed is {best.speedup:.2f} times that of exact. Use longer {advice.noun}."
         )
     best = max(paying, key=lambda row: row.speedup)
-    below = f"; below {best.pays_from} tokens keep exact" if best.pays_from > min(best.ms) else ""
+    below = ""
+    if best.pays_from > min(best.ms):
+        below = f"; below {best.pays_from} tokens keep exact"
     return best, (
         f"Use {best.attention}: it costs {cost(advice, best)} at {advice.length} tokens, and a pass is "
         f"{best.speedup:.2f} times as fast{below}."
     )
+
+
+def is_close(advice: Advice, row: Row) -> bool:
+    """Whether a method is within the tolerance, also on repeated passages if they count."""
+    if row.worst > advice.tolerance:
+        return False
+    return not (advice.uses_repetition and row.repeated + row.repeated_ci95 > REPEATED)
 
 
 def is_costly(advice: Advice, row: Row) -> bool:
@@ -489,14 +510,21 @@ def is_costly(advice: Advice, row: Row) -> bool:
 
 
 def cost(advice: Advice, row: Row) -> str:
-    repeated = f" and {format_interval(row.repeated, row.repeated_ci95)} nats on repeated passages"
-    return f"{format_interval(row.above, row.above_ci95)} nats{repeated * advice.uses_repetition}"
+    nats = f"{format_interval(row.above, row.above_ci95)} nats"
+    if not advice.uses_repetition:
+        return nats
+    repeated = format_interval(row.repeated, row.repeated_ci95)
+    return f"{nats} and {repeated} nats on repeated passages"
+
+
+def format_mib(mib: float | None) -> str:
+    return "" if mib is None else f"{mib:.0f}"
 
 
 def format_interval(value: float | None, half: float | None) -> str:
-    return (
-        f"{value:.4f} ± {half:.4f}" if value is not None and math.isfinite(value) else "not finite"
-    )
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    return f"{value:.4f} ± {half:.4f}"
 
 
 # ---- figure
@@ -504,50 +532,48 @@ def format_interval(value: float | None, half: float | None) -> str:
 
 def figure(advice: Advice):
     """Plot the loss increase of each method, and the time of a pass by length."""
-    drawn, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    drawing, (costs, times) = new_figure(1, 2, figsize=(11, 3.8), gridspec_kw={"wspace": 0.35})
+    plot_costs(costs, advice)
+    plot_times(times, advice)
+    return drawing
+
+
+def plot_costs(ax: Any, advice: Advice) -> None:
     others = advice.rows[:0:-1]
     for height, row in enumerate(others):
-        costs.errorbar(
-            row.above, height, xerr=row.above_ci95, fmt="o", ms=5, color=colour(row.attention)
-        )
+        color = colour(row.attention)
+        ax.errorbar(row.above, height, xerr=row.above_ci95, fmt="o", ms=5, color=color)
         if advice.uses_repetition:
-            costs.errorbar(
+            ax.errorbar(
                 row.repeated,
                 height,
                 xerr=row.repeated_ci95,
                 fmt="D",
                 ms=6,
                 mfc="white",
-                color=colour(row.attention),
+                color=color,
             )
-    costs.set_yticks(range(len(others)), [row.attention for row in others])
-    costs.set_xscale("symlog", linthresh=advice.tolerance)
-    left, right = costs.get_xlim()
-    costs.axvspan(left, advice.tolerance, color="#000000", alpha=0.06, lw=0)
-    costs.set_xlim(left, right)
-    repeated = "\nopen: repeated passages" if advice.uses_repetition else ""
-    costs.set(
-        title="loss increase over exact, nats (lower is better)",
-        xlabel=f"{advice.samples} {advice.noun} of {advice.length} tokens; grey: allowed{repeated}",
-    )
+    ax.set_yticks(range(len(others)), [row.attention for row in others])
+    ax.set_xscale("symlog", linthresh=advice.tolerance)
+    left, right = ax.get_xlim()
+    ax.axvspan(left, advice.tolerance, color="#000000", alpha=0.06, lw=0)
+    ax.set_xlim(left, right)
+    label = f"{advice.samples} {advice.noun} of {advice.length} tokens; grey: allowed"
+    if advice.uses_repetition:
+        label += "\nopen: repeated passages"
+    ax.set(title="loss increase over exact, nats (lower is better)", xlabel=label)
+
+
+def plot_times(ax: Any, advice: Advice) -> None:
+    labels = []
     for row in advice.rows:
-        times.plot(
-            list(row.ms),
-            list(row.ms.values()),
-            marker="o",
-            ms=3,
-            color=colour(row.attention),
-            lw=2.2 if row is advice.chosen or row.attention == EXACT else 1,
-        )
-    times.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")
-    plain_ticks(times.xaxis)
-    plain_ticks(times.yaxis)
-    label_ends(
-        times,
-        [
-            (row.attention, length, row.ms[length], colour(row.attention))
-            for row in advice.rows
-            for length in [max(row.ms)]
-        ],
-    )
-    return drawn
+        color = colour(row.attention)
+        width = 2.2 if row is advice.chosen or row.attention == EXACT else 1
+        lengths = list(row.ms)
+        ax.plot(lengths, list(row.ms.values()), marker="o", ms=3, color=color, lw=width)
+        longest = max(lengths)
+        labels.append((row.attention, longest, row.ms[longest], color))
+    ax.set(xscale="log", yscale="log", title="milliseconds of a pass", xlabel="tokens")
+    plain_ticks(ax.xaxis)
+    plain_ticks(ax.yaxis)
+    label_ends(ax, labels)

@@ -53,7 +53,8 @@ TEXT = {
     end: PREDICTING[kind] for end, kind in HEADS.items()
 }  # suffix of an architecture -> class of transformers
 VISION = {"ForImageClassification": "AutoModelForImageClassification"}
-CTC, CLASSES = "AutoModelForCTC", "AutoModelForAudioClassification"
+CTC = "AutoModelForCTC"
+CLASSES = "AutoModelForAudioClassification"
 AUDIO = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
@@ -92,24 +93,25 @@ class Advise(Measurement):
             given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]
         ):
             raise ValueError(f"task.{given[0]}: only for task.text; remove it")
-        self.model, self.text, self.images, self.audio = model, text, images, audio
-        self.tokenizer, self.length, self.attentions, self.samples = (
-            tokenizer,
-            length,
-            attentions,
-            samples,
-        )
-        self.calibration, self.rounds, self.tolerance, self.cache_dir = (
-            calibration,
-            rounds,
-            tolerance,
-            cache_dir,
-        )
+        self.model = model
+        self.text = text
+        self.images = images
+        self.audio = audio
+        self.tokenizer = tokenizer
+        self.length = length
+        self.attentions = attentions
+        self.samples = samples
+        self.calibration = calibration
+        self.rounds = rounds
+        self.tolerance = tolerance
+        self.cache_dir = cache_dir
         mechanisms(attentions)
         self.advice: Advice | None = None
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        bench, records, methods = self.bench(seed), [], mechanisms(self.attentions, seed)
+        bench = self.bench(seed)
+        records = []
+        methods = mechanisms(self.attentions, seed)
         for record in measure_mechanism(bench, methods, self.rounds):
             records.append(record)
             yield record
@@ -144,7 +146,7 @@ class Advise(Measurement):
     def summary(self, records: list[dict]) -> str:
         return records[-1]["table"]
 
-    def keep(self, records: list[dict], directory: Path) -> None:
+    def save_results(self, records: list[dict], directory: Path) -> None:
         """Write advise.csv, advise.md and advise.png to the run directory."""
         if self.advice is not None:
             self.advice.save(directory)
@@ -167,18 +169,15 @@ def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> n
     origin = origin_of(name)
     config = encoders.load_config(origin)
     encoders.check_exact(f"task.model={name}", encoders.saved_attention(config))
-    found = [
-        kind
-        for architecture in config.architectures or ()
-        for end, kind in kinds.items()
-        if architecture.endswith(end)
-    ]
-    if not found and otherwise is None:
+    known = []
+    for architecture in config.architectures or ():
+        known += [kind for suffix, kind in kinds.items() if architecture.endswith(suffix)]
+    if not known and otherwise is None:
         raise ValueError(
             f"task.model={name}: expected a transformers model {' or '.join(kinds)}, got "
             f"{', '.join(config.architectures or ['no head'])}"
         )
-    return encoders.load_model([*found, otherwise][0], config, origin, Mechanism.of("exact")).eval()
+    return encoders.load_model([*known, otherwise][0], config, origin, Mechanism.of("exact")).eval()
 
 
 def part_of(name: str, kind: str) -> Any:
@@ -300,7 +299,8 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
             f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT)
         )
         return vision.load(name)
-    loaded, processor = load(name, VISION), part_of(name, "AutoImageProcessor")
+    loaded = load(name, VISION)
+    processor = part_of(name, "AutoImageProcessor")
     return (
         loaded,
         tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
@@ -324,7 +324,8 @@ def audio_bench(
 
     model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
     """
-    utterances, config = read_utterances(source), config_of(model)
+    utterances = read_utterances(source)
+    config = config_of(model)
     judged, training = spread(
         len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}"
     )
@@ -343,20 +344,18 @@ def audio_bench(
 
 def read_utterances(source: str) -> list[speech.Utterance]:
     """Return the utterances of a table with transcripts, or of a folder without."""
-    path, faults = Path(source).expanduser(), speech.Faults("error", "utterances of task.audio")
+    path = Path(source).expanduser()
+    faults = speech.Faults("error", "utterances of task.audio")
+    utterances = []
     if path.is_file():
-        heard = [
-            each for split in speech.SPLITS for each in speech.table_utterances(path, split, faults)
-        ]
+        for split in speech.SPLITS:
+            utterances += speech.table_utterances(path, split, faults)
     else:
-        heard = [
-            speech.Utterance(
-                file.stem, "", (speech.AudioPart(str(file), speech.seconds_of(file, str(file))),)
-            )
-            for file in speech.audio_files(source, "task.audio")
-        ]
-    faults.report(len(heard))
-    return speech.usable(heard, float("inf"), faults)
+        for file in speech.audio_files(source, "task.audio"):
+            part = speech.AudioPart(str(file), speech.seconds_of(file, str(file)))
+            utterances.append(speech.Utterance(file.stem, "", (part,)))
+    faults.report(len(utterances))
+    return speech.usable(utterances, float("inf"), faults)
 
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
@@ -386,7 +385,8 @@ def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[s
 def load_hub_speech_model(
     name: str,
 ) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
-    loaded, extractor = load(name, AUDIO), part_of(name, "AutoFeatureExtractor")
+    loaded = load(name, AUDIO)
+    extractor = part_of(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))
     written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)
     tokenizer = (

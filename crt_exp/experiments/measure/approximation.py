@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
+from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
@@ -53,6 +54,12 @@ MEANS = (
     "log_variance_sampled",
 )  # averaged over layers in the final record
 SMALL = -60.0  # minimum log relative MSE, nats
+ERRORS = {
+    "the output": "output_error",
+    "uniform attention": "uniform_error",
+    "the matrix": "matrix_error",
+    "the last hidden states": "hidden_error",
+}  # of the summary, by what they are errors of
 
 
 @checked("task")
@@ -95,7 +102,10 @@ class Approximation(SwapMeasurement):
                 raise ValueError(
                     f"task.{option}={value}: expected task.model; set it, or remove task.{option}"
                 )
-        self.ms, self.samples, self.row_count, self.pairs = list(ms), samples, rows, pairs
+        self.ms = list(ms)
+        self.samples = samples
+        self.row_count = rows
+        self.pairs = pairs
         self.source = (
             Synthetic(length or 1024, heads, d, scale, depth, turn)
             if model is None
@@ -104,24 +114,38 @@ class Approximation(SwapMeasurement):
         self.depth = model is not None or depth > 0
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        rows, layers = [], self.source.layers(0, seed)
-        numbers, ms, plan = range(len(layers)), self.ms if mechanism.estimates else [None], []
+        layers = self.source.layers(0, seed)
         check_estimates(mechanism)
+        ms: list[int | None] = [None]
         if mechanism.estimates:
-            phi = mechanism.map(
-                "softmax"
-            )  # raises before the first row if map and sampler are incompatible
-            noise = sample_projections(phi, mechanism, 1, layers[0].d, generator(seed), ())
-            phi.phi_q(layers[0].x[:, :, :1], noise, layers[0].fit(phi))
-            plan = [("heads", self.of_heads, (i, seed)) for i in numbers]
-        plan += [("layer", self.of_layer, (mechanism, m, i, seed)) for m in ms for i in numbers]
-        plan += [("depth", self.of_depth, (mechanism, m, seed)) for m in ms if self.depth]
-        plan += [("test", self.of_all, (mechanism, rows, seed))]
-        for split, compute, arguments in plan:
-            rows.append({"split": split, **compute(*arguments)})
-            yield rows[-1]
+            self.check_map(mechanism, layers[0], seed)
+            ms = list(self.ms)
+        rows = []
+        for row in self.layer_and_depth_rows(mechanism, ms, len(layers), seed):
+            rows.append(row)
+            yield row
+        yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
 
-    def of_heads(self, i: int, seed: int) -> dict[str, Any]:
+    def check_map(self, mechanism: Mechanism, layer: "LayerInputs", seed: int) -> None:
+        """Raise before the first row if map and sampler are incompatible."""
+        phi = mechanism.map("softmax")
+        noise = sample_projections(phi, mechanism, 1, layer.d, generator(seed), ())
+        phi.phi_q(layer.x[:, :, :1], noise, layer.fit(phi))
+
+    def layer_and_depth_rows(
+        self, mechanism: Mechanism, ms: list[int | None], layers: int, seed: int
+    ) -> Iterator[dict[str, Any]]:
+        if mechanism.estimates:
+            for i in range(layers):
+                yield {"split": "heads", **self.heads_record(i, seed)}
+        for m in ms:
+            for i in range(layers):
+                yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
+        if self.depth:
+            for m in ms:
+                yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
+
+    def heads_record(self, i: int, seed: int) -> dict[str, Any]:
         """Return mean |x + y|^2 and log relative MSE (nats) of each head of a layer.
 
         All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
@@ -129,37 +153,41 @@ class Approximation(SwapMeasurement):
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        maps = {
-            name: by.map()
-            for name in choices("features")
-            if not (by := Mechanism.of(features=name)).own_kernel
-        }
-        of_maps = {
-            name: predicted_log_mse(phi, layer, max(self.ms), seed)
-            for name, phi in maps.items()
-            if phi.estimates and not phi.on_sequences
-        }
+        log_mse = {}
+        for name in choices("features"):
+            mechanism = Mechanism.of(features=name)
+            if mechanism.own_kernel:
+                continue
+            phi = mechanism.map()
+            if phi.estimates and not phi.on_sequences:
+                log_mse[name] = predicted_log_mse(phi, layer, max(self.ms), seed)
+        best = []
+        for head in range(layer.heads):
+            best.append(min(log_mse, key=lambda name: log_mse[name][head]))
         return {
             "layer": i,
             "path": layer.path,
             "heads": layer.heads,
             "mean_sq_sum": means.tolist(),
-            "best": [min(of_maps, key=lambda name: of_maps[name][h]) for h in range(layer.heads)],
-            "log_relative_mse": {
-                name: [_number(v) for v in values] for name, values in of_maps.items()
-            },
+            "best": best,
+            "log_relative_mse": {name: _numbers(values) for name, values in log_mse.items()},
         }
 
-    def of_layer(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> dict[str, Any]:
+    def layer_record(
+        self, mechanism: Mechanism, m: int | None, i: int, seed: int
+    ) -> dict[str, Any]:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
         errors, negative = self.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
-        record = {"layer": i, "path": layer.path} | (
-            {"m": m, "negative_denominators": negative} if m else {}
-        )
+        record = {"layer": i, "path": layer.path}
+        if m:
+            record |= {"m": m, "negative_denominators": negative}
         for name, values in errors.items():
-            record |= {name: _number(values.mean()), f"{name}_heads": _numbers(values.mean(0))}
-        return record | (self.variances(mechanism, m, layer, i, seed) if m and self.pairs else {})
+            record[name] = _number(values.mean())
+            record[f"{name}_heads"] = _numbers(values.mean(0))
+        if m and self.pairs:
+            record |= self.variances(mechanism, m, layer, i, seed)
+        return record
 
     @torch.no_grad()
     def measure(
@@ -170,40 +198,45 @@ class Approximation(SwapMeasurement):
         m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
         uniform attention.
         """
-        count, found = DenominatorCount(), []
+        count = DenominatorCount()
+        errors: dict[str, list[Tensor]] = {}
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            x, y, v, causal = layer.x, layer.y, layer.v, layer.causal
-            pairs = {"uniform": (uniform_attention(x, y, v, causal=causal), layer.output)}
+            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
+            pairs = {"uniform": (uniform, layer.output)}
             if m is None:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
-                phi, rows = (
-                    mechanism.with_projections(m).map(),
-                    torch.randperm(x.shape[2], generator=generator(seed)),
-                )
-                rows = rows[: self.row_count].sort().values
-                noise = sample_projections(
-                    phi, mechanism, m, layer.d, generator(seed, i, sample), (layer.heads,)
-                )
-                params = layer.fit(phi)
-                pairs["output"] = (
-                    attention(x, y, v, phi, noise, params, causal=causal, counter=count),
-                    layer.output,
-                )
-                pairs["matrix"] = [
-                    attention_matrix(x, y, *given, causal=causal, rows=rows)
-                    for given in ((phi, noise, params), ())
-                ]
-            found.append(
-                {
-                    f"{name}_error": relative_error(*pair, (-2, -1))[0]
-                    for name, pair in pairs.items()
-                }
-            )
-        return {
-            name: torch.stack([each[name] for each in found]) for name in found[0]
-        }, count.fraction
+                g = generator(seed, i, sample)
+                pairs |= self.estimated_pairs(mechanism, m, layer, seed, g, count)
+            for name, (estimate, exact) in pairs.items():
+                error = relative_error(estimate, exact, (-2, -1))[0]
+                errors.setdefault(f"{name}_error", []).append(error)
+        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
+        return stacked, count.fraction
+
+    def estimated_pairs(
+        self,
+        mechanism: Mechanism,
+        m: int,
+        layer: "LayerInputs",
+        seed: int,
+        g: torch.Generator,
+        count: DenominatorCount,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return estimate and exact value of the output, and of some rows of the matrix."""
+        x = layer.x
+        y = layer.y
+        causal = layer.causal
+        phi = mechanism.with_projections(m).map()
+        rows = torch.randperm(x.shape[2], generator=generator(seed))
+        rows = rows[: self.row_count].sort().values
+        noise = sample_projections(phi, mechanism, m, layer.d, g, (layer.heads,))
+        params = layer.fit(phi)
+        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
+        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+        exact = attention_matrix(x, y, causal=causal, rows=rows)
+        return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
     def variances(
         self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int
@@ -213,110 +246,122 @@ class Approximation(SwapMeasurement):
         Three variants share the pairs: the closed form for independent projections; the exact variance of coupled
         projections, if known (`_coupled`); and the variance of DRAWS samples (`_sampled`).
         """
-        phi, (x, y) = mechanism.map("softmax"), random_pairs(layer, self.pairs, generator(seed, i))
-        params, squared = layer.fit(phi), 2 * (x * y).sum(-1)
-        of_kinds = {"": phi.log_mse(x, y, params, m) - squared}
+        phi = mechanism.map("softmax")
+        x, y = random_pairs(layer, self.pairs, generator(seed, i))
+        params = layer.fit(phi)
+        squared = 2 * (x * y).sum(-1)
+        variants = {"": phi.log_mse(x, y, params, m) - squared}
         if coupled(phi, mechanism):
-            of_kinds["_coupled"] = (
-                ensemble_log_variance(phi, x, y, params, m, mechanism.sampler_part.name) - squared
-            )
+            sampler = mechanism.sampler_part.name
+            log_variance = ensemble_log_variance(phi, x, y, params, m, sampler)
+            variants["_coupled"] = log_variance - squared
         ratios = sampled_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
-        of_kinds["_sampled"] = ratios.var(0, keepdim=True).log()
-        medians = {f"log_variance{kind}": v[0].median(-1).values for kind, v in of_kinds.items()}
-        middle = {k: _number(v.median()) for k, v in medians.items()}
-        return middle | {f"{k}_heads": _numbers(v) for k, v in medians.items()}
+        variants["_sampled"] = ratios.var(0, keepdim=True).log()
+        medians, by_head = {}, {}
+        for variant, log_variance in variants.items():
+            heads = log_variance[0].median(-1).values
+            medians[f"log_variance{variant}"] = _number(heads.median())
+            by_head[f"log_variance{variant}_heads"] = _numbers(heads)
+        return medians | by_head
 
-    def of_depth(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
+    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
         """Return the mean error over samples of the hidden states after each layer."""
-        mean = self.source.hidden_errors(
-            replace(mechanism, m=m) if m else mechanism, self.samples, seed
-        ).mean(0)
-        return ({"m": m} if m else {}) | {
-            "hidden_error": _number(mean[-1]),
-            "hidden_error_by_layer": _numbers(mean),
-        }
-
-    def of_all(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
-        """Return means over layers at the largest m, and counts of the best map by head."""
-        last = [r for r in rows if r.get("m") in (None, max(self.ms))]
-        top = [r for r in last if r["split"] == "layer"]
-        columns = {name: [r[name] for r in top] for name in top[0] if name in MEANS}
-        record = {
-            name: None if None in each else sum(each) / len(each) for name, each in columns.items()
-        }
-        for depth in (r for r in last if r["split"] == "depth"):
-            record["hidden_error"] = depth["hidden_error"]
-        if mechanism.estimates:
-            best = Counter(name for r in rows if r["split"] == "heads" for name in r["best"])
-            layer, phi = self.source.layers(0, seed)[0], mechanism.map("softmax")
-            x, y = layer.x[0, 0], layer.y[0, 0]
-            record |= {
-                "best": dict(best.most_common()),
-                "m": max(self.ms),
-                **bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y))),
-            }
+        record = {}
+        if m:
+            mechanism = replace(mechanism, m=m)
+            record["m"] = m
+        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
+        record["hidden_error"] = _number(mean[-1])
+        record["hidden_error_by_layer"] = _numbers(mean)
         return record
+
+    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
+        """Return means over layers at the largest m, and counts of the best map by head."""
+        largest = [row for row in rows if self.is_at_largest_m(row)]
+        layer_rows = [row for row in largest if row["split"] == "layer"]
+        record: dict[str, Any] = {}
+        for name in layer_rows[0]:
+            if name in MEANS:
+                values = [row[name] for row in layer_rows]
+                record[name] = None if None in values else sum(values) / len(values)
+        for row in largest:
+            if row["split"] == "depth":
+                record["hidden_error"] = row["hidden_error"]
+        if mechanism.estimates:
+            best = Counter()
+            for row in rows:
+                if row["split"] == "heads":
+                    best.update(row["best"])
+            record["best"] = dict(best.most_common())
+            record["m"] = max(self.ms)
+            phi = mechanism.map("softmax")
+            layer = self.source.layers(0, seed)[0]
+            x, y = layer.x[0, 0], layer.y[0, 0]
+            record |= bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
+        return record
+
+    def is_at_largest_m(self, row: dict) -> bool:
+        return row.get("m") in (None, max(self.ms))
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        errors = {
-            "the output": "output_error",
-            "uniform attention": "uniform_error",
-            "the matrix": "matrix_error",
-            "the last hidden states": "hidden_error",
-        }
-        shown = ", ".join(
-            f"of {what} {_shown(last[key])}" for what, key in errors.items() if key in last
-        )
-        best = ", ".join(f"{name} {n}" for name, n in last.get("best", {}).items())
-        predicted = (
-            f"heads by the map that the closed forms predict best at equal M: {best}{bias_sentence(last)}\n"
-            if best
-            else ""
-        )
-        m = f"m = {last['m']}: " if "m" in last else ""
-        return f"{self.table(records)}{self.warning(records)}\n{predicted}{m}relative error {shown}"
+        lines = [f"{self.table(records)}{self.warning(records)}"]
+        if last.get("best"):
+            best = ", ".join(f"{name} {heads}" for name, heads in last["best"].items())
+            lines.append(
+                f"heads by the map that the closed forms predict best at equal M: {best}"
+                f"{bias_sentence(last)}"
+            )
+        errors = []
+        for name, key in ERRORS.items():
+            if key in last:
+                errors.append(f"of {name} {_format_number(last[key])}")
+        prefix = ""
+        if "m" in last:
+            prefix = f"m = {last['m']}: "
+        lines.append(f"{prefix}relative error {', '.join(errors)}")
+        return "\n".join(lines)
 
     def warning(self, records: list[dict]) -> str:
         """Return a warning for layers whose error exceeds that of uniform attention."""
-        layer_rows = [r for r in records if r["split"] == "layer"]
-        counts = Counter(
-            r.get("m")
-            for r in layer_rows
-            if r["output_error"] is None or r["output_error"] > r["uniform_error"]
-        )
-        layers = len({r["layer"] for r in layer_rows})
-        shown = ", ".join(
-            f"in {n} of {layers} layers" + f" with m = {m}" * bool(m) for m, n in counts.items()
-        )
+        layer_rows = [record for record in records if record["split"] == "layer"]
+        counts: Counter[int | None] = Counter()
+        for row in layer_rows:
+            if row["output_error"] is None or row["output_error"] > row["uniform_error"]:
+                counts[row.get("m")] += 1
+        if not counts:
+            return ""
+        layers = len({row["layer"] for row in layer_rows})
+        cases = []
+        for m, count in counts.items():
+            case = f"in {count} of {layers} layers"
+            if m:
+                case += f" with m = {m}"
+            cases.append(case)
         return (
-            shown and f"\nWARNING: further from exact attention than uniform attention is, {shown}"
+            f"\nWARNING: further from exact attention than uniform attention is, {', '.join(cases)}"
         )
 
     def table(self, records: list[dict]) -> str:
         """Format one line per layer, at the largest m."""
         import pandas as pd
 
-        heads = {r["layer"]: r for r in records if r["split"] == "heads"}
-        lines = [
-            {"layer": r["layer"], "path": r["path"]}
-            | {
-                name.removesuffix("_error").replace("_", " "): r[name]
-                for name in MEANS
-                if name in r
-            }
-            for r in records
-            if r["split"] == "layer" and r.get("m") in (None, max(self.ms))
-        ]
-        for line in lines:
-            if head := heads.get(line["layer"]):
+        heads = {record["layer"]: record for record in records if record["split"] == "heads"}
+        lines = []
+        for record in records:
+            if record["split"] != "layer" or not self.is_at_largest_m(record):
+                continue
+            line = {"layer": record["layer"], "path": record["path"]}
+            for name in MEANS:
+                if name in record:
+                    line[name.removesuffix("_error").replace("_", " ")] = record[name]
+            if record["layer"] in heads:
+                head = heads[record["layer"]]
                 line["|x + y|^2"] = sum(head["mean_sq_sum"]) / head["heads"]
                 line["predicted best"] = Counter(head["best"]).most_common(1)[0][0]
-        return (
-            pd.DataFrame(lines)
-            .dropna(axis=1, how="all")
-            .to_string(index=False, na_rep="-", float_format=_shown)
-        )
+            lines.append(line)
+        table = pd.DataFrame(lines).dropna(axis=1, how="all")
+        return table.to_string(index=False, na_rep="-", float_format=_format_number)
 
 
 # ---- where the tensors come from
@@ -333,7 +378,8 @@ class LayerInputs:
     causal: bool = False
 
     def __post_init__(self):
-        self.heads, self.d = self.x.shape[1], self.x.shape[3]
+        self.heads = self.x.shape[1]
+        self.d = self.x.shape[3]
 
     @cached_property
     def y_of_heads(self) -> Tensor:
@@ -368,14 +414,12 @@ class Synthetic:
     def __init__(
         self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None
     ):
-        self.length, self.heads, self.d, self.scale, self.depth, self.turn = (
-            length,
-            heads,
-            d,
-            scale,
-            depth,
-            turn,
-        )
+        self.length = length
+        self.heads = heads
+        self.d = d
+        self.scale = scale
+        self.depth = depth
+        self.turn = turn
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return [
@@ -387,12 +431,11 @@ class Synthetic:
 
         All samples share the weights.
         """
-        return torch.tensor(
-            [
-                self.errors_of(replace(mechanism, seed=seed), seed, 1000 * seed + sample, sample)
-                for sample in range(samples)
-            ]
-        )
+        seeded = replace(mechanism, seed=seed)
+        errors = []
+        for sample in range(samples):
+            errors.append(self.errors_of(seeded, seed, 1000 * seed + sample, sample))
+        return torch.tensor(errors)
 
     @torch.no_grad()
     def errors_of(
@@ -404,14 +447,11 @@ class Synthetic:
         """
         size = (self.heads, self.d, self.scale, self.depth, weights)
         h, exact = _exact_states(*size, self.length, tokens)
-        layers = [
-            mechanism.layer(self.heads, self.d, layer=self.depth * sample + i)
-            for i in range(self.depth)
-        ]
-        return [
-            relative_error(*pair).item()
-            for pair in zip(states(_random_transformer(*size), h, layers), exact)
-        ]
+        layers = []
+        for i in range(self.depth):
+            layers.append(mechanism.layer(self.heads, self.d, layer=self.depth * sample + i))
+        estimates = states(_random_transformer(*size), h, layers)
+        return [relative_error(*pair).item() for pair in zip(estimates, exact)]
 
 
 def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> list[Tensor]:
@@ -421,7 +461,8 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
     """
     result = []
     for block, layer in zip_longest(model.blocks, layers):
-        own, block.attention = block.attention, layer or block.attention
+        own = block.attention
+        block.attention = layer or block.attention
         h = block(h)
         block.attention = own
         result.append(h)
@@ -474,7 +515,8 @@ class Pretrained(Subject):
         layers: Sequence[int] | None = None,
     ):
         super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
-        self.training, self.chosen = [self.rows], layers
+        self.training = [self.rows]
+        self.chosen = layers
         calls = self.record_calls(self.rows, LayerCall.of, layers)[0]
         self.inputs = [
             LayerInputs(
@@ -512,7 +554,8 @@ def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     state = mechanism.layer(
         layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0
     ).eval()
-    with state.calibration() if hasattr(state, "calibration") else nullcontext():
+    calibration = state.calibration() if isinstance(state, LinearAttention) else nullcontext()
+    with calibration:
         state(layer.x, layer.y, layer.v)
     return state(layer.x, layer.y, layer.v)
 
@@ -529,11 +572,11 @@ def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: 
 
 def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
-    i = torch.randint(layer.x.shape[2], (pairs,), generator=g)
-    offset = layer.y.shape[2] - layer.x.shape[2]
-    j = (
-        torch.rand(pairs, generator=g) * (i + offset + 1 if layer.causal else layer.y.shape[2])
-    ).long()
+    queries = layer.x.shape[2]
+    keys = layer.y.shape[2]
+    i = torch.randint(queries, (pairs,), generator=g)
+    allowed = i + (keys - queries) + 1 if layer.causal else keys
+    j = (torch.rand(pairs, generator=g) * allowed).long()
     return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
 
 
@@ -547,9 +590,9 @@ def _number(value: Tensor | float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _numbers(values: Tensor) -> list[float | None]:
-    return [_number(v) for v in values]
+def _numbers(values: Tensor | Sequence[float]) -> list[float | None]:
+    return [_number(value) for value in values]
 
 
-def _shown(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

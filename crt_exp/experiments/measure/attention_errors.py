@@ -25,7 +25,13 @@ from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.protein import BEGIN, LETTERS, STANDARD
 from crt_exp.experiments.data.sources import missing, task_folder
 from crt_exp.experiments.data.text import official_file
-from crt_exp.experiments.measure import Measurement, Series, SwapMeasurement, check_estimates
+from crt_exp.experiments.measure import (
+    Measurement,
+    Series,
+    SwapMeasurement,
+    check_estimates,
+    check_start,
+)
 from crt_exp.experiments.measure.approximation import Approximation, Synthetic
 from crt_exp.experiments.measure.bench import fit_attention
 from crt_exp.experiments.measure.fidelity import Subject
@@ -54,11 +60,9 @@ class ProjectionErrors(Series):
     def __init__(
         self, length: Count, d: Count, ms: Several[Count], samples: Count, scale: Positive = 1.0
     ):
-        self.values, self.samples, self.source = (
-            list(ms),
-            samples,
-            Synthetic(length, 1, d, scale, 0),
-        )
+        self.values = list(ms)
+        self.samples = samples
+        self.source = Synthetic(length, 1, d, scale, 0)
 
     def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return mean `mse`, and `errors` and `uniform` (uniform attention) by sample."""
@@ -66,12 +70,12 @@ class ProjectionErrors(Series):
         return {"mse": sum(errors) / len(errors), "errors": list(errors), "uniform": list(uniform)}
 
     def errors(self, mechanism: Mechanism, m: int, seed: int, sample: int) -> tuple[float, float]:
-        layer, phi, g = (
-            self.source.layers(sample, seed)[0],
-            mechanism.map("softmax"),
-            generator(seed, sample),
-        )
-        x, y, v = layer.x, layer.y, layer.v
+        layer = self.source.layers(sample, seed)[0]
+        phi = mechanism.map("softmax")
+        g = generator(seed, sample)
+        x = layer.x
+        y = layer.y
+        v = layer.v
         noise = phi.noise(m, lambda p: mechanism.sampler(p.m, layer.d, g))
         estimate = attention(
             x,
@@ -100,7 +104,9 @@ class HeadErrors(Series):
     """
 
     metric, over = "log_mse", "m"
-    measures_whole = staticmethod(lambda mechanism: True)
+
+    def measures_whole(self, mechanism: Mechanism) -> bool:
+        return True
 
     def __init__(
         self,
@@ -174,7 +180,7 @@ class ErrorByLayer(SwapMeasurement):
             errors = self.source.errors_of(replace(mechanism, seed=0), seed, seed, seed)
         else:
             with torch.no_grad(), self.source.swapped(replace(mechanism, seed=seed)) as states:
-                errors = self.source.of_text(seed, states)["hidden"]
+                errors = self.source.document_record(seed, states)["hidden"]
         yield {
             "layer": [*range(1, len(errors) + 1)],
             "error": errors,
@@ -206,7 +212,8 @@ class KernelBias(Measurement):
             draws=self.draws,
             generator=torch.Generator().manual_seed(seed),
         )
-        (unit, spread), (unit_error, spread_error) = found.ratio.tolist(), found.error.tolist()
+        (unit, spread) = found.ratio.tolist()
+        (unit_error, spread_error) = found.error.tolist()
         yield {
             "at_unit": unit,
             "at_unit_error": unit_error,
@@ -238,38 +245,37 @@ class AttentionMaps(SwapMeasurement):
     def __init__(
         self, start: FileName | None, file: str, entry: str, sequences: Count, drawn: bool = False
     ):
-        self.start, self.file, self.entry, self.sequences, self.drawn = (
-            start,
-            file,
-            entry,
-            sequences,
-            drawn,
-        )
+        self.start = start
+        self.file = file
+        self.entry = entry
+        self.sequences = sequences
+        self.drawn = drawn
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        check_start(self.start)
         folder = task_folder("protein", None)
         if folder is None or not (folder / self.file).is_file():
             raise missing("protein", folder and folder / self.file)
-        letters, kept = entry_of(folder / self.file, self.entry), of_proteins(self.start)
-        exact, made = (
-            matrices(kept.build(each), letters)
-            for each in (Mechanism.of("exact"), replace(mechanism, seed=seed))
-        )
+        letters = entry_of(folder / self.file, self.entry)
+        saved = of_proteins(self.start)
+        exact = matrices(saved.build(Mechanism.of("exact")), letters)
+        estimates = matrices(saved.build(replace(mechanism, seed=seed)), letters)
         if self.drawn:
-            for i, layer in enumerate(made):
-                for j, A in enumerate(layer):
+            for i, layer in enumerate(estimates):
+                for j, head in enumerate(layer):
                     yield {
                         "head": f"{i}.{j}",
-                        "query": [*range(len(A))],
-                        "row": [" ".join(f"{weight:.3g}" for weight in row) for row in A.tolist()],
+                        "query": [*range(len(head))],
+                        "row": [format_weights(weights) for weights in head.tolist()],
                     }
         if mechanism.name == "exact":
             index = protein.uniprot(None, None)
-            order = np.unique(index.digests, return_index=True)[1][
-                : self.sequences
-            ]  # the test split's
-            yield from self.similar(kept, [np.array(index[row]) for row in order])
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(made, exact)]
+            _, order = np.unique(index.digests, return_index=True)
+            test = order[: self.sequences]
+            yield from self.similar(saved, [np.array(index[row]) for row in test])
+        errors = []
+        for estimate, expected in zip(estimates, exact):
+            errors.append(float((estimate - expected).norm() / expected.norm()))
         yield {
             "layer": [*range(len(errors))],
             "error": errors,
@@ -279,7 +285,8 @@ class AttentionMaps(SwapMeasurement):
     def similar(
         self, kept: language.SavedLanguageModel, chains: list[np.ndarray]
     ) -> Iterator[dict[str, Any]]:
-        composition, score = frequencies(chains), blosum62()
+        composition = frequencies(chains)
+        score = blosum62()
         logs = np.log(np.maximum(composition.mean(0), 1e-12))
         by = {
             "attention": similarity(shares(kept.build(), chains)),
@@ -292,6 +299,10 @@ class AttentionMaps(SwapMeasurement):
         names = [f"{STANDARD[a]}{STANDARD[b]}" for a, b in zip(*PAIRS)]
         for name, matrix in {"attention": by["attention"], "BLOSUM62": score}.items():
             yield {"by": name, "sample": names, "similarity": matrix[PAIRS].tolist()}
+
+
+def format_weights(weights: list[float]) -> str:
+    return " ".join(f"{weight:.3g}" for weight in weights)
 
 
 def of_proteins(start: str) -> language.SavedLanguageModel:
@@ -442,8 +453,6 @@ def correlation(
     orders = np.random.default_rng(seed).permuted(
         np.tile(np.arange(len(one)), (permutations, 1)), axis=1
     )
-    r, others = (
-        float(one[PAIRS] @ other[PAIRS]),
-        one[orders[:, PAIRS[0]], orders[:, PAIRS[1]]] @ other[PAIRS],
-    )
+    r = float(one[PAIRS] @ other[PAIRS])
+    others = one[orders[:, PAIRS[0]], orders[:, PAIRS[1]]] @ other[PAIRS]
     return {"r": r, "p": float(1 + (others >= r - 1e-12).sum()) / (1 + permutations)}

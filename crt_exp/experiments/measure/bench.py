@@ -96,7 +96,10 @@ class Bench:
             raise ValueError(
                 f"{type(model).__name__}: already swapped; call unswap_attention(model) first"
             )
-        self.model, self.judged, self.training, self.seed = model.eval(), judged, training, seed
+        self.model = model.eval()
+        self.judged = judged
+        self.training = training
+        self.seed = seed
         self.device = next(model.parameters()).device
         self.fits: list[
             tuple[Any, list[dict[str, Tensor]]]
@@ -136,14 +139,15 @@ class Bench:
             unswap_attention(self.model)
 
     def _fit_once(self, key: tuple, states: list[nn.Module]) -> None:
-        kept = next((kept for known, kept in self.fits if known == key), None)
-        if kept is None:
-            self.fit(key[0])
-            kept = [{name: t.clone() for name, t in state.state_dict().items()} for state in states]
-            self.fits = [*self.fits, (key, kept)][-MAX_CACHED:]
-            return
-        for state, tensors in zip(states, kept, strict=True):
-            state.load_state_dict(tensors)
+        """Fit the layers, or restore the state of an earlier fit."""
+        for known, saved in self.fits:
+            if known == key:
+                for state, tensors in zip(states, saved, strict=True):
+                    state.load_state_dict(tensors)
+                return
+        self.fit(key[0])
+        saved = [cloned_state(state) for state in states]
+        self.fits = [*self.fits, (key, saved)][-MAX_CACHED:]
 
     @torch.no_grad()
     def record_calls(
@@ -215,6 +219,10 @@ class Bench:
 # ---- language models
 
 
+def cloned_state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
 class TextBench(Bench):
     """Bench of a transformers language model on token ids.
 
@@ -240,12 +248,10 @@ class TextBench(Bench):
         seed: int = 0,
     ):
         super().__init__(model, rows, None if training is None else training.split(1), seed)
-        self.predicts, self.rows, self.mask, self.special = (
-            predicts(model),
-            rows,
-            mask,
-            torch.tensor([*special]).long(),
-        )
+        self.predicts = predicts(model)
+        self.rows = rows
+        self.mask = mask
+        self.special = torch.tensor([*special]).long()
         self.causal = self.predicts == NEXT
         self.options = {"use_cache": False} if self.causal else {}
         L = rows.shape[1]

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
-from crt_exp.experiments.measure import SwapMeasurement
+from crt_exp.experiments.measure import SwapMeasurement, check_start
 from crt_exp.experiments.measure.advise import length_in, load_language_model, rows_of
 from crt_exp.experiments.measure.bench import SHARE, TextBench, calibrated_layers, nats
 from crt_exp.experiments.runner.configuration import load_task
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.experiments.tasks.base import Plan, Reader, Task
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import learns
 from crt_exp.validation import Count, FileName, Files, Several, Whole, checked
@@ -160,22 +160,27 @@ class Subject(TextBench):
             `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
-            of_texts = [self.of_text(i, states) for i in range(len(self.rows))]
-        return {key: np.array([each[key] for each in of_texts]) for key in of_texts[0]}
+            records = [self.document_record(i, states) for i in range(len(self.rows))]
+        arrays = {}
+        for key in records[0]:
+            arrays[key] = np.array([record[key] for record in records])
+        return arrays
 
-    def of_text(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
-        exact, now = self.exact[i], self.read(i)
-        errors = [
-            float(relative_error(states[call.path].forward(call.q, call.k, call.v), call.output))
-            for call in self.calls[i]
-        ]
-        hidden = [float(relative_error(a, b)) for a, b in zip(now.states, exact.states)]
-        record = {
-            "attention": errors,
-            "hidden": hidden,
-            "cosine": float(F.cosine_similarity(now.embedding, exact.embedding, dim=0)),
-        }
-        return record if exact.loss is None else record | {"above": now.loss - exact.loss}
+    def document_record(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
+        exact = self.exact[i]
+        swapped = self.read(i)
+        layer_errors = []
+        for call in self.calls[i]:
+            output = states[call.path].forward(call.q, call.k, call.v)
+            layer_errors.append(float(relative_error(output, call.output)))
+        hidden_errors = []
+        for state, expected in zip(swapped.states, exact.states):
+            hidden_errors.append(float(relative_error(state, expected)))
+        cosine = F.cosine_similarity(swapped.embedding, exact.embedding, dim=0)
+        record = {"attention": layer_errors, "hidden": hidden_errors, "cosine": float(cosine)}
+        if exact.loss is not None:
+            record["above"] = swapped.loss - exact.loss
+        return record
 
     def fit(self, attention: Mechanism) -> None:
         if self.training is None and learns(self.model):
@@ -192,9 +197,8 @@ def relative_error(
 
     dims: dimensions of the norm. Default: all.
     """
-    error, size = (
-        t.double().square().sum(dims).sqrt() for t in (estimate.double() - expected, expected)
-    )
+    error = (estimate.double() - expected).square().sum(dims).sqrt()
+    size = expected.double().square().sum(dims).sqrt()
     return error / size
 
 
@@ -212,14 +216,13 @@ def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | No
     """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
-    seen = {data.content(file): file for file in data.text_files(text)}
-    both = [
-        seen[digest] for digest in map(data.content, data.text_files(calibration)) if digest in seen
-    ]
-    if both:
-        raise ValueError(
-            f"task.calibration: {Path(both[0]).name} is also in task.text; expected disjoint files"
-        )
+    names = {data.content(file): file for file in data.text_files(text)}
+    for digest in map(data.content, data.text_files(calibration)):
+        if digest in names:
+            raise ValueError(
+                f"task.calibration: {Path(names[digest]).name} is also in task.text; "
+                "expected disjoint files"
+            )
 
 
 # ---- task=fidelity
@@ -237,9 +240,11 @@ def subject(
 
 def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
-    if text is None or isinstance(text, str):
-        return str(official_file("wikitext2", text)) if text in SPLITS else text
-    return tuple(text)
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        return tuple(text)
+    return str(official_file("wikitext2", text)) if text in SPLITS else text
 
 
 @checked("task")
@@ -282,31 +287,41 @@ class Fidelity(SwapMeasurement):
         }
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        read = subject(**self.read)
-        made = [
-            errors_of(read, replace(mechanism, seed=each)) for each in range(self.draws) or [seed]
-        ]
-        of_texts, of_layers = (
-            {key: np.mean([each[key] for each in found], 0).tolist() for key in found[0]}
-            for found in zip(*made)
-        )
-        yield of_texts
-        yield from (
-            {"layer": i, "sample": "", **{key: values[i] for key, values in of_layers.items()}}
-            for i in range(len(read.calls[0]))
-        )
+        model = subject(**self.read)
+        document_errors, layer_errors = [], []
+        for projection_seed in range(self.draws) or [seed]:
+            seeded = replace(mechanism, seed=projection_seed)
+            documents, layers = errors_of(model, seeded)
+            document_errors.append(documents)
+            layer_errors.append(layers)
+        documents = mean_by_key(document_errors)
+        layers = mean_by_key(layer_errors)
+        yield documents
+        for i in range(len(model.calls[0])):
+            row = {"layer": i, "sample": ""}
+            for key, values in layers.items():
+                row[key] = values[i]
+            yield row
         last = {
             "sample": "",
-            "cost": float(np.mean(of_texts.get("above", np.nan))),
-            "hidden_error": float(np.mean(of_texts["hidden_error"])),
+            "cost": float(np.mean(documents.get("above", np.nan))),
+            "hidden_error": float(np.mean(documents["hidden_error"])),
         }
-        if mechanism.is_exact and read.predicts:
-            last["loss"] = float(np.mean([each.loss for each in read.exact]))
+        if mechanism.is_exact and model.predicts:
+            last["loss"] = float(np.mean([exact.loss for exact in model.exact]))
         yield last
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         return f"hidden_error {last['hidden_error']:.4g}, loss increase {last['cost']:.4g} nats"
+
+
+def mean_by_key(records: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return the elementwise mean of lists of equal length, for each key."""
+    means = {}
+    for key in records[0]:
+        means[key] = np.mean([record[key] for record in records], 0).tolist()
+    return means
 
 
 def errors_of(
@@ -315,12 +330,14 @@ def errors_of(
     """Return errors of each document, and of each layer averaged over documents."""
     measured = subject.measured(mechanism)
     layers = {f"{kind}_error": measured[kind].mean(0).tolist() for kind in ("attention", "hidden")}
-    texts = {
-        "attention_error": measured["attention"].mean(1),
-        "hidden_error": measured["hidden"][:, -1],
-        **{key: measured[key] for key in ("cosine", "above") if key in measured},
+    documents = {
+        "attention_error": measured["attention"].mean(1).tolist(),
+        "hidden_error": measured["hidden"][:, -1].tolist(),
     }
-    return {key: values.tolist() for key, values in texts.items()}, layers
+    for key in ("cosine", "above"):
+        if key in measured:
+            documents[key] = measured[key].tolist()
+    return documents, layers
 
 
 # ---- task=swap_loss
@@ -341,36 +358,22 @@ class SwapLoss(SwapMeasurement):
     def __init__(
         self, start: FileName | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0
     ):
-        self.start, self.splits, self.offset, self.fit = start, splits, offset, fit
+        self.start = start
+        self.splits = splits
+        self.offset = offset
+        self.fit = fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        check_start(self.start)
         task = task_of(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
-            calibrated_layers(
-                model,
-                [
-                    model_inputs(task, batch)
-                    for batch in islice(task.batches("train", Plan(1)), self.fit)
-                ],
-            )
-        read = getattr(
-            task, "metrics", task.evaluate
-        )  # without the additional output of a run's end
+            batches = islice(task.batches("train", Plan(1)), self.fit)
+            calibrated_layers(model, [task.model_inputs(batch) for batch in batches])
         for split in self.splits:
-            found = read(model, split, Reader(task))
-            yield {"split": split, "step": 0} | {
-                metric: value for metric, value in found.items() if isinstance(value, (int, float))
-            }
-
-
-def model_inputs(task: Task, batch: Batch) -> Any:
-    """Return the inputs that the model is called with."""
-    if hasattr(task, "arguments"):
-        return task.arguments(batch)
-    return (
-        batch["images"]
-        if "images" in batch
-        else {key: batch[key] for key in batch if key != "labels"}
-    )
+            row = {"split": split, "step": 0}
+            for metric, value in task.evaluate(model, split, Reader(task)).items():
+                if isinstance(value, (int, float)):
+                    row[metric] = value
+            yield row

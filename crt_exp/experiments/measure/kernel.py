@@ -9,7 +9,7 @@ which does not overflow.
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -99,7 +99,8 @@ def sampled_ratios(
     The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
     """
     bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 except for SMREG
-    block, ratios = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m))), []
+    block = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m)))
+    ratios = []
     for start in range(0, draws, block):
         batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
         noise = sample_projections(phi, mechanism, m, x.shape[-1], g, batch)
@@ -184,17 +185,16 @@ class Pointwise(Series):
     def __init__(
         self, d: Two, lengths: Several[Positive], angles: Two, groups: Count, draws: Count
     ):
-        self.d, self.values, self.angles, self.groups, self.draws = (
-            d,
-            list(lengths),
-            angles,
-            groups,
-            draws,
-        )
+        self.d = d
+        self.values = list(lengths)
+        self.angles = angles
+        self.groups = groups
+        self.draws = draws
 
     def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
-        theta, phi = angles_of(self.angles), mechanism.map("softmax")
+        theta = angles_of(self.angles)
+        phi = mechanism.map("softmax")
         x, y = at_angles(theta, r, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
         squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
@@ -233,8 +233,11 @@ class QMC(Measurement):
         draws: Count,
         data_dir: str | None = None,
     ):
-        self.pairs, self.groups, self.draws = pairs, groups, draws
-        self.file, table = file_of(dataset, data_dir), load(dataset, data_dir).encode("ordinal")
+        self.pairs = pairs
+        self.groups = groups
+        self.draws = draws
+        self.file = file_of(dataset, data_dir)
+        table = load(dataset, data_dir).encode("ordinal")
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
         self.data = length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
 
@@ -243,7 +246,8 @@ class QMC(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)
-        phi, (x, y) = mechanism.map("softmax"), self.random_pairs(generator(seed, 0))
+        phi = mechanism.map("softmax")
+        (x, y) = self.random_pairs(generator(seed, 0))
         params = phi.fit(Statistics.of(self.data, self.data))
         record, of_groups = mse_record(phi, mechanism, x, y, params, self.groups, self.draws, seed)
         yield {
@@ -290,30 +294,24 @@ class Clusters(Series):
         pairs: Count,
         repeats: Count,
     ):
-        self.d, self.agreeing, self.spread, self.length, self.points = (
-            d,
-            agreeing,
-            spread,
-            length,
-            points,
-        )
-        self.values, self.pairs, self.repeats = list(ms), pairs, repeats
+        self.d = d
+        self.agreeing = agreeing
+        self.spread = spread
+        self.length = length
+        self.points = points
+        self.values = list(ms)
+        self.pairs = pairs
+        self.repeats = repeats
 
     def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
-        phi, (xs, ys) = mechanism.map("softmax"), self.points_of(seed)
+        phi = mechanism.map("softmax")
+        xs, ys = self.points_of(seed)
         i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
-        record, of_repeats = mse_record(
-            phi,
-            replace(mechanism, m=m),
-            xs[i],
-            ys[j],
-            phi.fit(Statistics.of(xs, ys)),
-            self.repeats,
-            1,
-            seed,
-        )
-        return {**record, "mse_of_repeats": of_repeats}
+        params = phi.fit(Statistics.of(xs, ys))
+        projected = replace(mechanism, m=m)
+        record, mse = mse_record(phi, projected, xs[i], ys[j], params, self.repeats, 1, seed)
+        return {**record, "mse_of_repeats": mse}
 
     def centres(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return centres of queries and keys, (2, d) each, of norm 1."""
@@ -327,21 +325,17 @@ class Clusters(Series):
 
     def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return queries and keys, (2 points, d) each, of norm `length`."""
-        g, size = generator(seed, 1), (self.points, self.d)
-        sides = [
-            torch.cat(
-                [
-                    centre
-                    + self.spread
-                    / self.d**0.5
-                    * torch.randn(size, generator=g, dtype=torch.float64)
-                    for centre in centres
-                ]
-            )
-            for centres in self.centres(seed)
-        ]
-        x, y = (self.length * F.normalize(side, dim=-1) for side in sides)
-        return x, y
+        g = generator(seed, 1)
+        query_centres, key_centres = self.centres(seed)
+        return self.points_near(query_centres, g), self.points_near(key_centres, g)
+
+    def points_near(self, centres: Tensor, g: torch.Generator) -> Tensor:
+        sigma = self.spread / self.d**0.5
+        points = []
+        for centre in centres:
+            noise = torch.randn((self.points, self.d), generator=g, dtype=torch.float64)
+            points.append(centre + sigma * noise)
+        return self.length * F.normalize(torch.cat(points), dim=-1)
 
 
 # ---- at equal FLOPs (HRF Appendix L): 2 for a multiply-add, 1 for an elementwise value and for a term of a sum
@@ -370,21 +364,29 @@ class Flops(Series):
         groups: Count,
         draws: Count,
     ):
-        self.counted, self.values, self.d, self.length = counted, list(budgets), d, length
-        self.angles, self.groups, self.draws = angles, groups, draws
+        self.counted = counted
+        self.values = list(budgets)
+        self.d = d
+        self.length = length
+        self.angles = angles
+        self.groups = groups
+        self.draws = draws
 
     def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
         phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = phi.fit(Statistics.of(x, y))
-        cost = lambda m: flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+
+        def cost(m: int) -> int:
+            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
-        squared = squared_errors(
-            phi, replace(mechanism, m=m), x, y, params, self.groups, self.draws, seed
-        ).mean(-1)
+        projected = replace(mechanism, m=m)
+        errors = squared_errors(phi, projected, x, y, params, self.groups, self.draws, seed)
+        squared = errors.mean(-1)
         closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
         return {
             "m": m,
@@ -401,15 +403,14 @@ def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted
 
     "attention" counts the features of a query and a key, and their products with values and ones.
     """
-    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
+    bound = phi.bind(noise, params)
 
     def run(x: Tensor) -> Tensor:
         queries = columns(bound.phi_q(x))
-        return (
-            queries
-            if counted == "features"
-            else queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
-        )
+        if counted == "features":
+            return queries
+        return queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
 
     return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
 
@@ -422,24 +423,26 @@ def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
 
 def columns(f: Features | Blocks) -> Tensor:
     """Return the features (L, M); those of hybrids are combined after the exponential."""
-    return (
-        together(f.parts, [part.base.exp() for part in f.parts])
-        if isinstance(f, Blocks)
-        else f.exp()
-    )
+    if isinstance(f, Blocks):
+        return together(f.parts, [part.base.exp() for part in f.parts])
+    return f.exp()
 
 
 @torch.no_grad()
 def count(run: Callable[[], Any]) -> int:
     """Return the FLOPs of a call."""
-    of_numbers, of_terms = (
-        (lambda *shapes, out_shape=None, **_: prod(out_shape)),
-        (lambda shape, *_, **__: prod(shape)),
-    )
-    formulas = dict.fromkeys(ELEMENTWISE, of_numbers) | dict.fromkeys(SUMS, of_terms)
+    formulas = dict.fromkeys(ELEMENTWISE, output_size) | dict.fromkeys(SUMS, input_size)
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         run()
     return counter.get_total_flops()
+
+
+def output_size(*shapes: Any, out_shape: Sequence[int], **options: Any) -> int:
+    return prod(out_shape)
+
+
+def input_size(shape: Sequence[int], *shapes: Any, **options: Any) -> int:
+    return prod(shape)
 
 
 def most_within(cost: Callable[[int], float], budget: float) -> int:
@@ -466,25 +469,26 @@ class RankingCost(Measurement):
     def __init__(
         self, d: Two, lengths: Several[Count], rounds: Count, methods: Several[str] | None = None
     ):
-        self.d, self.lengths, self.rounds = d, lengths, rounds
+        self.d = d
+        self.lengths = lengths
+        self.rounds = rounds
         self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
-        layers = {
-            name: each.layer(1, self.d, scaling=1.0).eval() for name, each in mechanisms.items()
-        }
+        layers = {}
+        for name, method in mechanisms.items():
+            layers[name] = method.layer(1, self.d, scaling=1.0).eval()
         for length in self.lengths:
+            time_layer = partial(ranking_ms, d=self.d, length=length)
             with threads(1):
-                spent = in_turns(
-                    layers, self.rounds, partial(ranking_ms, d=self.d, length=length), warm=0
-                )
-            for name, each in mechanisms.items():
+                times = in_turns(layers, self.rounds, time_layer, warm=0)
+            for name, method in mechanisms.items():
                 yield {
                     "patches": length,
                     "method": name,
-                    "ms": spent[name],
-                    "flops": ranking_flops(each, self.d, length),
+                    "ms": times[name],
+                    "flops": ranking_flops(method, self.d, length),
                 }
 
 
@@ -496,24 +500,29 @@ def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
     """Return the mean time of `calls` calls, ms."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
-    return (
-        milliseconds(lambda: [column_sums(layer, q, k) for _ in range(calls)], clock=PROCESSOR)
-        / calls
-    )
+
+    def run() -> None:
+        for _ in range(calls):
+            column_sums(layer, q, k)
+
+    return milliseconds(run, clock=PROCESSOR) / calls
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
     """Return FLOPs, without one-time work; linear in the patches with features."""
+    if mechanism.is_exact:
+        return length**2 * (2 * d + 4)  # products, exp, two sums, one division
     if not mechanism.estimates:
-        return (
-            length**2 * (2 * d + 4) if mechanism.is_exact else 0
-        )  # products, exp, two sums, one division
-    phi, x = mechanism.map(), on_sphere(2 * TOKENS, d)
+        return 0
+    phi = mechanism.map()
+    x = on_sphere(2 * TOKENS, d)
     params = phi.fit(Statistics.of(x, x))
-    bound = phi.bind(sample_projections(phi, mechanism, mechanism.m, d, generator(0), ()), params)
+    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
+    bound = phi.bind(noise, params)
 
-    def ranked(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
-        f, g = columns(bound.phi_q(x)), columns(bound.phi_k(x))
-        return g @ ((1 / (f @ g.sum(0))) @ f)
+    def rank(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
+        queries = columns(bound.phi_q(x))
+        keys = columns(bound.phi_k(x))
+        return keys @ ((1 / (queries @ keys.sum(0))) @ queries)
 
-    return round(per_token(ranked, x) * length)
+    return round(per_token(rank, x) * length)

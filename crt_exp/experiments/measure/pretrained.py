@@ -116,7 +116,8 @@ def tokens(model: str, split: str) -> Tensor:
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:
     """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
-    text, first = tokens(model, split), seed * APART
+    text = tokens(model, split)
+    first = seed * APART
     if first + length > len(text):
         raise ValueError(
             f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
@@ -156,13 +157,14 @@ def exact_reading(model: str, kind: str, length: int, seed: int) -> tuple[Row, R
 
 @torch.no_grad()
 def run_row(model: nn.Module, row: Row) -> Reading:
-    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state[
-        0, row.places - 1
-    ]
-    head, wanted, nats, best = model.get_output_embeddings(), row.ids[0, row.places], [], []
-    for part, labels in zip(states.split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)):
+    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
+    states = states[0, row.places - 1]
+    labels = row.ids[0, row.places]
+    head = model.get_output_embeddings()
+    nats, best = [], []
+    for part, wanted in zip(states.split(TOKENS_PER_BLOCK), labels.split(TOKENS_PER_BLOCK)):
         logits = head(part).float()
-        nats.append(F.cross_entropy(logits, labels, reduction="none").double())
+        nats.append(F.cross_entropy(logits, wanted, reduction="none").double())
         best.append(logits.argmax(-1))
     return Reading(torch.cat(nats), torch.cat(best))
 
@@ -193,10 +195,10 @@ def in_type(model: nn.Module, dtype: str) -> nn.Module:
 
     Rotary frequencies are buffers and stay float32, as in a loaded model.
     """
-    made = deepcopy(model)
-    for each in made.parameters():
-        each.data = each.data.to(DTYPES[dtype])
-    return made
+    copy = deepcopy(model)
+    for parameter in copy.parameters():
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return copy
 
 
 @checked("task")
@@ -219,7 +221,10 @@ class SwapText(SwapMeasurement):
         fit: Count,
         fit_text: FitText,
     ):
-        self.model, self.kind, self.length, self.dtype = model, kind, length, dtype
+        self.model = model
+        self.kind = kind
+        self.length = length
+        self.dtype = dtype
         self.fit, self.fit_text = fit, fit_text
 
     @torch.no_grad()
@@ -250,13 +255,11 @@ class SwapEmbeddings(SwapMeasurement):
     metric, lower_is_better = "mean", False
 
     def __init__(self, model: FileName, length: Count, texts: Count, fit: Count, fit_text: FitText):
-        self.model, self.length, self.texts, self.fit, self.fit_text = (
-            model,
-            length,
-            texts,
-            fit,
-            fit_text,
-        )
+        self.model = model
+        self.length = length
+        self.texts = texts
+        self.fit = fit
+        self.fit_text = fit_text
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
@@ -297,13 +300,11 @@ class SwapImages(SwapMeasurement):
     metric, lower_is_better = "mean", False
 
     def __init__(self, model: FileName, dataset: str, size: Count, images: Count, fit: Count):
-        self.model, self.dataset, self.size, self.images, self.fit = (
-            model,
-            dataset,
-            size,
-            images,
-            fit,
-        )
+        self.model = model
+        self.dataset = dataset
+        self.size = size
+        self.images = images
+        self.fit = fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
-from crt_exp.experiments.measure import Measurement, SwapMeasurement
+from crt_exp.experiments.measure import Measurement, SwapMeasurement, check_start
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
@@ -43,12 +43,13 @@ from crt_exp.validation import Count, FileName, Positive, Several, Whole, checke
 OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
 CALIBRATION = 4  # calibration rows of task=swap_recall
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
-NEAR, PAGE = 64, 16  # last keys that a query always attends to; keys of a page
+# last keys that a query always attends to; keys of a page
+NEAR = 64
+PAGE = 16
 LLOYD = 10  # iterations of k-means
-CELLS, AT = (
-    64,
-    512,
-)  # CELLS clusters at length AT; the number grows as the square root of the length
+# CELLS clusters at length AT; the number grows as the square root of the length
+CELLS = 64
+AT = 512
 
 
 # ---- heads
@@ -79,47 +80,56 @@ class FarKey(Measurement):
         clusters: Whole,
         methods: Several[str],
     ):
-        self.length, self.heads, self.d, self.far, self.weight = length, heads, d, far, weight
-        self.queries, self.clusters, self.methods = queries, clusters, methods
+        self.length = length
+        self.heads = heads
+        self.d = d
+        self.far = far
+        self.weight = weight
+        self.queries = queries
+        self.clusters = clusters
+        self.methods = methods
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
-        heads = self.draw(seed)
+        heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
-        for text in self.methods:
-            yield {
-                "method": text,
-                "error": float((self.output(text, heads) - exact).norm() / exact.norm()),
-            }
+        for method in self.methods:
+            error = (self.output(method, heads) - exact).norm() / exact.norm()
+            yield {"method": method, "error": float(error)}
 
-    def output(self, text: str, heads: Sequence[Tensor]) -> Tensor:
-        name, options = split_words(text)
+    def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
+        name, options = split_words(method)
         if name in BASELINES:
             return BASELINES[name](*heads, **options)
-        if name not in OWN:
-            raise unknown("method", name, [*OWN, *BASELINES])
+        if name == "uniform":
+            return uniform_attention(*heads, causal=True, **options)
+        if name == "window":
+            return window_attention(*heads, causal=True, **options)
         if name == "nearfar":
-            sizes = Sizes(
-                options.pop("block"), options.pop("heavy"), clusters_at(self.length), **options
-            )
+            block = options.pop("block")
+            heavy = options.pop("heavy")
+            sizes = Sizes(block, heavy, clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
-        return {"uniform": uniform_attention, "window": window_attention}[name](
-            *heads, causal=True, **options
-        )
+        raise unknown("method", name, [*OWN, *BASELINES])
 
-    def draw(self, seed: int) -> tuple[Tensor, ...]:
+    def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
 
         The attention scale is 1.
         """
-        g, H, L = torch.Generator().manual_seed(seed), self.heads, self.length
-        k, places = torch.randn(H, L, self.d, generator=g), torch.arange(L - self.queries, L)
+        g = torch.Generator().manual_seed(seed)
+        H, L = self.heads, self.length
+        k = torch.randn(H, L, self.d, generator=g)
+        positions = torch.arange(L - self.queries, L)
         if self.clusters:
-            at = torch.randint(self.clusters, (H, L), generator=g)
-            k = 0.6 * k + 0.8 * rows_at(torch.randn(H, self.clusters, self.d, generator=g), at)
-        target = (torch.rand(H, self.queries, generator=g) * (places - self.far)).long()
-        q = self.towards(k, target, torch.arange(L) > places.unsqueeze(1))
-        return tuple(t.unsqueeze(0) for t in (q, k, torch.randn(H, L, self.d, generator=g)))
+            cluster = torch.randint(self.clusters, (H, L), generator=g)
+            centres = torch.randn(H, self.clusters, self.d, generator=g)
+            k = 0.6 * k + 0.8 * rows_at(centres, cluster)
+        share = torch.rand(H, self.queries, generator=g)
+        target = (share * (positions - self.far)).long()
+        q = self.towards(k, target, torch.arange(L) > positions.unsqueeze(1))
+        v = torch.randn(H, L, self.d, generator=g)
+        return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 
     def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
         """Return queries (H, R, d) with attention weight `weight` on target keys.
@@ -129,11 +139,14 @@ class FarKey(Measurement):
         """
         unit = F.normalize(rows_at(k, target), dim=-1)
         logits = (unit @ k.mT).masked_fill(hidden, -torch.inf)
-        low, high = torch.zeros(*target.shape, 1), torch.full((*target.shape, 1), 50.0)
+        low = torch.zeros(*target.shape, 1)
+        high = torch.full((*target.shape, 1), 50.0)
         for _ in range(40):
             middle = (low + high) / 2
-            less = (middle * logits).softmax(-1).gather(-1, target.unsqueeze(-1)) < self.weight
-            low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+            weights = (middle * logits).softmax(-1)
+            is_low = weights.gather(-1, target.unsqueeze(-1)) < self.weight
+            low = torch.where(is_low, middle, low)
+            high = torch.where(is_low, high, middle)
         return low * unit
 
 
@@ -151,29 +164,34 @@ class SwapRecall(SwapMeasurement):
     metric, lower_is_better = "accuracy", False
 
     def __init__(self, start: FileName | None, length: Count, pairs: Count, evaluated: Count):
-        self.start, self.length, self.pairs, self.evaluated = start, length, pairs, evaluated
+        self.start = start
+        self.length = length
+        self.pairs = pairs
+        self.evaluated = evaluated
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        kept = language.load(self.start, "start")
-        symbols, right, count = kept.symbols["values"], 0, 0
-
-        def row(split: str, number: int) -> tuple[Tensor, Tensor]:
-            return tuple(
-                map(
-                    torch.from_numpy,
-                    recall_row(split, number, self.length, symbols, self.pairs, self.pairs),
-                )
-            )
-
-        given = (row("train", i)[0][None] for i in range(CALIBRATION))
-        model = fit_attention(kept.build(replace(mechanism, seed=0)), given)
+        check_start(self.start)
+        saved = language.load(self.start, "start")
+        symbols = saved.symbols["values"]
+        calibration = []
+        for i in range(CALIBRATION):
+            tokens, _ = self.tokens_and_labels("train", i, symbols)
+            calibration.append(tokens[None])
+        model = fit_attention(saved.build(replace(mechanism, seed=0)), calibration)
+        correct, count = 0, 0
         for i in range(self.evaluated):
-            tokens, labels = row("test", 1000 * seed + i)
+            tokens, labels = self.tokens_and_labels("test", 1000 * seed + i, symbols)
             asked = labels >= 0
-            chosen = model(tokens[None], chosen=asked[None])[:, :symbols].argmax(-1)
-            right, count = right + int((chosen == labels[asked]).sum()), count + int(asked.sum())
-        yield {"accuracy": right / count}
+            logits = model(tokens[None], chosen=asked[None])[:, :symbols]
+            correct += int((logits.argmax(-1) == labels[asked]).sum())
+            count += int(asked.sum())
+        yield {"accuracy": correct / count}
+
+    def tokens_and_labels(self, split: str, row: int, symbols: int) -> tuple[Tensor, Tensor]:
+        arrays = recall_row(split, row, self.length, symbols, self.pairs, self.pairs)
+        tokens, labels = map(torch.from_numpy, arrays)
+        return tokens, labels
 
 
 # ---- a model that copies: passages that are repeated
@@ -198,7 +216,8 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
 
     The repetition starts at a random position of the first half.
     """
-    text, g = blocks(start, split, length), generator_of(seed, length)
+    text = blocks(start, split, length)
+    g = generator_of(seed, length)
     rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
     return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
 
@@ -214,20 +233,25 @@ class SwapCopying(SwapMeasurement):
     metric = "copied"
 
     def __init__(self, start: FileName | None, length: Count, baseline: str | None):
-        self.start, self.length, self.baseline = start, length, baseline
+        self.start = start
+        self.length = length
+        self.baseline = baseline
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        rows, train = (
-            passages(self.start, split, self.length, each)
-            for split, each in (("test", seed), ("train", 0))
-        )
-        bench, half = TextBench(model_of(self.start)[0], rows, train), self.length // 2
+        check_start(self.start)
+        test = passages(self.start, "test", self.length, seed)
+        train = passages(self.start, "train", self.length, 0)
+        bench = TextBench(model_of(self.start)[0], test, train)
+        half = self.length // 2
+        new, copied = 0.0, 0.0
         with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
-            nats = [bench.nats(*next_token_labels(row)) for row in rows.split(1)]
-        new = [float(row[: half - 1].mean()) for row in nats]
-        copied = [float(row[half + MIN_CONTEXT :].mean()) for row in nats]
-        new, copied = (sum(each) / len(each) for each in (new, copied))
+            for row in test.split(1):
+                nats = bench.nats(*next_token_labels(row))
+                new += float(nats[: half - 1].mean())
+                copied += float(nats[half + MIN_CONTEXT :].mean())
+        new /= len(test)
+        copied /= len(test)
         yield {"new": new, "copied": copied, "gain": new - copied}
 
 
@@ -239,10 +263,12 @@ class SwapCopying(SwapMeasurement):
 
 def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
     """Return masks (R, L) of the keys always attended to, and of other past keys."""
-    places = torch.arange(k.shape[2])
-    ago = places[len(places) - q.shape[2] :].unsqueeze(1) - places
-    close = (ago >= 0) & ((ago < near) | (places < first))
-    return close, (ago >= 0) & ~close
+    positions = torch.arange(k.shape[2])
+    queries = positions[len(positions) - q.shape[2] :]
+    distance = queries.unsqueeze(1) - positions
+    past = distance >= 0
+    close = past & ((distance < near) | (positions < first))
+    return close, past & ~close
 
 
 def top_key_attention(
@@ -252,9 +278,11 @@ def top_key_attention(
 
     near, far: masks (R, L).
     """
-    best = rank.masked_fill(~far, -torch.inf).topk(min(keys, rank.shape[-1]), -1).indices
-    read = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
-    return (q @ k.mT).masked_fill(~(near | read), -torch.inf).softmax(-1) @ v
+    count = min(keys, rank.shape[-1])
+    best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
+    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
+    logits = (q @ k.mT).masked_fill(~(near | retrieved), -torch.inf)
+    return logits.softmax(-1) @ v
 
 
 def top_weight_keys(
@@ -266,11 +294,11 @@ def top_weight_keys(
 
 def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
-    of_page = k.unflatten(2, (-1, PAGE))
-    rank = q.clamp(min=0) @ of_page.amax(3).mT + q.clamp(max=0) @ of_page.amin(3).mT
-    return top_key_attention(
-        q, k, v, rank.repeat_interleave(PAGE, -1), *key_masks(q, k, near, first), keys
-    )
+    page = k.unflatten(2, (-1, PAGE))
+    bound = q.clamp(min=0) @ page.amax(3).mT + q.clamp(max=0) @ page.amin(3).mT
+    rank = bound.repeat_interleave(PAGE, -1)
+    close, far = key_masks(q, k, near, first)
+    return top_key_attention(q, k, v, rank, close, far, keys)
 
 
 def clusters(
@@ -282,34 +310,31 @@ def clusters(
     by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
     optimistic.
     """
-    length, K = q.shape[2], clusters_at(q.shape[2])
-    centres, cell = kmeans(k, K)
-    member = F.one_hot(cell, K).to(k)  # (1, H, L, K)
+    length = q.shape[2]
+    K = clusters_at(length)
+    centres, cluster = kmeans(k, K)
+    member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
     close, far = key_masks(q, k, near, first)
-    there = member.clone()
-    there[:, :, :first] = 0
-    there = torch.cat(
-        [torch.zeros_like(there[:, :, :near]), there[:, :, :-near]], 2
-    )  # excludes near keys
-    N = there.cumsum(2)
-    late = torch.cat([torch.zeros_like(v[:, :, :near]), v[:, :, :-near]], 2)
-    V = (there.unsqueeze(-1) * late.unsqueeze(3)).cumsum(2) / N.clamp(min=1).unsqueeze(
-        -1
-    )  # (1, H, L, K, dv)
+    distant = member.clone()
+    distant[:, :, :first] = 0
+    distant = delay(distant, near)
+    N = distant.cumsum(2)
+    sums = (distant.unsqueeze(-1) * delay(v, near).unsqueeze(3)).cumsum(2)
+    V = sums / N.clamp(min=1).unsqueeze(-1)  # (1, H, L, K, dv)
     rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
     order = rank.argsort(-1, descending=True)
-    held = N.gather(-1, order).cumsum(-1)
-    opened = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, held <= keys)
-    read = opened.double() @ member.double().mT > 0
-    logits = torch.cat(
-        [
-            (q @ k.mT).masked_fill(~(close | read & far), -torch.inf),
-            (rank + N.log()).masked_fill(opened | (N == 0), -torch.inf),
-        ],
-        -1,
-    )
-    weights = logits.softmax(-1)
+    total = N.gather(-1, order).cumsum(-1)
+    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, total <= keys)
+    retrieved_keys = retrieved.double() @ member.double().mT > 0
+    key_logits = (q @ k.mT).masked_fill(~(close | retrieved_keys & far), -torch.inf)
+    cluster_logits = (rank + N.log()).masked_fill(retrieved | (N == 0), -torch.inf)
+    weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
     return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
+
+
+def delay(t: Tensor, steps: int) -> Tensor:
+    """Shift t (1, H, L, n) by some positions, so that near keys are excluded."""
+    return torch.cat([torch.zeros_like(t[:, :, :steps]), t[:, :, :-steps]], 2)
 
 
 def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
@@ -347,18 +372,18 @@ class Layers:
         return swap_layers(model, self.make, self.name, layers, saved=saved)
 
 
-def attention_of(method: str | Mechanism, **given: Any) -> Mechanism | Layers | None:
+def attention_of(method: str | Mechanism, **options: Any) -> Mechanism | Layers | None:
     """Return a dense baseline or a `Mechanism`; None for exact attention.
 
-    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. given: options of
-    `Mechanism.parse`.
+    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. options: of `Mechanism.parse`.
     """
     if isinstance(method, Mechanism):
         return None if method.is_exact else method
-    name, options = split_words(method)
+    name, baseline_options = split_words(method)
     if name in BASELINES:
-        return Layers(partial(Baseline, partial(BASELINES[name], **options)), name)
-    return None if method == "exact" else Mechanism.parse(method, **given)
+        attend = partial(BASELINES[name], **baseline_options)
+        return Layers(partial(Baseline, attend), name)
+    return None if method == "exact" else Mechanism.parse(method, **options)
 
 
 class Baseline(AttentionLayer):
@@ -383,7 +408,8 @@ class Baseline(AttentionLayer):
             raise ValueError(
                 "key_mask: not supported by dense baselines; expected rows of one length"
             )
-        k, v = (repeat_heads(t, q.shape[1]) for t in (k, v))
-        return torch.cat(
-            [self.attend(*row) for row in zip(*(t.split(1) for t in (q * self.scaling, k, v)))]
-        )
+        q = q * self.scaling
+        k = repeat_heads(k, q.shape[1])
+        v = repeat_heads(v, q.shape[1])
+        outputs = [self.attend(*row) for row in zip(q.split(1), k.split(1), v.split(1))]
+        return torch.cat(outputs)

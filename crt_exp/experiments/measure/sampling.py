@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure import Measurement, check_start
 from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
@@ -45,13 +45,17 @@ from crt_exp.sampled_softmax import (
 from crt_exp.samplers.noise import Nested
 from crt_exp.validation import Count, FileName, Positive, Several, checked, join_words, split_words
 
-D, BATCH, NEGATIVES = 64, 700, 40
+D = 64
+BATCH = 700
+NEGATIVES = 40
 FULL_PAIRS = 2**28  # maximum query-class pairs of the full softmax and its gradient at once: 3 GiB
 RATE = 1e-3  # learning rate of timed training steps
 GROUPS = 32  # groups of classes; the likely classes of a query are mostly in one group
 WITHIN = 0.3  # share of the squared norm of a class vector within its group
 REPEATED = 2**23  # maximum values of class vectors gathered at once
-SPLIT, FITTED = "test", 16  # parameters are fitted to every FITTED-th query
+# parameters are fitted to every FITTED-th query
+SPLIT = "test"
+FITTED = 16
 BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
 
 
@@ -68,8 +72,10 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
     centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
     for group, centre in enumerate(centres):
         vectors[group::GROUPS] += centre
-    head.weight, head.bias = nn.Parameter(vectors), nn.Parameter(zipf(classes).log())
-    head.in_features, head.out_features = d, classes
+    head.weight = nn.Parameter(vectors)
+    head.bias = nn.Parameter(zipf(classes).log())
+    head.in_features = d
+    head.out_features = classes
     return head
 
 
@@ -85,9 +91,8 @@ def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor
     """
     targets = LogUniform(head.out_features).draw(torch.empty(1), None, count).ids[0]
     noise = F.normalize(torch.randn(count, head.in_features), dim=-1)
-    return length * F.normalize(
-        F.normalize(head.weight.detach()[targets], dim=-1) + noise, dim=-1
-    ), targets
+    classes = F.normalize(head.weight.detach()[targets], dim=-1)
+    return length * F.normalize(classes + noise, dim=-1), targets
 
 
 KNOWN: dict[str, Callable[[nn.Linear], ClassSampler]] = {
@@ -125,23 +130,20 @@ class SamplingTimes(Measurement):
         m: Count,
         rounds: Count,
     ):
-        self.what, self.methods, self.classes, self.m, self.rounds = (
-            what,
-            list(methods),
-            classes,
-            m,
-            rounds,
-        )
+        self.what = what
+        self.methods = list(methods)
+        self.classes = classes
+        self.m = m
+        self.rounds = rounds
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
-        spent = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
-        yield from (
-            {"method": f"{name} m={self.m}" if name in FEATURES else name, "ms": spent[name]}
-            for name in self.methods
-        )
+        times = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
+        for name in self.methods:
+            label = f"{name} m={self.m}" if name in FEATURES else name
+            yield {"method": label, "ms": times[name]}
 
     def call(
         self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor
@@ -149,13 +151,12 @@ class SamplingTimes(Measurement):
         whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
         if name in whole:
             return whole[name](head, hidden, targets)
-        if name not in {**FEATURES, **KNOWN}:
+        if name in FEATURES:
+            sampler = FEATURES[name](OPRF(), self.classes, D, m=self.m)
+        elif name in KNOWN:
+            sampler = KNOWN[name](head)
+        else:
             raise unknown("method", name, [*whole, *FEATURES, *KNOWN])
-        sampler = (
-            FEATURES[name](OPRF(), self.classes, D, m=self.m)
-            if name in FEATURES
-            else KNOWN[name](head)
-        )
         if self.what == "draw":
             sampler.rebuild(head.weight, head.bias, hidden)
             return partial(sampler.draw, hidden, targets, NEGATIVES)
@@ -180,21 +181,18 @@ def training_step(
 
 
 def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
-    optimiser, size = (
-        torch.optim.SGD(head.parameters(), RATE),
-        max(1, FULL_PAIRS // head.out_features),
-    )
+    optimiser = torch.optim.SGD(head.parameters(), RATE)
+    size = max(1, FULL_PAIRS // head.out_features)
 
     def step() -> None:
         optimiser.zero_grad(set_to_none=True)
-        for h, t in zip(hidden.split(size), targets.split(size)):
-            (
-                F.cross_entropy(head(h.detach().requires_grad_()), t, reduction="sum") / len(hidden)
-            ).backward()
+        for queries, labels in zip(hidden.split(size), targets.split(size)):
+            logits = head(queries.detach().requires_grad_())
+            loss = F.cross_entropy(logits, labels, reduction="sum") / len(hidden)
+            loss.backward()
         optimiser.step()
-        optimiser.zero_grad(
-            set_to_none=True
-        )  # the other methods share the head and need no gradients on it
+        # the other methods share the head and need no gradients on it
+        optimiser.zero_grad(set_to_none=True)
 
     return step
 
@@ -234,50 +232,53 @@ class SampledGradients(Measurement):
         queries: Count,
         repeats: Annotated[int, Field(ge=4)],
     ):
-        self.methods, self.classes, self.length = list(methods), classes, length
-        self.queries, self.repeats = queries, repeats
+        self.methods = list(methods)
+        self.classes = classes
+        self.length = length
+        self.queries = queries
+        self.repeats = repeats
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         head = head_of(self.classes, seed=seed)
         hidden, targets = batch_of(head, self.length, self.queries)
         exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
-        for name, proposal in {
-            name: self.proposal(name, head, seed) for name in self.methods
-        }.items():
-            drawn = repeated(
-                SampledSoftmax(proposal, head, NEGATIVES), hidden, targets, self.repeats
-            )
-            first, second = (half.mean(0) - exact for half in drawn.chunk(2))
+        norm = exact.square().sum()
+        proposals = {name: self.proposal(name, head, seed) for name in self.methods}
+        for name, proposal in proposals.items():
+            softmax = SampledSoftmax(proposal, head, NEGATIVES)
+            gradients = repeated(softmax, hidden, targets, self.repeats)
+            first, second = (half.mean(0) - exact for half in gradients.chunk(2))
             yield {
                 "method": name,
-                "bias_sq": float((first * second).sum() / exact.square().sum()),
-                "variance": float(drawn.var(0).sum() / exact.square().sum()),
+                "bias_sq": float((first * second).sum() / norm),
+                "variance": float(gradients.var(0).sum() / norm),
             }
 
     def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
         if text in KNOWN:
             return KNOWN[text](head)
         name, options = split_words(text)
-        flatter = options.pop("flatter", 1)
-        made = Mechanism.parse(join_words(name, options))
+        temperature = options.pop("flatter", 1) / self.length
+        mechanism = Mechanism.parse(join_words(name, options))
+        classes, d = head.weight.shape
         return TreeFeatures(
-            made.map(), *head.weight.shape, m=made.m, temperature=flatter / self.length, seed=seed
+            mechanism.map(), classes, d, m=mechanism.m, temperature=temperature, seed=seed
         )
 
 
 def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
     """Return gradients (repeats, B, d) with respect to the queries, one per sample."""
     part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
-    sizes = [min(part, repeats - start) for start in range(0, repeats, part)]
-    return torch.cat(
-        [
-            gradient(
-                lambda h, n=n: softmax.losses(h, targets.expand(n, -1)).sum(),
-                hidden.expand(n, *hidden.shape),
-            )
-            for n in sizes
-        ]
-    )
+    gradients = []
+    for start in range(0, repeats, part):
+        count = min(part, repeats - start)
+        labels = targets.expand(count, -1)
+
+        def loss(queries: Tensor, labels: Tensor = labels) -> Tensor:
+            return softmax.losses(queries, labels).sum()
+
+        gradients.append(gradient(loss, hidden.expand(count, *hidden.shape)))
+    return torch.cat(gradients)
 
 
 def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -304,43 +305,57 @@ class ClassDistributions(Measurement):
     metric = "ks"
 
     def __init__(self, start: FileName | None, every: Count, ms: Several[Count]):
-        self.start, self.every, self.ms = start, every, list(ms)
+        self.start = start
+        self.every = every
+        self.ms = list(ms)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        check_start(self.start)
         task, x, y = vectors_of(self.start)
-        queries, stats = x[:: self.every].contiguous(), Statistics.of(x[::FITTED].contiguous(), y)
+        queries = x[:: self.every].contiguous()
+        stats = Statistics.of(x[::FITTED].contiguous(), y)
         if mechanism.estimates:
             phi = mechanism.map("softmax")
+            coefficients = mechanism.features.content.get("n", 1)
             for m in self.ms:
-                made = mechanism.with_projections(m // mechanism.features.content.get("n", 1))
-                noise = made.noise(y.shape[1], torch.Generator().manual_seed(seed))
-                yield {"m": m, **distances(queries, y, estimator(phi, noise, phi.fit(stats), y))}
+                projected = mechanism.with_projections(m // coefficients)
+                noise = projected.noise(y.shape[1], torch.Generator().manual_seed(seed))
+                estimate = estimator(phi, noise, phi.fit(stats), y)
+                yield {"m": m, **distances(queries, y, estimate)}
             return
         last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
-        yield {metric: last[metric] for metric in ("loss", "unigram_loss")}
-        for name, shares in [
-            ("uniform", torch.ones(len(y))),
-            ("unigram", torch.from_numpy(task.unigram).float()),
-        ]:
-            found = distances(queries, y, lambda part, shares=shares: shares.expand(len(part), -1))
-            yield from ({"method": name, "m": m, **found} for m in self.ms)
+        yield {"loss": last["loss"], "unigram_loss": last["unigram_loss"]}
+        distributions = {
+            "uniform": torch.ones(len(y)),
+            "unigram": torch.from_numpy(task.unigram).float(),
+        }
+        for name, shares in distributions.items():
+            record = distances(queries, y, partial(same_for_all, shares))
+            for m in self.ms:
+                yield {"method": name, "m": m, **record}
+
+
+def same_for_all(shares: Tensor, queries: Tensor) -> Tensor:
+    return shares.expand(len(queries), -1)
 
 
 @lru_cache(maxsize=1)
 def vectors_of(start: str) -> tuple[Any, Tensor, Tensor]:
     """Return the task of a run, x (n, d) at the words of the test split, and y (V, d)."""
-    task, kept = load_task(start), lstm.load(start, "the model")
-    return (
-        task,
-        outputs(kept.body, task) / kept.temperature**0.5,
-        kept.body.embedding.weight.detach() / kept.temperature**0.5,
-    )
+    task = load_task(start)
+    saved = lstm.load(start, "the model")
+    scale = saved.temperature**0.5
+    x = outputs(saved.body, task) / scale
+    y = saved.body.embedding.weight.detach() / scale
+    return task, x, y
 
 
 @torch.no_grad()
 def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
     """Return the outputs (n, d), float32, in the order of the text."""
-    state, parts, kept = None, [], []
+    state = None
+    parts = []
+    kept = []
     for batch in Reader(task).batches(SPLIT):
         part, state = body(batch["tokens"], None if batch["first"] else state)
         parts.append(part)
@@ -381,7 +396,8 @@ def distances(
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for part in queries.split(block):
-        exact, found = torch.softmax(part @ keys.T, -1), estimate(part)
+        exact = torch.softmax(part @ keys.T, -1)
+        found = estimate(part)
         positive = found.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
         if not bool(found.isfinite().all() and (total > 0).all()):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,8 @@ from crt_exp.samplers import orthogonal
 from crt_exp.validation import Count, Several, checked, split_words
 
 CAUSAL = " causal"  # suffix of a method's name
-CHUNKED, BASELINE = f"chunked{CAUSAL}", "performer-pytorch"
+CHUNKED = f"chunked{CAUSAL}"
+BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
 HEADS, D = 8, 64  # sizes of attention alone
@@ -41,11 +42,8 @@ MODELS = {
 }  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
 M = {"one_head": 300}  # default number of projections
 OTHER_M = 256
-ALONE = [
-    f"{name}{end}"
-    for end in ("", CAUSAL)
-    for name in ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
-] + ["identity", CHUNKED]
+MECHANISMS = ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
+ALONE = [*MECHANISMS, *(name + CAUSAL for name in MECHANISMS), "identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
 # Maximum lengths of the default methods; the causal baseline stores L m d numbers.
 LONGEST = {"exact": 16384, f"exact{CAUSAL}": 16384, BASELINE: 65536, BASELINE + CAUSAL: 1024}
@@ -64,28 +62,36 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def default_methods(what: str, length: int) -> Sequence[str]:
     """Return the default methods; quadratic ones only up to their maximum length."""
     if what == "attention":
-        peer = find_spec("performer_pytorch") is not None
-        return [
-            name
-            for name in ALONE
-            if length <= LONGEST.get(name, length) and (peer or not name.startswith(BASELINE))
-        ]
-    return (
-        [name for name in IN_MODELS if name != "exact" or length <= 4096] if what in PASSES else []
-    )
+        methods = [name for name in ALONE if length <= LONGEST.get(name, length)]
+        if find_spec("performer_pytorch") is None:
+            methods = [name for name in methods if not name.startswith(BASELINE)]
+        return methods
+    if what not in PASSES:
+        return []
+    return [name for name in IN_MODELS if name != "exact" or length <= 4096]
 
 
 def mechanism_of(method: str, what: str) -> Mechanism:
     """Parse a method, with the default number of projections of `what`."""
-    made = Mechanism.parse(method)
-    return made if "m" in split_words(method)[1] else made.with_projections(M.get(what, OTHER_M))
+    mechanism = Mechanism.parse(method)
+    if "m" in split_words(method)[1]:
+        return mechanism
+    return mechanism.with_projections(M.get(what, OTHER_M))
 
 
-def check_methods(texts: Sequence[str], what: str) -> None:
+def check_methods(methods: Sequence[str], what: str) -> None:
     """Raise ConfigError for unknown methods."""
-    for text in texts:
-        if text not in NAMES:
-            mechanism_of(text.removesuffix(CAUSAL) if what == "attention" else text, what)
+    for method in methods:
+        if method not in NAMES:
+            name = method.removesuffix(CAUSAL) if what == "attention" else method
+            mechanism_of(name, what)
+
+
+class Timed(Protocol):
+    """What a turn of a measurement times."""
+
+    def times(self) -> dict[str, float]:
+        """Return milliseconds by name."""
 
 
 class Work(NamedTuple):
@@ -103,56 +109,64 @@ class Work(NamedTuple):
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
-        return {
-            "inference": inference,
-            "training": milliseconds(lambda: self.backward(self.forward())),
-        }
+        training = milliseconds(lambda: self.backward(self.forward()))
+        return {"inference": inference, "training": training}
+
+
+class Step(NamedTuple):
+    """A training step."""
+
+    call: Call
+
+    def times(self) -> dict[str, float]:
+        return {"ms": milliseconds(self.call)}
 
 
 # ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
 
 
 def attention_work(method: str, length: int, device: str = "cpu") -> Work:
-    *given, gradient = inputs(length, device)
+    q, k, v, gradient = inputs(length, device)
 
     def backward(out: Tensor) -> None:
         out.backward(gradient)
-        for t in given:
+        for t in (q, k, v):
             t.grad = None
 
-    return Work(partial(attend_by(method, device), *given), backward)
+    return Work(partial(attend_by(method, device), q, k, v), backward)
 
 
 def attend_by(method: str, device: str = "cpu") -> Attend:
     """Return the attention function of a method; fits to statistics are timed with it."""
-    name, causal = method.removesuffix(CAUSAL), method.endswith(CAUSAL)
+    name = method.removesuffix(CAUSAL)
+    causal = method.endswith(CAUSAL)
     if method == CHUNKED:
-        return chunked(
-            orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
-            .rows()
-            .to(device)
-        )
+        noise = orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+        return chunked(noise.rows().to(device))
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
         return performer_pytorch(D, OTHER_M, causal).to(device)
     mechanism = mechanism_of(name, "attention")
-    return (
-        of_map(mechanism, causal, device)
-        if mechanism.estimates
-        else mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
-    )
+    if mechanism.estimates:
+        return feature_map_attention(mechanism, causal, device)
+    return mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
 
 
-def of_map(mechanism: Mechanism, causal: bool = False, device: str = "cpu") -> Attend:
+def feature_map_attention(
+    mechanism: Mechanism, causal: bool = False, device: str = "cpu"
+) -> Attend:
     """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
     noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,)).to(device)
-    seen = Statistics.of(*(t.detach()[0] for t in inputs(SAMPLE, device)[:2]))
-    kept = phi.fit(seen) if phi.on_vectors or not phi.fitted else None
+    queries, keys, *_ = inputs(SAMPLE, device)
+    statistics = Statistics.of(queries.detach()[0], keys.detach()[0])
+    fixed = None
+    if phi.on_vectors or not phi.fitted:
+        fixed = phi.fit(statistics)
 
     def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if kept is None else kept
+        params = phi.fit(Statistics.of(q, k)) if fixed is None else fixed
         return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
 
     return run
@@ -164,15 +178,16 @@ def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Te
 
     The mean |x + y|^2 is about 10, as in pretrained models.
     """
-    g, dtype = (
-        torch.Generator().manual_seed(1),
-        torch.float32 if device == "cpu" else torch.bfloat16,
-    )
-    q, k, v, grad = (
-        scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
-        for scale in (0.28, 0.28, 1.0, 1.0)
-    )
-    return *(t.requires_grad_() for t in (q, k, v)), grad
+    g = torch.Generator().manual_seed(1)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def sample(scale: float) -> Tensor:
+        return scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+
+    q = sample(0.28).requires_grad_()
+    k = sample(0.28).requires_grad_()
+    v = sample(1.0).requires_grad_()
+    return q, k, v, sample(1.0)
 
 
 def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
@@ -214,15 +229,16 @@ class OneHead:
     """
 
     def __init__(self, method: str, length: int):
-        self.mechanism, self.g = mechanism_of(method, "one_head"), torch.Generator().manual_seed(0)
+        self.mechanism = mechanism_of(method, "one_head")
+        self.g = torch.Generator().manual_seed(0)
         x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
         self.x, self.y = x / 2, y / 2  # d^(-1/4)
 
     @torch.no_grad()
     def times(self) -> dict[str, float]:
-        return {"ms": milliseconds(self.drawn(), self.x, self.y, self.v)}
+        return {"ms": milliseconds(self.sample_attention(), self.x, self.y, self.v)}
 
-    def drawn(self) -> Attend:
+    def sample_attention(self) -> Attend:
         if not self.mechanism.estimates:
             return self.mechanism.layer(1, 16, scaling=1.0).eval()
         phi = self.mechanism.map()
@@ -272,29 +288,29 @@ def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
 
 def vit_step(method: str, tokens: int) -> Update:
     model, image = vit(method, tokens)
-    return Update(
-        model, lambda model: F.cross_entropy(model(image), torch.zeros(1, dtype=torch.long))
-    )
+    label = torch.zeros(1, dtype=torch.long)
+    return Update(model, lambda model: F.cross_entropy(model(image), label))
 
 
 # ---- values of `what`
 
 
-TIMED: dict[str, Callable[[str, int], Work | Call]] = {
+TIMED: dict[str, Callable[[str, int], Timed]] = {
     "attention": attention_work,
     **{what: partial(transformer, what) for what in MODELS},
     "vit": lambda method, length: whole(*vit(method, length)),
-    "vit_ti": vit_step,
+    "vit_ti": lambda method, length: Step(vit_step(method, length)),
     "one_head": OneHead,
 }
 PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
 
 
 def attention_memory(method: str, length: int) -> float:
-    warm, work = attention_work(method, 256), attention_work(method, length)
+    warm = attention_work(method, 256)
+    work = attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
-    theirs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    return peak_increase(lambda: work.backward(work.forward())) - theirs / 2**20
+    outputs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
+    return peak_increase(lambda: work.backward(work.forward())) - outputs / 2**20
 
 
 def training_memory(method: str, length: int) -> float:
@@ -334,48 +350,42 @@ class Speed(Measurement):
         check_methods(methods or (), what)
         if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
-        self.what, self.lengths, self.rounds, self.methods = what, lengths, rounds, methods
+        self.what = what
+        self.lengths = lengths
+        self.rounds = rounds
+        self.methods = methods
         self.device = () if device == "cpu" else (device,)
         self.metric = "training" if what in PASSES else "ms"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        places = [
-            (length, method)
-            for length in self.lengths
-            for method in self.methods or default_methods(self.what, length) or [str(mechanism)]
-        ]
-        warm = dict.fromkeys(
-            (length if self.device else min(length, WARMED), method) for length, method in places
-        )
-        in_turns({place: self.turn(*place) for place in warm}, 1, lambda turn: turn(), warm=0)
-        found = in_turns(
-            {place: self.turn(*place) for place in places},
-            self.rounds,
-            lambda turn: turn(),
-            0,
-            seed,
-        )
-        for length, method in places:
-            for times in found[length, method]:
-                yield {"length": length, "method": method, **times}
+        cases = []
+        for length in self.lengths:
+            methods = self.methods or default_methods(self.what, length) or [str(mechanism)]
+            cases += [(length, method) for method in methods]
+        longest = max(self.lengths) if self.device else WARMED
+        short = dict.fromkeys((min(length, longest), method) for length, method in cases)
+        warm_up = {case: self.turn(*case) for case in short}
+        in_turns(warm_up, 1, lambda turn: turn(), warm=0)
+        turns = {case: self.turn(*case) for case in cases}
+        times = in_turns(turns, self.rounds, lambda turn: turn(), 0, seed)
+        for length, method in cases:
+            for record in times[length, method]:
+                yield {"length": length, "method": method, **record}
 
     def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
-        made = TIMED[self.what](method, length, *self.device)
-        return made.times if hasattr(made, "times") else lambda: {"ms": milliseconds(made)}
+        return TIMED[self.what](method, length, *self.device).times
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
         import pandas as pd
 
         kind = "a training step" if self.what in PASSES else "in turns"
-        table = (
-            pd.DataFrame(records)
-            .pivot_table(self.metric, "length", "method", "median", sort=False)
-            .rename_axis(index=None, columns="tokens")
+        medians = pd.DataFrame(records).pivot_table(
+            self.metric, "length", "method", "median", sort=False
         )
-        return (
-            f"milliseconds, {self.what}, {kind}:\n{table.to_string(float_format='%.1f', na_rep='')}"
-        )
+        medians = medians.rename_axis(index=None, columns="tokens")
+        table = medians.to_string(float_format="%.1f", na_rep="")
+        return f"milliseconds, {self.what}, {kind}:\n{table}"
 
 
 @checked("task")
@@ -391,7 +401,9 @@ class Memory(Measurement):
 
     def __init__(self, what: Literal[*MEMORY], length: Count, method: str | None = None):
         check_methods([method] if method else (), what)
-        self.what, self.length, self.method = what, length, method
+        self.what = what
+        self.length = length
+        self.method = method
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         yield {

@@ -22,10 +22,9 @@ Name = TypeVar("Name", bound=Hashable)
 Method = TypeVar("Method")
 Value = TypeVar("Value")
 NO_WARMUP_MS = 1000.0  # ms; cache effects do not matter for longer calls
-WALL, PROCESSOR = (
-    time.perf_counter,
-    time.process_time,
-)  # process time is nearly independent of other load
+# process time is nearly independent of other load
+WALL = time.perf_counter
+PROCESSOR = time.process_time
 
 
 # ---- one call
@@ -151,7 +150,8 @@ class Update:
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor]):
-        self.model, self.loss = model.train(), loss
+        self.model = model.train()
+        self.loss = loss
         self.optimizer = torch.optim.AdamW(model.parameters())
 
     def __call__(self) -> None:

@@ -78,13 +78,11 @@ def mnist(
 
     resize: options of torch's interpolate. Default: bilinear, antialiased.
     """
-    chosen = (
-        torch.from_numpy(mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)) / 255
-    )
+    pixels = mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)
+    images = torch.from_numpy(pixels) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
-    return pairs_of(
-        torch.nn.functional.interpolate(chosen[:, None], size=(8, 8), **options).flatten(1), n, g
-    )
+    small = torch.nn.functional.interpolate(images[:, None], size=(8, 8), **options)
+    return pairs_of(small.flatten(1), n, g)
 
 
 REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
@@ -144,14 +142,20 @@ class Variance(Series):
     ):
         if resize and regime != "mnist":
             raise ValueError("task.resize: only for task.regime=mnist; remove it")
-        self.regime, self.pairs, self.values, self.kernel = regime, pairs, list(sigmas), kernel
-        self.fit, self.resize = fit, resize or {}
+        self.regime = regime
+        self.pairs = pairs
+        self.values = list(sigmas)
+        self.kernel = kernel
+        self.fit = fit
+        self.resize = resize or {}
 
     def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
         values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
         record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
-        return record if sigma != self.values[-1] else record | {"of_pairs": values.tolist()}
+        if sigma == self.values[-1]:
+            record["of_pairs"] = values.tolist()
+        return record
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -192,13 +196,15 @@ class VarianceByAngle(Measurement):
     metric, lower_is_better = "log_ratio", False
 
     def __init__(self, length: Positive, degrees: Count):
-        self.length, self.degrees = length, degrees
+        self.length = length
+        self.degrees = degrees
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
         x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
         y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
-        ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
-        for each, ratio in zip(degrees.tolist(), ratios.tolist()):
-            yield {"angle": each, "log_ratio": ratio if each % 180 else None}
+        log_ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
+        for degree, log_ratio in zip(degrees.tolist(), log_ratios.tolist()):
+            has_variance = degree % 180 != 0
+            yield {"angle": degree, "log_ratio": log_ratio if has_variance else None}

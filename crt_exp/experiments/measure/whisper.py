@@ -30,10 +30,9 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
 
 RATE = 16_000  # samples a second
-AT_MOST, A_SECOND = (
-    16,
-    8,
-)  # maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
+# maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
+AT_MOST = 16
+A_SECOND = 8
 
 
 @lru_cache(maxsize=1)
@@ -72,16 +71,17 @@ def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utteran
 
 def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     """Return log-mel features (1, bands, frames) of 30 seconds."""
-    return processor(
-        speech.audio_of(utterance, RATE), sampling_rate=RATE, return_tensors="pt"
-    ).input_features
+    audio = speech.audio_of(utterance, RATE)
+    return processor(audio, sampling_rate=RATE, return_tensors="pt").input_features
 
 
 def encoder_bench(model: str, subset: str, fit: int) -> Bench:
     """Return a bench of the encoder, with the last `fit` utterances for calibration."""
-    made, processor = load(model)
-    last = [{"input_features": features(processor, each)} for each in utterances(subset)[-fit:]]
-    return Bench(made.get_encoder(), training=last)
+    exact, processor = load(model)
+    training = []
+    for utterance in utterances(subset)[-fit:]:
+        training.append({"input_features": features(processor, utterance)})
+    return Bench(exact.get_encoder(), training=training)
 
 
 def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
@@ -96,31 +96,36 @@ def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) ->
 
 
 def word_error_rate(
-    processor: Any, spoken: Sequence[speech.Utterance], written: Sequence[Tensor]
+    processor: Any, utterances: Sequence[speech.Utterance], transcripts: Sequence[Tensor]
 ) -> float:
-    normal = EnglishTextNormalizer({})
-    return error_rates(
-        [normal(each.text) for each in spoken],
-        [normal(processor.decode(each, skip_special_tokens=True)) or "-" for each in written],
-    )["wer"]
+    normalize = EnglishTextNormalizer({})
+    references = [normalize(utterance.text) for utterance in utterances]
+    hypotheses = []
+    for tokens in transcripts:
+        text = processor.decode(tokens, skip_special_tokens=True)
+        hypotheses.append(normalize(text) or "-")
+    return error_rates(references, hypotheses)["wer"]
 
 
 def prompt(model: nn.Module) -> list[int]:
     """Return the tokens before a transcript."""
-    plain = getattr(model.generation_config, "no_timestamps_token_id", None)
-    return [model.config.decoder_start_token_id, *([] if plain is None else [plain])]
+    tokens = [model.config.decoder_start_token_id]
+    no_timestamps = getattr(model.generation_config, "no_timestamps_token_id", None)
+    if no_timestamps is not None:
+        tokens.append(no_timestamps)
+    return tokens
 
 
 def token_losses(
     model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
-    logits = (
-        model(features(processor, utterance), decoder_input_ids=tokens[:, :-1]).logits[0].float()
-    )
     first = len(prompt(model))
-    logits, asked = logits[first - 1 :], tokens[0, first:]
-    return F.cross_entropy(logits, asked, reduction="none"), (logits.argmax(-1) == asked).float()
+    output = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1])
+    logits = output.logits[0].float()[first - 1 :]
+    labels = tokens[0, first:]
+    nats = F.cross_entropy(logits, labels, reduction="none")
+    return nats, (logits.argmax(-1) == labels).float()
 
 
 @lru_cache(maxsize=256)
@@ -130,16 +135,12 @@ def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor
 
     The tokens (1, L) include prompt and end.
     """
-    made, processor = load(model)
-    utterance = next(each for each in utterances(subset) if each.name == name)
-    tokens = [
-        *prompt(made),
-        *transcript(made, processor, utterance).tolist(),
-        made.config.eos_token_id,
-    ]
-    return torch.tensor([tokens]), token_losses(made, processor, utterance, torch.tensor([tokens]))[
-        0
-    ]
+    exact, processor = load(model)
+    utterance = next(utterance for utterance in utterances(subset) if utterance.name == name)
+    words = transcript(exact, processor, utterance).tolist()
+    tokens = torch.tensor([[*prompt(exact), *words, exact.config.eos_token_id]])
+    nats, _ = token_losses(exact, processor, utterance, tokens)
+    return tokens, nats
 
 
 @checked("task")
@@ -155,16 +156,20 @@ class SwapSpeech(SwapMeasurement):
     def __init__(
         self, model: FileName, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count
     ):
-        self.model, self.subset, self.count, self.dtype, self.fit = model, subset, count, dtype, fit
+        self.model = model
+        self.subset = subset
+        self.count = count
+        self.dtype = dtype
+        self.fit = fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        made, processor = load(self.model)
+        exact, processor = load(self.model)
         spoken = group(self.subset, self.count, seed, self.fit)
         bench = encoder_bench(self.model, self.subset, self.fit)
-        with with_attention(mechanism, bench, made, seed, self.dtype) as model:
-            written = [transcript(model, processor, each) for each in spoken]
-        yield {"wer": word_error_rate(processor, spoken, written)}
+        with with_attention(mechanism, bench, exact, seed, self.dtype) as model:
+            transcripts = [transcript(model, processor, utterance) for utterance in spoken]
+        yield {"wer": word_error_rate(processor, spoken, transcripts)}
 
 
 @checked("task")
@@ -178,23 +183,30 @@ class Dictation(SwapMeasurement):
     metric = "above"
 
     def __init__(self, model: FileName, subset: str, count: Count, fit: Count):
-        self.model, self.subset, self.count, self.fit = model, subset, count, fit
+        self.model = model
+        self.subset = subset
+        self.count = count
+        self.fit = fit
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        made, processor = load(self.model)
+        model, processor = load(self.model)
         spoken = group(self.subset, self.count, seed, self.fit)
-        exact = [exact_transcript(self.model, self.subset, each.name) for each in spoken]
+        exact = []
+        for utterance in spoken:
+            exact.append(exact_transcript(self.model, self.subset, utterance.name))
         bench = encoder_bench(self.model, self.subset, self.fit)
-        with bench.swapped(None if mechanism.is_exact else replace(mechanism, seed=seed)), quiet():
-            found = [
-                token_losses(made, processor, each, tokens)
-                for each, (tokens, _) in zip(spoken, exact)
-            ]
-        nats, agrees = (torch.cat(parts).mean().item() for parts in zip(*found))
+        losses, correct = [], []
+        seeded = None if mechanism.is_exact else replace(mechanism, seed=seed)
+        with bench.swapped(seeded), quiet():
+            for utterance, (tokens, _) in zip(spoken, exact):
+                nats, agrees = token_losses(model, processor, utterance, tokens)
+                losses.append(nats)
+                correct.append(agrees)
+        exact_nats = torch.cat([nats for _, nats in exact])
         yield {
-            "above": nats - torch.cat([each for _, each in exact]).mean().item(),
-            "agrees": agrees,
+            "above": torch.cat(losses).mean().item() - exact_nats.mean().item(),
+            "agrees": torch.cat(correct).mean().item(),
         }
 
 
@@ -218,7 +230,10 @@ class Whisper(SwapMeasurement):
         steps: Several[Whole],
         lr: Positive,
     ):
-        self.model, self.subset, self.speakers, self.tested = model, subset, speakers, tested
+        self.model = model
+        self.subset = subset
+        self.speakers = speakers
+        self.tested = tested
         self.steps, self.lr = steps, lr
 
     def utterances(self) -> tuple[list[speech.Utterance], list[speech.Utterance]]:
@@ -240,9 +255,11 @@ class Whisper(SwapMeasurement):
         tested, read = self.utterances()
         order = torch.randperm(len(read), generator=generator_of(seed)).tolist()
         model = self.swapped(mechanism, seed, read[-1])
-        trained = descent(
-            model, lambda i: self.loss(model, read[order[i % len(order)]]), self.steps[-1], self.lr
-        )
+
+        def loss(step: int) -> Tensor:
+            return self.loss(model, read[order[step % len(order)]])
+
+        trained = descent(model, loss, self.steps[-1], self.lr)
         for step in chain([0], trained):
             if step in self.steps:
                 yield self.evaluated(model, tested, step)

@@ -134,7 +134,8 @@ def newest(root: Path) -> Path | None:
     intact = steps(root)
     while intact:
         path = root / f"step-{intact.pop()}"
-        if not (reason := damage(path)):
+        reason = damage(path)
+        if reason is None:
             return path
         rest = f"trying step-{intact[-1]}" if intact else "no earlier checkpoint"
         print(f"checkpoint {path}: damaged ({reason}); removed, {rest}")
@@ -160,7 +161,9 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def encode(tensors: dict[str, Tensor]) -> bytes:
     """Serialise tensors as safetensors; tied weights are stored once, with aliases."""
-    kept, first, aliases = {}, {}, {}
+    kept = {}
+    first = {}
+    aliases = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and first.setdefault(key, name) != name:
@@ -187,43 +190,47 @@ def load_model(
     """
     make_room(model, tensors)
     own = model.state_dict()
-    here, there = (
-        {name: tuple(t.shape) for name, t in each.items() if name not in absent}
-        for each in (own, tensors)
-    )
-    if odd := sorted(
-        name for name in here.keys() | there.keys() if here.get(name) != there.get(name)
-    ):
+    expected = tensor_shapes(own, absent)
+    shapes = tensor_shapes(tensors, absent)
+    names = sorted(expected.keys() | shapes.keys())
+    mismatched = [name for name in names if expected.get(name) != shapes.get(name)]
+    if mismatched:
+        name = mismatched[0]
         raise CheckpointError(
-            f"{source}: {odd[0]} has shape {there.get(odd[0], 'none')}, expected "
-            f"{here.get(odd[0], 'none')}; {len(odd)} tensors differ"
+            f"{source}: {name} has shape {shapes.get(name, 'none')}, expected "
+            f"{expected.get(name, 'none')}; {len(mismatched)} tensors differ"
         )
-    model.load_state_dict(
-        {name: sharded_like(own[name], t) for name, t in tensors.items()}, strict=not absent
-    )
+    shards = {name: sharded_like(own[name], tensor) for name, tensor in tensors.items()}
+    model.load_state_dict(shards, strict=not absent)
+
+
+def tensor_shapes(tensors: dict[str, Tensor], absent: Collection[str]) -> dict[str, tuple]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in absent}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return the optimiser's tensors as "<parameter name>.<key>"."""
-    return {
-        f"{name}.{key}": full_tensor(value)
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{key}"] = full_tensor(value)
+    return tensors
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
     """Restore the result of optimizer_tensors."""
-    parameters, states = dict(model.named_parameters()), {}
-    order = {
-        p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
+    parameters = dict(model.named_parameters())
+    positions: dict[nn.Parameter, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            positions[parameter] = len(positions)
+    states: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        parameter, _, key = name.rpartition(".")
-        own = parameters[parameter]
-        states.setdefault(order[own], {})[key] = (
-            tensor if key == "step" else sharded_like(own, tensor)
-        )
+        path, _, key = name.rpartition(".")
+        parameter = parameters[path]
+        if key != "step":
+            tensor = sharded_like(parameter, tensor)
+        states.setdefault(positions[parameter], {})[key] = tensor
     optimizer.load_state_dict(optimizer.state_dict() | {"state": states})
 
 
@@ -268,75 +275,89 @@ class TrainingState:
         per_epoch: int | None,
         adapters: Adapters | None = None,
     ):
-        self.module, self.optimizer, self.task, self.run, self.distributed = (
-            module,
-            optimizer,
-            task,
-            run,
-            distributed,
-        )
-        self.keep, self.per_epoch, self.scaler = keep, per_epoch, distributed.accelerator.scaler
-        self.stay, self.digest = (adapters.stay, adapters.digest) if adapters else (set(), None)
-        self.root, self.progress = run.directory / CHECKPOINTS, Progress()
-        self.saved, self.saved_at = 0, time.monotonic()
+        self.module = module
+        self.optimizer = optimizer
+        self.task = task
+        self.run = run
+        self.distributed = distributed
+        self.scaler = distributed.accelerator.scaler
+        self.keep = keep
+        self.per_epoch = per_epoch
+        self.stay: set[str] = set()
+        self.digest: str | None = None
+        if adapters:
+            self.stay = adapters.stay
+            self.digest = adapters.digest
+        self.root = run.directory / CHECKPOINTS
+        self.progress = Progress()
+        self.saved = 0
+        self.saved_at = time.monotonic()
 
     @property
     def epoch(self) -> float:
         """Completed epochs, as a fraction."""
-        return round(
-            self.progress.epoch
-            + (self.progress.position / self.per_epoch if self.per_epoch else 0),
-            4,
-        )
+        progress = self.progress
+        if not self.per_epoch:
+            return progress.epoch
+        return round(progress.epoch + progress.position / self.per_epoch, 4)
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""
+        weights = {}
+        for name, tensor in self.module.state_dict().items():
+            if name not in self.stay:
+                weights[name] = full_tensor(tensor)
         tensors = {
-            "model": {
-                name: full_tensor(t)
-                for name, t in self.module.state_dict().items()
-                if name not in self.stay
-            },
+            "model": weights,
             "optimizer": optimizer_tensors(self.module, self.optimizer),
         }
-        plain = self.distributed.gather(
-            {
-                name: value.detach().cpu() if isinstance(value, Tensor) else value
-                for name, value in self.task.state_dict().items()
-            }
-        )
-        if of_task := {
-            f"{rank}.{name}": plain[rank].pop(name)
-            for rank, state in enumerate(plain)
-            for name, value in [*state.items()]
-            if isinstance(value, Tensor)
-        }:
-            tensors["task"] = of_task
+        task_tensors, task_values = self._task_state()
+        if task_tensors:
+            tensors["task"] = task_tensors
         state = asdict(self.progress) | {
             "rng": self.distributed.gather(rng_state()),
             "records": len(self.run.records),
-            "task": plain,
+            "task": task_values,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "stay": self.digest,
         }
         if self.distributed.main:
             save(self.root, self.progress.step, tensors, state)
             prune(self.root, self.keep, (self.progress.best or {}).get("step"))
-        self.saved, self.saved_at = self.progress.step, time.monotonic()
+        self.saved = self.progress.step
+        self.saved_at = time.monotonic()
+
+    def _task_state(self) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Return the task's tensors as "<rank>.<name>", and other values of each process."""
+        own = {}
+        for name, value in self.task.state_dict().items():
+            own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+        tensors = {}
+        values: list[dict[str, Any]] = []
+        for rank, state in enumerate(self.distributed.gather(own)):
+            values.append({})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{rank}.{name}"] = value
+                else:
+                    values[rank][name] = value
+        return tensors, values
 
     def restore(self) -> None:
         """Load the newest intact checkpoint and remove later records.
 
         Without a checkpoint the run starts over. Raises CheckpointError.
         """
-        path = self.distributed.broadcast(newest(self.root) if self.distributed.main else None)
+        newest_path = newest(self.root) if self.distributed.main else None
+        path = self.distributed.broadcast(newest_path)
         if path is None:
             self.run.rewind(0)
             return
-        state, left = load_state(path), self.distributed.broadcast(len(self.run.records))
-        if left < state["records"]:
+        state = load_state(path)
+        records = self.distributed.broadcast(len(self.run.records))
+        if records < state["records"]:
             raise CheckpointError(
-                f"{path}: expected {state['records']} records in metrics.jsonl, found {left}; "
+                f"{path}: expected {state['records']} records in metrics.jsonl, found {records}; "
                 f"restore the file, or move {self.root} away to start over"
             )
         self._load_weights(path, state)
@@ -346,13 +367,13 @@ class TrainingState:
         self.progress = Progress(**{key: state[key] for key in asdict(Progress())})
         self.saved = self.progress.step
         self.run.rewind(state["records"])
-        same = len(state["rng"]) == self.distributed.size
-        if same:
+        note = f"epoch {self.epoch:g}"
+        if len(state["rng"]) == self.distributed.size:
             set_rng_state(state["rng"][self.distributed.rank])
+        else:
+            note += ", new random seeds"
         if self.distributed.main:
-            print(
-                f"continuing from {path} (epoch {self.epoch:g}{'' if same else ', new random seeds'})"
-            )
+            print(f"continuing from {path} ({note})")
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
         """Load weights and task state. Raises CheckpointError for those of another run."""
@@ -361,22 +382,27 @@ class TrainingState:
                 f"{path}: adapters of a different base model; use the task.init of the original run"
             )
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
-        tasks, file = [dict(plain) for plain in state.get("task", [{}])], path / "task.safetensors"
-        tensors = load_tensors(file) if file.name in names_in(path) else {}
-        for key, tensor in tensors.items():
-            rank, _, name = key.partition(".")
-            tasks[int(rank)][name] = tensor
-        same = len(tasks) == self.distributed.size
-        if not same and not all(same_state(each, tasks[0]) for each in tasks):
+        task_states = [dict(values) for values in state.get("task", [{}])]
+        file = path / "task.safetensors"
+        if file.name in names_in(path):
+            for key, tensor in load_tensors(file).items():
+                rank, _, name = key.partition(".")
+                task_states[int(rank)][name] = tensor
+        own = 0
+        if len(task_states) == self.distributed.size:
+            own = self.distributed.rank
+        elif not all(same_state(other, task_states[0]) for other in task_states):
             raise CheckpointError(
-                f"{path}: has task states of {len(tasks)} processes; use the same number"
+                f"{path}: has task states of {len(task_states)} processes; use the same number"
             )
-        self.task.load_state_dict(tasks[self.distributed.rank if same else 0])
+        self.task.load_state_dict(task_states[own])
 
     def load_best(self) -> None:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
-        if reason := self.distributed.broadcast(damage(path) if self.distributed.main else None):
+        reason = damage(path) if self.distributed.main else None
+        reason = self.distributed.broadcast(reason)
+        if reason:
             raise CheckpointError(
                 f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir"
             )
@@ -385,7 +411,10 @@ class TrainingState:
 
 def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether two processes have equal task states."""
-    return one.keys() == other.keys() and all(
-        value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
-        for name, value in one.items()
-    )
+    if one.keys() != other.keys():
+        return False
+    for name, value in one.items():
+        equal = value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
+        if not equal:
+            return False
+    return True

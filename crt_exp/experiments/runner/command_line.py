@@ -75,8 +75,10 @@ def check_command_line(args: list[str]) -> str | None:
     if flags.multirun and inside_torchrun():
         raise ConfigError("-m: not supported inside torchrun; start torchrun for each run")
     refuse_home("--config-dir", flags.config_dir)
-    with own_names([flags.config_dir] if flags.config_dir else []):
-        for job in varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]:
+    folders = [flags.config_dir] if flags.config_dir else []
+    with own_names(folders):
+        jobs = varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]
+        for job in jobs:
             cfg = compose(job)
             HydraConfig.instance().set_config(cfg)  # needed by interpolations
             if flags.help:
@@ -85,7 +87,8 @@ def check_command_line(args: list[str]) -> str | None:
                 check_early(cfg)
             check_home(cfg)
     if not flags.cfg and rank() == 0:
-        check_writable(Path(str(cfg.hydra.sweep.dir if flags.multirun else cfg.hydra.run.dir)))
+        settings = cfg.hydra.sweep if flags.multirun else cfg.hydra.run
+        check_writable(Path(str(settings.dir)))
     return None
 
 
@@ -106,16 +109,14 @@ def check_utf8(args: list[str]) -> None:
 
 def with_file_names(args: list[str]) -> list[str]:
     """Replace the papers' names of attention, such as favor++, by file names."""
-
-    def renamed(arg: str) -> str:
+    renamed = []
+    for arg in args:
         key, sign, names = arg.partition("=")
-        return (
-            f"{key}={','.join(canonical('attention', name) for name in names.split(','))}"
-            if sign
-            else arg
-        )
-
-    return [renamed(arg) if arg.lstrip("+").startswith("attention=") else arg for arg in args]
+        if sign and key.lstrip("+") == "attention":
+            files = [canonical("attention", name) for name in names.split(",")]
+            arg = f"{key}={','.join(files)}"
+        renamed.append(arg)
+    return renamed
 
 
 def varied_jobs(overrides: list[str]) -> Iterator[list[str]]:
@@ -202,20 +203,20 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
     full = str(error.full_key)
     path, _, key = full.rpartition(".")
     if key in GROUPS and not path:
-        option = next((o for o in map(override_key, overrides) if o.startswith(f"{key}.")), "")
-        return ConfigError(
-            f"{key}: none is chosen, add {key}={either(users_of(option) or ['...'])}"
-        )
-    known = [str(name) for name in error.parent_node or () if not str(name).startswith("_")]
-    known += [] if path else [*GROUPS, "experiment"]
-    nearest = unknown("key", full, sorted({f"{path}.{name}" if path else name for name in known}))
+        options = [name for name in map(override_key, overrides) if name.startswith(f"{key}.")]
+        users = users_of(options[0]) if options else []
+        return ConfigError(f"{key}: none is chosen, add {key}={either(users or ['...'])}")
+    nearest = unknown("key", full, sibling_keys(error.parent_node or (), path))
     group = full.partition(".")[0]
     if group == "hydra":
         return nearest
     cfg = compose(list(filter(chooses_files, overrides)))
     elsewhere = same_ending(plain_config(cfg), key)
-    question = f"; did you mean {either(elsewhere)}?" if elsewhere else ""
-    if users := users_of(full):
+    question = ""
+    if elsewhere:
+        question = f"; did you mean {either(elsewhere)}?"
+    users = users_of(full)
+    if users:
         hint = question or f"; {group}={either(users)} does"
         return ConfigError(f"{group}={cfg.hydra.runtime.choices[group]}: does not use {full}{hint}")
     if elsewhere:
@@ -227,12 +228,23 @@ def unknown_key(error: OmegaConfBaseException, overrides: list[str]) -> ConfigEr
     return ConfigError("; ".join([f"unknown key {full!r}", *hints])) if hints else nearest
 
 
+def sibling_keys(parent: Iterable[str], path: str) -> list[str]:
+    """Return the dotted keys beside an unknown one, sorted."""
+    names = [str(name) for name in parent if not str(name).startswith("_")]
+    if path:
+        return sorted({f"{path}.{name}" for name in names})
+    return sorted({*names, *GROUPS, "experiment"})
+
+
 def users_of(key: str) -> list[str]:
     """Return the choices of a key's group whose files have the key."""
     group = key.partition(".")[0]
+    if group not in GROUPS:
+        return []
     users = []
-    for name in known_names(group) if group in GROUPS else []:
-        if any(found == key for found, _ in keys_of(file_of(group, name), group)):
+    for name in known_names(group):
+        keys = dict(keys_of(file_of(group, name), group))
+        if key in keys:
             users.append(name)
     return users
 
@@ -282,18 +294,18 @@ def help_text(cfg: DictConfig) -> str:
 
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
-    found = comments_of(CONF / "config.yaml", "")
-    chosen = [
-        (place.partition("@")[0], name) for place, name in cfg.hydra.runtime.choices.items() if name
-    ]
-    for group, name in sorted(
-        chosen, key=lambda choice: choice[0] != "trainer"
-    ):  # a task may replace keys of trainer
-        for folder in (
-            (CONF, *own_folders()) if group.partition("/")[0] in (*GROUPS, "experiment") else ()
-        ):
-            found |= comments_of(Path(folder, group, f"{name}.yaml"), group.partition("/")[0])
-    return found
+    result = comments_of(CONF / "config.yaml", "")
+    choices = []
+    for place, name in cfg.hydra.runtime.choices.items():
+        if name:
+            choices.append((place.partition("@")[0], name))
+    choices.sort(key=lambda choice: choice[0] != "trainer")  # a task may replace keys of trainer
+    for path, name in choices:
+        group = path.partition("/")[0]
+        if group in (*GROUPS, "experiment"):
+            for folder in (CONF, *own_folders()):
+                result |= comments_of(Path(folder, path, f"{name}.yaml"), group)
+    return result
 
 
 def comments_of(path: Path, package: str) -> dict[str, str]:
@@ -313,25 +325,30 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
     Keys such as `_target_` are left out.
     """
     for key, value in node.items():
-        name, inner = f"{prefix}{key}", isinstance(value, dict) and bool(value)
-        shown = f"{name}.*" if inner else f"{name}={to_text(value)}"
-        if not key.startswith("_") and (name in comments or not inner):
-            yield wrap(f"{shown:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
-        if inner:
+        name = f"{prefix}{key}"
+        is_group = isinstance(value, dict) and bool(value)
+        setting = f"{name}.*" if is_group else f"{name}={to_text(value)}"
+        if not key.startswith("_") and (name in comments or not is_group):
+            yield wrap(f"{setting:<{COLUMN - 2}}  {comments.get(name, '')}", COLUMN)
+        if is_group:
             yield from lines_of(value, comments, f"{name}.")
 
 
 def keys_of(path: Path, package: str) -> Iterator[tuple[str, str | None]]:
     """Yield the dotted keys of a file and its defaults, each with its comment or None."""
-    text = path.read_text() if path.is_file() else ""
+    if not path.is_file():
+        return
+    text = path.read_text()
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
             yield from keys_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
-    above = [] if "@package _global_" in text or not package else [(-1, package)]
-    for indent, key, comment in (
-        match.groups() for match in map(LINE.match, text.splitlines()) if match
-    ):
-        above = [(depth, name) for depth, name in above if depth < len(indent)] + [
-            (len(indent), key)
-        ]
-        yield ".".join(name for _, name in above), comment
+    parents = []  # indentation and name of the keys around a line
+    if package and "@package _global_" not in text:
+        parents = [(-1, package)]
+    for line in text.splitlines():
+        match = LINE.match(line)
+        if match:
+            indent, key, comment = match.groups()
+            parents = [parent for parent in parents if parent[0] < len(indent)]
+            parents.append((len(indent), key))
+            yield ".".join(name for _, name in parents), comment

@@ -4,7 +4,7 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,7 @@ from crt_exp.registry import (
     check_node,
     choices,
     construct,
+    import_object,
     own_options,
     read_yaml,
     uses,
@@ -89,14 +90,10 @@ def mechanism_part(override: str) -> str | None:
     Parts: attention, features, sampler, m.
     """
     key = override_key(override)
+    if key == "features.m":
+        return "m"
     group = key.split(".")[0]
-    return (
-        "m"
-        if key == "features.m"
-        else group
-        if group in ("attention", "features", "sampler")
-        else None
-    )
+    return group if group in ("attention", "features", "sampler") else None
 
 
 def override(key: str, value: Any) -> str:
@@ -109,6 +106,16 @@ def override(key: str, value: Any) -> str:
 
 # ---- keys and groups
 
+
+def subclass_of(path: str) -> Callable[[Any], bool]:
+    """Return a check for subclasses; `path` is imported when it is called, because torch is slow."""
+
+    def check(target: Any) -> bool:
+        return isinstance(target, type) and issubclass(target, import_object(path))
+
+    return check
+
+
 TOP = {
     "seed": Parameter(
         Annotated[int, Field(ge=0, le=2**32 - 1)], True
@@ -117,18 +124,19 @@ TOP = {
 }
 GROUPS = {
     "task": Group(
-        "a class that measures (`records`) or trains (`batches`), see tasks/base.py",
-        lambda made: (
-            hasattr(made, "summary") and (hasattr(made, "records") or hasattr(made, "batches"))
-        ),
+        "a subclass of Measurement or Task, see tasks/base.py",
+        subclass_of("crt_exp.experiments.tasks.base.BaseTask"),
     ),
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
     "sampler": SAMPLER,
     "attention": ATTENTION,
-    "trainer": Group("a TrainerConfig", lambda made: hasattr(made, "check_processes")),
+    "trainer": Group(
+        "a TrainerConfig",
+        subclass_of("crt_exp.experiments.runner.trainer_config.TrainerConfig"),
+    ),
     "logger": Group(
-        "a class with `start`, `log` and `finish`",
-        lambda made: all(hasattr(made, name) for name in ("start", "log", "finish")),
+        "a subclass of Logger, see runner/loggers.py",
+        subclass_of("crt_exp.experiments.runner.loggers.Logger"),
     ),
 }
 
@@ -152,7 +160,8 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from leaves(value, name)
     else:
         yield prefix, node
 
@@ -168,7 +177,9 @@ def explain_error(error: OmegaConfBaseException) -> ConfigError:
         return ConfigError(f"{error.full_key}=???: missing, expected {error.full_key}=...")
     text = str(error.msg or error).splitlines()[0]
     text = re.sub("^[A-Za-z]*Error raised while resolving interpolation: ", "", text).strip('"')
-    return ConfigError(f"{error.full_key}: {text}" if error.full_key else text)
+    if error.full_key:
+        text = f"{error.full_key}: {text}"
+    return ConfigError(text)
 
 
 def check_early(cfg: DictConfig) -> None:
@@ -185,20 +196,16 @@ def check_early(cfg: DictConfig) -> None:
 
 def check_source(path: str, node: Any, group: Group) -> None:
     """Check a node against the annotations in the source of its class."""
-    hints = (
-        annotations_in_source(node["_target_"])
-        if isinstance(node, dict) and "_target_" in node
-        else {}
-    )
-    if hints:
-        for key in group.parts.keys() & node.keys():
-            check_source(f"{path}.{key}", node[key], group.parts[key])
-        wanted = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
-        check_options(
-            path,
-            wanted,
-            {key: own for key, own in own_options(node).items() if key not in group.parts},
-        )
+    if not isinstance(node, dict) or "_target_" not in node:
+        return
+    hints = annotations_in_source(node["_target_"])
+    if not hints:
+        return
+    for key in group.parts.keys() & node.keys():
+        check_source(f"{path}.{key}", node[key], group.parts[key])
+    expected = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
+    options = {key: value for key, value in own_options(node).items() if key not in group.parts}
+    check_options(path, expected, options)
 
 
 def check_composed(cfg: DictConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
@@ -23,19 +23,16 @@ class Distributed:
     Args:
         precision: no, bf16 or fp16.
         cpu: Use no accelerator.
-        unused: DDP's find_unused_parameters.
     """
 
-    def __init__(self, precision: str = "no", cpu: bool = False, unused: bool = False):
+    def __init__(self, precision: str = "no", cpu: bool = False):
         self.accelerator = Accelerator(
             cpu=cpu or not torch.accelerator.is_available(),
             mixed_precision=precision,
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(find_unused_parameters=unused),
-                InitProcessGroupKwargs(timeout=PATIENCE),
-            ],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
-        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.rank = self.accelerator.process_index
+        self.size = self.accelerator.num_processes
         self.device, self.main = self.accelerator.device, self.rank == 0
 
     def broadcast(self, value: Any) -> Any:

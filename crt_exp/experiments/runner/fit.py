@@ -28,6 +28,7 @@ from crt_exp.registry import ConfigError, import_object, instantiate
 
 def build(cfg: DictConfig) -> tuple[Any, Any]:
     """Create task and mechanism of a composed configuration. Raises ConfigError."""
+    from crt_exp.experiments.tasks.base import Measurement
     from crt_exp.mechanism import Mechanism
 
     check_composed(cfg)
@@ -37,19 +38,19 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
         )
     task = instantiate(cfg.task)
     mechanism = Mechanism.from_config(cfg, choice)
-    if mechanism.features is not None and not (
-        mechanism.own_kernel and getattr(task, "of_rows", False)
-    ):
+    if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
         with errors_of("features"):
             mechanism.map()
-    refuse(
-        [
-            o
-            for o in overrides()
-            if (part := mechanism_part(o)) and part not in getattr(task, "uses", {part})
-        ]
-    )
-    (check_measurement if hasattr(task, "records") else check_training)(cfg, task, mechanism)
+    unused = []
+    for override in overrides():
+        part = mechanism_part(override)
+        if part is not None and part not in task.uses:
+            unused.append(override)
+    refuse(unused)
+    if isinstance(task, Measurement):
+        check_measurement(task, mechanism)
+    else:
+        check_training(cfg, task, mechanism)
     return task, mechanism
 
 
@@ -59,8 +60,8 @@ def errors_of(group: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = f"{group}={choice(group)}: "
-        raise ConfigError(f"{said}{str(error).removeprefix(said)}") from None
+        prefix = f"{group}={choice(group)}: "
+        raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
 
 
 def refuse(unused: list[str]) -> None:
@@ -73,15 +74,13 @@ def overrides_of(node: str) -> list[str]:
     return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
 
 
-def check_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> None:
+def check_measurement(task: Any, mechanism: Any) -> None:
     """Raise ConfigError for several processes, or a mechanism that is not measurable."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
     refuse(overrides_of("trainer"))
-    whole = getattr(
-        task, "measures_whole", None
-    )  # the task accepts attention without a feature map
-    if not (mechanism.estimates or mechanism.is_exact or whole and whole(mechanism)):
+    measurable = mechanism.estimates or mechanism.is_exact or task.measures_whole(mechanism)
+    if not measurable:
         raise ConfigError(
             f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
             "features=..., attention=favorpp or attention=exact"
@@ -113,19 +112,24 @@ def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
     Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
     Stopped after a signal or a divergence.
     """
-    stand_in = getattr(task, "stand_in", "")
-    if stand_in and rank() == 0:
-        print(stand_in, flush=True)
-    records = (run_measurement if hasattr(task, "records") else run_training)(cfg, task, mechanism)
+    from crt_exp.experiments.tasks.base import Measurement
+
+    if task.stand_in and rank() == 0:
+        print(task.stand_in, flush=True)
+    if isinstance(task, Measurement):
+        records = run_measurement(cfg, task, mechanism)
+    else:
+        records = run_training(cfg, task, mechanism)
     if not records:
         return None
-    part = (
-        f"; on a random sample of {records[-1][PARTIAL]:.0f} batches only"
-        if PARTIAL in records[-1]
-        else ""
-    )
-    print(f"{task.summary(records)}{part}{stand_in and f'; {stand_in}'}  [{output_directory()}]")
-    return records[-1][task.metric]
+    last = records[-1]
+    notes = [task.summary(records)]
+    if PARTIAL in last:
+        notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
+    if task.stand_in:
+        notes.append(task.stand_in)
+    print(f"{'; '.join(notes)}  [{output_directory()}]")
+    return last[task.metric]
 
 
 def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
@@ -134,21 +138,15 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
 
     with Run(cfg, task, output_directory()) as run:
         set_seed(cfg.seed)
-        if hasattr(task, "directory"):  # tasks with a state of their own
-            task.directory = run.directory
-        for record in (
-            ()
-            if is_finished(run.records)
-            else task.records(mechanism, cfg.seed, done=list(run.records))
-        ):
-            ending = (
-                {"metric": task.metric, "direction": direction(task)} if record.get("final") else {}
-            )
-            if ending and hasattr(
-                task, "keep"
-            ):  # write all files before the final record marks the run as done
-                task.keep([*run.records, record | ending], run.directory)
-            run.log(**record, **ending)
+        if is_finished(run.records):
+            return run.records
+        task.directory = run.directory
+        for record in task.records(mechanism, cfg.seed, done=list(run.records)):
+            if record.get("final"):
+                record = {**record, "metric": task.metric, "direction": direction(task)}
+                # all files are written before the final record marks the run as done
+                task.save_results([*run.records, record], run.directory)
+            run.log(**record)
     return run.records
 
 
@@ -161,7 +159,7 @@ def run_training(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
 
     config = instantiate(cfg.trainer)
     with (
-        Distributed(config.precision, config.cpu, config.find_unused_parameters) as distributed,
+        Distributed(config.precision, config.cpu) as distributed,
         Run(cfg, task, output_directory(), distributed.main) as run,
     ):
         set_seed(cfg.seed)

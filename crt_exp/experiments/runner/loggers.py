@@ -2,6 +2,7 @@
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,23 @@ EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
 
 
-class NoLogger:
+class Logger(ABC):
+    """A copy of the records of a run."""
+
+    @abstractmethod
+    def start(self, directory: Path, config: dict) -> None:
+        """Begin or continue the run in `directory`."""
+
+    @abstractmethod
+    def log(self, record: dict) -> None:
+        """Copy one record of metrics.jsonl."""
+
+    @abstractmethod
+    def finish(self, failed: bool) -> None:
+        """End the run."""
+
+
+class NoLogger(Logger):
     """logger=none: only metrics.jsonl."""
 
     def start(self, directory: Path, config: dict) -> None: ...
@@ -24,7 +41,7 @@ class NoLogger:
     def finish(self, failed: bool) -> None: ...
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """logger=wandb: copy records to Weights & Biases; continued runs keep their id.
 
     Args:
@@ -42,17 +59,15 @@ class WandbLogger:
         job_type: str | None = None,
         tags: Sequence[str] | None = None,
     ):
-        self.mode, self.options = (
-            mode,
-            {
-                "project": project,
-                "entity": entity,
-                "group": group,
-                "name": name,
-                "job_type": job_type,
-                "tags": tags,
-            },
-        )
+        self.mode = mode
+        self.options = {
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "name": name,
+            "job_type": job_type,
+            "tags": tags,
+        }
 
     def start(self, directory: Path, config: dict) -> None:
         import wandb
@@ -84,13 +99,13 @@ class WandbLogger:
         known.write_text(self.run.id + "\n")
 
     def log(self, record: dict) -> None:
-        self.run.log(
-            {
-                key if key in ("step", "epoch") else f"{record.get('split', '')}/{key}": value
-                for key, value in record.items()
-                if isinstance(value, (int, float)) and key != "final"
-            }
-        )
+        split = record.get("split", "")
+        values = {}
+        for key, value in record.items():
+            if isinstance(value, (int, float)) and key != "final":
+                name = key if key in ("step", "epoch") else f"{split}/{key}"
+                values[name] = value
+        self.run.log(values)
 
     def finish(self, failed: bool) -> None:
         """Finish the run; after a success, print how to upload an offline run."""
@@ -113,7 +128,10 @@ class ProgressLine:
     """
 
     def __init__(self, total: int, start: int, batch: float, shown: bool):
-        self.total, self.first, self.at, self.batch = total, start, start, batch
+        self.total = total
+        self.first = start
+        self.at = start
+        self.batch = batch
         self.shown, self.metric = shown, ""
         self.began = self.last = time.monotonic()
 
@@ -132,7 +150,8 @@ class ProgressLine:
 
         whole: the total of this process. None: unknown.
         """
-        self._print(f"evaluating {split}: {read}{f' of {whole}' if whole else ''} batches")
+        total = f" of {whole}" if whole else ""
+        self._print(f"evaluating {split}: {read}{total} batches")
 
     def _print(self, text: str) -> None:
         if self.shown and time.monotonic() >= self.last + EVERY:

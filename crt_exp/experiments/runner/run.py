@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
@@ -42,11 +43,15 @@ FREE_KEYS = (
     "trainer.keep.",
     "trainer.cpu.",
     "trainer.save_minutes.",
+    "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
     "task.cache_dir.",
     "task.workers.",
 )
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
-LOCK, INPUTS, METRICS = ".lock", "inputs.json", "metrics.jsonl"  # files of the run directory
+# files of the run directory
+LOCK = ".lock"
+INPUTS = "inputs.json"
+METRICS = "metrics.jsonl"
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
@@ -65,12 +70,15 @@ class Run:
     """
 
     def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
-        self.cfg, self.task, self.directory, self.main = cfg, task, Path(directory), main
-        self.metrics, self.lock = (
-            self.directory / METRICS,
-            FileLock(self.directory / LOCK, blocking=False),
-        )
-        self.existed, self.records, self.logger = True, [], None
+        self.cfg = cfg
+        self.task = task
+        self.directory = Path(directory)
+        self.main = main
+        self.metrics = self.directory / METRICS
+        self.lock = FileLock(self.directory / LOCK, blocking=False)
+        self.existed = True
+        self.records = []
+        self.logger = None
 
     def __enter__(self) -> "Run":
         if self.main:
@@ -93,8 +101,9 @@ class Run:
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
         self.existed = self._continues()
-        config, path = OmegaConf.to_container(self.cfg, resolve=True), self.directory / INPUTS
-        inputs = before = input_states(config["task"], self.task)
+        config = OmegaConf.to_container(self.cfg, resolve=True)
+        path = self.directory / INPUTS
+        inputs = before = input_states(config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
             before = read_json(path.read_text(encoding="utf-8"), path)
         if changed := [
@@ -203,8 +212,10 @@ def read_records(path: Path) -> list[dict]:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file atomically, so that readers see the old or the new content."""
+    if isinstance(content, str):
+        content = content.encode()
     with atomic_path(path) as temporary, temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -212,32 +223,38 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 # ---- state that a run and its continuation share
 
 
-def input_states(options: dict[str, Any], task: Any) -> dict[str, str]:
+def input_states(options: dict[str, Any], inputs: Iterable[Path | None]) -> dict[str, str]:
     """Return a digest of names, sizes and times of the input files, per option.
 
-    Includes the files of options that the task's class declares as names of files (crt_exp.validation.Files), and the
-    task's own `inputs()` (key "data").
+    Includes the files of options that the task's class declares as names of files (crt_exp.validation.Files), and
+    `inputs`, those of the task itself (key "data").
     """
     places: list[tuple[str, str | Path]] = []
     if "_target_" in options:
         target = import_object(options["_target_"])
         places += files_of_options("task", target, options)
-    places += [("data", path) for path in getattr(task, "inputs", tuple)() if path is not None]
-    found: dict[str, list[tuple[str, int, int]]] = {}
+    for path in inputs:
+        if path is not None:
+            places.append(("data", path))
+    states: dict[str, list[tuple[str, int, int]]] = {}
     for key, place in places:
-        path = Path(place).expanduser()
-        if os.path.isfile(
-            path / "config.yaml"
-        ):  # a run: only its weights, because logs and figures may change
-            path = path / "model" if (path / "model").is_dir() else path / "adapter"
-        for file in path.rglob("*") if os.path.isdir(path) else [path]:
-            if os.path.isfile(file) and not file.name.startswith("."):
-                status = file.stat()
-                found.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
-    return {
-        key: f"{len(files)} files, {hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()[:16]}"
-        for key, files in found.items()
-    }
+        for file in input_files(Path(place).expanduser()):
+            status = file.stat()
+            states.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
+    digests = {}
+    for key, files in states.items():
+        digest = hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()
+        digests[key] = f"{len(files)} files, {digest[:16]}"
+    return digests
+
+
+def input_files(path: Path) -> Iterator[Path]:
+    """Yield a file, or the visible files below a folder; of a run only its weights."""
+    if os.path.isfile(path / "config.yaml"):  # logs and figures of a run may change
+        path = path / "model" if (path / "model").is_dir() else path / "adapter"
+    for file in path.rglob("*") if os.path.isdir(path) else [path]:
+        if os.path.isfile(file) and not file.name.startswith("."):
+            yield file
 
 
 # ---- versions

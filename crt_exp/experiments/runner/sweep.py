@@ -1,5 +1,6 @@
 """Sweeps: their runs, and the result table at the end."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ _started: list[tuple[Path, float]] = []
 
 def direction(task: Any) -> str:
     """Return "minimize" or "maximize" (optuna's terms) for the metric of a task."""
-    return "minimize" if getattr(task, "lower_is_better", False) else "maximize"
+    return "minimize" if task.lower_is_better else "maximize"
 
 
 def check_direction(task_class: type, asked: Any) -> None:
@@ -206,28 +207,30 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
     from pandas import DataFrame
 
     rows = []
-    for path in directory.glob("**/versions.json"):  # older files belong to earlier sweeps
-        records = (
-            read_records(path.with_name("metrics.jsonl")) if path.stat().st_mtime >= began else []
-        )
+    for path in directory.glob("**/versions.json"):
+        if path.stat().st_mtime < began:  # of an earlier sweep
+            continue
+        records = read_records(path.with_name("metrics.jsonl"))
         if records and records[-1].get("final"):
-            last = records[-1]
-            settings = (
-                override.lstrip("+~").partition("=") for override in json_object(path)["overrides"]
-            )
-            rows.append(
-                {
-                    "run": str(path.parent.relative_to(directory)),
-                    **{key: text for key, _, text in settings},
-                    "value": last[last["metric"]],
-                    **{key: last[key] for key in RECORD if key in last},
-                }
-            )
+            rows.append(final_row(path, directory, records[-1]))
     runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
     keys = [key for key in runs if key not in ("run", *RECORD)]
     runs[keys] = runs[keys].fillna("")
     constant = [key for key in keys if runs[key].nunique() == 1]
     return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
+
+
+def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
+    """Return name, overrides and final record of the run whose versions.json is given."""
+    row = {"run": str(versions.parent.relative_to(directory))}
+    for override in json_object(versions)["overrides"]:
+        key, _, value = override.lstrip("+~").partition("=")
+        row[key] = value
+    row["value"] = last[last["metric"]]
+    for key in RECORD:
+        if key in last:
+            row[key] = last[key]
+    return row
 
 
 def table(runs: "DataFrame") -> str:
@@ -237,37 +240,37 @@ def table(runs: "DataFrame") -> str:
     """
     from crt_exp.experiments.intervals import interval
 
-    keys, rows = [key for key in runs if key not in ("run", "seed", *RECORD)], []
-    for place, group in runs.groupby(["metric", *keys], sort=False):
+    keys = [key for key in runs if key not in ("run", "seed", *RECORD)]
+    ranked = []
+    for (metric, *values), group in runs.groupby(["metric", *keys], sort=False):
         pool = interval(group["value"].astype(float), "mean")
-        text = f"{pool['mean']:.4f}" + (f" +- {pool['mean_ci95']:.4f}" if len(group) > 1 else "")
-        rank = pool["mean"] if group["direction"].iloc[0] == "minimize" else -pool["mean"]
-        data = tuple(
-            value for key, value in zip(["metric", *keys], place) if key in ("metric", *DATA)
-        )
-        rows.append((data, rank != rank, rank, [*place[1:], len(group), place[0], text]))
-    cells = [list(map(str, row[-1])) for row in sorted(rows, key=lambda row: row[:3])]
-    more = [f"  ... and {len(cells) - SHOWN} more in sweep.csv"] if len(cells) > SHOWN else []
-    partial = (
-        ["trainer.evaluate: these results are on a part of the evaluation data"]
-        if PARTIAL in runs
-        else []
-    )
-    return "\n".join(
-        [
-            f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
-            "first:",
-            *aligned([[*keys, "runs", "metric", "value"], *cells[:SHOWN]]),
-            *more,
-            *partial,
-        ]
-    )
+        mean = f"{pool['mean']:.4f}"
+        if len(group) > 1:
+            mean += f" +- {pool['mean_ci95']:.4f}"
+        minimized = group["direction"].iloc[0] == "minimize"
+        rank = pool["mean"] if minimized else -pool["mean"]
+        data = (metric, *(value for key, value in zip(keys, values) if key in DATA))
+        cells = [str(cell) for cell in (*values, len(group), metric, mean)]
+        ranked.append((data, math.isnan(rank), rank, cells))
+    ranked.sort(key=lambda row: row[:3])
+    cells = [row[-1] for row in ranked]
+    lines = [
+        f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
+        "first:",
+        *aligned([[*keys, "runs", "metric", "value"], *cells[:SHOWN]]),
+    ]
+    if len(cells) > SHOWN:
+        lines.append(f"  ... and {len(cells) - SHOWN} more in sweep.csv")
+    if PARTIAL in runs:
+        lines.append("trainer.evaluate: these results are on a part of the evaluation data")
+    return "\n".join(lines)
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines

@@ -97,13 +97,11 @@ class Trainer:
         distributed: Distributed,
         seed: int,
     ):
-        self.config, self.task, self.run, self.distributed, self.seed = (
-            config,
-            task,
-            run,
-            distributed,
-            seed,
-        )
+        self.config = config
+        self.task = task
+        self.run = run
+        self.distributed = distributed
+        self.seed = seed
         self.accelerator = distributed.accelerator
         self.per_epoch, self.total = planned_steps(config, task, distributed.size)
         self._build(mechanism)
@@ -117,7 +115,9 @@ class Trainer:
             self.per_epoch,
             self.adapters,
         )
-        self.rate, self.stopping, self.overdue = 0.0, False, False
+        self.rate = 0.0
+        self.stopping = False
+        self.overdue = False
         self.feed: Iterator[Any] | None = None
         self.signals = StopSignals()
 
@@ -143,7 +143,8 @@ class Trainer:
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
         if config.compile:  # _first_nonfinite uses the plain module
-            self.model, self.scored = torch.compile(self.model), torch.compile(self.module)
+            self.model = torch.compile(self.model)
+            self.scored = torch.compile(self.module)
         set_seed(
             int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0])
         )
@@ -154,9 +155,8 @@ class Trainer:
         """Continue from the state in the run directory, up to the final record."""
         self.state.restore()
         self.progress = self.state.progress
-        batch = (self.task.length("train") or 0) / (
-            self.per_epoch or 1
-        ) or self.config.batch  # samples of a step
+        rows = self.task.length("train")
+        batch = rows / (self.per_epoch or 1) if rows else self.config.batch  # samples of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
         with self.signals:
             self.module.train()
@@ -221,7 +221,9 @@ class Trainer:
 
         Only epochs of unknown length give None.
         """
-        p, config, world = self.progress, self.config, self.distributed
+        p = self.progress
+        config = self.config
+        world = self.distributed
         if self.feed is None:
             plan = Plan(
                 config.batch,
@@ -248,16 +250,16 @@ class Trainer:
         return None
 
     def _next_epoch(self) -> None:
-        self.progress.epoch, self.progress.position, self.feed = self.progress.epoch + 1, 0, None
+        self.progress.epoch += 1
+        self.progress.position = 0
+        self.feed = None
 
     def _forward_backward(self, batches: list[Any]) -> Tensor:
         """Compute gradients of the step's mean loss; return this process's share."""
-        shares, total = self._shares(batches), 0.0
-        for i, (batch, share) in enumerate(zip(batches, shares)):
-            last, synchronised = (
-                i == len(batches) - 1,
-                nullcontext(),
-            )  # the last micro-batch synchronises gradients
+        total = 0.0
+        for i, (batch, share) in enumerate(zip(batches, self._shares(batches))):
+            last = i == len(batches) - 1  # the last micro-batch synchronises gradients
+            synchronised = nullcontext()
             if self.sharded:
                 self.model.set_requires_gradient_sync(last)
             elif not last:
@@ -274,11 +276,12 @@ class Trainer:
         weights = [self.task.weight(batch) for batch in batches]
         if weights[0] is None:
             return [1 / (len(batches) * self.distributed.size)] * len(batches)
-        weights = [
-            torch.as_tensor(w, dtype=torch.float32, device=self.distributed.device) for w in weights
-        ]
-        total = self.distributed.sum(torch.stack(weights).sum())
-        return [w / total for w in weights]
+        device = self.distributed.device
+        weights = torch.stack(
+            [torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in weights]
+        )
+        total = self.distributed.sum(weights.sum())
+        return list(weights / total)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         with self.autocast():
@@ -294,41 +297,43 @@ class Trainer:
         """
         minutes = self.config.save_minutes
         late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
-        noted = torch.tensor(
+        flags = torch.tensor(
             [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
         )
-        summed = self.distributed.sum(torch.cat([loss.reshape(1), noted]))
-        loss, *noted, norm = torch.cat([summed, norm.detach().float().reshape(1)]).tolist()
-        (self.stopping, self.overdue), scaler = map(bool, noted), self.accelerator.scaler
-        if not math.isfinite(loss) or not (
-            math.isfinite(norm) or (scaler and scaler.get_scale() > 1)
-        ):
-            first = self._first_location(self._first_nonfinite(batches, before))
-            raise self._divergence_error(
-                f"loss {loss:.6g}, gradient norm {norm:.6g}",
-                first or "not seen again when the step was repeated",
-            )
-        return loss, norm
+        sums = self.distributed.sum(torch.cat([loss.reshape(1), flags]))
+        numbers = torch.cat([sums, norm.detach().float().reshape(1)])
+        loss_sum, stopping, overdue, norm_value = numbers.tolist()
+        self.stopping = bool(stopping)
+        self.overdue = bool(overdue)
+        scaler = self.accelerator.scaler
+        can_lower_scale = bool(scaler and scaler.get_scale() > 1)
+        if math.isfinite(loss_sum) and (math.isfinite(norm_value) or can_lower_scale):
+            return loss_sum, norm_value
+        first = self._first_location(self._first_nonfinite(batches, before))
+        raise self._divergence_error(
+            f"loss {loss_sum:.6g}, gradient norm {norm_value:.6g}",
+            first or "not seen again when the step was repeated",
+        )
 
     def _advance(self, loss: float, norm: float) -> None:
-        p = self.progress
-        p.step, p.position, p.loss, p.losses = (
-            p.step + 1,
-            p.position + 1,
-            p.loss + loss,
-            p.losses + 1,
-        )
-        if p.position == self.per_epoch:
+        progress = self.progress
+        progress.step += 1
+        progress.position += 1
+        progress.loss += loss
+        progress.losses += 1
+        if progress.position == self.per_epoch:
             self._next_epoch()
         self.line.step(loss)
-        if p.step % self.config.log_every == 0:
+        if progress.step % self.config.log_every == 0:
+            grad_norm = norm if math.isfinite(norm) else None
             self._record(
                 "train",
-                loss=p.loss / p.losses,
+                loss=progress.loss / progress.losses,
                 lr=self.config.lr * self.rate,
-                grad_norm=norm if math.isfinite(norm) else None,
+                grad_norm=grad_norm,
             )
-            p.loss, p.losses = 0.0, 0
+            progress.loss = 0.0
+            progress.losses = 0
 
     # ---- non-finite numbers
 
@@ -337,26 +342,24 @@ class Trainer:
         set_rng_state(before)
         return first_nonfinite(self.module, batches, self._loss)
 
-    def _first_location(self, place: str | None) -> str | None:
+    def _first_location(self, location: str | None) -> str | None:
         """Return the first location that any process reports."""
-        places = self.distributed.gather(place)
-        return next(
-            (f"{where} on process {i}" if i else where for i, where in enumerate(places) if where),
-            None,
-        )
+        for process, reported in enumerate(self.distributed.gather(location)):
+            if reported:
+                return f"{reported} on process {process}" if process else reported
+        return None
 
     def _divergence_error(self, what: str, where: str, step: int | None = None) -> Stopped:
         """Return the error of a diverged run.
 
         step: a completed step, which is evaluated or saved. None: the current step.
         """
+        if step is None:
+            step = self.progress.step + 1
         good = checkpoint.steps(self.state.root)  # saved only with finite weights
-        last = (
-            f"the checkpoint of step {good[-1]} is the last good one"
-            if good
-            else "there is no checkpoint before it"
-        )
-        step = self.progress.step + 1 if step is None else step
+        last = "there is no checkpoint before it"
+        if good:
+            last = f"the checkpoint of step {good[-1]} is the last good one"
         return Stopped(f"step {step}: {what}; first not finite: {where}; {last}", DIVERGED_CODE)
 
     def _check_parameters(self, what: str) -> None:
@@ -371,27 +374,35 @@ class Trainer:
     # ---- evaluation
 
     def _evaluate_validation(self) -> None:
-        p = self.progress
+        progress, metric = self.progress, self.task.metric
         metrics = self.evaluate(self.task.validation)
-        p.evaluated, value = p.step, metrics[self.task.metric]
+        progress.evaluated = progress.step
         self._record(self.task.validation, **metrics)
-        self.line.metric = f", {self.task.metric} {'nan' if value is None else f'{value:.4f}'}"
-        old, sign = (
-            p.best and p.best["metrics"][self.task.metric],
-            -1 if self.task.lower_is_better else 1,
-        )
-        if p.best is None or value is not None and (old is None or sign * value > sign * old):
-            p.best = {"step": p.step, "epoch": self.state.epoch, "metrics": metrics}
+        value = metrics[metric]
+        formatted = "nan" if value is None else f"{value:.4f}"
+        self.line.metric = f", {metric} {formatted}"
+        if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
+            progress.best = {
+                "step": progress.step,
+                "epoch": self.state.epoch,
+                "metrics": metrics,
+            }
+
+    def _is_better(self, value: float | None, best: float | None) -> bool:
+        """Whether a metric is better than the best; None is a non-finite value."""
+        if value is None or best is None:
+            return value is not None
+        return value < best if self.task.lower_is_better else value > best
 
     def evaluate(self, split: str) -> dict[str, float | None]:
         """Return the task's metrics of a split; None for non-finite values.
 
         The random generators are left unchanged.
         """
-        config, generators, world = self.config, rng_state(), self.distributed
-        ranks = (
-            (0, 1) if self.sharded else (world.rank, world.size)
-        )  # sharded models must run in lockstep
+        config, world = self.config, self.distributed
+        generators = rng_state()
+        # sharded models must run in lockstep
+        shard = (0, 1) if self.sharded else (world.rank, world.size)
         batch = config.eval_batch or config.batch // (world.size * config.accumulate)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
@@ -402,7 +413,7 @@ class Trainer:
                     batch,
                     self.seed,
                     world.device,
-                    *ranks,
+                    *shard,
                     self.line.evaluating,
                     config.evaluate,
                 )
@@ -415,10 +426,11 @@ class Trainer:
         set_rng_state(generators)
         if any(world.gather(reader.partial)):
             result = result | {PARTIAL: config.evaluate}
-        numbers = {key: float(value) for key, value in result.items()}
-        return world.broadcast(
-            {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-        )
+        metrics = {}
+        for name, value in result.items():
+            number = float(value)
+            metrics[name] = number if math.isfinite(number) else None
+        return world.broadcast(metrics)
 
     def _finish(self) -> None:
         """Write the final record: the test split with the selected weights.
@@ -427,15 +439,16 @@ class Trainer:
         """
         p, task = self.progress, self.task
         best = p.best if self.config.select == "best" else None
-        if best and best["step"] != p.step:
-            self.state.load_best()
-        metrics = (
-            best["metrics"]
-            if task.test is None and best
-            else self.evaluate(task.test or task.validation)
-        )
+        ending = {}
+        if best:
+            ending["best_step"] = best["step"]
+            if best["step"] != p.step:
+                self.state.load_best()
+        if best and task.test is None:
+            metrics = best["metrics"]
+        else:
+            metrics = self.evaluate(task.test or task.validation)
         self._export()
-        ending = {"best_step": best["step"]} if best else {}
         self._record(
             task.test or task.validation,
             **metrics,

@@ -62,7 +62,6 @@ class TrainerConfig:
     precision: Literal["no", "bf16", "fp16"]
     compile: bool
     strategy: Literal["ddp", "fsdp"]
-    find_unused_parameters: bool
     cpu: bool
     eval_every: Count | None
     evaluate: Count | None
@@ -109,32 +108,26 @@ def make_optimizer(
     weight decay. Each group stores its peak learning rate as `peak`. Raises ConfigError if no parameter is trained.
     """
     groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for key, parameter in model.named_parameters():
-        factor = scale(key)
+    fused = True
+    for name, parameter in model.named_parameters():
+        factor = scale(name)
         if factor == 0:
             parameter.requires_grad_(False)
         if parameter.requires_grad:
-            groups.setdefault((factor, decays(key, parameter)), []).append(parameter)
+            groups.setdefault((factor, decays(name, parameter)), []).append(parameter)
+            supported = parameter.device.type in ("cpu", "cuda")
+            fused = fused and supported and parameter.is_floating_point()
     if not groups:
         raise ConfigError(
             "no trainable parameters; set attention.learn=parameters, or trainer.steps=0 to evaluate"
         )
-    described = [
-        {
-            "params": params,
-            "lr": config.lr * factor,
-            "peak": config.lr * factor,
-            "weight_decay": config.weight_decay * decayed,
-        }
-        for (factor, decayed), params in groups.items()
-    ]
-    fused = all(
-        p.is_floating_point() and p.device.type in ("cpu", "cuda")
-        for group in groups.values()
-        for p in group
-    )
+    options = []
+    for (factor, decayed), parameters in groups.items():
+        lr = config.lr * factor
+        weight_decay = config.weight_decay * decayed
+        options.append({"params": parameters, "lr": lr, "peak": lr, "weight_decay": weight_decay})
     return OPTIMIZERS[config.optimizer](
-        described, betas=tuple(config.betas), eps=config.eps, fused=fused
+        options, betas=tuple(config.betas), eps=config.eps, fused=fused
     )
 
 
@@ -167,14 +160,14 @@ def match_names(names: Iterable[str], parts: Sequence[str], option: str) -> list
     Raises ConfigError for parts that no name contains.
     """
     names = list(names)
+    matched = set()
     for part in parts:
-        if not any(f".{part}." in f".{name}." for name in names):
-            raise unknown(
-                f"name in {option}",
-                part,
-                sorted({piece for name in names for piece in name.split(".")}),
-            )
-    return [name for name in names if any(f".{part}." in f".{name}." for part in parts)]
+        matches = [name for name in names if f".{part}." in f".{name}."]
+        if not matches:
+            pieces = set(".".join(names).split("."))
+            raise unknown(f"name in {option}", part, sorted(pieces))
+        matched.update(matches)
+    return [name for name in names if name in matched]
 
 
 def freeze(model: nn.Module, parts: Sequence[str]) -> None:
@@ -190,36 +183,36 @@ def linear_layers(model: nn.Module, targets: Sequence[str] | None) -> list[str]:
     """
     from transformers.pytorch_utils import Conv1D
 
-    parents = {
-        path: model.get_submodule(path.rpartition(".")[0])
-        for path, part in model.named_modules()
-        if isinstance(part, (nn.Linear, Conv1D))
-    }
-    # nn.MultiheadAttention reads the weights of its layers without calling them, so adapters would have no effect
-    linear = {
-        path: part for path, part in parents.items() if not isinstance(part, nn.MultiheadAttention)
-    }
+    parents = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, (nn.Linear, Conv1D)):
+            parent = model.get_submodule(path.rpartition(".")[0])
+            # nn.MultiheadAttention reads the weights of its layers without calling them: adapters have no effect
+            if not isinstance(parent, nn.MultiheadAttention):
+                parents[path] = parent
     if targets is not None:
-        return match_names(linear, targets, "trainer.lora.targets")
-    found = [
-        name
-        for name, part in linear.items()
-        if families.family(part)
-        or any(isinstance(child, AttentionLayer) for child in part.children())
-    ]
-    if not found:
+        return match_names(parents, targets, "trainer.lora.targets")
+    projections = [path for path, parent in parents.items() if is_attention(parent)]
+    if not projections:
         raise ConfigError(
             "trainer.lora.targets=null: no projections found; set names such as "
-            f"{', '.join([*linear][:3])}"
+            f"{', '.join([*parents][:3])}"
         )
-    return found
+    return projections
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention of a known family, or holds an attention layer."""
+    if families.family(module):
+        return True
+    return any(isinstance(child, AttentionLayer) for child in module.children())
 
 
 def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
     """The layers whose weight belongs to another module too, such as a head tied to the embeddings."""
-    owners = Counter(
-        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False)
-    )
+    owners: Counter[int] = Counter()
+    for module in model.modules():
+        owners.update(id(parameter) for parameter in module.parameters(recurse=False))
     return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
 
 
@@ -248,12 +241,10 @@ class Adapters:
         from peft import LoraConfig, inject_adapter_in_model
 
         parameters = dict(model.named_parameters())
-        anew = [
-            f"{path}.{name}".lstrip(".")
-            for path, part in model.named_modules()
-            for name in part.__dict__.get("made_anew", ())
-        ]  # such as a new head
-        whole = [*anew, *match_names(parameters, lora["also"], "trainer.lora.also")]
+        trained = match_names(parameters, lora["also"], "trainer.lora.also")
+        for path, module in model.named_modules():
+            for name in module.__dict__.get("made_anew", ()):  # such as a new head
+                trained.append(f"{path}.{name}".lstrip("."))
         targets = linear_layers(model, lora["targets"])
         tied = tied_layers(model, targets)
         if lora["merge"] and tied and not holders(model):
@@ -261,33 +252,27 @@ class Adapters:
                 f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
                 "or set trainer.lora.merge=false"
             )
-        self.model, self.config = (
-            model,
-            LoraConfig(
-                r=lora["rank"],
-                lora_alpha=lora["alpha"],
-                lora_dropout=lora["dropout"],
-                target_modules=targets,
-            ),
+        self.model = model
+        self.config = LoraConfig(
+            r=lora["rank"],
+            lora_alpha=lora["alpha"],
+            lora_dropout=lora["dropout"],
+            target_modules=targets,
         )
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="fan_in_fan_out is set to"
-            )  # peft corrects the option for Conv1D
+            # peft corrects the option for Conv1D
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             inject_adapter_in_model(self.config, model)
-        for name in parameters.keys() & whole:
+        for name in parameters.keys() & trained:
             parameters[name].requires_grad_(True)
-        stay = {
-            name: t.detach()
-            for name, t in sorted(model.state_dict(keep_vars=True).items())
-            if isinstance(t, nn.Parameter) and not t.requires_grad
-        }
+        self.stay: set[str] = set()
         digest = hashlib.sha256()
-        for name, t in stay.items():
-            digest.update(
-                name.encode() + t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
-        self.stay, self.digest = {*stay}, digest.hexdigest()
+        for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                self.stay.add(name)
+                values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                digest.update(name.encode() + values.numpy().tobytes())
+        self.digest = digest.hexdigest()
 
     def save(self, tensors: dict[str, Tensor], directory: Path) -> None:
         """Write `<directory>/adapter` in peft's format, and other trained weights."""

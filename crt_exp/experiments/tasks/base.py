@@ -1,10 +1,12 @@
-"""Task interface of the trainer, evaluation reader, and task metrics."""
+"""Interfaces of tasks, evaluation reader, and task metrics."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,37 +18,100 @@ from crt_exp.mechanism import Mechanism
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
 
-class Task(Protocol):
+class BaseTask(ABC):
+    """What the runner reads of every task; see TrainingTask and Measurement."""
+
+    # metric: key in the last record that is the result, and that sweeps optimise
+    metric: str
+    lower_is_better: bool = False
+    # substitute data in use, and how to get the named data set; empty: the named data set is in use
+    stand_in: str = ""
+    # fields of the run's mechanism that affect this task; the runner rejects other choices
+    uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
+    # whether the task accepts feature maps with a kernel of their own
+    accepts_own_kernel: bool = False
+
+    def inputs(self) -> Iterable[Path | None]:
+        """Data files and folders that the task reads.
+
+        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) adds the files of options with the
+        annotation `FileName` of crt_exp.validation, such as task.text. A resumed run must read the same inputs.
+        """
+        return ()
+
+    @abstractmethod
+    def summary(self, records: list[dict]) -> str:
+        """One-line result for the terminal."""
+
+
+class Measurement(BaseTask):
+    """A task that measures: `rows(mechanism, seed)` yields lines of metrics.jsonl.
+
+    The last row contains `metric`. A continued run computes all rows again and logs only missing ones.
+
+    Attributes:
+        directory: The run directory, set before `records`, for tasks that save a state of their own. Their `records`
+            starts after the records in `done`.
+    """
+
+    lower_is_better = True
+    directory: Path | None = None
+
+    def measures_whole(self, mechanism: Mechanism) -> bool:
+        """Whether the task accepts a mechanism without a feature map."""
+        return False
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def records(
+        self, mechanism: Mechanism, seed: int, done: Sequence[dict] = ()
+    ) -> Iterator[dict[str, Any]]:
+        last: dict[str, Any] = {}
+        for step, row in enumerate(self.rows(mechanism, seed)):
+            if last and step > len(done):
+                yield last
+            last = {"step": step, "epoch": 0, "split": "test", **row}
+        yield {**last, "final": True}
+
+    def save_results(self, records: list[dict], directory: Path) -> None:
+        """Write tables and figures to the run directory, before the final record."""
+
+    def summary(self, records: list[dict]) -> str:
+        value = records[-1][self.metric]
+        if isinstance(value, float):
+            return f"{self.metric} {value:.4g}"
+        return f"{len(records)} rows"
+
+
+class TrainingTask(BaseTask):
     """Interface of a trained task: data, model, loss and metrics.
 
-    Subclass it to inherit the defaults. A task does not depend on the attention method, the device or the number of
+    A task does not depend on the attention method, the device or the number of
     processes.
 
     The trainer wraps the model for several processes. `loss` may therefore only call the model as a whole,
     `model(**batch)`, never a submodule.
     """
 
-    # metric: key in the result of `evaluate` that selects the best weights and that sweeps optimise.
+    # metric: key in the result of `evaluate`; selects the best weights.
     # validation: split evaluated during training; None: no evaluation, the last weights are the result.
     # test: split evaluated at the end; None: the validation split.
-    metric: str
-    lower_is_better: bool = False
     validation: str | None = "validation"
     test: str | None = "test"
-    # substitute data in use, and how to get the named data set; empty: the named data set is in use
-    stand_in: str = ""
-    # fields of the run's mechanism that affect this task; the runner rejects other choices
-    uses: frozenset[str] = frozenset({"attention", "features", "sampler", "m"})
 
+    @abstractmethod
     def length(self, split: str) -> int | None:
         """Number of rows of a split; None if the split is streamed.
 
         A streamed training split needs `trainer.steps`.
         """
 
+    @abstractmethod
     def build(self, mechanism: Mechanism) -> nn.Module:
         """Build the model; initial weights come from torch's global generator."""
 
+    @abstractmethod
     def batches(self, split: str, plan: Plan) -> Iterable[Batch]:
         """Yield the micro-batches of `plan` as CPU tensors.
 
@@ -54,9 +119,11 @@ class Task(Protocol):
         are those of the sample if an evaluation is limited; other orders are cut at the limit (`plan.limit`).
         """
 
+    @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss of a micro-batch, a scalar."""
 
+    @abstractmethod
     def evaluate(self, model: nn.Module, split: str, reader: "Reader") -> dict[str, float]:
         """Compute the metrics of a split; rates are fractions, not percentages.
 
@@ -71,13 +138,11 @@ class Task(Protocol):
         """
         return None
 
-    def inputs(self) -> Iterable[Path | None]:
-        """Data files and folders that the task reads.
-
-        List the paths of task.data_dir and $CRT_DATA. The runner (runner/run.py) adds the files of options with the
-        annotation `FileName` of crt_exp.validation, such as task.text. A resumed run must read the same inputs.
-        """
-        return ()
+    def model_inputs(self, batch: Batch) -> Any:
+        """Arguments of the model in a batch, without the targets."""
+        if "images" in batch:
+            return batch["images"]
+        return {key: batch[key] for key in batch if key != "labels"}
 
     def check_shards(self) -> None:
         """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""
@@ -143,10 +208,15 @@ class Task(Protocol):
         """
 
     def summary(self, records: list[dict]) -> str:
-        """One-line result for the terminal."""
         last = records[-1]
-        value = math.nan if last[self.metric] is None else last[self.metric]
-        return f"{type(self).__name__.lower()}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
+        value = last[self.metric]
+        if value is None:
+            value = math.nan
+        name = type(self).__name__.lower()
+        return f"{name}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
+
+
+Task = TrainingTask
 
 
 def exp(loss: float) -> float:
@@ -177,7 +247,9 @@ class Reader:
         progress: Callable[[str, int, int | None], None] | None = None,
         limit: int | None = None,
     ):
-        self.task, self.device, self.progress = task, torch.device(device), progress
+        self.task = task
+        self.device = torch.device(device)
+        self.progress = progress
         self.limit = None if limit is None else Limit(limit)
         self.plan = Plan(batch, seed=seed, rank=rank, world=world, limit=self.limit)
 
@@ -204,7 +276,8 @@ class Reader:
 
     def _whole(self, split: str, plan: Plan) -> int | None:
         """Micro-batches of this process, at most `limit`; None if unknown."""
-        rows, limit = self.task.length(split), self.limit and self.limit.batches
+        rows = self.task.length(split)
+        limit = self.limit and self.limit.batches
         if rows is None or self.task.epoch_steps(plan) is not None:
             return limit
         share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
@@ -212,12 +285,14 @@ class Reader:
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
-        total = torch.stack([torch.as_tensor(v).detach().to("cpu", torch.float64) for v in values])
-        return torch.stack(self._all(total)).sum(0).tolist()
+        scalars = []
+        for value in values:
+            scalars.append(torch.as_tensor(value).detach().to("cpu", torch.float64))
+        return torch.stack(self._all(torch.stack(scalars))).sum(0).tolist()
 
     def gather(self, rows: list) -> list:
         """Concatenate the rows of all processes, in the order of the split."""
-        return [row for part in self._all(rows) for row in part]
+        return list(chain.from_iterable(self._all(rows)))
 
     def _all(self, mine: Any) -> list:
         if self.plan.world == 1:
@@ -260,11 +335,9 @@ def pearson(predictions: Any, labels: Any) -> float:
     from scipy.stats import pearsonr
 
     predictions, labels = checked(predictions, labels)
-    return (
-        0.0
-        if constant(predictions, labels)
-        else float(pearsonr(rescale(predictions), rescale(labels)).statistic)
-    )
+    if constant(predictions, labels):
+        return 0.0
+    return float(pearsonr(rescale(predictions), rescale(labels)).statistic)
 
 
 def spearman(predictions: Any, labels: Any) -> float:
@@ -304,13 +377,19 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
     two models on the same examples are paired.
     """
     predictions, labels = checked(predictions, labels)
-    whole, part = METRICS[metric](predictions, labels), np.arange(len(labels)) % parts
-    left = [METRICS[metric](predictions[part != i], labels[part != i]) for i in range(parts)]
-    return [parts * whole - (parts - 1) * without for without in left]
+    score = METRICS[metric]
+    whole = score(predictions, labels)
+    part = np.arange(len(labels)) % parts
+    values = []
+    for i in range(parts):
+        without = score(predictions[part != i], labels[part != i])
+        values.append(parts * whole - (parts - 1) * without)
+    return values
 
 
 def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    predictions, labels = np.asarray(predictions, np.float64), np.asarray(labels, np.float64)
+    predictions = np.asarray(predictions, np.float64)
+    labels = np.asarray(labels, np.float64)
     if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
         raise ValueError(
             f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0"

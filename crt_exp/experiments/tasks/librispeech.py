@@ -189,12 +189,10 @@ class LibriSpeech(Task):
 
     def inputs(self) -> Iterator[Path]:
         for split in self.splits.values():
-            yield from (
-                Path(part.name)
-                for each in split.utterances
-                for part in each.parts
-                if part.content is None
-            )
+            for utterance in split.utterances:
+                for part in utterance.parts:
+                    if part.content is None:
+                        yield Path(part.name)
 
     def encode_split(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
         kept, targets = [], []
@@ -310,11 +308,11 @@ class LibriSpeech(Task):
             take_weights(model, self.origin, f"task.init={self.init}")
         return model
 
-    def arguments(self, batch: Batch) -> dict[str, Tensor]:
+    def model_inputs(self, batch: Batch) -> dict[str, Tensor]:
         return {name: batch[name] for name in INPUTS if name in batch}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(**self.arguments(batch)).mean()
+        return model(**self.model_inputs(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
         return len(batch["rows"])  # 0 if no audio could be read
@@ -322,7 +320,7 @@ class LibriSpeech(Task):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         loss, rows = 0.0, []
         for batch in reader.batches(split):
-            losses, hypotheses = model(**self.arguments(batch), search=greedy)
+            losses, hypotheses = model(**self.model_inputs(batch), search=greedy)
             loss += float(losses.double().sum()) if batch["rows"] else 0.0
             rows += [
                 (row, self.vocabulary.decode(each.symbols))

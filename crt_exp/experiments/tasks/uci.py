@@ -23,6 +23,7 @@ from crt_exp.estimators.kernel_regression import (
 )
 from crt_exp.experiments.data import tabular
 from crt_exp.experiments.intervals import interval
+from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import unknown
@@ -31,7 +32,7 @@ from crt_exp.validation import Count, FileName, Positive, Several, checked, spli
 
 
 @checked("task")
-class UCI:
+class UCI(Measurement):
     """Kernel regression on one table, with the Gaussian kernel.
 
     A feature map with its own kernel replaces the Gaussian kernel. The metric is accuracy, or R^2 for a numeric target
@@ -44,7 +45,8 @@ class UCI:
         draws: sets of random projections for each split.
     """
 
-    of_rows = True  # kernels of rows allow feature maps with their own kernel
+    lower_is_better = False
+    accepts_own_kernel = True
 
     def __init__(
         self,
@@ -76,13 +78,11 @@ class UCI:
                 f"task.scaling=none: values are missing ({self.note}); set standard or minmax"
             )
         self.file = None if csv else tabular.file_of(dataset, data_dir)
-        self.scaling, self.split, self.repeats, self.draws, self.sigmas = (
-            scaling,
-            split,
-            repeats,
-            draws,
-            list(sigmas),
-        )
+        self.scaling = scaling
+        self.split = split
+        self.repeats = repeats
+        self.draws = draws
+        self.sigmas = list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
         self.baseline, self.options = split_words(baseline) if baseline else (None, {})
         if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
@@ -178,9 +178,8 @@ class UCI:
         self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int
     ) -> dict[str, float]:
         """Select sigma on validation and score the test part; ties take the first sigma."""
-        constant = (DummyClassifier if self.metric == "accuracy" else DummyRegressor)().fit(
-            x[0], y[0]
-        )
+        constant = DummyClassifier() if self.metric == "accuracy" else DummyRegressor()
+        constant.fit(x[0], y[0])
         fitted = [self.estimator(mechanism, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
         validation = [model.score(x[1], y[1]) for model in fitted]
         best = int(np.argmax(validation))

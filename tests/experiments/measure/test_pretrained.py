@@ -177,7 +177,7 @@ FAR = {
 
 
 def test_a_query_gives_its_far_key_the_weight_that_is_said():
-    q, k, _ = FarKey(512, **FAR).draw(0)
+    q, k, _ = FarKey(512, **FAR).sample_heads(0)
     places = torch.arange(512 - 256, 512)
     weights = (
         (q @ k.mT).masked_fill(torch.arange(512) > places.unsqueeze(1), -torch.inf).softmax(-1)

@@ -174,7 +174,10 @@ def test_a_group_takes_code_of_its_kind_alone(configurations):
 
 
 OWN = """
-class Own:
+from crt_exp.experiments.tasks.base import Measurement
+
+
+class Own(Measurement):
     metric = "x"
 
     def __init__(self, n: int):

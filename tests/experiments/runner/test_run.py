@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -366,15 +365,14 @@ CHANGES = {
 def test_every_change_of_inputs_is_seen(change, data):
     options = {"text": [str(data)], "hub": {"data_files": {"train": str(data)}}}
     options["_target_"] = "crt_exp.experiments.tasks.mlm.MLM"
-    task = SimpleNamespace(inputs=lambda: [data])
-    before = input_states(options, task)
-    assert before == input_states(options, task) and [*before] == [
+    before = input_states(options, [data])
+    assert before == input_states(options, [data]) and [*before] == [
         "task.text",
         "task.hub.data_files",
         "data",
     ]
     change(data)
-    after = input_states(options, task)
+    after = input_states(options, [data])
     assert all(before[key] != after[key] for key in before)
 
 
@@ -384,9 +382,9 @@ def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
         (data / name).write_text(name)
     options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "block": 3}
     options["_target_"] = "crt_exp.experiments.tasks.mlm.MLM"
-    before = input_states(options, None)
+    before = input_states(options, ())
     (data / "curves.png").write_text("more")
-    assert [*before] == ["task.init"] and before == input_states(options, None)
+    assert [*before] == ["task.init"] and before == input_states(options, ())
 
 
 NAMESAKES = [
@@ -413,7 +411,7 @@ def test_a_namesake_of_a_value_is_no_input(target, options, kind, tmp_path, monk
             else:
                 Path(str(name)).mkdir()
                 Path(str(name), "notes.txt").write_text("notes")
-    assert input_states(options | {"_target_": f"crt_exp.experiments.tasks.{target}"}, None) == {}
+    assert input_states(options | {"_target_": f"crt_exp.experiments.tasks.{target}"}, ()) == {}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +430,7 @@ def test_a_namesake_of_a_value_is_no_input(target, options, kind, tmp_path, monk
 )
 def test_files_that_options_name_are_inputs(target, options, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = input_states(options | {"_target_": f"crt_exp.{target}"}, None)
+    found = input_states(options | {"_target_": f"crt_exp.{target}"}, ())
     assert {*found} == {f"task.{key}" for key in options}
 
 

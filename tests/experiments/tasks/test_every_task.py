@@ -621,7 +621,7 @@ def test_stand_ins_are_named_first_and_last(task, untrained, data, tmp_path):
     }
     first, last = untrained(f"task={task}", *options.get(task, []))
     found = re.fullmatch(
-        r"no .+ here: .+ \(task\.\S+=\S+ after `python -m crt_exp\.data fetch (\S+)`\)", first
+        r"no .+ here: .+ \(task\.\S+=\S+ after `python -m crt_exp data fetch (\S+)`\)", first
     )
     assert select(found[1]) and f"; {first}  [" in last
 
