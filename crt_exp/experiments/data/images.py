@@ -131,7 +131,9 @@ def images_in(*splits: Path) -> list[Images]:
 
 def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
     """Images of a split; files: those of each class folder of all splits."""
-    classes, counts, paths = [], [], []
+    classes = []
+    counts = []
+    paths = []
     for folder, class_paths in files.items():
         if folder.parent == split:
             classes.append(folder.name)
@@ -160,10 +162,8 @@ def folders_in(folder: Path) -> list[str]:
 
 
 def missing(dataset: str, root: Path | None) -> DataError:
-    what, source = (
-        f"{root} is not there" if root else "CRT_DATA is not set",
-        SOURCES.get(f"images/{dataset}"),
-    )
+    what = f"{root} is not there" if root else "CRT_DATA is not set"
+    source = SOURCES.get(f"images/{dataset}")
     get = (
         f"get {source.page} (`python -m crt_exp data fetch {source.name} --dir DIR`)"
         if source

@@ -110,7 +110,8 @@ class Streamed:
         Row numbers are unique over epochs and processes.
         """
         size = plan.batch // plan.world // plan.micro
-        self.marks, self.images_per_step = deque([self.marks[0]]), plan.micro * size / repeats
+        self.marks = deque([self.marks[0]])
+        self.images_per_step = plan.micro * size / repeats
         first = self.marks[0].number * repeats
         every = chain.from_iterable(repeat(each, repeats) for each in self.shuffled(plan))
         mine = islice(enumerate(every, first), plan.start * plan.micro * size - first, None)
@@ -141,7 +142,9 @@ class Streamed:
 
     def passes(self, plan: Plan, mark: Mark) -> Iterator[dict[str, Any] | None]:
         """This process's images from a mark on, in stored order; None ends a pass."""
-        files, state, first = np.arange(self.stream.num_shards), mark.state, mark.place
+        files = np.arange(self.stream.num_shards)
+        state = mark.state
+        first = mark.place
         for epoch in count(mark.epoch):
             order = (
                 np.random.default_rng([plan.seed, epoch, 2]).permutation(files)
@@ -271,7 +274,10 @@ class Micro:
 
     def __call__(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor] | None, list[str]]:
         """Batch of the readable rows (None if there are none), and problems of the others."""
-        pixels, labels, draws, problems = [], [], [], []
+        pixels = []
+        labels = []
+        draws = []
+        problems = []
         for number, source, label in rows:
             try:
                 image = self.read(source)

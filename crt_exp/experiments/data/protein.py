@@ -33,10 +33,9 @@ from crt_exp.experiments.data.text import IGNORED, Masking, table
 from crt_exp.registry import ConfigError, written_folder
 from crt_exp.validation import Count, Whole
 
-STANDARD, ANOMALOUS = (
-    "ACDEFGHIKLMNPQRSTVWY",
-    "BOUXZ",
-)  # ambiguous, rare and unknown amino acids in UniProt
+# ambiguous, rare and unknown amino acids in UniProt
+STANDARD = "ACDEFGHIKLMNPQRSTVWY"
+ANOMALOUS = "BOUXZ"
 LETTERS = STANDARD + ANOMALOUS
 PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
@@ -147,7 +146,8 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
                 raise DataError(f"{path}: expected a FASTA file, which starts with >")
             stream.seek(0)
             for header, letters in SimpleFastaParser(stream):
-                match, tokens = HEADER.match(header), letters.encode("latin-1").translate(CODES)
+                match = HEADER.match(header)
+                tokens = letters.encode("latin-1").translate(CODES)
                 if match is None or not tokens or UNKNOWN in tokens:
                     wrong = (
                         repr(letters[tokens.find(UNKNOWN)])
@@ -376,8 +376,12 @@ def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
 
     A row shorter than L also predicts END.
     """
-    targets = [np.append(row, END) if len(row) < longest else row for row in rows]
-    return batch_of([np.append(BEGIN, target[:-1]) for target in targets], targets)
+    inputs, targets = [], []
+    for row in rows:
+        target = np.append(row, END) if len(row) < longest else row
+        inputs.append(np.append(BEGIN, target[:-1]))
+        targets.append(target)
+    return batch_of(inputs, targets)
 
 
 def masked_tokens(
@@ -470,18 +474,14 @@ class Families:
                 raise ConfigError(
                     f"task.generated.{low}={options[low]}: expected at most {high}={options[high]}"
                 )
-        rng, count = (
-            np.random.default_rng([options["seed"], 0]),
-            options["families"] + options["held_out"],
-        )
+        rng = np.random.default_rng([options["seed"], 0])
+        count = options["families"] + options["held_out"]
         self.chains = rng.dirichlet(np.full(len(STANDARD), 0.3), (count, len(STANDARD)))
         self.starts = rng.dirichlet(np.full(len(STANDARD), 3.0), count)
         self.lags = rng.integers(options["nearest"], options["farthest"] + 1, count)
-        self.shortest, self.longest, self.copied = (
-            options["shortest"],
-            options["longest"],
-            options["copied"],
-        )
+        self.shortest = options["shortest"]
+        self.longest = options["longest"]
+        self.copied = options["copied"]
         self.inside = options["families"]  # the first families; the others are held out
 
     def sample(self, n: int, seed: int) -> Sequences:
@@ -512,11 +512,9 @@ class Families:
 
     def letters(self, family: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Letters of each sequence, (n, T) uint8, before truncation to its length."""
-        result, rows, lag = (
-            np.zeros((len(family), self.longest), np.uint8),
-            np.arange(len(family)),
-            self.lags[family],
-        )
+        result = np.zeros((len(family), self.longest), np.uint8)
+        rows = np.arange(len(family))
+        lag = self.lags[family]
         for t in range(self.longest):
             chances = self.starts[family] if t == 0 else self.chains[family, result[:, t - 1]]
             drawn = (

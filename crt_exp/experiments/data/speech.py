@@ -85,7 +85,9 @@ class Faults:
     """
 
     def __init__(self, bad: Literal["error", "skip"], what: str):
-        self.bad, self.what, self.noted = bad, what, []
+        self.bad = bad
+        self.what = what
+        self.noted = []
 
     def add(self, reason: object) -> None:
         self.noted.append(str(reason))
@@ -165,10 +167,8 @@ def utterance_of(
 ) -> Iterator[Utterance]:
     """Yield the utterance; note a fault and yield nothing if it is unusable."""
     try:
-        part, text = (
-            AudioPart(name, seconds_of(source, name), content),
-            " ".join((text or "").split()),
-        )
+        part = AudioPart(name, seconds_of(source, name), content)
+        text = " ".join((text or "").split())
         if not text:
             raise BadAudio(f"{name}: no transcript")
         yield Utterance(Path(name).stem, text, (part,))

@@ -168,8 +168,10 @@ def embedded(name: str) -> Table:
     """A set of scikit-learn, in its row order."""
     from sklearn import datasets
 
-    bunch, source = getattr(datasets, f"load_{name}")(), f"embedded: scikit-learn's load_{name}"
-    arrays, target = np.ascontiguousarray(bunch.data.T, np.float64), bunch.target.astype(np.int64)
+    bunch = getattr(datasets, f"load_{name}")()
+    source = f"embedded: scikit-learn's load_{name}"
+    arrays = np.ascontiguousarray(bunch.data.T, np.float64)
+    target = bunch.target.astype(np.int64)
     if name in LAYOUTS:
         return table_of(name, [target, *arrays], source)
     columns = tuple(
@@ -217,7 +219,9 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
 
     Raises DataError with file, column and row. Raises ConfigError for an unknown target.
     """
-    path, notes, features = Path(path).expanduser(), [], []
+    path = Path(path).expanduser()
+    notes = []
+    features = []
     frame = cells(path)
     if target not in frame:
         raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
@@ -360,7 +364,9 @@ def feature(texts: pd.Series, column: pd.Series, notes: list[str]) -> list[Colum
 
     texts: the cells; column: their `numbers`.
     """
-    name, missing, number = column.name, int(column.isna().sum()), column.dtype == np.float64
+    name = column.name
+    missing = int(column.isna().sum())
+    number = column.dtype == np.float64
     if number:
         codes = equal(texts[~texts.str.contains(".", regex=False, na=False)], column)
         if codes:

@@ -89,10 +89,8 @@ def byte_pairs(text: Text, size: int, lowercase: bool) -> str:
 
     check_size(size, BYTES + 2, f"the {BYTES} bytes and two marks")
     tokenizer = lowercased(Tokenizer(models.BPE()), lowercase)
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     lines = (f"{line}\n" for line in lines_of(text, UNKNOWN))  # line ends are tokens too
     tokenizer.train_from_iterator(
         lines,
