@@ -126,7 +126,9 @@ def classify(options: ImageOptions) -> int:
 
     place = Path(options.input).expanduser()
     files = [Path(file) for file in files_ending(place, IMAGES)] if place.is_dir() else [place]
-    kept, rows, bad = vision.load(options.run), [], []
+    kept = vision.load(options.run)
+    rows = []
+    bad = []
     for file in files:
         try:
             pixels = kept.transform(images.read_image(file))
@@ -193,12 +195,10 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
 
     A segment ends in the quietest part of its second half.
     """
-    start, most, least, width = (
-        0,
-        int(longest * rate),
-        math.ceil(SHORTEST * rate),
-        int(QUIET * rate),
-    )
+    start = 0
+    most = int(longest * rate)
+    least = math.ceil(SHORTEST * rate)
+    width = int(QUIET * rate)
     while (left := len(audio) - start) > most:
         half = start + most // 2
         loudness = np.square(
@@ -234,10 +234,8 @@ def sample(options: SequenceOptions) -> None:
         raise ConfigError(
             f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}"
         )
-    model, prompt = (
-        kept.build().to(options.device),
-        torch.tensor([alphabet.begin, *given], device=options.device),
-    )
+    model = kept.build().to(options.device)
+    prompt = torch.tensor([alphabet.begin, *given], device=options.device)
     choice = TokenChoice(options.temperature, options.top_k, options.top_p)
     never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
     rows, seeds = [], range(options.seed, options.seed + options.n)
@@ -281,10 +279,8 @@ class TokenChoice:
     def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
         probabilities = self.probabilities(logits)
-        sums, places = (
-            probabilities.cumsum(-1),
-            torch.arange(probabilities.shape[-1], device=probabilities.device),
-        )
+        sums = probabilities.cumsum(-1)
+        places = torch.arange(probabilities.shape[-1], device=probabilities.device)
         last = torch.where(probabilities > 0, places, 0).amax(
             -1
         )  # rounding could select a symbol of probability 0
@@ -364,7 +360,9 @@ class Letters:
         return [self.letters.index(letter) for letter in given]
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
-        lines = ["".join(self.letters[i] for i in row) for row in rows]
+        lines = []
+        for row in rows:
+            lines.append("".join(self.letters[i] for i in row))
         if options.output is not None:
             lines = [
                 f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}"
@@ -400,7 +398,9 @@ class Pixels:
 
     def __init__(self, vocabulary: dict[str, Any]):
         self.symbols, self.begin = vocabulary["pixels"], vocabulary["begin"]
-        self.size, self.channels, self.truth = vocabulary["size"], vocabulary["channels"], []
+        self.size = vocabulary["size"]
+        self.channels = vocabulary["channels"]
+        self.truth = []
 
     def prompt(self, given: str) -> list[int]:
         if not given:

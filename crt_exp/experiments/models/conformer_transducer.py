@@ -146,11 +146,10 @@ class LogMel(nn.Module):
     def forward(self, audio: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
         with no_autocast(audio):
             audio = audio.to(self.spectrum.spectrogram.window.dtype) / 2**15
-            x, frames = (
-                torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT,
-                frames_of(samples, self.rate),
-            )
-            keep, count = frame_mask(frames, x.shape[1])[:, :, None], frames[:, None, None]
+            x = torch.log(self.spectrum(F.pad(audio, self.around)) + FLOOR).mT
+            frames = frames_of(samples, self.rate)
+            keep = frame_mask(frames, x.shape[1])[:, :, None]
+            count = frames[:, None, None]
             centred = (x - (x * keep).sum(1, keepdim=True) / count) * keep
             return centred / (centred.square().sum(1, keepdim=True) / count + 1e-5).sqrt(), frames
 
@@ -179,11 +178,10 @@ class Subsampling(nn.Module):
 
     def __init__(self, mels: int, channels: int, dim: int, dropout: float):
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, channels, 3, 2), nn.Conv2d(channels, channels, 3, 2)
-        self.out, self.dropout = (
-            nn.Linear(channels * subsampled_length(mels), dim),
-            nn.Dropout(dropout),
-        )
+        self.first = nn.Conv2d(1, channels, 3, 2)
+        self.second = nn.Conv2d(channels, channels, 3, 2)
+        self.out = nn.Linear(channels * subsampled_length(mels), dim)
+        self.dropout = nn.Dropout(dropout)
         # torch's default would leave 1% of the variance of the features
         for part in (self.first, self.second, self.out):
             nn.init.kaiming_normal_(
@@ -299,11 +297,9 @@ class Joiner(nn.Module):
 
     def __init__(self, dim: int, cells: int, width: int, symbols: int):
         super().__init__()
-        self.heard, self.said, self.out = (
-            nn.Linear(dim, width),
-            nn.Linear(cells, width),
-            nn.Linear(width, symbols),
-        )
+        self.heard = nn.Linear(dim, width)
+        self.said = nn.Linear(cells, width)
+        self.out = nn.Linear(width, symbols)
 
     def forward(self, encoded: Tensor, predicted: Tensor) -> Tensor:
         """encoded (..., J), predicted (..., J) -> (..., V)."""
@@ -328,10 +324,8 @@ class ConformerTransducer(nn.Module):
         self.encoder = Encoder(rate, sizes)
         self.predictor = Predictor(symbols, sizes["predictor"], sizes["dropout"])
         self.joiner = Joiner(sizes["dim"], sizes["predictor"], sizes["joiner"], symbols)
-        self.weight, self.ctc = (
-            sizes["ctc"],
-            nn.Linear(sizes["dim"], symbols) if sizes["ctc"] else None,
-        )
+        self.weight = sizes["ctc"]
+        self.ctc = nn.Linear(sizes["dim"], symbols) if sizes["ctc"] else None
 
     def forward(
         self,

@@ -168,13 +168,15 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
 
     Weights of heads may be new.
     """
-    prefix = model.base_model_prefix
-    prefix = f"{prefix}." if hasattr(model, prefix) else ""  # a model without a head has no prefix
-    wrong = sorted(
-        name
-        for name in {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-        if name.startswith(prefix) and not name.startswith(f"{prefix}pooler.")
-    )
+    prefix = ""  # a model without a head has no prefix
+    if hasattr(model, model.base_model_prefix):
+        prefix = f"{model.base_model_prefix}."
+    names = set(info["missing_keys"])
+    names.update(name for name, *_ in info["mismatched_keys"])
+    wrong = []
+    for name in sorted(names):
+        if name.startswith(prefix) and not name.startswith(f"{prefix}pooler."):
+            wrong.append(name)
     if wrong:
         raise DataError(
             f"{origin.option}={origin.name}: wrong weights for {type(model).__name__}: "

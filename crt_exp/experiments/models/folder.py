@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from crt_exp.experiments.data import DataError
 from crt_exp.registry import ConfigError, json_object, read_yaml
 
-MODEL, CONFIG, WEIGHTS = "model", "config.json", "model.safetensors"
+MODEL = "model"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 TRANSDUCER = "conformer_transducer"  # the kind of speech models; their module needs torchaudio
 DIGESTS = "digests.json"  # SHA-256 of each file of weights
-ADAPTER, TRAINED = "adapter", "trained.safetensors"  # LoRA adapters, and other trained weights
+# LoRA adapters, and other trained weights
+ADAPTER = "adapter"
+TRAINED = "trained.safetensors"
 
 
 def refuse_adapters(path: Path, named: str) -> None:

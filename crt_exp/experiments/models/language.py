@@ -253,15 +253,11 @@ class TransformerBlock(nn.Module):
     def __init__(self, dim: int, heads: int, ffn: int, attention: nn.Module, dropout: float = 0.0):
         super().__init__()
         self.heads, self.attention = heads, attention
-        self.norm1, self.qkv, self.proj = (
-            nn.LayerNorm(dim),
-            nn.Linear(dim, 3 * dim),
-            nn.Linear(dim, dim),
-        )
-        self.norm2, self.ffn = (
-            nn.LayerNorm(dim),
-            nn.Sequential(nn.Linear(dim, ffn), nn.GELU(), nn.Linear(ffn, dim)),
-        )
+        self.norm1 = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.ffn = nn.Sequential(nn.Linear(dim, ffn), nn.GELU(), nn.Linear(ffn, dim))
         self.dropout = nn.Dropout(dropout)
 
     def forward(
@@ -400,15 +396,17 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
         config,
         tensors,
     ):
-        mechanism, symbols = (
-            Mechanism.from_saved(config.pop("attention"), named),
-            config.pop("vocabulary"),
-        )
+        mechanism = Mechanism.from_saved(config.pop("attention"), named)
+        symbols = config.pop("vocabulary")
         check_options("", LanguageDescription, config)
         kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
         exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
         check_shapes(lambda: LanguageModel(kept.description, exact), layers, kept.untied(), named)
         return kept
+
+
+def without_attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if ".attention." not in name}
 
 
 def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mechanism) -> bool:
@@ -418,24 +416,20 @@ def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mech
     missing, unexpected or of another shape.
     """
     same = mechanism.describe() == kept.mechanism.describe()
-    taken = {
-        name: tensor for name, tensor in kept.untied().items() if same or ".attention." not in name
-    }
-    make_room(model, taken)
-    own = model.state_dict()
-    shapes = [
-        {
-            name: tuple(tensor.shape)
-            for name, tensor in part.items()
-            if same or ".attention." not in name
-        }
-        for part in (taken, own)
-    ]
-    for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        if shapes[0].get(name) != shapes[1].get(name):
+    saved = kept.untied()
+    if not same:
+        saved = without_attention(saved)
+    make_room(model, saved)
+    expected = model.state_dict()
+    if not same:
+        expected = without_attention(expected)
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    for name in sorted(saved_shapes.keys() | shapes.keys()):
+        if saved_shapes.get(name) != shapes.get(name):
             raise ConfigError(
-                f"{kept.named}: {name}: saved {shapes[0].get(name)}, expected {shapes[1].get(name)}; use "
+                f"{kept.named}: {name}: saved {saved_shapes.get(name)}, expected {shapes.get(name)}; use "
                 "the sizes, length and positions of that run"
             )
-    model.load_state_dict(taken, strict=same)
+    model.load_state_dict(saved, strict=same)
     return same

@@ -85,23 +85,19 @@ class LSTMLanguageModel(nn.Module):
         gamma: float = 0.0,
     ):
         super().__init__()
-        self.body, self.head, self.temperature, self.beta, self.gamma = (
-            body,
-            head,
-            temperature,
-            beta,
-            gamma,
-        )
+        self.body = body
+        self.head = head
+        self.temperature = temperature
+        self.beta = beta
+        self.gamma = gamma
 
     def forward(self, tokens: Tensor, labels: Tensor, state: Tensor | None = None) -> BatchResult:
         """Tokens, labels (B, T); label -100 excludes a position from the loss."""
         outputs, after = self.body(tokens, state)
         chosen = labels != IGNORED
-        outputs, labels, weight = (
-            outputs[chosen].float(),
-            labels[chosen],
-            self.body.embedding.weight,
-        )
+        outputs = outputs[chosen].float()
+        labels = labels[chosen]
+        weight = self.body.embedding.weight
         if self.training and self.head is not None:
             loss = self.head(outputs / self.temperature, labels)
         else:

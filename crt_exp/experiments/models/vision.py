@@ -243,7 +243,8 @@ def checkpoint_of(init: str) -> Checkpoint | None:
     """
     if init in ("scratch", "pretrained"):
         return None
-    path, named = fetched(init, "task.init") or Path(init).expanduser(), f"task.init={init}"
+    path = fetched(init, "task.init") or Path(init).expanduser()
+    named = f"task.init={init}"
     if path.is_file():
         return Checkpoint(named, path, None, {})
     for folder in (path / MODEL, path):
@@ -391,7 +392,8 @@ def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_he
 
     Compares the number of classes, and their names if known.
     """
-    theirs, ours = checkpoint.description and checkpoint.description.classes, description.classes
+    theirs = checkpoint.description and checkpoint.description.classes
+    ours = description.classes
     if new_head or not theirs or theirs == ours:
         return
     if len(theirs) != len(ours):
