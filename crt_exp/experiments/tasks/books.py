@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -62,10 +63,8 @@ class Books(SymbolTask):
         self.load()
         files = self.files()
         if self.kept is not None and "tokenizer" in self.kept.symbols:
-            tokenizer, end = (
-                fast_tokenizer(self.kept.symbols["tokenizer"]),
-                self.kept.symbols["end"],
-            )
+            tokenizer = fast_tokenizer(self.kept.symbols["tokenizer"])
+            end = self.kept.symbols["end"]
         else:
             tokenizer = new_tokenizer(
                 self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
@@ -84,12 +83,13 @@ class Books(SymbolTask):
         }
         texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
         self.train_text = texts["train"]
-        self.data = {
-            split: Rows.of_lines(text, self.max_length, end)
-            if apart
-            else Rows.packed(text, self.max_length, end, whole=split != "train")
-            for split, text in texts.items()
-        }
+        self.data = {}
+        for split, text in texts.items():
+            if apart:
+                self.data[split] = Rows.of_lines(text, self.max_length, end)
+            else:
+                whole = split != "train"
+                self.data[split] = Rows.packed(text, self.max_length, end, whole=whole)
         if short := next((split for split, data in self.data.items() if not len(data)), None):
             raise DataError(
                 f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
@@ -113,7 +113,7 @@ class Books(SymbolTask):
         return {split: text_files(paths) for split, paths in given.items() if paths is not None}
 
     def inputs(self) -> list[Path]:
-        return [file for files in self.files().values() for file in files]
+        return list(chain.from_iterable(self.files().values()))
 
     # ---- rows
 
@@ -126,20 +126,21 @@ class Books(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data, places = self.data[split], self.places[split]
-        like_together = split == "train" and self.rows == "apart"
-        for chosen in (
-            bucketed(data.lengths, plan) if like_together else plan.rows(len(places), split)
-        ):
-            rows = [data[places[i]] for i in chosen]
-            pairs = (
-                rows
-                if self.causal
-                else [self.corrupted(row, plan.rng(i)) for i, row in zip(chosen, rows)]
-            )
-            tokens, labels = zip(*pairs)
-            yield with_key_mask(pad_rows(tokens, self.end), list(map(len, tokens))) | {
-                "labels": pad_rows(labels, IGNORED)
-            }
+        if split == "train" and self.rows == "apart":
+            batches = bucketed(data.lengths, plan)
+        else:
+            batches = plan.rows(len(places), split)
+        for numbers in batches:
+            tokens, labels = [], []
+            for i in numbers:
+                row = data[places[i]]
+                if not self.causal:
+                    row = self.corrupted(row, plan.rng(i))
+                row_tokens, row_labels = row
+                tokens.append(row_tokens)
+                labels.append(row_labels)
+            batch = with_key_mask(pad_rows(tokens, self.end), [len(row) for row in tokens])
+            yield batch | {"labels": pad_rows(labels, IGNORED)}
 
     def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
         """BERT's masking of the tokens of a row."""

@@ -115,9 +115,7 @@ class GLUE(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Logits (B, classes), or scores (B,), in float32."""
-        logits = model(
-            **{name: part for name, part in batch.items() if name != "labels"}
-        ).logits.float()
+        logits = model(**self.model_inputs(batch)).logits.float()
         return logits if self.glue_task.names else logits.squeeze(-1)
 
     def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -153,14 +151,14 @@ class GLUE(Task):
             raise NotFinite(
                 f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr"
             )
-        metrics = glue_metrics(self.dataset, answers, labels) | {"loss": sum(losses) / len(rows)}
-        whole = split == "dev" and len(rows) == self.length(split)
-        parts = (
-            jackknife_values(self.metric, answers, labels, self.parts)
-            if self.parts and whole
-            else []
-        )
-        return metrics | {f"{self.metric}_part{i}": value for i, value in enumerate(parts)}
+        metrics = glue_metrics(self.dataset, answers, labels)
+        metrics["loss"] = sum(losses) / len(rows)
+        is_whole = split == "dev" and len(rows) == self.length(split)
+        if self.parts and is_whole:
+            parts = jackknife_values(self.metric, answers, labels, self.parts)
+            for i, value in enumerate(parts):
+                metrics[f"{self.metric}_part{i}"] = value
+        return metrics
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         encoders.save_model(model, tensors, self.tokenizer, directory)

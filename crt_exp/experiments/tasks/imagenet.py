@@ -95,7 +95,8 @@ class ImageTask(Task):
             if self.held_out:
                 self.validation = "held_out"
                 splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
-            self.classes, self.read_source = splits["train"].classes, splits["train"].read
+            self.classes = splits["train"].classes
+            self.read_source = splits["train"].read
             self.asked = {
                 split: partial(listed_batches, part, split) for split, part in splits.items()
             }
@@ -304,11 +305,9 @@ class ImageNet(ImageTask):
             logits, labels = model(batch["images"]).float(), batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
             hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
-            right, near, count = (
-                right + int(hits[:, 0].sum()),
-                near + int(hits.sum()),
-                count + len(labels),
-            )
+            right = right + int(hits[:, 0].sum())
+            near = near + int(hits.sum())
+            count = count + len(labels)
         loss, right, near, count, left_out = reader.sum(
             loss, right, near, count, self.left_out - left_out
         )

@@ -73,11 +73,9 @@ class LRA(SequenceTask):
     # ---- data
 
     def inputs(self) -> list[Path | None]:
-        return [
-            task_folder("images/cifar10", self.data_dir)
-            if self.dataset == "image"
-            else self.data_dir and Path(self.data_dir).expanduser()
-        ]
+        if self.dataset == "image":
+            return [task_folder("images/cifar10", self.data_dir)]
+        return [self.data_dir and Path(self.data_dir).expanduser()]
 
     def length(self, split: str) -> int:
         return len(self.arena.splits[split])
@@ -86,16 +84,11 @@ class LRA(SequenceTask):
         """Yield tokens (B, L), key_mask if there is padding, labels (B / together,)."""
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
-        for numbers in by_length(lengths, split, plan, like_together=True):
-            rows = [
-                data.rows[together * i + j][: self.row_length]
-                for i in numbers
-                for j in range(together)
-            ]
-            tokens = pad_rows(rows, self.arena.symbols)
-            yield with_key_mask(tokens, [len(row) for row in rows]) | {
-                "labels": torch.from_numpy(data.labels[numbers])
-            }
+        for examples in by_length(lengths, split, plan, like_together=True):
+            part = data.take(examples)
+            rows = [row[: self.row_length] for row in part.rows]
+            batch = with_key_mask(pad_rows(rows, self.arena.symbols), [len(row) for row in rows])
+            yield batch | {"labels": torch.from_numpy(part.labels)}
 
     # ---- model
 
@@ -120,17 +113,18 @@ class LRA(SequenceTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Accuracy, loss, and accuracy of the majority class of the training split."""
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
-        loss = right = count = base = 0
+        loss = correct = count = majority_count = 0
         for batch in reader.batches(split):
             logits, labels = self.outputs(model, batch), batch["labels"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-            right, count = right + int((logits.argmax(-1) == labels).sum()), count + len(labels)
-            base += int((labels == majority).sum())
-        loss, right, count, base = reader.sum(loss, right, count, base)
+            correct += int((logits.argmax(-1) == labels).sum())
+            majority_count += int((labels == majority).sum())
+            count += len(labels)
+        loss, correct, count, majority_count = reader.sum(loss, correct, count, majority_count)
         return {
-            "accuracy": right / count,
+            "accuracy": correct / count,
             "loss": loss / count,
-            "majority_accuracy": base / count,
+            "majority_accuracy": majority_count / count,
             "examples": count,
         }
 
@@ -162,7 +156,9 @@ class Pixels(SymbolTask):
 
     metric, counted = "bits_per_dim", "dimensions"
     compatible_runs = "a run of task=pixels of the same size and channels"
-    causal, predictable, length_option = True, VALUES, "size"
+    causal = True
+    predictable = VALUES
+    length_option = "size"
 
     def __post_init__(self):
         self.stand_in = "" if self.inputs() else images.STAND_IN

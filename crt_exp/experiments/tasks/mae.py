@@ -71,7 +71,8 @@ class MAE(ImageTask):
         new = self.model is None and self.init == "scratch"
         self.origin = None if new else encoders.origin_of(self.model or "", self.init)
         self.config = self.new_config() if new else self.saved_config()
-        self.config.mask_ratio, self.config.norm_pix_loss = self.mask_share, self.normalised
+        self.config.mask_ratio = self.mask_share
+        self.config.norm_pix_loss = self.normalised
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
         if int(self.patches * (1 - self.mask_share)) == 0:
             raise ConfigError(
@@ -141,10 +142,8 @@ class MAE(ImageTask):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         from timm.data import create_transform
 
-        size, transform = (
-            self.config.image_size,
-            VisionDescription("", self.config.image_size).transform(),
-        )
+        size = self.config.image_size
+        transform = VisionDescription("", self.config.image_size).transform()
         if split == "train":
             transform = create_transform(
                 size,

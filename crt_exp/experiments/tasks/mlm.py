@@ -48,7 +48,9 @@ class MaskedModel(nn.Module):
 
     def __init__(self, model: nn.Module, call: dict[str, Any] | None = None):
         super().__init__()
-        self.model, self.chosen, self.call = model, None, call or {}
+        self.model = model
+        self.chosen = None
+        self.call = call or {}
         model.base_model.register_forward_hook(self._choose)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,27 +137,26 @@ class MLM(Task):
 
     def named_texts(self) -> dict[str, data.Text]:
         """Text of each split that has one."""
-        own = {"validation": data.text_files(self.validation_text)} if self.validation_text else {}
+        texts: dict[str, data.Text] = {}
         if self.hub["name"] is not None or self.text is not None:
             no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
-            return {
-                "train": data.HubText.load(**self.hub)
-                if self.text is None
-                else data.text_files(self.text)
-            } | own
-        names = {"train": "train", "validation": "valid", "test": "test"}
-        return {
-            split: [data.official_file("wikitext2", name, self.data_dir, self.source)]
-            for split, name in names.items()
-        } | own
+            if self.text is None:
+                texts["train"] = data.HubText.load(**self.hub)
+            else:
+                texts["train"] = data.text_files(self.text)
+        else:
+            for split, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
+                texts[split] = [data.official_file("wikitext2", name, self.data_dir, self.source)]
+        if self.validation_text:
+            texts["validation"] = data.text_files(self.validation_text)
+        return texts
 
     def inputs(self) -> list[Path]:
-        return [
-            file
-            for text in self.texts.values()
-            if not isinstance(text, data.HubText)
-            for file in text
-        ]
+        files = []
+        for text in self.texts.values():
+            if not isinstance(text, data.HubText):
+                files += text
+        return files
 
     @cached_property
     def blocks(self) -> dict[str, np.ndarray]:
@@ -189,19 +190,15 @@ class MLM(Task):
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         for rows in plan.rows(self.length(split), split):
             blocks = self.blocks[split][rows]
+            generators = map(plan.rng, rows)
             if not self.causal:
-                yield self.masking(
-                    data.framed(blocks, self.tokenizer),
-                    data.uniforms(map(plan.rng, rows), self.block),
-                )
+                framed = data.framed(blocks, self.tokenizer)
+                yield self.masking(framed, data.uniforms(generators, self.block))
                 continue
             ids = torch.from_numpy(blocks.astype(np.int64))
             if self.repeat:
-                ids = repeat_first_half(
-                    ids,
-                    self.repeat,
-                    torch.from_numpy(data.uniforms(map(plan.rng, rows), 1)[:2, :, 0]),
-                )
+                uniform = torch.from_numpy(data.uniforms(generators, 1)[:2, :, 0])
+                ids = repeat_first_half(ids, self.repeat, uniform)
             yield {"input_ids": ids, "labels": following(ids)}
 
     # ---- model
@@ -220,24 +217,27 @@ class MLM(Task):
     def new_config(self):
         import transformers
 
-        kind, names = (
-            (transformers.GPT2Config, GPT2_NAMES) if self.causal else (transformers.BertConfig, {})
-        )
+        kind, names = transformers.BertConfig, {}
+        if self.causal:
+            kind, names = transformers.GPT2Config, GPT2_NAMES
         known = [*kind().to_dict(), *names]
-        if wrong := next((key for key in self.sizes if key not in known), None):
-            raise unknown("key", f"task.sizes.{wrong}", [f"task.sizes.{key}" for key in known])
-        given = {
+        for key in self.sizes:
+            if key not in known:
+                raise unknown("key", f"task.sizes.{key}", [f"task.sizes.{name}" for name in known])
+        options = {}
+        for mark in ("pad", "bos", "eos"):
+            number = getattr(self.tokenizer, f"{mark}_token_id")
+            if number is not None:
+                options[f"{mark}_token_id"] = number
+        sizes = {
             "max_position_embeddings": max(512, self.block),
             "vocab_size": len(self.tokenizer),
             **self.sizes,
         }
-        marks = {
-            f"{mark}_token_id": getattr(self.tokenizer, f"{mark}_token_id")
-            for mark in ("pad", "bos", "eos")
-        }
-        marks = {mark: number for mark, number in marks.items() if number is not None}
+        for key, value in sizes.items():
+            options[names.get(key, key)] = value
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
-            config = kind(**marks | {names.get(key, key): value for key, value in given.items()})
+            config = kind(**options)
             if config.hidden_size % config.num_attention_heads:
                 raise ConfigError(
                     f"task.sizes.hidden_size={config.hidden_size}: expected a multiple of "

@@ -236,12 +236,11 @@ class PTB(Task):
         state, lengths = None, []
         for batch in reader.batches(split):
             result = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
-            state, labels = result.state, batch["labels"][batch["labels"] != IGNORED].cpu()
-            loss, right, count = (
-                loss + float(result.loss),
-                right + int(result.right.sum()),
-                count + len(labels),
-            )
+            state = result.state
+            labels = batch["labels"][batch["labels"] != IGNORED].cpu()
+            loss = loss + float(result.loss)
+            right = right + int(result.right.sum())
+            count = count + len(labels)
             base -= float(unigram[labels].log().sum())
             lengths += result.lengths.tolist()
         loss, right, count, base = reader.sum(loss, right, count, base)

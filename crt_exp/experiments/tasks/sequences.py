@@ -212,12 +212,12 @@ class Recall(SymbolTask):
     rows: Count
     evaluated: Count
 
-    metric, lower_is_better, counted = "accuracy", False, "queries"
-    causal, length_option, compatible_runs = (
-        True,
-        "block",
-        "a run of task=recall of as many symbols",
-    )
+    metric = "accuracy"
+    lower_is_better = False
+    counted = "queries"
+    causal = True
+    length_option = "block"
+    compatible_runs = "a run of task=recall of as many symbols"
 
     def __post_init__(self):
         self.predictable = self.symbols
@@ -268,12 +268,11 @@ def recall_row(
     The first symbols are values, then come keys, then noise.
     """
     rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
-    tokens, labels = rng.integers(2 * n, 2 * n + NOISE, length), np.full(length, IGNORED)
-    keys, values, asked = (
-        n + rng.permutation(n)[:pairs],
-        rng.integers(0, n, pairs),
-        rng.integers(0, pairs, queries),
-    )
+    tokens = rng.integers(2 * n, 2 * n + NOISE, length)
+    labels = np.full(length, IGNORED)
+    keys = n + rng.permutation(n)[:pairs]
+    values = rng.integers(0, n, pairs)
+    asked = rng.integers(0, pairs, queries)
     pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
     places = 2 * rng.permutation(pair_slots)[:pairs]
     later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])

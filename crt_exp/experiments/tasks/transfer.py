@@ -72,11 +72,12 @@ class TransferModel(nn.Module):
         """Replace the layer's output by exact attention and record both squared norms."""
         if not self.teaching:
             return None
-        q, k, v, key_mask = given = call_arguments(*args, **kwargs)
+        arguments = call_arguments(*args, **kwargs)
+        q, k, v, key_mask = arguments
         root = state.scaling**0.5
         with torch.no_grad():
             exact = exact_attention(q * root, k * root, v, causal=state.causal, key_mask=key_mask)
-        self.squares[number] = squares(state, given, out, exact)
+        self.squares[number] = squares(state, arguments, out, exact)
         return exact
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -84,9 +85,10 @@ class TransferModel(nn.Module):
         out = self.model(*args, **kwargs)
         if not self.squares:
             raise ValueError("this call reached no swapped layer; expected an input that does")
-        errors = [
-            error / exact.clamp(min=1e-30) for _, (error, exact) in sorted(self.squares.items())
-        ]
+        errors = []
+        for number in sorted(self.squares):
+            error, exact = self.squares[number]
+            errors.append(error / exact.clamp(min=1e-30))
         return torch.stack(errors), out
 
     def train(self, mode: bool = True) -> "TransferModel":
@@ -105,14 +107,13 @@ def exact_calls(student: TransferModel, batch: Any) -> dict[int, tuple[tuple, Te
     """
     calls: dict[int, tuple[tuple, Tensor]] = {}
 
-    def keep(number: int):
-        return lambda state, args, kwargs, out: calls.update(
-            {number: (call_arguments(*args, **kwargs), out)}
-        )
+    def record(number: int, state: AttentionLayer, args: tuple, kwargs: dict, out: Tensor) -> None:
+        calls[number] = (call_arguments(*args, **kwargs), out)
 
     with ExitStack() as stack:  # hooks after `_teach` receive exact outputs
         for number, state in enumerate(swapped_layers(student.model)):
-            stack.callback(state.register_forward_hook(keep(number), with_kwargs=True).remove)
+            hook = state.register_forward_hook(partial(record, number), with_kwargs=True)
+            stack.callback(hook.remove)
         call(student, batch)
     return calls
 
@@ -135,29 +136,30 @@ def transfer_attention(
     Raises:
         ValueError: there are no batches, no layer is swapped, or no layer has anything to learn.
     """
-    batches, training, wanted = (
-        list(batches),
-        model.training,
-        [p for p in model.parameters() if p.requires_grad],
-    )
+    batches = list(batches)
     if not batches:
         raise ValueError("batches: empty; expected at least one")
+    training = model.training
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     student = TransferModel(model)
     calibrate(student, batches)
-    if parameters := [p for p in student.parameters() if p.requires_grad]:
-        optimizer, states = torch.optim.Adam(parameters, lr), swapped_layers(model)
+    parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    if parameters:
         calls = [exact_calls(student.eval(), batch) for batch in batches]
         release(student)
         student.train()
+        states = swapped_layers(model)
+        optimizer = torch.optim.Adam(parameters, lr)
         for step in range(steps):
             optimizer.zero_grad()
-            now = calls[step % len(calls)]
-            for number, (given, exact) in now.items():  # one layer at a time saves memory
-                error, square = squares(states[number], given, states[number](*given), exact)
-                (error / square.clamp(min=1e-30) / len(now)).backward()
+            layers = calls[step % len(calls)]
+            for number, (arguments, exact) in layers.items():  # one layer at a time saves memory
+                out = states[number](*arguments)
+                error, square = squares(states[number], arguments, out, exact)
+                (error / square.clamp(min=1e-30) / len(layers)).backward()
             optimizer.step()
             optimizer.param_groups[0]["lr"] = lr * (1 - (step + 1) / steps)
-    return release(student, wanted).train(training)
+    return release(student, trainable).train(training)
 
 
 def calibrate(student: TransferModel, batches: Iterable) -> None:
@@ -165,14 +167,15 @@ def calibrate(student: TransferModel, batches: Iterable) -> None:
 
     Raises ValueError if the layers have neither statistics nor parameters to learn.
     """
-    states, batches = swapped_layers(student.model), list(batches)
-    kept = any(isinstance(state, LinearAttention) and state.learns for state in states)
-    if not (kept or layer_parameters(states)):
+    batches = list(batches)
+    states = swapped_layers(student.model)
+    has_statistics = any(isinstance(state, LinearAttention) and state.learns for state in states)
+    if not (has_statistics or layer_parameters(states)):
         raise ValueError(
             f"attention={states[0].mechanism}: has nothing to train; use hedgehog, or random features "
             "with attention.learn=parameters or projections"
         )
-    if kept:
+    if has_statistics:
         fill_statistics(student.model, batches)
 
 
@@ -194,16 +197,20 @@ def swapped_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def layer_parameters(states: Iterable[nn.Module]) -> list[nn.Parameter]:
-    return [parameter for state in states for parameter in state.parameters()]
+    parameters = []
+    for state in states:
+        parameters += state.parameters()
+    return parameters
 
 
 def squares(
-    state: AttentionLayer, given: tuple, out: Tensor, exact: Tensor
+    state: AttentionLayer, arguments: tuple, out: Tensor, exact: Tensor
 ) -> tuple[Tensor, Tensor]:
     """|output - exact|^2 and |exact|^2, summed over all queries but padding."""
-    q, k, _, key_mask = given
+    q, k, _, key_mask = arguments
     real = real_queries(state, q, k, key_mask)[:, None, :, None].to(exact.dtype)
-    return (out - exact).float().square().mul(real).sum(), exact.float().square().mul(real).sum()
+    error = (out - exact).float().square().mul(real).sum()
+    return error, exact.float().square().mul(real).sum()
 
 
 # ---- tasks
@@ -239,11 +246,9 @@ class TransferTask(Task):
         if mechanism.is_exact:
             raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
         student = TransferModel(model)
+        batches = islice(self.batches("train", Plan(8)), max(count, 1))
         try:
-            calibrate(
-                student,
-                map(self.model_inputs, islice(self.batches("train", Plan(8)), max(count, 1))),
-            )
+            calibrate(student, map(self.model_inputs, batches))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return student
@@ -253,8 +258,8 @@ class TransferTask(Task):
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        given = self.model_inputs(batch)
-        errors, _ = model(**given) if isinstance(given, dict) else model(given)
+        inputs = self.model_inputs(batch)
+        errors, _ = model(**inputs) if isinstance(inputs, dict) else model(inputs)
         return errors.mean()
 
     def weight(self, batch: Batch) -> None:
@@ -268,10 +273,9 @@ class TransferTask(Task):
         """
         recorder = ErrorRecorder(model)
         exact = super().evaluate(recorder, split, reader)
-        errors = [
-            (error / whole) ** 0.5
-            for error, whole in zip(*(reader.sum(*side) for side in recorder.totals))
-        ]
+        error_sums = reader.sum(*recorder.errors)
+        exact_sums = reader.sum(*recorder.exact)
+        errors = [(error / whole) ** 0.5 for error, whole in zip(error_sums, exact_sums)]
         model.teaching = False
         try:
             swapped = super().evaluate(model.model, split, reader)
@@ -285,11 +289,8 @@ class TransferTask(Task):
         }
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        super().export(
-            model.model,
-            {name.removeprefix("model."): tensor for name, tensor in tensors.items()},
-            directory,
-        )
+        renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        super().export(model.model, renamed, directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -357,20 +358,25 @@ class TransferVision(TransferTask, ImageNet):
 
 
 class ErrorRecorder:
-    """Return the output of the exact model and accumulate layer errors."""
+    """Return the output of the exact model and accumulate layer errors.
+
+    Attributes:
+        errors, exact: |output - exact|^2 and |exact|^2 of each layer.
+    """
 
     def __init__(self, model: TransferModel):
-        self.model, self.totals = model, ([], [])
+        self.model = model
+        self.errors: list[float] = []
+        self.exact: list[float] = []
 
     @torch.no_grad()
     def __call__(self, *args: Tensor, **batch: Tensor):
         _, out = self.model(*args, **batch)
-        squares = [self.model.squares[number] for number in sorted(self.model.squares)]
-        self.totals = tuple(
-            [
-                float(part) + before
-                for part, before in zip(side, self.totals[i] or [0.0] * len(side))
-            ]
-            for i, side in enumerate(zip(*squares))
-        )
+        if not self.errors:
+            self.errors = [0.0] * len(self.model.squares)
+            self.exact = [0.0] * len(self.model.squares)
+        for i, number in enumerate(sorted(self.model.squares)):
+            error, exact = self.model.squares[number]
+            self.errors[i] += float(error)
+            self.exact[i] += float(exact)
         return out
