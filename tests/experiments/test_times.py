@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from crt_exp.experiments.measure import times
+from crt_exp.samplers.threads import threads
 
 
 @pytest.mark.parametrize("warm, turn, order", [(1, 0, "abc"), (0, 5, "cab"), (3, 1, "bca")])
@@ -74,7 +75,7 @@ def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
 
 def test_threads_come_back():
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), times.threads(before + 1):
+    with pytest.raises(KeyError), threads(before + 1):
         assert torch.get_num_threads() == before + 1
         raise KeyError
     assert torch.get_num_threads() == before
