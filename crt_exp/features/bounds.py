@@ -1,4 +1,4 @@
-"""Exact variance with coupled projections, and the projections an error needs.
+"""Exact variance with coupled projections.
 
 Vectors x, y (..., d) broadcast pair by pair. Results are float64 on the CPU. Results that could overflow are natural
 logarithms.
@@ -23,49 +23,9 @@ from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.statistics import log_0f1
 
-OVERFLOW = 700.0  # log of the number of projections from which the result is infinite
 ENSEMBLES = ("iid", "orthogonal", "simplex")
 NODES = 200  # Gauss-Legendre nodes of the simplex average: error 1e-13 up to d = 1024
 TERMS = 2**22  # elements of the Poisson sums in memory at a time
-
-
-def required_m(
-    phi: FeatureMap,
-    x: Tensor,
-    y: Tensor,
-    params=(),
-    *,
-    epsilon: float,
-    delta: float,
-    relative: bool = True,
-    ensemble: str = "iid",
-) -> Tensor:
-    """Number of projections for |hat K - K| <= epsilon K with probability 1 - delta.
-
-    With `relative=False` the error is at most epsilon. The bound is Chebyshev's inequality with the exact variance: m =
-    Var(Z) / (delta epsilon^2) for iid projections. For coupled projections m is the least of 1..d and the multiples of
-    d. Returns float64 per pair, +inf if no m suffices.
-    """
-    if not (epsilon > 0 and 0 < delta < 1):
-        raise ValueError(f"epsilon={epsilon}: expected > 0; delta={delta}: expected 0 < delta < 1")
-    x, y = x.double(), y.double()
-    log_kernel = phi.log_kernel(x, y)
-    log_epsilon = (
-        math.log(epsilon) + torch.zeros_like(log_kernel) - (0 if relative else log_kernel)
-    )  # relative to K
-    log_target, d = math.log(delta) + 2 * log_epsilon, x.shape[-1]
-    log_one = log_expm1(phi.log_relative_second_moment(x, y, params)) - log_target
-    value, log_unit = relative_covariance(phi, x, y, params, ensemble)
-    # the least allowed m with (one + covariance (b - 1)) / m <= 1, b = min(m, d), in units of the target
-    one, covariance = (
-        log_one.clamp(max=OVERFLOW).exp(),
-        value * (log_unit - log_target).clamp(max=OVERFLOW).exp(),
-    )
-    within = ((one - covariance) / (1 - covariance)).ceil().clamp(min=1)
-    blocks = ((one + (d - 1) * covariance) / d).ceil().clamp(min=1)
-    coupled = torch.where((covariance < 1) & (within <= d), within, d * blocks)
-    m = one.ceil().clamp(min=1) if ensemble == "iid" or d == 1 else coupled
-    return torch.where(log_one < OVERFLOW, m, torch.inf)
 
 
 def ensemble_log_variance(

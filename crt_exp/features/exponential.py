@@ -10,9 +10,7 @@ kernel (CRT eq. (4), (5)). The variance is finite for Re w > 0.
 Second moments are relative to the squared kernel: they are then equal for both kernels and free of cancellation.
 """
 
-import cmath
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
@@ -106,9 +104,9 @@ class TrigRF(Trigonometric):
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
         log_scale = super()._log_scale(x, phase)
-        return (
-            log_scale + sq_norm(at_least_float32(x)) / 2 if self.kernel == "softmax" else log_scale
-        )
+        if self.kernel == "softmax":
+            log_scale = log_scale + sq_norm(at_least_float32(x)) / 2
+        return log_scale
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         return log_cosh((x.double() - y.double()).square().sum(-1))  # Performers Lemma 2
@@ -164,14 +162,17 @@ class PositiveExponential(FeatureMap):
         if noise.matrix_free:
             return super().writer(noise, params)
         weight = self._weight(match_float64(noise, torch.float64), params)
-        return lambda x, out: torch.matmul(
-            self._inputs(x, noise), weight.to(out.dtype).mT, out=out
-        ).exp_()
+
+        def write(x: Tensor, out: Tensor) -> None:
+            torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
+
+        return write
 
     def _weight(self, noise: Noise, params) -> Tensor:
         """Return W (..., M, d + 2) with log phi = [x, 1, |x|^2] W^T."""
         rows, scale, bias = self.exponent(noise, params)
-        rows = rows if scale is None else rows * scale.to(rows.dtype)
+        if scale is not None:
+            rows = rows * scale.to(rows.dtype)
         bias = bias.mT.expand(*rows.shape[:-1], 1)
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
@@ -186,14 +187,17 @@ class PositiveExponential(FeatureMap):
         return torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
 
     def _phi_matrix_free(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
-        x, (scale, bias) = at_least_float32(x), affine
-        bias = bias.to(x.dtype) if isinstance(bias, Tensor) else bias
+        x = at_least_float32(x)
+        scale, bias = affine
+        if isinstance(bias, Tensor):
+            bias = bias.to(x.dtype)
         offset = bias - self.norm_weight * sq_norm(x)
-        projected = noise.project(x if scale is None else x * scale.to(x.dtype))
-        signed = (
-            [offset + projected, offset - projected] if self.antithetic else [offset + projected]
-        )
-        return Features(ONE, torch.cat(signed, -1))
+        scaled = x if scale is None else x * scale.to(x.dtype)
+        projected = noise.project(scaled)
+        logs = offset + projected
+        if self.antithetic:
+            logs = torch.cat([logs, offset - projected], -1)
+        return Features(ONE, logs)
 
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
@@ -207,15 +211,18 @@ class PositiveExponential(FeatureMap):
         bias = torch.as_tensor(bias, dtype=rows.dtype, device=rows.device)
         bias = bias.expand(*bias.shape[:-1] or (1,), noise.m)
         if self.antithetic:
-            rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
+            rows = torch.cat([rows, -rows], -2)
+            bias = torch.cat([bias, bias], -1)
         return rows, scale, bias
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         s_plus = (x.double() + y.double()).square().sum(-1)
         log_rho = self._log_rho(params, x, y)
         log_alpha = x.shape[-1] * log_cosh(log_rho / 2)
-        hi = log_alpha + torch.exp(log_rho) * s_plus
-        return log_mean_exp2(hi, log_alpha - s_plus) if self.antithetic else hi
+        same_sign = log_alpha + torch.exp(log_rho) * s_plus
+        if not self.antithetic:
+            return same_sign
+        return log_mean_exp2(same_sign, log_alpha - s_plus)
 
     def _log_rho(self, params, x: Tensor, y: Tensor) -> Tensor:
         """Return log rho, rho = 1 / (1 - 8A), to broadcast with the pairs."""
@@ -262,7 +269,9 @@ class SMREG(PositiveExponential):
         _, s_plus = _norms(x, y)
         first = 2 * log_0f1(d / 2, d * s_plus / 4)
         second = log_0f1(d / 2, d * s_plus)
-        return log_mean_exp2(second - first, -first) if self.antithetic else second - first
+        if not self.antithetic:
+            return second - first
+        return log_mean_exp2(second - first, -first)
 
 
 @dataclass(frozen=True)
@@ -288,9 +297,8 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
-        return OPRFParams(
-            check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")[..., None, None]
-        )
+        A = check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")
+        return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
         return OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
@@ -299,9 +307,10 @@ class OPRF(PositiveExponential):
         return OPRFParams(params.A.clamp(max=LARGEST_A))
 
     def affine(self, noise, params):
-        A = params.A.to(noise.sq_norm.device)
+        norms = noise.sq_norm
+        A = params.A.to(norms.device)
         log_d = noise.d / 4 * torch.log1p(-4 * A) - math.log(self.width(noise.m)) / 2
-        bias = log_d.to(noise.sq_norm.dtype) + A.to(noise.sq_norm.dtype) * noise.sq_norm
+        bias = log_d.to(norms.dtype) + A.to(norms.dtype) * norms
         return torch.sqrt(1 - 4 * A), bias
 
     def _log_rho(self, params, x, y) -> Tensor:
@@ -313,14 +322,13 @@ class OPRF(PositiveExponential):
 class GERF(FeatureMap):
     """Generalised exponential random features (CRT 3.1): real or complex A, s = +-1.
 
-    `fit` minimises the mean log second moment. Estimates may be negative. M = 2m: real parts, then imaginary parts.
+    `fit` minimises the mean log second moment over real A. Estimates may be negative. M = 2m: real parts, then
+    imaginary parts.
 
     Args:
         s: sign in CRT eq. (5); "auto" takes the sign of smaller mean log second moment.
         A: fixed value instead of the fit; needs a fixed s. Real A > 0 gives unbounded features, whose sample variance
             is infinite for A >= 1/16.
-        search: "complex" also searches complex A and keeps it if the gain exceeds 1e-9. Numerical searches found no
-            gain.
 
     Raises:
         ValueError: A is fixed without s, or Re(1 - 8A) <= 0.
@@ -328,7 +336,6 @@ class GERF(FeatureMap):
 
     s: Literal["auto", 1, -1] = "auto"
     A: Complex | None = None
-    search: Literal["real", "complex"] = "real"
 
     def __post_init__(self):
         super().__post_init__()
@@ -348,25 +355,30 @@ class GERF(FeatureMap):
     def fit(self, stats: Statistics) -> GERFParams:
         if self.A is not None:
             A = torch.tensor([[self.A]], dtype=torch.complex128)
-            return GERFParams(A if self.A.imag else A.real, torch.tensor([[self.s]]))
-        candidates = [self._best(stats, s) for s in ([1, -1] if self.s == "auto" else [self.s])]
-        A, moment, s = candidates[0]
-        for other_a, other_moment, other_s in candidates[1:]:
+            if not self.A.imag:
+                A = A.real
+            return GERFParams(A, torch.tensor([[self.s]]))
+        signs = [1, -1] if self.s == "auto" else [self.s]
+        A, moment, s = self._best(stats, signs[0])
+        for other_sign in signs[1:]:
+            other_a, other_moment, other_s = self._best(stats, other_sign)
             better = other_moment < moment
-            A, s = torch.where(better, other_a, A), torch.where(better, other_s, s)
+            A = torch.where(better, other_a, A)
+            s = torch.where(better, other_s, s)
         return GERFParams(A[..., None, None], s[..., None, None])
 
     def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return A, log second moment and s, each of the batch shape."""
-        mean_s, mean_n = (stats.mean_sq_sum if s == 1 else stats.mean_sq_diff), stats.mean_norms
-        A = optimal_a(mean_s / stats.d) if s == 1 else optimal_a_trig(mean_s, stats.d)
-        if self.search == "complex":
-            A = search_complex_a(A, mean_s, s, stats.d)
+        if s == 1:
+            mean_s = stats.mean_sq_sum
+            A = optimal_a(mean_s / stats.d)
+            log_kernel_sq = mean_s - 2 * stats.mean_norms
+        else:
+            mean_s = stats.mean_sq_diff
+            A = optimal_a_trig(mean_s, stats.d)
+            log_kernel_sq = -mean_s
         A = check_finite(A, "A")
         ratio = gerf_log_relative_second_moment(A, s, mean_s, stats.d)
-        log_kernel_sq = (
-            mean_s - 2 * mean_n if s == 1 else -mean_s
-        )  # Gaussian kernel at the mean statistics
         return A, ratio + log_kernel_sq, torch.full_like(mean_s, s, dtype=torch.long)
 
     def phi_q(self, x, noise, params) -> Features:
@@ -377,29 +389,33 @@ class GERF(FeatureMap):
 
     def _phi(self, x, noise, params, key: bool) -> Features:
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
-        x, noise = at_least_float32(x), match_float64(noise, x.dtype)
-        A, s = (t.to(noise.sq_norm.device) for t in (params.A.to(torch.complex128), params.s))
-        B = torch.sqrt(s * (1 - 4 * A)) * (s if key else 1)
+        x = at_least_float32(x)
+        noise = match_float64(noise, x.dtype)
+        device = noise.sq_norm.device
+        A = params.A.to(torch.complex128).to(device)
+        s = params.s.to(device)
+        B = torch.sqrt(s * (1 - 4 * A))
+        if key:
+            B = B * s
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
         C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
         projected = noise.project(x)
-        scale, of_norms, turn, turn_of_norms = (
-            t.to(x.dtype)
-            for t in (
-                log_d.real - math.log(noise.m) / 2,
-                A.real * noise.sq_norm,
-                torch.remainder(log_d.imag, 2 * math.pi),
-                A.imag * noise.sq_norm,
-            )
-        )
-        log_scale = scale + of_norms + B.real.to(x.dtype) * projected + C.to(x.dtype) * sq_norm(x)
+        scale = (log_d.real - math.log(noise.m) / 2).to(x.dtype)
+        scale_of_norms = (A.real * noise.sq_norm).to(x.dtype)
+        log_scale = scale + scale_of_norms + B.real.to(x.dtype) * projected
+        log_scale = log_scale + C.to(x.dtype) * sq_norm(x)
+        turn = torch.remainder(log_d.imag, 2 * math.pi).to(x.dtype)
+        turn_of_norms = (A.imag * noise.sq_norm).to(x.dtype)
         phase = turn + turn_of_norms + B.imag.to(x.dtype) * projected
-        value = torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1)
+        sine = -phase.sin() if key else phase.sin()
+        value = torch.cat([phase.cos(), sine], -1)
         return Features(value, torch.cat([log_scale, log_scale], -1))
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        x, y = x.double(), y.double()
-        A, s = (align(t, x, y)[..., 0] for t in params)
+        x = x.double()
+        y = y.double()
+        A = align(params.A, x, y)[..., 0]
+        s = align(params.s, x, y)[..., 0]
         s_s = torch.where(s > 0, (x + y).square().sum(-1), (x - y).square().sum(-1))
         return gerf_log_relative_second_moment(A, s, s_s, x.shape[-1])
 
@@ -412,19 +428,19 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
         s_s: S_s = |x + s y|^2.
     """
     check_a(A)
-    a = torch.log1p(-8 * A.double()) if not A.is_complex() else torch.log(1 - 8 * A)
-    if not a.is_complex():
+    if not A.is_complex():
+        a = torch.log1p(-8 * A.double())
         lcosh = d * log_cosh(a / 2)
         low = lcosh + s * torch.exp(-a) * s_s
         high = lcosh + torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0) * s_s
         return log_mean_exp2(high, low)
-    re, im = a.real, a.imag
+    a = torch.log(1 - 8 * A)
     low = d * torch.log(torch.cosh(a / 2)) + s * torch.exp(-a) * s_s
-    double = 2 * (torch.cosh(re) + im.cos())  # |1 + w|^2 e^-a
-    slope = (s * (1 + re.exp() * im.cos()) + torch.sqrt(re.exp() * double)) / (
-        2 * re.exp() * im.cos()
-    ) - s
-    high = d / 2 * torch.log(double / (4 * im.cos())) + slope * s_s
+    size = a.real.exp()
+    cosine = a.imag.cos()
+    double = 2 * (torch.cosh(a.real) + cosine)  # |1 + w|^2 e^-a
+    slope = (s * (1 + size * cosine) + torch.sqrt(size * double)) / (2 * size * cosine) - s
+    high = d / 2 * torch.log(double / (4 * cosine)) + slope * s_s
     return log_mean_exp2(high, low.real, low.imag)
 
 
@@ -434,12 +450,13 @@ def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Ten
     The result is accurate if both are near 0.
     """
     low = torch.minimum(low, high)
-    mid, half = (high + low) / 2, (high - low) / 2
+    mid = (high + low) / 2
+    half = (high - low) / 2
     phase = torch.as_tensor(phase, dtype=high.dtype)
     near = half.clamp(max=1.0)
-    small = mid + torch.log1p(
-        2 * torch.sinh(near / 2).square() - torch.exp(-near) * torch.sin(phase / 2).square()
-    )
+    excess = 2 * torch.sinh(near / 2).square()
+    lost = torch.exp(-near) * torch.sin(phase / 2).square()
+    small = mid + torch.log1p(excess - lost)
     large = high - LOG2 + torch.log1p(torch.exp(-2 * half) * phase.cos())
     return torch.where(half > 1, large, small)
 
@@ -462,15 +479,14 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
     s_minus = s_minus.double()
 
     def moment(a: Tensor) -> Tensor:
-        return d * log_cosh(a / 2) + torch.log1p(
-            torch.exp(-(1 + torch.exp(-a)) * s_minus.unsqueeze(-1))
-        )
+        exponent = -(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)
+        return d * log_cosh(a / 2) + torch.log1p(torch.exp(exponent))
 
     a = grid_search(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
-    candidates = torch.stack(
-        [a, torch.zeros_like(a)], -1
-    )  # 0 is TrigRF itself, exact where it is the optimum
-    a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
+    # 0 is TrigRF itself, exact where it is the optimum
+    candidates = torch.stack([a, torch.zeros_like(a)], -1)
+    best = moment(candidates).argmin(-1, keepdim=True)
+    a = candidates.gather(-1, best).squeeze(-1)
     return -torch.expm1(a) / 8
 
 
@@ -482,62 +498,15 @@ def grid_search(
     Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
     error is (high - low) 24^-rounds.
     """
-    lo, hi = torch.full_like(like, low).unsqueeze(-1), torch.full_like(like, high).unsqueeze(-1)
+    lo = torch.full_like(like, low).unsqueeze(-1)
+    hi = torch.full_like(like, high).unsqueeze(-1)
     steps = torch.linspace(0, 1, points, dtype=like.dtype, device=like.device)
     for _ in range(rounds):
         grid = lo + (hi - lo) * steps
         best = pick(grid)
-        lo, hi = (
-            grid.gather(-1, (best - 1).clamp(min=0)),
-            grid.gather(-1, (best + 1).clamp(max=points - 1)),
-        )
+        lo = grid.gather(-1, (best - 1).clamp(min=0))
+        hi = grid.gather(-1, (best + 1).clamp(max=points - 1))
     return ((lo + hi) / 2).squeeze(-1)
-
-
-def search_complex_a(start: Tensor, s_s: Tensor, s: int, d: int) -> Tensor:
-    """Return the complex A of least second moment, by Nelder-Mead.
-
-    The search starts from the real optimum. The variables are (a, beta) with 1 - 8A = e^(a + ib), b = pi/2 tanh(beta).
-    The real A stays unless the log second moment drops by more than 1e-9.
-
-    Raises:
-        ValueError: inside torch.func, which cannot trace the search.
-    """
-    if transforming():
-        raise ValueError("search=complex: torch.func cannot trace the search; use search=real")
-    values = [
-        _search_one(complex(A), float(t), s, d) for A, t in zip(start.flatten(), s_s.flatten())
-    ]
-    return torch.tensor(values, dtype=torch.complex128, device=start.device).view(start.shape)
-
-
-def _search_one(start: complex, s_s: float, s: int, d: int) -> complex:
-    from scipy.optimize import minimize
-
-    target = torch.tensor(s_s, dtype=torch.float64)
-
-    def moment(A: complex) -> float:
-        return float(
-            gerf_log_relative_second_moment(torch.tensor(A, dtype=torch.complex128), s, target, d)
-        )
-
-    begin = cmath.log(1 - 8 * start).real
-    best, best_moment = start, moment(start)
-    for v0 in ([begin, 0.0], [begin, 0.1], [0.0, 0.1]):
-        result = minimize(
-            lambda point: moment(_complex_a(point)),
-            v0,
-            method="Nelder-Mead",
-            options={"xatol": 1e-10, "fatol": 1e-13},
-        )
-        if result.fun < best_moment - 1e-9:
-            best, best_moment = _complex_a(result.x), result.fun
-    return best
-
-
-def _complex_a(point: Sequence[float]) -> complex:
-    """Return A at (a, beta)."""
-    return (1 - cmath.exp(complex(point[0], math.pi / 2 * math.tanh(point[1])))) / 8
 
 
 def check_a(A: Tensor | complex) -> None:
@@ -550,7 +519,9 @@ def check_a(A: Tensor | complex) -> None:
     """
     A = torch.as_tensor(A)
     w = 1 - 8 * A
-    if values_readable(w) and not all_true((w.real if w.is_complex() else w) > 0):
+    if w.is_complex():
+        w = w.real
+    if values_readable(w) and not all_true(w > 0):
         raise ValueError(
             f"A={format_entries(A)}: expected Re(1 - 8A) > 0 (A < 1/8 for real A) for a finite variance"
         )
@@ -564,5 +535,7 @@ def format_entries(t: Tensor) -> str:
 
 def _norms(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return N and |x + y|^2, float64."""
-    x, y = x.double(), y.double()
-    return x.square().sum(-1) + y.square().sum(-1), (x + y).square().sum(-1)
+    x = x.double()
+    y = y.double()
+    squares = x.square().sum(-1) + y.square().sum(-1)
+    return squares, (x + y).square().sum(-1)

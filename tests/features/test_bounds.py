@@ -1,4 +1,4 @@
-"""The exact variance of coupled rows and the projections needed, against simulation and high-precision sums."""
+"""The exact variance of coupled rows, against simulation and high-precision sums."""
 
 import math
 from decimal import Decimal, getcontext
@@ -14,7 +14,6 @@ from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics
 from crt_exp.features.bounds import (
     ensemble_log_variance,
     positive_covariance,
-    required_m,
     trig_covariance,
 )
 
@@ -135,50 +134,9 @@ def test_ensembles_are_ordered_and_stable():
     )
 
 
-# --- projections needed -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "phi, ensemble", in_turn([OPRF(), HypRF(), TrigRF(), SMREG()], SAMPLERS), ids=str
-)
-def test_required_m_by_variance(phi, ensemble):
-    """The variance at m is small enough, and not so at the next smaller number allowed."""
-    d, epsilon, delta = 6, 0.3, 0.1
-    x, y = torch.randn(2, 5, d, generator=seeded(), dtype=torch.float64) * 0.5
-    params = phi.fit(Statistics.of(x, y))
-    needed = required_m(phi, x, y, params, epsilon=epsilon, delta=delta, ensemble=ensemble)
-    target = math.log(delta * epsilon**2) + 2 * phi.log_kernel(x, y)
-    for i, m in enumerate(needed.long().tolist()):
-        smaller = m - 1 if ensemble == "iid" or m <= d else m - d
-        assert ensemble_log_variance(phi, x, y, params, m, ensemble)[i] <= target[i] + 1e-9
-        assert (
-            smaller == 0
-            or ensemble_log_variance(phi, x, y, params, smaller, ensemble)[i] > target[i]
-        )
-
-
-def test_required_m_is_of_relative_or_absolute_errors():
-    x, y = pair(3, 0.2)
-    phi = OPRF()
-    params, kernel = fit(phi, x, y), phi.log_kernel(x, y).exp()
-    relative, absolute = (
-        required_m(phi, x, y, params, epsilon=e, delta=0.1, relative=r)
-        for e, r in ((0.02, True), (0.02 * kernel.item(), False))
-    )
-    assert (relative - absolute).abs() <= 1
-
-
-def test_required_m_where_nothing_helps():
+def test_refused_ensembles_and_maps():
     x, y = pair(4, 20.0)
-    assert (
-        required_m(PosRF(), 3 * x, 3 * x, epsilon=0.1, delta=0.1, ensemble="orthogonal")
-        == torch.inf
-    )
-    assert required_m(PosRF(), x, -x, epsilon=0.1, delta=0.1) == 1
-    for bad in ({"epsilon": 0, "delta": 0.1}, {"epsilon": 0.1, "delta": 1}):
-        with pytest.raises(ValueError, match="epsilon="):
-            required_m(PosRF(), x, y, **bad)
     with pytest.raises(ValueError, match="ensemble="):
-        required_m(PosRF(), x, y, epsilon=0.1, delta=0.1, ensemble="sobol")
+        ensemble_log_variance(PosRF(), x, y, m=4, ensemble="sobol")
     with pytest.raises(ValueError, match="PoisRF"):
         ensemble_log_variance(PoisRF(rate=1), x, y, PoisRF(rate=1).fit(None), 4, "orthogonal")
