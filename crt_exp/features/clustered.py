@@ -171,7 +171,10 @@ class _Side:
         imaginary: Tensor,
         key: bool,
     ):
-        self.phi, self.noise, self.centres, self.key = phi, noise, centres, key
+        self.phi = phi
+        self.noise = noise
+        self.centres = centres
+        self.key = key
         self.others = size.shape[-2]
         self.re = (size * (1 - imaginary.abs())).flatten(-2)  # (..., C, others d)
         self.im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
@@ -275,7 +278,8 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def _build_components(self):
         default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
         bases = (CERF(self.kernel, field=self.field),) * self.pairs
-        bases = bases if default is None else (*bases, default(self.kernel))
+        if default is not None:
+            bases = (*bases, default(self.kernel))
         return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
 
     def fit(self, stats: Statistics):
@@ -285,14 +289,16 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         return self._params(self.initial_clusters(d))
 
     def admitted(self, params):
-        return tuple(
-            tuple(p and p._replace(imaginary=p.imaginary.round()) for p in part) for part in params
-        )
+        def rounded(pair: PairParams | tuple) -> PairParams | tuple:
+            return pair._replace(imaginary=pair.imaginary.round()) if pair else pair
+
+        coefficients, bases = params
+        return tuple(map(rounded, coefficients)), tuple(map(rounded, bases))
 
     def _params(self, clusters: Clusters) -> tuple[tuple, tuple]:
-        pairs = [
-            PairParams(*(t[..., k : k + 1, :] for t in clusters[2:])) for k in range(self.pairs)
-        ]
+        pairs = []
+        for k in range(self.pairs):
+            pairs.append(PairParams(*(t[..., k : k + 1, :] for t in clusters[2:])))
         if self.default is None:
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
@@ -300,20 +306,26 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def _moments(self, x, y, params, n):
         """Include covariances of coefficients, which share their projections."""
         coefficients = self.components()[0]
-        seen = [c.between(x, y, p) for c, p in zip(coefficients, params)]
+        vectors = [c.between(x, y, p) for c, p in zip(coefficients, params)]
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
-        products = [
-            [a * b + (_both_signs(u, v) - a * b) / n for b, v in zip(means, seen)]
-            for a, u in zip(means, seen)
-        ]
-        rest = [a - sum(row) for a, row in zip(means, products)]  # E lambda_k (1 - sum)
-        last = 1 - sum(means) - sum(rest)
-        return [*([*row, r] for row, r in zip(products, rest)), [*rest, last]]
+        moments = []
+        remainders = []  # E lambda_k (1 - sum)
+        for mean, vector in zip(means, vectors):
+            row = []
+            for other_mean, other_vector in zip(means, vectors):
+                product = mean * other_mean
+                row.append(product + (_both_signs(vector, other_vector) - product) / n)
+            remainders.append(mean - sum(row))
+            moments.append([*row, remainders[-1]])
+        last = 1 - sum(means) - sum(remainders)
+        return [*moments, [*remainders, last]]
 
 
 def _both_signs(u: Tensor, v: Tensor) -> Tensor:
     """Return the mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
-    return (torch.exp(-(u - v).square().sum(-1) / 2) + torch.exp(-(u + v).square().sum(-1) / 2)) / 2
+    difference = torch.exp(-(u - v).square().sum(-1) / 2)
+    total = torch.exp(-(u + v).square().sum(-1) / 2)
+    return (difference + total) / 2
 
 
 # ---- clusters of vectors

@@ -23,7 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import BoundMap, FeatureMap, broadcast_matrix, check_finite, log_cosh
+from crt_exp.features.base import (
+    BoundMap,
+    FeatureMap,
+    Features,
+    broadcast_matrix,
+    check_finite,
+    log_cosh,
+)
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
 from crt_exp.features.exponential import (
     OPRF,
@@ -68,23 +75,32 @@ class Dense(PositiveExponential):
     fitted = True
 
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
-        weight, G = self._weight(noise, params), params.balance
-        side = lambda x, G: self._phi(self._moved(x, G, params.shift), noise, weight)
-        of_queries = partial(side, G=G)
-        return BoundMap(
-            of_queries, of_queries if G is None else partial(side, G=inverse_transposed(G))
-        )
+        weight = self._weight(noise, params)
+        shift = self.shift(params)
+
+        def phi(x: Tensor, G: Tensor | None) -> Features:
+            return self._phi(self._moved(x, G, shift), noise, weight)
+
+        phi_q = partial(phi, G=params.balance)
+        if params.balance is None:
+            return BoundMap(phi_q, phi_q)
+        return BoundMap(phi_q, partial(phi, G=inverse_transposed(params.balance)))
+
+    def shift(self, params: SDERFParams) -> Tensor | None:
+        """Return the h that is subtracted from the vectors, or None."""
+        return params.shift
 
     def writer(self, noise, params):
         return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
 
     def transform_inputs(self, x, params, key=False, factor=1.0):
         G = params.balance
-        if G is None and params.shift is None:
+        shift = self.shift(params)
+        if G is None and shift is None:
             return x, factor
-        return self._moved(
-            x, inverse_transposed(G) if key and G is not None else G, params.shift, factor
-        ), 1.0
+        if key and G is not None:
+            G = inverse_transposed(G)
+        return self._moved(x, G, shift, factor), 1.0
 
     def _moved(self, x: Tensor, G: Tensor | None, h: Tensor | None, factor: float = 1.0) -> Tensor:
         """Return factor G x - h, or factor x - h/2 for the Gaussian kernel."""
@@ -99,23 +115,23 @@ class Dense(PositiveExponential):
     def exponent(self, noise, params):
         """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
         rows = _precise_times(noise.rows(), params.root)
-        bias = (noise.sq_norm - sq_norm(rows).mT) / 4 + self._constant(
-            noise, params
-        )  # omega.A omega
+        quadratic = (noise.sq_norm - sq_norm(rows).mT) / 4  # omega.A omega
+        bias = quadratic + self._constant(noise, params)
         if self.antithetic:
-            rows, bias = torch.cat([rows, -rows], -2), torch.cat([bias, bias], -1)
-        if params.shift is None or self.kernel != "softmax":
+            rows = torch.cat([rows, -rows], -2)
+            bias = torch.cat([bias, bias], -1)
+        shift = self.shift(params)
+        if shift is None or self.kernel != "softmax":
             return rows, None, bias
-        h = params.shift.to(rows)
+        h = shift.to(rows)
         return rows, None, bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
 
     def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
-        log_det = (
-            R.log().sum(-1, keepdim=True)
-            if R.shape[-2] == 1
-            else torch.linalg.slogdet(R)[1][..., None, None]
-        )
+        if R.shape[-2] == 1:
+            log_det = R.log().sum(-1, keepdim=True)
+        else:
+            log_det = torch.linalg.slogdet(R)[1][..., None, None]
         return (log_det / 2 - math.log(self.width(noise.m)) / 2).to(noise.sq_norm)
 
     # ---- exact errors
@@ -125,19 +141,22 @@ class Dense(PositiveExponential):
         log_rho = -torch.log1p(2 * (size - 1) * (size + 1))  # 1 - 8a = 2 size^2 - 1
         log_alpha = log_cosh(log_rho / 2).sum(-1)
         high = log_alpha + (log_rho.exp() * s.square()).sum(-1)
-        return log_mean_exp2(high, log_alpha - s.square().sum(-1)) if self.antithetic else high
+        if not self.antithetic:
+            return high
+        return log_mean_exp2(high, log_alpha - s.square().sum(-1))
 
     def _principal(self, x: Tensor, y: Tensor, params: SDERFParams) -> tuple[Tensor, Tensor]:
         """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
-        G, R = (None if t is None else t.double() for t in (params.balance, params.root))
-        if G is not None:
-            x, y = (
-                apply_to_pairs(x, G, max(x.ndim, y.ndim)),
-                apply_to_pairs(y, inverse_transposed(G), max(x.ndim, y.ndim)),
-            )
+        R = params.root.double()
+        if params.balance is not None:
+            G = params.balance.double()
+            ndim = max(x.ndim, y.ndim)
+            x = apply_to_pairs(x, G, ndim)
+            y = apply_to_pairs(y, inverse_transposed(G), ndim)
         s = x + y
-        if params.shift is not None:
-            s = s - broadcast_matrix(params.shift.double(), s.ndim)[..., 0, :]
+        shift = self.shift(params)
+        if shift is not None:
+            s = s - broadcast_matrix(shift.double(), s.ndim)[..., 0, :]
         if R.shape[-2] == 1:
             return s, broadcast_matrix(R, s.ndim)[..., 0, :]
         size, Q = torch.linalg.eigh(R)
@@ -199,18 +218,15 @@ class SDERF(Dense):
         x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
         G = None
         if self.balanced:
-            G = (
-                balance(x, y)
-                if self.centred
-                else balance(x + self._square(x_mean), y + self._square(y_mean))
-            )
+            if self.centred:
+                G = balance(x, y)
+            else:
+                G = balance(x + self._square(x_mean), y + self._square(y_mean))
             inverse = inverse_transposed(G)
-            x, y, x_mean, y_mean = (
-                rotate_moment(x, G),
-                rotate_moment(y, inverse),
-                apply_matrix(x_mean, G),
-                apply_matrix(y_mean, inverse),
-            )
+            x = rotate_moment(x, G)
+            y = rotate_moment(y, inverse)
+            x_mean = apply_matrix(x_mean, G)
+            y_mean = apply_matrix(y_mean, inverse)
         h = x_mean + y_mean
         spread = x + y if self.centred else x + y + self._square(h)
         # R of the optimal A: of least mean log second moment (CRT eq. (7) in each principal direction)
@@ -220,11 +236,10 @@ class SDERF(Dense):
         return SDERFParams(root, h if self.centred else None, G)
 
     def unfitted(self, d: int) -> SDERFParams:
-        unit = (
-            torch.ones(1, d, dtype=torch.float64)
-            if self.diagonal
-            else torch.eye(d, dtype=torch.float64)
-        )
+        if self.diagonal:
+            unit = torch.ones(1, d, dtype=torch.float64)
+        else:
+            unit = torch.eye(d, dtype=torch.float64)
         shift = torch.zeros(1, d, dtype=torch.float64) if self.centred else None
         return SDERFParams(unit, shift, unit.clone() if self.balanced else None)
 

@@ -12,6 +12,7 @@ side.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -63,9 +64,7 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(
-            self, "_parts", self._build_components()
-        )  # cached: building parts checks their options
+        self.components()  # building parts checks their options
 
     @abstractmethod
     def _build_components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
@@ -73,53 +72,64 @@ class HybridMap(InBlocks):
 
     def components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """Return p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
-        return self._parts
+        return self._components
+
+    @cached_property
+    def _components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+        return self._build_components()
 
     @property
     def fitted(self) -> bool:
-        return any(part.fitted for parts in self.components() for part in parts)
+        coefficients, bases = self.components()
+        return any(part.fitted for part in (*coefficients, *bases))
 
     @property
     def second_moments(self) -> bool:
-        return any(part.second_moments for parts in self.components() for part in parts)
+        coefficients, bases = self.components()
+        return any(part.second_moments for part in (*coefficients, *bases))
 
     def projections(self, m: Nested) -> Nested:
         coefficients, bases = self.components()
         n, m = self._counts(m)
         several = len(coefficients) > 1 and not self.one_coefficient_noise
-        first = tuple(
-            _rename_parts("coefficient", i if several else None, c.projections(k))
-            for i, (c, k) in enumerate(zip(coefficients, n))
-        )
-        return first, tuple(
-            _rename_parts("base", None if self.shared else i, b.projections(k))
-            for i, (b, k) in enumerate(zip(bases, m))
-        )
+        of_coefficients = []
+        for i, (coefficient, count) in enumerate(zip(coefficients, n)):
+            part = i if several else None
+            projections = coefficient.projections(count)
+            of_coefficients.append(_rename_parts("coefficient", part, projections))
+        of_bases = []
+        for i, (base, count) in enumerate(zip(bases, m)):
+            part = None if self.shared else i
+            of_bases.append(_rename_parts("base", part, base.projections(count)))
+        return tuple(of_coefficients), tuple(of_bases)
 
     def width(self, m: Nested) -> int:
         coefficients, bases = self.components()
         n, m = self._counts(m)
         columns = [c.width(k) for c, k in zip(coefficients, n)]
-        alone = len(coefficients) == 1
-        rest = (
-            coefficients[0].complement_width(n[0])
-            if alone
-            else 1 + sum(c.columns * k for c, k in zip(coefficients, n))
-        )
-        return sum(r * b.width(k) for r, b, k in zip([*columns, rest], bases, m))
+        if len(coefficients) == 1:
+            columns.append(coefficients[0].complement_width(n[0]))
+        else:
+            columns.append(1 + sum(c.columns * k for c, k in zip(coefficients, n)))
+        return sum(r * b.width(k) for r, b, k in zip(columns, bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
         """Return the numbers of projections of each coefficient and of each base."""
         coefficients, bases = self.components()
-        n, m = m if isinstance(m, tuple) else (self.n or m, m)
-        n, m = (
-            k if isinstance(k, tuple) else (k,) * len(parts)
-            for k, parts in ((n, coefficients), (m, bases))
-        )
+        if isinstance(m, tuple):
+            n, m = m
+        else:
+            n = self.n or m
+        if not isinstance(n, tuple):
+            n = (n,) * len(coefficients)
+        if not isinstance(m, tuple):
+            m = (m,) * len(bases)
         return n, m
 
     def fit(self, stats: Statistics) -> Params:
-        return tuple(tuple(part.fit(stats) for part in parts) for parts in self.components())
+        coefficients, bases = self.components()
+        of_coefficients = tuple(part.fit(stats) for part in coefficients)
+        return of_coefficients, tuple(part.fit(stats) for part in bases)
 
     def _check(self, noise: Nested, params: Nested) -> None:
         coefficients, bases = self.components()
@@ -208,7 +218,9 @@ class HybridMap(InBlocks):
         means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
         spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
         means.append(1 - sum(means))
-        moments = [[a * b for b in means] for a in means]
+        moments = []
+        for mean in means:
+            moments.append([mean * other for other in means])
         for k, spread in enumerate(spreads):
             moments[k][k] = moments[k][k] + spread
             moments[k][-1] = moments[-1][k] = moments[k][-1] - spread
@@ -350,13 +362,12 @@ def covariance(
     """
     one, other = (_pair_vector(b, x, y, p) for b, p in zip(bases, params))
     antithetic = any(getattr(b, "antithetic", False) for b in bases)
-    products = ((one * other).sum(-1), (one * other.conj()).sum(-1))
-    mean = sum(
-        torch.exp(s * t.real - log_unit) * t.imag.cos()
-        for t in products
-        for s in ((1, -1) if antithetic else (1,))
-    )
-    return mean / (4 if antithetic else 2) - torch.exp(-log_unit)
+    signs = (1, -1) if antithetic else (1,)
+    total = 0
+    for product in ((one * other).sum(-1), (one * other.conj()).sum(-1)):
+        for sign in signs:
+            total = total + torch.exp(sign * product.real - log_unit) * product.imag.cos()
+    return total / (2 * len(signs)) - torch.exp(-log_unit)
 
 
 def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:

@@ -43,10 +43,8 @@ ROUNDS = 4  # iterations of k-means
 QUERIES, UPDATES = 128, 30  # queries per sequence and iterations of the weight fit
 DEVIATION = 0.6  # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
-LEAST, LARGEST = (
-    1e-30,
-    1e30,
-)  # limits of a fitted weight relative to its start, and of a float32 factor
+LEAST = 1e-30  # of a fitted weight relative to its start
+LARGEST = 1e30  # of a float32 factor
 MOST_EXCESS = 10.0  # nats; beyond them the factors of visible keys are computed in blocks
 
 
@@ -54,8 +52,6 @@ class MixtureParams(NamedTuple):
     balance: Tensor | None  # G (..., d, d), symmetric; None: I
     centres: Tensor  # (..., m, d)
     log_weights: Tensor  # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
-
-    shift = None  # read by Dense; the centres include the shift
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,9 @@ class Mixture(Dense):
 
     def of_size(self, m: int) -> "Mixture":
         return replace(self, size=m)
+
+    def shift(self, params: MixtureParams) -> None:
+        """Return None: the centres include the shift."""
 
     def unfitted(self, d: int) -> MixtureParams:
         return MixtureParams(

@@ -216,19 +216,16 @@ class ArcCosineRF(FeatureMap):
 
         The value is 0 for opposite and zero vectors, whose estimate is constant.
         """
-        kernel, x, y = self.log_kernel(x, y), x.double(), y.double()
+        kernel = self.log_kernel(x, y)
         ratio = math.log(2) - kernel
         if self.order == 1:
+            x = x.double()
+            y = y.double()
             theta = angle(x, y)
-            shape = (
-                3 * theta.sin() * theta.cos() + (math.pi - theta) * (1 + 2 * theta.cos().square())
-            ) / math.pi
-            ratio = (
-                ratio
-                - kernel
-                + shape.clamp(min=0).log()
-                + 2 * (x.norm(dim=-1) * y.norm(dim=-1)).log()
-            )
+            curve = (math.pi - theta) * (1 + 2 * theta.cos().square())
+            shape = (3 * theta.sin() * theta.cos() + curve) / math.pi
+            log_norms = (x.norm(dim=-1) * y.norm(dim=-1)).log()
+            ratio = ratio - kernel + shape.clamp(min=0).log() + 2 * log_norms
         return torch.where(kernel == -torch.inf, 0.0, ratio.clamp(min=0))
 
 

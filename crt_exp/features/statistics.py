@@ -237,7 +237,10 @@ class EitherMoments:
     """
 
     def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
-        self._condition, self._first, self._other, self.d = condition, first, other, other.d
+        self._condition = condition
+        self._first = first
+        self._other = other
+        self.d = other.d
 
     def __getattr__(self, name):
         return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))

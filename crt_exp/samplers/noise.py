@@ -156,9 +156,12 @@ class HadamardNoise(Noise):
     gaussian, stored = False, ("signs", "lengths")
 
     def __init__(self, signs: Tensor, lengths: Tensor, d: int):
-        self.signs, self.lengths, self.d = signs, lengths, d
-        *batch, self.m, _ = lengths.shape
-        self.batch, self.n = tuple(batch), signs.shape[-1]
+        self.signs = signs
+        self.lengths = lengths
+        self.d = d
+        self.m = lengths.shape[-2]
+        self.batch = tuple(lengths.shape[:-2])
+        self.n = signs.shape[-1]
         self.matrix_free = self.m * self.d >= MATRIX_FREE_FROM * self.n * signs.shape[-3]
 
     def rows(self) -> Tensor:
@@ -262,7 +265,10 @@ def at_least_float32(x: Tensor) -> Tensor:
 def leaves(tree: Nested) -> list:
     """Return all leaves in order, with repetitions."""
     if isinstance(tree, tuple):
-        return [leaf for part in tree for leaf in leaves(part)]
+        parts = []
+        for part in tree:
+            parts += leaves(part)
+        return parts
     return [] if tree is None else [tree]
 
 
@@ -271,16 +277,19 @@ def map_leaves(function: Callable[[Any], Any], tree: Nested, empty: Any = None) 
 
     The function is called once per distinct leaf, so shared projections stay shared.
     """
-    every, results = leaves(tree), {}
-    for leaf in every:
+    results = {}
+    mapped = []
+    for leaf in leaves(tree):
         if id(leaf) not in results:
             results[id(leaf)] = function(leaf)
-    return _rebuilt(tree, iter([results[id(leaf)] for leaf in every]), empty)
+        mapped.append(results[id(leaf)])
+    return _rebuilt(tree, iter(mapped), empty)
 
 
 def share_leaf(one: Nested, other: Nested) -> bool:
     """Whether the two nested values have a common leaf."""
-    return any(a is b for a in leaves(one) for b in leaves(other))
+    ids = {id(leaf) for leaf in leaves(one)}
+    return any(id(leaf) in ids for leaf in leaves(other))
 
 
 def _rebuilt(tree: Nested, results: Iterator, empty: Any) -> Nested:
