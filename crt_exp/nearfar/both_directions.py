@@ -20,6 +20,7 @@ from crt_exp.nearfar.choice import (
     MASKED,
     MIN_WEIGHT,
     Choice,
+    Clusters,
     KeyMetric,
     Sizes,
     blocks,
@@ -59,12 +60,11 @@ class Both:
         if self.native:
             return ChosenSets(*native.choose(x, y, self.sizes, keep, self.factor, metric))
         if metric is None:
-            metric = KeyMetric.of(
-                x.flatten(1, 2), y, None if keep is None else keep.repeat(1, x.shape[1]), keep
-            )
-        return ChosenSets(
-            metric, Choice.of(y - metric.shift, metric, self.sizes.heavy, self.sizes.cells, keep)
-        )
+            x_keep = None if keep is None else keep.repeat(1, x.shape[1])
+            metric = KeyMetric.of(x.flatten(1, 2), y, x_keep, keep)
+        shifted = y - metric.shift
+        choice = Choice.of(shifted, metric, self.sizes.heavy, self.sizes.cells, keep)
+        return ChosenSets(metric, choice)
 
     def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Return the metric for keys of another sequence, factor y (Z, S, d).
@@ -72,67 +72,78 @@ class Both:
         It uses the moments of earlier queries, because queries of the call may lie in the future of each other. Without
         them queries are assumed to be as large as keys.
         """
-        metric = KeyMetric.of(None, y if self.factor == 1 else y * self.factor, None, keep)
+        if self.factor != 1:
+            y = y * self.factor
+        metric = KeyMetric.of(None, y, None, keep)
         if self.metric is not None:
-            metric = KeyMetric(metric.shift, *(t[rows].to(y.dtype) for t in self.metric[1:]))
+            tilt = self.metric.tilt[rows].to(y.dtype)
+            root = self.metric.root[rows].to(y.dtype)
+            metric = KeyMetric(metric.shift, tilt, root)
         return metric
 
     def attend(
         self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv)."""
-        (metric, choice), dtype = chosen, x.dtype
+        metric, choice = chosen
         if self.native:
-            return native.attend(x, y, v, *chosen, self.sizes, self.factor, self.cross)
+            return native.attend(x, y, v, metric, choice, self.sizes, self.factor, self.cross)
         y = y - metric.shift
-        b, K = x.shape[2] if self.cross else self.sizes.block, choice.centres.shape[1]
-        level, members = levels(y.detach(), metric, choice), one_hot(choice.cluster, K, dtype)
+        block = x.shape[2] if self.cross else self.sizes.block
+        level = levels(y.detach(), metric, choice)
+        members = one_hot(choice.cluster, choice.centres.shape[1], x.dtype)
         u = weights(y, metric, choice.pool, choice.cluster, level)
         sums = members.mT @ moments(y, u, metric, choice.cluster, choice.centres)
         clusters = sum_clusters(sums.unsqueeze(1), metric, choice.centres, level)
         rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)  # [u v, u]
-        far = (
-            (members.mT @ rows).unsqueeze(1)
-            if self.cross
-            else far_sums(blocks(members, b).mT @ blocks(rows, b))
-        )
-        q = to_blocks(x, b)  # (Z, N, G b, d)
-        keys, values = (rows_at(t, choice.heavy) for t in (y, v))
-        shared = torch.cat([keys, clusters.mu.squeeze(1)], 1)  # heavy hitters, then clusters
-        logits = _of_all_blocks(q, shared.mT)
-        plain = (
-            torch.where(choice.there, 0.0, MASKED)
-            .to(dtype)
-            .unsqueeze(1)
-            .expand(-1, far.shape[1], -1)
-        )
-        N, V = far[..., -1:], far[..., :-1]
-        weight = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED).squeeze(-1)
-        logits = [logits + torch.cat([plain, clusters.bias + weight], -1).unsqueeze(2)]
+        if self.cross:
+            far = (members.mT @ rows).unsqueeze(1)
+        else:
+            far = far_sums(blocks(members, block).mT @ blocks(rows, block))
+        V = far[..., :-1]
+        N = far[..., -1:]
+        q = to_blocks(x, block)  # (Z, N, G b, d)
+        heavy = rows_at(y, choice.heavy)
+        logits = [_shared_logits(q, heavy, clusters, choice, N)]
         if not self.cross:
-            near = torch.ones_like(choice.pool) if keep is None else keep
-            hidden = torch.where(blocks(near.scatter(1, choice.heavy, False), b), 0.0, MASKED).to(
-                dtype
-            )
-            logits.append(q @ _windows(blocks(y, b)).mT + _windows(hidden.unsqueeze(-1), MASKED).mT)
-        of_heavy, of_clusters, *of_near = (
-            torch.cat(logits, -1)
-            .softmax(-1)
-            .split([keys.shape[1], K, *(t.shape[-1] for t in logits[1:])], -1)
-        )
+            logits.append(_near_logits(q, y, choice, keep, block))
+        # heavy hitters, clusters, near keys
+        columns = [heavy.shape[1], V.shape[2], *(t.shape[-1] for t in logits[1:])]
+        parts = torch.cat(logits, -1).softmax(-1).split(columns, -1)
+        heavy_weights = parts[0]
+        cluster_weights = parts[1]
         means = torch.where(N > MIN_WEIGHT, V / N.clamp(min=MIN_WEIGHT), 0.0)
-        out = _of_all_blocks(of_heavy, values) + of_clusters @ means
-        if of_near:
-            out = out + of_near[0] @ _windows(blocks(v, b))
+        out = _of_all_blocks(heavy_weights, rows_at(v, choice.heavy)) + cluster_weights @ means
+        if not self.cross:
+            out = out + parts[2] @ _windows(blocks(v, block))
         out = from_blocks(out, *x.shape[1:3])
         if self.sizes.first_order:
-            g = torch.where(
-                choice.pool, torch.exp(metric.log_weights(y) - level.amax(1, keepdim=True)), 0.0
-            )
+            log_weight = metric.log_weights(y) - level.amax(1, keepdim=True)
+            g = torch.where(choice.pool, torch.exp(log_weight), 0.0)
             slope = slopes(y, v, g, members, clusters.mu.squeeze(1)).unsqueeze(1)
-            share = from_blocks(of_clusters.sum(-1, keepdim=True), *x.shape[1:3])
+            share = from_blocks(cluster_weights.sum(-1, keepdim=True), *x.shape[1:3])
             out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
         return out
+
+
+def _shared_logits(
+    q: Tensor, heavy: Tensor, clusters: Clusters, choice: Choice, N: Tensor
+) -> Tensor:
+    """Return the logits (Z, N, G b, n + K) of heavy hitters and clusters."""
+    keys = torch.cat([heavy, clusters.mu.squeeze(1)], 1)
+    missing = torch.where(choice.there, 0.0, MASKED).to(q.dtype)
+    missing = missing.unsqueeze(1).expand(-1, N.shape[1], -1)
+    log_n = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED).squeeze(-1)
+    bias = torch.cat([missing, clusters.bias + log_n], -1)
+    return _of_all_blocks(q, keys.mT) + bias.unsqueeze(2)
+
+
+def _near_logits(q: Tensor, y: Tensor, choice: Choice, keep: Tensor | None, block: int) -> Tensor:
+    """Return the logits (Z, N, G b, 3 b) of the keys of neighbouring blocks."""
+    near = torch.ones_like(choice.pool) if keep is None else keep
+    near = near.scatter(1, choice.heavy, False)
+    bias = torch.where(blocks(near, block), 0.0, MASKED).to(q.dtype)
+    return q @ _windows(blocks(y, block)).mT + _windows(bias.unsqueeze(-1), MASKED).mT
 
 
 def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cluster: Tensor, level: Tensor) -> Tensor:
@@ -140,7 +151,8 @@ def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cluster: Tensor, level: 
 
     level (Z, K).
     """
-    return (metric.log_weights(y) - level.gather(1, cluster)).masked_fill(~pool, -torch.inf).exp()
+    log_weights = metric.log_weights(y) - level.gather(1, cluster)
+    return log_weights.masked_fill(~pool, -torch.inf).exp()
 
 
 @torch.no_grad()
@@ -159,7 +171,8 @@ def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tens
     The first-order term of values is C (x - b). Weights are g (Z, S); mu (Z, K, d).
     """
     v = v * g.unsqueeze(-1)
-    return (v.mT @ y - (members.mT @ v).mT @ mu) / g.sum(1).clamp(min=MIN_WEIGHT)[:, None, None]
+    covariance = v.mT @ y - (members.mT @ v).mT @ mu
+    return covariance / g.sum(1).clamp(min=MIN_WEIGHT)[:, None, None]
 
 
 def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:
@@ -182,6 +195,8 @@ def far_sums(own: Tensor) -> Tensor:
     Only far blocks are added; nothing is subtracted from a total. Positive columns therefore stay exactly 0 without far
     keys.
     """
-    none, n = torch.zeros_like(own[:, :LAG]), max(0, own.shape[1] - LAG)
-    before = torch.cat([none, own[:, :n].cumsum(1)], 1)
-    return before + torch.cat([own[:, LAG:].flip(1).cumsum(1).flip(1), none], 1)
+    none = torch.zeros_like(own[:, :LAG])
+    far_blocks = max(0, own.shape[1] - LAG)
+    before = torch.cat([none, own[:, :far_blocks].cumsum(1)], 1)
+    after = torch.cat([own[:, LAG:].flip(1).cumsum(1).flip(1), none], 1)
+    return before + after

@@ -36,16 +36,14 @@ from crt_exp.attention.checks import (
 )
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Both
-from crt_exp.nearfar.causal import Causal, renewals
+from crt_exp.nearfar.causal import Causal, first_renewal
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 from crt_exp.samplers.noise import no_autocast, transforming
 
-PART = (
-    2**15
-)  # keys of heads computed together: larger temporaries need fresh memory, which is slower
-MAX_SAVED_KEYS = (
-    2**17
-)  # keys of all heads up to which a call stores its intermediates; beyond, only the sets
+# keys of heads computed together: larger temporaries need fresh memory, which is slower
+PART = 2**15
+# keys of all heads up to which a call stores its intermediates; beyond, only the sets
+MAX_SAVED_KEYS = 2**17
 
 
 def near_far_attention(
@@ -94,19 +92,18 @@ def near_far_attention(
     _check(x, y, sizes, causal, cross)
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:  # padding may hold NaN
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
-    in_c = (
-        native.applies(x, y, v)
-        and torch.get_num_threads() <= native.THREADS * y.shape[0] * y.shape[1]
-    )
+    most_threads = native.THREADS * y.shape[0] * y.shape[1]
+    in_c = native.applies(x, y, v) and torch.get_num_threads() <= most_threads
     if not in_c and factor != 1:
-        x, y, factor = x * factor, y * factor, 1.0
-    until = renewals(sizes, 0)[0] if causal else sizes.exact_until
+        x = x * factor
+        y = y * factor
+        factor = 1.0
+    until = first_renewal(sizes) if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
         return exact(x, y, v, key_mask)
-    if causal and has_dynamic_size(
-        x, y
-    ):  # unrolled blocks and renewals take minutes to compile for each length
+    if causal and has_dynamic_size(x, y):
+        # unrolled blocks and renewals take minutes to compile for each length
         graph_break(
             "attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
@@ -114,9 +111,13 @@ def near_far_attention(
     method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
     if key_mask is None:
         return _by_heads(method, x, y, v, None)
-    y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
-    rest = partial(_from_first_renewal if causal else _from_first_block, method)
-    if causal or not until:
+    unmasked = key_mask[:, None, :, None]
+    y = torch.where(unmasked, y, 0.0)
+    v = torch.where(unmasked, v, 0.0)
+    if causal:
+        return _from_first_renewal(method, x, y, v, key_mask)
+    rest = partial(_from_first_block, method)
+    if not until:
         return rest(x, y, v, key_mask)
     return apply_by_row(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
 
@@ -125,15 +126,11 @@ _outside = outside_graphs(near_far_attention)
 
 
 def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> None:
-    for name, least in (
-        ("block", 1),
-        ("heavy", 0),
-        ("cells", 1),
-        ("open", int(causal)),
-        ("exact_until", 0),
-    ):
-        if getattr(sizes, name) < least:
-            raise ValueError(f"{name}={getattr(sizes, name)}: expected an integer >= {least}")
+    least = {"block": 1, "heavy": 0, "cells": 1, "open": int(causal), "exact_until": 0}
+    for name, minimum in least.items():
+        size = getattr(sizes, name)
+        if size < minimum:
+            raise ValueError(f"{name}={size}: expected an integer >= {minimum}")
     if isinstance(y.shape[2], torch.SymInt) and torch.compiler.is_exporting():
         raise ValueError(
             "dynamic sequence length: near-far attention must be exported with a fixed length"
@@ -156,21 +153,19 @@ def apply_by_row(
     """
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
-    if which.all() or not which.any():
-        return (first if which.any() else second)(*inputs)
-    return _together(
-        [
-            (rows, call(*(t[rows] for t in inputs)))
-            for rows, call in (
-                (r.nonzero().squeeze(1), c) for r, c in ((which, first), (~which, second))
-            )
-        ]
-    )
+    if not which.any():
+        return second(*inputs)
+    if which.all():
+        return first(*inputs)
+    first_rows = which.nonzero().squeeze(1)
+    second_rows = (~which).nonzero().squeeze(1)
+    first_out = first(*(t[first_rows] for t in inputs))
+    second_out = second(*(t[second_rows] for t in inputs))
+    return _restore_order([first_rows, second_rows], [first_out, second_out])
 
 
-def _together(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Put the outputs of some rows each into the order of the batch."""
-    rows, outputs = zip(*parts)
+def _restore_order(rows: list[Tensor], outputs: list[Tensor]) -> Tensor:
+    """Put the outputs of groups of rows into the order of the batch."""
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
@@ -179,7 +174,8 @@ def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: T
     shift = None if method.cross else Shift.of(key_mask, method.sizes.block)
     if shift is None:
         return _by_heads(method, x, y, v, key_mask)
-    return shift.back(_by_heads(method, *map(shift.there, (x, y, v)), shift.mask(key_mask)))
+    vectors = [shift.there(t) for t in (x, y, v)]
+    return shift.back(_by_heads(method, *vectors, shift.mask(key_mask)))
 
 
 def _from_first_renewal(
@@ -194,11 +190,15 @@ def _from_first_renewal(
             "key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
             "torch.func: omit it, or use attention=favorpp"
         )
-    firsts, before, parts = first_unmasked(key_mask), y.shape[2] - x.shape[2], []
+    firsts = first_unmasked(key_mask)
     if not bool(firsts.any()):
         return _by_heads(method, x, y, v, key_mask)
+    before = y.shape[2] - x.shape[2]
+    groups = []
+    outputs = []
     for first in firsts.unique().tolist():
-        rows, lead = (firsts == first).nonzero().squeeze(1), max(0, first - before)
+        rows = (firsts == first).nonzero().squeeze(1)
+        lead = max(0, first - before)
         out = _by_heads(
             method,
             x[rows, :, lead:],
@@ -206,10 +206,10 @@ def _from_first_renewal(
             v[rows, :, first:],
             key_mask[rows, first:],
         )
-        parts.append(
-            (rows, torch.cat([v.new_zeros(len(rows), x.shape[1], lead, v.shape[3]), out], 2))
-        )
-    return _together(parts)
+        zeros = v.new_zeros(len(rows), x.shape[1], lead, v.shape[3])
+        groups.append(rows)
+        outputs.append(torch.cat([zeros, out], 2))
+    return _restore_order(groups, outputs)
 
 
 # ---- heads
@@ -220,8 +220,11 @@ def _heads(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
     Hkv = y.shape[1]
-    tensors = (t.flatten(0, 1) for t in (x.unflatten(1, (Hkv, x.shape[1] // Hkv)), y, v))
-    return *tensors, None if key_mask is None else key_mask.repeat_interleave(Hkv, 0)
+    x = x.unflatten(1, (Hkv, x.shape[1] // Hkv)).flatten(0, 1)
+    keep = None
+    if key_mask is not None:
+        keep = key_mask.repeat_interleave(Hkv, 0)
+    return x, y.flatten(0, 1), v.flatten(0, 1), keep
 
 
 def _exact_outputs(
@@ -234,9 +237,10 @@ def _exact_outputs(
     if not transformed(x, y, v):
         check_entries(out)
         if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
-            check_entries(
-                y if key_mask is None else torch.where(key_mask[:, None, :, None], y, 0.0)
-            )
+            unmasked = y
+            if key_mask is not None:
+                unmasked = torch.where(key_mask[:, None, :, None], y, 0.0)
+            check_entries(unmasked)
     return out.unflatten(0, y.shape[:2]).flatten(1, 2)
 
 
@@ -248,34 +252,33 @@ def _by_heads(
     With many keys the backward pass recomputes each part.
     """
     *tensors, keep = _heads(x, y, v, key_mask)
-    (Z, S), dtype = tensors[1].shape[:2], compute_dtype(x, y, v)
+    Z, S = tensors[1].shape[:2]
+    dtype = compute_dtype(x, y, v)
     whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
-    size, parts = Z if whole else max(1, PART // S), []
-    again = size < Z and Z * S > MAX_SAVED_KEYS and torch.is_grad_enabled()
+    size = Z if whole else max(1, PART // S)
+    recompute = size < Z and Z * S > MAX_SAVED_KEYS and torch.is_grad_enabled()
+    parts = []
     with no_autocast(x):
         for start in range(0, max(Z, 1), max(size, 1)):
             rows = slice(start, start + size)
-            part, own = [t[rows].to(dtype) for t in tensors], None if keep is None else keep[rows]
-            chosen = method.choose(*part[:2], own, rows)
-            parts.append(
-                checkpoint(
-                    method.attend, *part, own, chosen, use_reentrant=False, preserve_rng_state=False
+            x_part, y_part, v_part = (t[rows].to(dtype) for t in tensors)
+            keep_part = None if keep is None else keep[rows]
+            chosen = method.choose(x_part, y_part, keep_part, rows)
+            inputs = (x_part, y_part, v_part, keep_part, chosen)
+            if recompute:
+                out = checkpoint(
+                    method.attend, *inputs, use_reentrant=False, preserve_rng_state=False
                 )
-                if again
-                else method.attend(*part, own, chosen)
-            )
-        out = (
-            (parts[0] if len(parts) == 1 else torch.cat(parts))
-            .to(v.dtype)
-            .unflatten(0, y.shape[:2])
-            .flatten(1, 2)
-        )
+            else:
+                out = method.attend(*inputs)
+            parts.append(out)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = out.to(v.dtype).unflatten(0, y.shape[:2]).flatten(1, 2)
     if key_mask is None:
         return out
-    causal = isinstance(method, Causal)  # outputs of queries without keys are arbitrary
-    seen = (
-        key_mask.cumsum(-1)[:, None, S - x.shape[2] :]
-        if causal
-        else key_mask.any(-1)[:, None, None]
-    )
-    return torch.where((seen > 0).unsqueeze(-1), out, 0.0)
+    # outputs of queries without keys are arbitrary
+    if isinstance(method, Causal):
+        seen = key_mask.cumsum(-1)[:, None, S - x.shape[2] :] > 0
+    else:
+        seen = key_mask.any(-1)[:, None, None]
+    return torch.where(seen.unsqueeze(-1), out, 0.0)

@@ -59,17 +59,23 @@ from crt_exp.nearfar.retrieval import cluster_remainder, retrieved_positions
 NUMBERS = 2**24  # elements of the keys that the queries of a chunk retrieve
 
 
+def first_renewal(sizes: Sizes) -> int:
+    """Return the position of the first renewal, a multiple of the block.
+
+    Attention is exact before it.
+    """
+    return max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)
+
+
 def renewals(sizes: Sizes, length: int) -> list[int]:
     """Return the positions of renewals, up to the first one that is at least `length`.
 
-    They are multiples of the block. Attention is exact before the first one.
+    They are multiples of the block.
     """
-    positions = [max(_round_up(sizes.exact_until, sizes.block), 2 * sizes.block)]
+    positions = [first_renewal(sizes)]
     while positions[-1] < length:
-        positions.append(
-            positions[-1]
-            + _round_up(max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR), sizes.block)
-        )
+        interval = max(MIN_RENEWAL, positions[-1] // RENEWAL_DIVISOR)
+        positions.append(positions[-1] + _round_up(interval, sizes.block))
     return positions
 
 
@@ -80,15 +86,13 @@ def _round_up(tokens: int, block: int) -> int:
 
 def options_of(sizes: Sizes, keys: int) -> dict[str, int]:
     """Return the sizes for the C engine with at most `keys` keys (more than a block)."""
-    most = {
-        "heavy": sizes.heavy,
-        "clusters": sizes.cells,
-        "open": sizes.opens(keys),
-        "open_first": sizes.open,
-    }
-    return {name: min(number, keys) for name, number in most.items()} | {
+    return {
+        "heavy": min(sizes.heavy, keys),
+        "clusters": min(sizes.cells, keys),
+        "open": min(sizes.opens(keys), keys),
+        "open_first": min(sizes.open, keys),
         "block": sizes.block,
-        "first_renewal": renewals(sizes, 0)[0],
+        "first_renewal": first_renewal(sizes),
     }
 
 
@@ -100,8 +104,10 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
     The norm of the second moments root root^T is set to 1. |x root|^2 tau is then the variance of the logits of a query
     x over a cluster that is shaped like the keys of a block.
     """
-    far = renewals(sizes, 0)[0] - sizes.block
-    y, keep = y[:, :far] * factor, None if keep is None else keep[:, :far]
+    far = first_renewal(sizes) - sizes.block
+    y = y[:, :far] * factor
+    if keep is not None:
+        keep = keep[:, :far]
     metric = KeyMetric.of(subtract_block_means(y, keep, sizes.block), y, keep, keep)
     size = torch.linalg.matrix_norm(metric.root @ metric.root.mT, keepdim=True)
     return metric._replace(tilt=torch.zeros_like(metric.shift), root=metric.root * size.rsqrt())
@@ -109,8 +115,11 @@ def metric_of(y: Tensor, keep: Tensor | None, sizes: Sizes, factor: float = 1.0)
 
 def subtract_block_means(y: Tensor, keep: Tensor | None, block: int) -> Tensor:
     """Subtract from keys (Z, S, d) the mean of their block; S is in whole blocks."""
-    rows, kept = (None if t is None else blocks(t, block).flatten(0, 1) for t in (y, keep))
-    return zero_masked(rows - mean_of(rows, kept)[0], kept).view(y.shape)
+    rows = blocks(y, block).flatten(0, 1)
+    if keep is not None:
+        keep = blocks(keep, block).flatten(0, 1)
+    mean, _ = mean_of(rows, keep)
+    return zero_masked(rows - mean, keep).view(y.shape)
 
 
 class ChosenEpochs(NamedTuple):
@@ -137,7 +146,7 @@ class Epoch(NamedTuple):
     centres: Tensor  # (Z, K, d), in the space of z
     member: Tensor  # (Z, far): which keys are in clusters
     cluster: Tensor  # (Z, far): cluster of each key
-    sums: Tensor  # (Z, K, dv + d + 2): of `rows_of` over the first `summed` keys; or 0
+    sums: Tensor  # (Z, K, dv + d + 2): of `cluster_rows` over the first `summed` keys; or 0
     summed: int = 0
 
     @classmethod
@@ -159,40 +168,44 @@ class Epoch(NamedTuple):
         log_u = torch.where(member[:, at], 0.0, -torch.inf).to(z.dtype)
         centres = centres_of(z[:, at], log_u, min(sizes.cells, len(at)))
         return cls(
-            start,
-            stop,
-            metric,
-            heavy,
-            highest > -torch.inf,
-            centres,
-            member,
-            nearest(z, centres),
-            z.new_zeros(()),
+            start=start,
+            stop=stop,
+            metric=metric,
+            heavy=heavy,
+            there=highest > -torch.inf,
+            centres=centres,
+            member=member,
+            cluster=nearest(z, centres),
+            sums=z.new_zeros(()),
         )
 
     def advance(
-        self, y: Tensor, v: Tensor, keep: Tensor, b: int, first: int, last: int
+        self, y: Tensor, v: Tensor, keep: Tensor, block: int, first: int, last: int
     ) -> tuple["Epoch", Tensor]:
         """Return the state for block `last` and the sums for blocks `first` to `last`.
 
         In the new state the keys before block `last - 1` are far. The sums (Z, N, K, dv + d + 2) are over the keys that
         are far from each block.
         """
-        known, start, stop = self.member.shape[1], (first - 1) * b, (last - 1) * b
+        start = (first - 1) * block
+        stop = (last - 1) * block
         with torch.no_grad():
-            new, there = y[:, known:stop], keep[:, known:stop]
-            member = torch.cat([self.member, there], 1)
-            cluster = torch.cat(
-                [self.cluster, nearest(self.metric.measured(new, there), self.centres)], 1
-            )
-        own, K = slice(self.summed, stop), self.centres.shape[1]
-        rows = rows_of(y[:, own], v[:, own], member[:, own], cluster[:, own], self)
-        members, at = one_hot(cluster[:, own], K, rows.dtype), start - self.summed
-        sums = (self.sums + members[:, :at].mT @ rows[:, :at]).unsqueeze(1)
+            added = slice(self.member.shape[1], stop)
+            member = torch.cat([self.member, keep[:, added]], 1)
+            z = self.metric.measured(y[:, added], keep[:, added])
+            cluster = torch.cat([self.cluster, nearest(z, self.centres)], 1)
+        unsummed = slice(self.summed, stop)
+        rows = cluster_rows(
+            y[:, unsummed], v[:, unsummed], member[:, unsummed], cluster[:, unsummed], self
+        )
+        members = one_hot(cluster[:, unsummed], self.centres.shape[1], rows.dtype)
+        before = start - self.summed  # rows that are far from block `first`
+        sums = (self.sums + members[:, :before].mT @ rows[:, :before]).unsqueeze(1)
         if stop > start:
-            later = blocks(members[:, at:], b).mT @ blocks(rows[:, at:], b)
+            later = blocks(members[:, before:], block).mT @ blocks(rows[:, before:], block)
             sums = torch.cat([sums, sums + later.cumsum(1)], 1)
-        return self._replace(member=member, cluster=cluster, sums=sums[:, -1], summed=stop), sums
+        epoch = self._replace(member=member, cluster=cluster, sums=sums[:, -1], summed=stop)
+        return epoch, sums
 
     def select(self, heads: Tensor) -> "Epoch":
         """Return the state of some heads (of batch x key heads)."""
@@ -211,14 +224,17 @@ def epochs_of(
 
     The queries are the last ones of keys y (Z, S, d). `known` is reused if it is one of the epochs.
     """
-    edges, keep = renewals(sizes, y.shape[1]), unmasked_keys(y, keep)
-    return [
-        known
-        if known is not None and known.start == start
-        else Epoch.of(y, keep, sizes, start, stop, metric)
-        for start, stop in zip(edges, edges[1:])
-        if stop > first
-    ]
+    edges = renewals(sizes, y.shape[1])
+    keep = unmasked_keys(y, keep)
+    epochs = []
+    for start, stop in zip(edges, edges[1:]):
+        if stop <= first:
+            continue
+        if known is not None and known.start == start:
+            epochs.append(known)
+        else:
+            epochs.append(Epoch.of(y, keep, sizes, start, stop, metric))
+    return epochs
 
 
 @dataclass(frozen=True)
@@ -232,50 +248,55 @@ class Causal:
     @torch.no_grad()
     def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenEpochs:
         """Return the epochs for queries (Z, G, L, d), the last ones of keys (Z, S, d)."""
-        check_result(
-            torch.linalg.vector_norm(x, dim=(1, 2, 3)) + torch.linalg.vector_norm(y, dim=(1, 2))
-        )
-        if renewals(self.sizes, 0)[0] >= y.shape[1]:
+        norms = torch.linalg.vector_norm(x, dim=(1, 2, 3))
+        check_result(norms + torch.linalg.vector_norm(y, dim=(1, 2)))
+        if first_renewal(self.sizes) >= y.shape[1]:
             return ChosenEpochs()
         metric = metric_of(y, keep, self.sizes, self.factor)
+        if self.native:
+            return ChosenEpochs(metric, [])
         first = y.shape[1] - x.shape[2]
-        return ChosenEpochs(
-            metric, [] if self.native else epochs_of(y, keep, self.sizes, first, metric)
-        )
+        return ChosenEpochs(metric, epochs_of(y, keep, self.sizes, first, metric))
 
     def attend(
         self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenEpochs
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv) of the last queries."""
         if not self.native:
-            return attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)[0]
-        shift, root = (
-            (None, None) if chosen.metric is None else (chosen.metric.shift, chosen.metric.root)
-        )
-        return attend_in_c(
-            x,
-            y,
-            v,
-            native.Given(keep, shift, root, options_of(self.sizes, y.shape[1]), self.factor),
-        )
+            out, _ = attend_epochs(chosen.epochs, x, y, v, keep, self.sizes)
+            return out
+        shift = None
+        root = None
+        if chosen.metric is not None:
+            shift = chosen.metric.shift
+            root = chosen.metric.root
+        sizes = options_of(self.sizes, y.shape[1])
+        inputs = native.CausalInputs(keep, shift, root, sizes, self.factor)
+        return attend_in_c(x, y, v, inputs)
 
 
 def attend_in_c(
-    x: Tensor, y: Tensor, v: Tensor, given: native.Given, state: native.State | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    inputs: native.CausalInputs,
+    memory: native.PastMemory | None = None,
 ) -> Tensor:
     """Return the outputs (Z, G, L, dv) of the C engine.
 
-    Queries are the last ones of keys (Z, S, d). `state` is a decoding state, which is updated.
+    Queries are the last ones of keys (Z, S, d). `memory` is that of decoding, which is updated.
     """
-    L, S, until = x.shape[2], y.shape[1], given.sizes["first_renewal"]
-    alone, parts = min(max(0, until - S + L), L), []
-    if alone:
-        stop = min(until, S)
-        parts = [
-            exact_outputs(x[:, :, :alone], y[:, :stop], v[:, :stop], given.keep, given.factor**2)
-        ]
-    if alone < L:
-        parts.append(native.causal(x[:, :, alone:], y, v, given, state))
+    L = x.shape[2]
+    S = y.shape[1]
+    until = inputs.sizes["first_renewal"]
+    exact = min(max(0, until - S + L), L)  # number of queries that see all earlier keys exactly
+    parts = []
+    if exact:
+        keys = y[:, : min(until, S)]
+        values = v[:, : min(until, S)]
+        parts.append(exact_outputs(x[:, :, :exact], keys, values, inputs.keep, inputs.factor**2))
+    if exact < L:
+        parts.append(native.causal(x[:, :, exact:], y, v, inputs, memory))
     return concatenate(parts, 2)
 
 
@@ -283,15 +304,17 @@ def attend_epochs(
     epochs: Sequence[Epoch], x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sizes: Sizes
 ) -> tuple[Tensor, Epoch | None]:
     """Return the outputs in PyTorch, and the state after the last query."""
-    S, until, state = y.shape[1], min(renewals(sizes, 0)[0], y.shape[1]), None
-    first, parts = S - x.shape[2], []
+    S = y.shape[1]
+    until = min(first_renewal(sizes), S)
+    first = S - x.shape[2]
+    state = None
+    parts = []
     if first < until:
-        parts = [exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep)]
+        parts.append(exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep))
     for epoch in epochs:
-        start, stop = max(first, epoch.start), min(S, epoch.stop)
-        out, state = attend_epoch(
-            epoch, x[:, :, start - first : stop - first], y[:, :stop], v[:, :stop], keep, sizes
-        )
+        stop = min(S, epoch.stop)
+        queries = x[:, :, max(first, epoch.start) - first : stop - first]
+        out, state = attend_epoch(epoch, queries, y[:, :stop], v[:, :stop], keep, sizes)
         parts.append(out)
     return concatenate(parts, 2), state
 
@@ -303,16 +326,26 @@ def attend_epoch(
 
     x (Z, G, l, d) are the last ones of keys (Z, S, d).
     """
-    (_, G, L, _), S, b, keep = x.shape, y.shape[1], sizes.block, unmasked_keys(y, keep)
-    first, last = (S - L) // b, (S - 1) // b  # the blocks of queries
-    epoch, sums = epoch.advance(y, v, keep, b, first, last)
-    far, clusters = clusters_of(sums, v.shape[-1], epoch)
-    before = S - L - first * b  # tokens of the first block
-    lead = before if first < last else 0
-    q = to_blocks(F.pad(x, (0, 0, lead, 0)), b if first < last else L)
-    own = torch.arange(before - lead, before - lead + q.shape[2] // G, device=x.device).repeat(G)
-    seen = Seen(y, v, keep, epoch.member, epoch.cluster, far, clusters, first)
-    return from_blocks(chunked_outputs(epoch, seen, q, sizes, own), G, lead + L)[:, :, lead:], epoch
+    _, G, L, _ = x.shape
+    S = y.shape[1]
+    block = sizes.block
+    keep = unmasked_keys(y, keep)
+    first = (S - L) // block  # block of the first query
+    last = (S - 1) // block
+    epoch, sums = epoch.advance(y, v, keep, block, first, last)
+    far, clusters = summed_clusters(sums, v.shape[-1], epoch)
+    offset = S - L - first * block  # position of the first query within its block
+    if first < last:
+        lead = offset  # padding, so that the queries begin a block
+        q = to_blocks(F.pad(x, (0, 0, lead, 0)), block)
+    else:
+        lead = 0
+        q = to_blocks(x, L)
+    start = offset - lead
+    in_block = torch.arange(start, start + q.shape[2] // G, device=x.device).repeat(G)
+    past = Past(y, v, keep, epoch, far, clusters, first)
+    out = chunked_outputs(past, q, sizes, in_block)
+    return from_blocks(out, G, lead + L)[:, :, lead:], epoch
 
 
 def concatenate(parts: list[Tensor], dim: int) -> Tensor:
@@ -321,41 +354,41 @@ def concatenate(parts: list[Tensor], dim: int) -> Tensor:
 
 def unmasked_keys(y: Tensor, keep: Tensor | None) -> Tensor:
     """Return which of the keys (Z, S, d) are unmasked, (Z, S)."""
-    return (
-        torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
-        if keep is None
-        else keep[:, : y.shape[1]]
-    )
+    if keep is None:
+        return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+    return keep[:, : y.shape[1]]
 
 
-def rows_of(y: Tensor, v: Tensor, member: Tensor, cluster: Tensor, epoch: Epoch) -> Tensor:
+def cluster_rows(y: Tensor, v: Tensor, member: Tensor, cluster: Tensor, epoch: Epoch) -> Tensor:
     """Return values and moments of keys (Z, m, d), (Z, m, dv + d + 2).
 
     Rows are 0 for keys that are not in `member` (Z, m).
     """
     y = torch.where(member.unsqueeze(-1), y - epoch.metric.shift, 0.0)
     u = member.to(y.dtype)  # equal weights: the mean query is not known
-    return torch.cat([v * u.unsqueeze(-1), moments(y, u, epoch.metric, cluster, epoch.centres)], -1)
+    key_moments = moments(y, u, epoch.metric, cluster, epoch.centres)
+    return torch.cat([v * u.unsqueeze(-1), key_moments], -1)
 
 
-def clusters_of(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
+def summed_clusters(sums: Tensor, dv: int, epoch: Epoch) -> tuple[Tensor, Clusters]:
     """Return [V, N] and the clusters.
 
-    sums (Z, N, K, dv + d + 2) are those of `rows_of` over the keys.
+    sums (Z, N, K, dv + d + 2) are those of `cluster_rows` over the keys.
     """
-    far, metric = torch.cat([sums[..., :dv], sums[..., -1:]], -1), epoch.metric
-    clusters = sum_clusters(sums[..., dv:], metric, epoch.centres, far.new_zeros(1, 1), mass=False)
+    metric = epoch.metric
+    far = torch.cat([sums[..., :dv], sums[..., -1:]], -1)
+    level = far.new_zeros(1, 1)
+    clusters = sum_clusters(sums[..., dv:], metric, epoch.centres, level, mass=False)
     return far, clusters._replace(mu=clusters.mu + metric.shift.unsqueeze(1))
 
 
-class Seen(NamedTuple):
-    """Keys that the queries of some blocks see, in addition to heavy hitters."""
+class Past(NamedTuple):
+    """Keys that the queries of some blocks see."""
 
     y: Tensor  # (Z, S, d)
     v: Tensor  # (Z, S, dv)
     keep: Tensor  # (Z, S)
-    member: Tensor  # (Z, far): which keys are in clusters
-    cluster: Tensor  # (Z, far): cluster of each key
+    epoch: Epoch  # heavy hitters, members of clusters
     far: Tensor  # (Z, N, K, dv + 1)
     clusters: Clusters  # (Z, N, K, .)
     first: int  # the first block
@@ -371,98 +404,113 @@ def sample(keys: int, wanted: int, device: torch.device) -> Tensor:
     return run * step + run * SAMPLE_FACTOR % step
 
 
-def chunked_outputs(epoch: Epoch, seen: Seen, q: Tensor, sizes: Sizes, own: Tensor) -> Tensor:
+def chunked_outputs(past: Past, q: Tensor, sizes: Sizes, in_block: Tensor) -> Tensor:
     """Return the outputs (Z, N, r, dv) of queries (Z, N, r, d), some blocks at a time.
 
-    The backward pass recomputes them. own (r,): positions of the queries within a block.
+    The backward pass recomputes them. in_block (r,): positions of the queries within a block.
     """
-    open, of_blocks = sizes.opens(epoch.start), (q, seen.far, *seen.clusters)
-    read = min(open, seen.v.shape[1])
-    size = max(
-        1, NUMBERS // max(1, q[:, 0, :, 0].numel() * read * (q.shape[-1] + seen.v.shape[-1]))
-    )
-    again = (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not transformed(*of_blocks)
-    )
+    open = sizes.opens(past.epoch.start)
+    retrieved = min(open, past.v.shape[1])
+    columns = q.shape[-1] + past.v.shape[-1]
+    numbers_of_block = q[:, 0, :, 0].numel() * retrieved * columns
+    size = max(1, NUMBERS // max(1, numbers_of_block))
+    by_block = (q, past.far, *past.clusters)
+    recompute = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    recompute = recompute and not transformed(*by_block)
     results = []
-    for at in range(0, q.shape[1], size):
-        here = tuple(t[:, at : at + size] for t in of_blocks)
-        positions = chosen_keys(seen, here[0], at, sizes.block, open)
-        reading = partial(retrieved_outputs, epoch, seen, own, sizes.block, at, positions)
-        results.append(checkpoint(reading, *here, use_reentrant=False) if again else reading(*here))
+    for start in range(0, q.shape[1], size):
+        chunk = [t[:, start : start + size] for t in by_block]
+        first = past.first + start
+        numbers = torch.arange(first, first + chunk[0].shape[1], device=q.device)
+        positions = chosen_keys(past, chunk[0], numbers, sizes.block, open)
+        outputs = partial(retrieved_outputs, past, numbers, in_block, sizes.block, positions)
+        if recompute:
+            results.append(checkpoint(outputs, *chunk, use_reentrant=False))
+        else:
+            results.append(outputs(*chunk))
     return torch.cat(results, 1)
 
 
 @torch.no_grad()
-def chosen_keys(seen: Seen, q: Tensor, at: int, b: int, open: int) -> Tensor:
+def chosen_keys(past: Past, q: Tensor, numbers: Tensor, block: int, open: int) -> Tensor:
     """Return the positions (Z, m, r, o) of retrieved keys, -1 for none.
 
-    q (Z, m, r, d) belongs to the blocks from seen.first + at on.
+    q (Z, m, r, d) belongs to the blocks of these numbers (m,).
     """
-    far = (
-        seen.first + at + torch.arange(q.shape[1], device=q.device) - 1
-    ) * b  # keys of each block
-    position = torch.arange(seen.member.shape[1], device=q.device)
-    member = seen.member[:, None, None] & (position < far[:, None, None])
-    return retrieved_positions(seen.y[:, : len(position)], member, q, open)
+    far = (numbers - 1) * block  # keys of each block
+    member = past.epoch.member
+    position = torch.arange(member.shape[1], device=q.device)
+    members = member[:, None, None] & (position < far[:, None, None])
+    return retrieved_positions(past.y[:, : len(position)], members, q, open)
+
+
+def near_logits(
+    past: Past, q: Tensor, numbers: Tensor, in_block: Tensor, block: int
+) -> tuple[Tensor, Tensor]:
+    """Return logits (Z, m, r, 2 b) and values (Z, m, 2 b, dv) of the near keys."""
+    blocks_of_q = numbers.unsqueeze(1)
+    near = (blocks_of_q - 1) * block + torch.arange(2 * block, device=q.device)  # (m, 2 b)
+    at = near.clamp(max=past.y.shape[1] - 1)
+    is_past = near[:, None] <= (blocks_of_q * block + in_block).unsqueeze(-1)
+    visible = is_past & past.keep[:, at].unsqueeze(2)
+    logits = (q @ past.y[:, at].mT).masked_fill(~visible, MASKED)
+    return logits, past.v[:, at]
+
+
+def heavy_logits(past: Past, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (Z, m, r, n) and values (Z, 1, n, dv) of the heavy hitters."""
+    epoch = past.epoch
+    keys = rows_at(past.y, epoch.heavy).unsqueeze(1)
+    logits = (q @ keys.mT).masked_fill(~epoch.there[:, None, None], MASKED)
+    return logits, rows_at(past.v, epoch.heavy).unsqueeze(1)
 
 
 def retrieved_outputs(
-    epoch: Epoch,
-    seen: Seen,
-    own: Tensor,
-    b: int,
-    at: int,
+    past: Past,
+    numbers: Tensor,
+    in_block: Tensor,
+    block: int,
     positions: Tensor,
     q: Tensor,
     far: Tensor,
     *clusters: Tensor,
 ) -> Tensor:
-    """Return the outputs of queries (Z, m, r, d) of blocks from seen.first + at on.
+    """Return the outputs of queries (Z, m, r, d) of the blocks of these numbers (m,).
 
     It is a softmax over near keys, heavy hitters, retrieved keys and the rest of the clusters (Z, m, K, .).
     """
-    clusters, m = Clusters(*clusters), q.shape[1]
-    here = seen.first + at + torch.arange(m, device=q.device).unsqueeze(1)
-    near = (here - 1) * b + torch.arange(2 * b, device=q.device)  # (m, 2 b)
-    held = near.clamp(max=seen.y.shape[1] - 1)
-    visible = (near[:, None] <= (here * b + own).unsqueeze(-1)) & seen.keep[:, held].unsqueeze(
-        2
-    )  # (Z, m, r, 2 b)
-    logits = [(q @ seen.y[:, held].mT).masked_fill(~visible, MASKED)]
-    values = [seen.v[:, held]]
-    if epoch.heavy.shape[1]:
-        heavy = rows_at(seen.y, epoch.heavy).unsqueeze(1)
-        logits.append((q @ heavy.mT).masked_fill(~epoch.there[:, None, None], MASKED))
-        values.append(rows_at(seen.v, epoch.heavy).unsqueeze(1))
-    there, positions = positions >= 0, positions.clamp(min=0)
-    exact = (
-        (rows_at(seen.y, positions) @ q.unsqueeze(-1)).squeeze(-1).masked_fill(~there, MASKED)
-    )  # (Z, m, r, o)
-    cluster = seen.cluster.gather(1, positions.flatten(1)).view(positions.shape)
+    clusters = Clusters(*clusters)
+    single_keys = [near_logits(past, q, numbers, in_block, block)]
+    if past.epoch.heavy.shape[1]:
+        single_keys.append(heavy_logits(past, q))
+    there = positions >= 0
+    positions = positions.clamp(min=0)
+    retrieved = (rows_at(past.y, positions) @ q.unsqueeze(-1)).squeeze(-1)
+    retrieved = retrieved.masked_fill(~there, MASKED)  # (Z, m, r, o)
+    cluster = past.epoch.cluster.gather(1, positions.flatten(1)).view(positions.shape)
     with torch.no_grad():  # assumes that a cluster is shaped like all keys
-        variance = (q @ epoch.metric.root.unsqueeze(1)).square().sum(
-            -1, keepdim=True
-        ) * clusters.spread.unsqueeze(-2)
-    left, each = cluster_remainder(
+        variance = (q @ past.epoch.metric.root.unsqueeze(1)).square().sum(-1, keepdim=True)
+        sd = (variance * clusters.spread.unsqueeze(-2)).sqrt()
+    remaining, log_weight = cluster_remainder(
         q @ clusters.mu.mT,
-        variance.sqrt(),
+        sd,
         far[..., -1].unsqueeze(-2),
-        exact.masked_fill(~there, torch.inf),
+        retrieved.masked_fill(~there, torch.inf),
         cluster,
     )
-    top = torch.cat([*logits, exact], -1).amax(-1, keepdim=True).detach()
-    shares, read, each = (
-        [torch.exp(t - top) for t in logits],
-        torch.exp(exact - top),
-        torch.exp(each - top),
-    )
-    total = sum(t.sum(-1, keepdim=True) for t in (*shares, read, each * left))
-    more = read - each.gather(-1, cluster).masked_fill(
-        ~there, 0.0
-    )  # excess over the weight of a remaining key
-    out = sum(share @ value for share, value in zip(shares, values))
-    out = out + each @ far[..., :-1] + (more.unsqueeze(-2) @ rows_at(seen.v, positions)).squeeze(-2)
+    logits = [logit for logit, _ in single_keys]
+    top = torch.cat([*logits, retrieved], -1).amax(-1, keepdim=True).detach()
+    weights = [torch.exp(logit - top) for logit in logits]
+    retrieved_weight = torch.exp(retrieved - top)
+    cluster_weight = torch.exp(log_weight - top)
+    total = 0
+    for weight in (*weights, retrieved_weight, cluster_weight * remaining):
+        total = total + weight.sum(-1, keepdim=True)
+    # weight of a retrieved key in addition to that in the mean of its cluster
+    excess = retrieved_weight - cluster_weight.gather(-1, cluster).masked_fill(~there, 0.0)
+    out = 0
+    for weight, (_, values) in zip(weights, single_keys):
+        out = out + weight @ values
+    out = out + cluster_weight @ far[..., :-1]
+    out = out + (excess.unsqueeze(-2) @ rows_at(past.v, positions)).squeeze(-2)
     return out / total

@@ -21,23 +21,21 @@ from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines import numbers
 
 _NUMBERS = numbers(Path(__file__).with_name("near_far.h"))  # shared with the C sources
-CENTRE_BATCH, CENTRE_SAMPLES, SAMPLE_FACTOR, MIN_RENEWAL, RENEWAL_DIVISOR = (
-    int(_NUMBERS[name])
-    for name in (
-        "CENTRE_BATCH",
-        "CENTRE_SAMPLES",
-        "SAMPLE_FACTOR",
-        "MIN_RENEWAL",
-        "RENEWAL_DIVISOR",
-    )
-)
-GROWTH_START, QUANTIZED_PAD, SIGN_FACTOR, MAX_GAP = (
-    int(_NUMBERS[name]) for name in ("GROWTH_START", "QUANTIZED_PAD", "SIGN_FACTOR", "MAX_GAP")
-)
-RIDGE, MIN_WEIGHT, MASKED, EMPTY_CENTRE, EQUAL_TOLERANCE, MIN_SD = (
-    float(_NUMBERS[name])
-    for name in ("RIDGE", "MIN_WEIGHT", "MASKED", "EMPTY_CENTRE", "EQUAL_TOLERANCE", "MIN_SD")
-)
+CENTRE_BATCH = int(_NUMBERS["CENTRE_BATCH"])
+CENTRE_SAMPLES = int(_NUMBERS["CENTRE_SAMPLES"])
+SAMPLE_FACTOR = int(_NUMBERS["SAMPLE_FACTOR"])
+MIN_RENEWAL = int(_NUMBERS["MIN_RENEWAL"])
+RENEWAL_DIVISOR = int(_NUMBERS["RENEWAL_DIVISOR"])
+GROWTH_START = int(_NUMBERS["GROWTH_START"])
+QUANTIZED_PAD = int(_NUMBERS["QUANTIZED_PAD"])
+SIGN_FACTOR = int(_NUMBERS["SIGN_FACTOR"])
+MAX_GAP = int(_NUMBERS["MAX_GAP"])
+RIDGE = float(_NUMBERS["RIDGE"])
+MIN_WEIGHT = float(_NUMBERS["MIN_WEIGHT"])
+MASKED = float(_NUMBERS["MASKED"])
+EMPTY_CENTRE = float(_NUMBERS["EMPTY_CENTRE"])
+EQUAL_TOLERANCE = float(_NUMBERS["EQUAL_TOLERANCE"])
+MIN_SD = float(_NUMBERS["MIN_SD"])
 
 
 class Sizes(NamedTuple):
@@ -85,7 +83,8 @@ class KeyMetric(NamedTuple):
         """
         shift, keys = mean_of(y, y_keep)
         if x is None:
-            tilt, moments = torch.zeros_like(shift), _second_moments(y - shift, y_keep, keys)
+            tilt = torch.zeros_like(shift)
+            moments = _second_moments(y - shift, y_keep, keys)
         else:
             tilt, queries = mean_of(x, x_keep)
             moments = _second_moments(x - tilt, x_keep, queries)
@@ -137,13 +136,13 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, positions = t.topk(k)
     if not k:
         return values, positions
-    least, slot = values[..., -1:], torch.arange(k, device=t.device)
+    least = values[..., -1:]
+    slot = torch.arange(k, device=t.device)
     above = (values > least).sum(-1, keepdim=True)
     position = torch.arange(t.shape[-1], device=t.device)
     ties = torch.where(t == least, position, t.shape[-1]).topk(k, largest=False).values
-    return values, torch.where(
-        slot < above, positions, ties.gather(-1, (slot - above).clamp(min=0))
-    )
+    tied = ties.gather(-1, (slot - above).clamp(min=0))
+    return values, torch.where(slot < above, positions, tied)
 
 
 def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
@@ -165,25 +164,25 @@ def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
     Lloyd's algorithm follows.
     If there are fewer different vectors than clusters, the last centres are EMPTY_CENTRE.
     """
-    u = torch.exp(
-        log_u - log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
-    ).unsqueeze(-1)
+    top = log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    u = torch.exp(log_u - top).unsqueeze(-1)
     squares = _squares(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=MIN_WEIGHT)
-    D, picked = (
-        _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT),
-        [],
-    )  # a key equal to the mean comes last
+    # a key equal to the mean comes last
+    D = _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT)
     log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
-    while (left := clusters - CENTRE_BATCH * len(picked)) > 0:
-        values, chosen = largest(log_u + D.log(), min(CENTRE_BATCH, left))  # (Z, CENTRE_BATCH)
+    batches = []
+    for start in range(0, clusters, CENTRE_BATCH):
+        count = min(CENTRE_BATCH, clusters - start)
+        values, positions = largest(log_u + D.log(), count)  # (Z, count)
         new = values > -torch.inf  # False if there are fewer different keys than clusters
-        here = z.gather(1, chosen.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
-        picked.append(here.masked_fill(~new.unsqueeze(-1), EMPTY_CENTRE))
-        if len(picked) == 1:
-            picked[0][:, :1] = torch.where(new[:, :1, None], here[:, :1], mean)
-        D = torch.minimum(D, _to_nearest(z, squares, picked[-1])).scatter(1, chosen, 0.0)
-    centres = torch.cat(picked, 1)
+        vectors = z.gather(1, positions.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+        batch = vectors.masked_fill(~new.unsqueeze(-1), EMPTY_CENTRE)
+        if start == 0:
+            batch[:, :1] = torch.where(new[:, :1, None], vectors[:, :1], mean)
+        batches.append(batch)
+        D = torch.minimum(D, _to_nearest(z, squares, batch)).scatter(1, positions, 0.0)
+    centres = torch.cat(batches, 1)
     members = u * one_hot(nearest(z, centres), clusters, u.dtype)
     N = members.sum(1).unsqueeze(-1)
     return torch.where(N > MIN_WEIGHT, members.mT @ z / N.clamp(min=MIN_WEIGHT), centres)
@@ -241,12 +240,12 @@ class Choice(NamedTuple):
 
         There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
         """
-        z, w = y @ metric.root, metric.log_weights(y)
+        z = y @ metric.root
+        w = metric.log_weights(y)
         check_result(z.square().sum((1, 2)) + w.square().sum(1))
         score, positions = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
-        pool = (torch.ones_like(w, dtype=torch.bool) if keep is None else keep).scatter(
-            1, positions, False
-        )
+        unmasked = torch.ones_like(w, dtype=torch.bool) if keep is None else keep
+        pool = unmasked.scatter(1, positions, False)
         centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(clusters, y.shape[1]))
         return cls(positions, score > -torch.inf, pool, nearest(z, centres), centres)
 
@@ -286,7 +285,9 @@ def sum_clusters(
     off = (mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)).square().sum(-1)
     spread = torch.where(N > MIN_WEIGHT, (mean[..., -1] - off).clamp(min=0), 0.0)
     bias = level.unsqueeze(1) - (mu * metric.tilt.unsqueeze(1)).sum(-1)
-    return Clusters(mu, bias + torch.log1p(spread / 2) if mass else bias, spread)
+    if mass:
+        bias = bias + torch.log1p(spread / 2)
+    return Clusters(mu, bias, spread)
 
 
 # ---- blocks
@@ -345,16 +346,19 @@ def exact_outputs(
     """
     mask = None if keep is None else keep[:, : y.shape[1]]
     if not transformed(x, y, v):  # the fused kernel supports only reverse mode
-        if (
-            x.shape[2] == 1 and mask is None
-        ):  # the last query sees all keys: heads of a group become queries
-            x, y, v = x.transpose(1, 2), y.unsqueeze(1), v.unsqueeze(1)
-            return F.scaled_dot_product_attention(x, y, v, scale=scale).transpose(1, 2)
-        return exact_attention(
-            x, y.unsqueeze(1), v.unsqueeze(1), causal=causal, key_mask=mask, scale=scale
-        )
+        keys = y.unsqueeze(1)
+        values = v.unsqueeze(1)
+        if x.shape[2] == 1 and mask is None:
+            # the last query sees all keys: heads of a group become queries
+            queries = x.transpose(1, 2)
+            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+            return out.transpose(1, 2)
+        return exact_attention(x, keys, values, causal=causal, key_mask=mask, scale=scale)
     seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
-    seen = seen.tril(y.shape[1] - x.shape[2]) if causal else seen
-    seen = seen if mask is None else seen & mask[:, None, None]
+    if causal:
+        seen = seen.tril(y.shape[1] - x.shape[2])
+    if mask is not None:
+        seen = seen & mask[:, None, None]
     logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, MASKED)
-    return torch.where(seen.any(-1, keepdim=True), logits.softmax(-1) @ v.unsqueeze(1), 0.0)
+    out = logits.softmax(-1) @ v.unsqueeze(1)
+    return torch.where(seen.any(-1, keepdim=True), out, 0.0)

@@ -32,14 +32,14 @@ from crt_exp.nearfar.causal import (
     attend_in_c,
     concatenate,
     epochs_of,
+    first_renewal,
     metric_of,
     options_of,
-    renewals,
 )
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 
 WHOLE = 16  # the C engine reads columns of buffers padded with zeros to a multiple of this
-LEAST_ROOM = 1024  # tokens
+LEAST_CAPACITY = 1024  # tokens
 
 
 class KeptKeys(NamedTuple):
@@ -58,14 +58,18 @@ class KeptKeys(NamedTuple):
         return self.keys
 
 
-class KnownInC(NamedTuple):
+class PastInC(NamedTuple):
     """`Epoch` of the C engine."""
 
     metric: KeyMetric
-    state: native.State
+    memory: native.PastMemory
 
-    def select(self, heads: Tensor) -> "KnownInC":
+    def select(self, heads: Tensor) -> "PastInC":
         return tree_map(lambda t: t[heads] if isinstance(t, Tensor) else t, self)
+
+    def copy(self) -> "PastInC":
+        memory = self.memory._replace(numbers=self.memory.numbers.clone())
+        return self._replace(memory=memory)
 
 
 class RecallState:
@@ -75,19 +79,23 @@ class RecallState:
     """
 
     def __init__(self, sizes: Sizes, heads: int):
-        self.sizes, self.heads = sizes, heads
-        self.length, self.buffers = 0, ()  # of the parts of `KeptKeys`
+        self.sizes = sizes
+        self.heads = heads
+        self.length = 0  # tokens so far
+        self.buffers = ()  # of the parts of `KeptKeys`
         self.columns = ()  # number of columns of each part
         self.firsts: list[int | None] = []  # position of the first real token of each row
-        self.known: dict[int, Epoch | KnownInC] = {}  # by position of the first real token
-        self.until = renewals(sizes, 0)[0]  # number of first tokens that see all keys
+        self.known: dict[int, Epoch | PastInC] = {}  # by position of the first real token
+        self.until = first_renewal(sizes)  # number of first tokens that see all keys
 
     @property
     def kept(self) -> KeptKeys | None:
-        parts = (
-            buffer.tensor[:, :, : self.length, :n] for buffer, n in zip(self.buffers, self.columns)
-        )
-        return KeptKeys(*parts) if self.buffers else None
+        if not self.buffers:
+            return None
+        parts = []
+        for buffer, columns in zip(self.buffers, self.columns):
+            parts.append(buffer.tensor[:, :, : self.length, :columns])
+        return KeptKeys(*parts)
 
     @torch.no_grad()
     def step(
@@ -109,25 +117,23 @@ class RecallState:
                 f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers"
             )
         start = self.length
-        self._take(y, v, key_mask)
-        x = (
-            x
-            if key_mask is None
-            else torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
-        )
+        self._append(y, v, key_mask)
+        if key_mask is not None:
+            x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
         check_entries(x)
         groups = {position for position in self.firsts if position is not None}
         if len(groups) == 1 and None not in self.firsts and max(groups) <= start:  # the usual case
             (first,) = groups
-            alone = x.shape[2] == 1 and len(self.buffers) == 2 and self.length - first <= self.until
-            return (
-                self._all_keys(first, x) if alone else self._read(first, self._rows(first), x)
-            ).to(v.dtype)
+            unmasked = len(self.buffers) == 2
+            if x.shape[2] == 1 and unmasked and self.length - first <= self.until:
+                return self._attend_all_keys(first, x).to(v.dtype)
+            return self._attend(first, self._rows(first), x).to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
         for first in groups:
-            rows, lead = self._rows(first), max(0, first - start)
-            at = _places(rows)
-            out[at, :, lead:] = self._read(first, rows, x[at, :, lead:]).to(v.dtype)
+            rows = self._rows(first)
+            lead = max(0, first - start)
+            index = _row_index(rows)
+            out[index, :, lead:] = self._attend(first, rows, x[index, :, lead:]).to(v.dtype)
         return out
 
     @torch.no_grad()
@@ -137,60 +143,65 @@ class RecallState:
         y (B,Hkv,T,d), v (B,Hkv,T,dv).
         """
         check_inputs(y, y, v, None, (), True, key_mask)
-        self._take(y, v, key_mask)
+        self._append(y, v, key_mask)
 
-    def _take(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-        (B, T), dtype = (len(y), y.shape[2]), compute_dtype(y, v)
-        if self.buffers and len(self.firsts) != B:
-            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {B}")
-        if self.buffers and self.columns[:2] != (y.shape[3], v.shape[3]):
-            raise ValueError(
-                f"decoding state: d, dv = {self.columns[:2]}, got {(y.shape[3], v.shape[3])}"
-            )
-        self.firsts, self.columns = (
-            self.firsts if self.buffers else [None] * B,
-            (y.shape[3], v.shape[3], 1),
-        )
-        parts = [y.to(dtype), v.to(dtype)]
-        if len(self.buffers) == len(KeptKeys._fields) or not (
-            key_mask is None or bool(key_mask.all())
-        ):
-            keep = (
-                torch.ones(B, 1, T, 1, dtype=torch.bool, device=y.device)
-                if key_mask is None
-                else (key_mask[:, None, :, None])
-            )
-            parts = [*(torch.where(keep, t, 0.0) for t in parts), keep]  # padding may hold NaN
-            if len(self.buffers) == len(parts) - 1:
+    def _append(self, y: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        B, _, T, d = y.shape
+        dv = v.shape[3]
+        dtype = compute_dtype(y, v)
+        if self.buffers:
+            self._check_continues(B, (d, dv))
+        else:
+            self.firsts = [None] * B
+        self.columns = (d, dv, 1)
+        y = y.to(dtype)
+        v = v.to(dtype)
+        keep = None
+        masked = key_mask is not None and not bool(key_mask.all())
+        if masked or len(self.buffers) == len(KeptKeys._fields):
+            if key_mask is None:
+                keep = torch.ones(B, 1, T, 1, dtype=torch.bool, device=y.device)
+            else:
+                keep = key_mask[:, None, :, None]
+            y = torch.where(keep, y, 0.0)  # padding may hold NaN
+            v = torch.where(keep, v, 0.0)
+            if len(self.buffers) == 2:
                 self.buffers += (Buffer(keep.new_ones(B, 1, self.length, 1), self.length),)
-        check_result(torch.linalg.vector_norm(parts[0], dim=(1, 2, 3)))
+        check_result(torch.linalg.vector_norm(y, dim=(1, 2, 3)))
         if None in self.firsts:
-            new = (
-                [0] * B
-                if len(parts) == 2
-                else torch.where(keep.any(2), first_unmasked(keep[:, 0, :, 0])[:, None, None], -1)
-                .flatten()
-                .tolist()
-            )
-            self.firsts = [
-                position if position is not None else self.length + at if at >= 0 else None
-                for position, at in zip(self.firsts, new)
-            ]
-        parts[:2] = (F.pad(t, (0, -t.shape[3] % WHOLE)) for t in parts[:2])
+            self._note_first_tokens(keep)
+        parts = [F.pad(y, (0, -d % WHOLE)), F.pad(v, (0, -dv % WHOLE))]
+        if keep is not None:
+            parts.append(keep)
         buffers = self.buffers or [Buffer(t[:, :, :0]) for t in parts]
         self.buffers = tuple(buffer.append(self.length, t) for buffer, t in zip(buffers, parts))
         self.length += T
 
+    def _check_continues(self, batch: int, columns: tuple[int, int]) -> None:
+        if len(self.firsts) != batch:
+            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {batch}")
+        if self.columns[:2] != columns:
+            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {columns}")
+
+    def _note_first_tokens(self, keep: Tensor | None) -> None:
+        """Set the positions of first real tokens that are among new tokens (B, 1, T, 1)."""
+        if keep is None:
+            self.firsts = [self.length if first is None else first for first in self.firsts]
+            return
+        positions = first_unmasked(keep[:, 0, :, 0]).tolist()
+        unmasked = keep.any(2).flatten().tolist()
+        for row, first in enumerate(self.firsts):
+            if first is None and unmasked[row]:
+                self.firsts[row] = self.length + positions[row]
+
     def copy(self) -> "RecallState":
         """Return a copy that can be continued independently."""
         other = copy.copy(self)
-        own = lambda known: known._replace(
-            state=known.state._replace(kept=known.state.kept.clone())
-        )
-        other.known = {
-            first: own(known) if isinstance(known, KnownInC) else known
-            for first, known in self.known.items()
-        }
+        other.firsts = list(self.firsts)
+        other.known = dict(self.known)
+        for first, known in self.known.items():
+            if isinstance(known, PastInC):
+                other.known[first] = known.copy()
         return other
 
     def select(self, rows: Tensor) -> None:
@@ -204,19 +215,16 @@ class RecallState:
         self.buffers = tuple(
             Buffer(buffer.tensor[rows, :, : self.length], self.length) for buffer in self.buffers
         )
-        positions = {first: self._rows(first) for first in self.known}
-        chosen = [self.firsts[row] for row in rows.tolist()]
         heads = torch.arange(self.heads, device=rows.device)
-        for first, own in positions.items():
-            kept = [
-                own.index(row) for row, position in zip(rows.tolist(), chosen) if position == first
-            ]
-            if kept:
-                at = torch.tensor(kept, device=rows.device).unsqueeze(1) * self.heads + heads
-                self.known[first] = self.known[first].select(at.flatten())
+        for first in list(self.known):
+            group = self._rows(first)
+            places = [group.index(row) for row in rows.tolist() if row in group]
+            if places:
+                index = torch.tensor(places, device=rows.device).unsqueeze(1) * self.heads + heads
+                self.known[first] = self.known[first].select(index.flatten())
             else:
                 del self.known[first]
-        self.firsts = chosen
+        self.firsts = [self.firsts[row] for row in rows.tolist()]
 
     def _rows(self, first: int) -> list[int]:
         """Return the rows whose first real token is at position `first`."""
@@ -227,81 +235,96 @@ class RecallState:
 
         Neighbouring rows are not copied.
         """
-        y, v, *masks = (t[_places(rows), :, first:] for t in self.kept if t is not None)
+        tokens = self.kept
+        index = _row_index(rows)
+        y = tokens.keys[index, :, first:]
+        v = tokens.values[index, :, first:]
         keep = None
-        if masks and not bool(masks[0].all()):
-            keep = masks[0][:, 0, :, 0].repeat_interleave(self.heads, 0)
+        if tokens.keep is not None:
+            mask = tokens.keep[index, :, first:]
+            if not bool(mask.all()):
+                keep = mask[:, 0, :, 0].repeat_interleave(self.heads, 0)
         return y.flatten(0, 1), v.flatten(0, 1), keep
 
-    def _all_keys(self, first: int, x: Tensor) -> Tensor:
-        """Compute `_read` for one token of each row if all keys are exact.
+    def _attend_all_keys(self, first: int, x: Tensor) -> Tensor:
+        """Compute `_attend` for one token of each row if all keys are exact.
 
         x (B, H, 1, d). This path has the least overhead and takes no mask.
         """
-        y, v = (t[:, :, first:].flatten(0, 1) for t in self.kept[:2])
+        tokens = self.kept
+        y = tokens.keys[:, :, first:].flatten(0, 1)
+        v = tokens.values[:, :, first:].flatten(0, 1)
         out = exact_outputs(x.to(y.dtype).reshape(len(y), -1, 1, x.shape[3]), y, v, None)
         return out.reshape(*x.shape[:3], v.shape[2])
 
-    def _read(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+    def _attend(self, first: int, rows: list[int], x: Tensor) -> Tensor:
         """Return outputs of the last tokens of rows whose first real token is at `first`.
 
         x (B', H, t, d).
         """
-        T, S, until = x.shape[2], self.length - first, self.until
+        T = x.shape[2]
+        S = self.length - first
         x = x.to(self.buffers[0].tensor.dtype).unflatten(1, (self.heads, -1)).flatten(0, 1)
-        if until >= S:
-            out = concatenate(
-                [
-                    exact_outputs(x[at], *self._tokens(run, first))
-                    for run, at in self._contiguous_rows(rows)
-                ],
-                0,
-            )
-        elif native.applies(
-            x, self.kept.keys
-        ):  # for any number of threads: a state keeps its engine
-            out = self._read_native(first, rows, x)
+        if self.until >= S:
+            parts = []
+            for run, heads in self._contiguous_rows(rows):
+                y, v, keep = self._tokens(run, first)
+                parts.append(exact_outputs(x[heads], y, v, keep))
+            out = concatenate(parts, 0)
+        elif native.applies(x, self.kept.keys):
+            # for any number of threads: a state keeps its engine
+            out = self._attend_in_c(first, rows, x)
         else:
-            (y, v, keep), known = self._tokens(rows, first), self.known.get(first)
+            y, v, keep = self._tokens(rows, first)
+            known = self.known.get(first)
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
             epochs = epochs_of(y, keep, self.sizes, S - T, metric, known)
             out, self.known[first] = attend_epochs(epochs, x, y, v, keep, self.sizes)
-        out, keep = out.unflatten(0, (-1, self.heads)).flatten(1, 2), self.kept.keep
+        out = out.unflatten(0, (-1, self.heads)).flatten(1, 2)
+        keep = self.kept.keep
         if keep is None:
             return out
-        keep = keep[_places(rows), 0, first:, 0]
-        return torch.where((keep.cumsum(1)[:, S - T :] > 0)[:, None, :, None], out, 0.0)
+        keep = keep[_row_index(rows), 0, first:, 0]
+        seen = keep.cumsum(1)[:, S - T :] > 0
+        return torch.where(seen[:, None, :, None], out, 0.0)
 
     def _contiguous_rows(self, rows: list[int]) -> Iterator[tuple[list[int], slice]]:
         """Yield runs of neighbouring rows and the range of their heads among all."""
-        starts = [0, *(i for i in range(1, len(rows)) if rows[i] != rows[i - 1] + 1), len(rows)]
-        for start, stop in zip(starts, starts[1:]):
-            yield rows[start:stop], slice(start * self.heads, stop * self.heads)
+        start = 0
+        for stop in range(1, len(rows) + 1):
+            if stop == len(rows) or rows[stop] != rows[stop - 1] + 1:
+                yield rows[start:stop], slice(start * self.heads, stop * self.heads)
+                start = stop
 
-    def _read_native(self, first: int, rows: list[int], x: Tensor) -> Tensor:
-        """Compute `_read` with the C engine.
+    def _attend_in_c(self, first: int, rows: list[int], x: Tensor) -> Tensor:
+        """Compute `_attend` with the C engine.
 
-        The engine takes a prompt at once and continues from its state.
+        The engine takes a prompt at once and continues from its memory.
         """
-        S, known = self.length - first, self.known.get(first)
-        if known is None or known.state.room < S:
+        S = self.length - first
+        known = self.known.get(first)
+        if known is None or known.memory.capacity < S:
             y, _, keep = self._tokens(rows, first)
             metric = metric_of(y, keep, self.sizes) if known is None else known.metric
-            room = max(LEAST_ROOM, 2 * S)
-            state = native.new_state(
-                y, self.kept.values.shape[-1], options_of(self.sizes, room), room
-            )
-            known = self.known[first] = KnownInC(metric, state)
-        parts, options = [], options_of(self.sizes, known.state.room)
-        for run, at in self._contiguous_rows(rows):
+            capacity = max(LEAST_CAPACITY, 2 * S)
+            dv = self.kept.values.shape[-1]
+            sizes = options_of(self.sizes, capacity)
+            known = PastInC(metric, native.empty_memory(y, dv, sizes, capacity))
+            self.known[first] = known
+        memory = known.memory
+        sizes = options_of(self.sizes, memory.capacity)
+        parts = []
+        for run, heads in self._contiguous_rows(rows):
             y, v, keep = self._tokens(run, first)
-            given = native.Given(keep, known.metric.shift[at], known.metric.root[at], options)
-            parts.append(
-                attend_in_c(x[at], y, v, given, known.state._replace(kept=known.state.kept[at]))
-            )
+            metric = known.metric
+            inputs = native.CausalInputs(keep, metric.shift[heads], metric.root[heads], sizes)
+            of_run = memory._replace(numbers=memory.numbers[heads])
+            parts.append(attend_in_c(x[heads], y, v, inputs, of_run))
         return concatenate(parts, 0)
 
 
-def _places(rows: list[int]) -> slice | list[int]:
+def _row_index(rows: list[int]) -> slice | list[int]:
     """Return a slice if the rows are neighbours, else the list."""
-    return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return rows

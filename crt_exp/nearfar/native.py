@@ -13,7 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_gradient, check_result, compute_dtype, transformed
+from crt_exp.attention.checks import (
+    check_gradient,
+    compute_dtype,
+    not_finite_error,
+    transformed,
+)
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
 from crt_exp.nearfar.choice import MAX_GAP, Choice, KeyMetric, Sizes
@@ -40,7 +45,7 @@ SIZES = (
     "threads",
 )
 VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
-PLAIN = (
+POINTERS = (
     "keep",
     "shift",
     "tilt",
@@ -68,11 +73,11 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in SIZES),
         ("factor", ctypes.c_double),
         *((name, View) for name in VIEWS),
-        *((name, ctypes.c_void_p) for name in PLAIN),
+        *((name, ctypes.c_void_p) for name in POINTERS),
     ]
 
 
-class Given(NamedTuple):
+class CausalInputs(NamedTuple):
     """Inputs of a causal call, in addition to the vectors.
 
     keep: (Z, S) or None. shift, root: the metric. factor: factor of queries and keys.
@@ -86,11 +91,11 @@ class Given(NamedTuple):
     factor: float = 1.0
 
 
-class State(NamedTuple):
-    """State of the past in decoding, for at most `room` tokens."""
+class PastMemory(NamedTuple):
+    """State of the past in decoding, for at most `capacity` tokens."""
 
-    room: int
-    kept: Tensor  # (Z, numbers), not shared between states
+    capacity: int
+    numbers: Tensor  # (Z, n), not shared between states
 
 
 def applies(*tensors: Tensor) -> bool:
@@ -99,11 +104,9 @@ def applies(*tensors: Tensor) -> bool:
     They must be on the CPU and not in float64, the library must be available, and neither torch.compile nor torch.func
     may be tracing.
     """
-    if (
-        torch.compiler.is_compiling()
-        or transformed(*tensors)
-        or compute_dtype(*tensors) == torch.float64
-    ):
+    if torch.compiler.is_compiling() or transformed(*tensors):
+        return False
+    if compute_dtype(*tensors) == torch.float64:
         return False
     return all(t.device.type == "cpu" for t in tensors) and native.library() is not None
 
@@ -122,24 +125,24 @@ def choose(
     x (Z, G, L, d), y (Z, S, d). A given metric (Z, ...) means that they belong to two sequences. Raises NotFinite if
     queries and keys of one sequence are not finite.
     """
-    (Z, S, d), n, K = y.shape, min(sizes.heavy, y.shape[1]), min(sizes.cells, y.shape[1])
-    cross, new = metric is not None, y.new_empty
-    metric = KeyMetric(
-        *(t.contiguous() for t in metric or (new(Z, 1, d), new(Z, 1, d), new(Z, d, d)))
-    )
+    Z, S, d = y.shape
+    heavy = min(sizes.heavy, S)
+    clusters = min(sizes.cells, S)
+    cross = metric is not None
+    if not cross:
+        metric = KeyMetric(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d))
+    metric = KeyMetric(*(t.contiguous() for t in metric))
     choice = Choice(
-        new(Z, n, dtype=torch.long),
-        new(Z, n, dtype=torch.bool),
-        new(Z, S, dtype=torch.bool),
-        new(Z, S, dtype=torch.long),
-        new(Z, K, d),
+        heavy=y.new_empty(Z, heavy, dtype=torch.long),
+        there=y.new_empty(Z, heavy, dtype=torch.bool),
+        pool=y.new_empty(Z, S, dtype=torch.bool),
+        cluster=y.new_empty(Z, S, dtype=torch.long),
+        centres=y.new_empty(Z, clusters, d),
     )
-    _call(
-        "near_far_choose",
-        {"x": x, "y": y.unsqueeze(1)},
-        _sets(metric, choice) | {"keep": keep},
-        {"heavy": n, "clusters": K, "factor": factor, "cross": cross},
-    )
+    views = {"x": x, "y": y.unsqueeze(1)}
+    pointers = _set_pointers(metric, choice) | {"keep": keep}
+    numbers = {"heavy": heavy, "clusters": clusters, "factor": factor, "cross": cross}
+    _call("near_far_choose", views, pointers, numbers)
     return metric, choice
 
 
@@ -157,60 +160,62 @@ def attend(
 
     x (Z, G, L, d), y (Z, S, d), v (Z, S, dv). With `cross` no key is near. Differentiable in x, y and v.
     """
-    (Z, G, L, d), S, (n, K), new = (
-        x.shape,
-        y.shape[1],
-        (choice.heavy.shape[1], choice.centres.shape[1]),
-        y.new_empty,
-    )
-    kept = {
-        "u": new(Z, S),
-        "square": new(Z, S),
-        "level": new(Z, K),
-        "sums": new(Z, K, d + 2),
-        "spread": new(Z, K),
-        "slope": new(Z, v.shape[-1] if sizes.first_order else 0, d),
-        "logsum": new(Z, G, L),
+    Z, G, L, d = x.shape
+    S = y.shape[1]
+    clusters = choice.centres.shape[1]
+    slope_rows = v.shape[-1] if sizes.first_order else 0
+    intermediates = {
+        "u": y.new_empty(Z, S),
+        "square": y.new_empty(Z, S),
+        "level": y.new_empty(Z, clusters),
+        "sums": y.new_empty(Z, clusters, d + 2),
+        "spread": y.new_empty(Z, clusters),
+        "slope": y.new_empty(Z, slope_rows, d),
+        "logsum": y.new_empty(Z, G, L),
     }
     numbers = {
         "block": min(sizes.block, S),
-        "heavy": n,
-        "clusters": K,
+        "heavy": choice.heavy.shape[1],
+        "clusters": clusters,
         "first_order": sizes.first_order,
         "cross": cross,
         "factor": factor,
     }
-    return _InC.apply("near_far", _sets(metric, choice) | kept, numbers, x, y, v)
+    pointers = _set_pointers(metric, choice) | intermediates
+    return _NearFarInC.apply("near_far", pointers, numbers, x, y, v)
 
 
-def causal(x: Tensor, y: Tensor, v: Tensor, given: Given, state: State | None = None) -> Tensor:
+def causal(
+    x: Tensor, y: Tensor, v: Tensor, inputs: CausalInputs, memory: PastMemory | None = None
+) -> Tensor:
     """Return the outputs of causal queries, all after the first renewal.
 
-    x (Z, G, L, d) are the last queries of keys y (Z, S, d), v (Z, S, dv). Differentiable in x, y and v without a
-    decoding state.
-    A decoding state is overwritten. Rows of keys and values must then be padded with zeros to multiples of 16.
+    x (Z, G, L, d) are the last queries of keys y (Z, S, d), v (Z, S, dv). Differentiable in x, y and v without the
+    memory of decoding.
+    The memory is overwritten. Rows of keys and values must then be padded with zeros to multiples of 16.
     """
-    plain, numbers = causal_memory(x, y, v, given)
-    if state is not None:
-        plain["decoding_state"], numbers["capacity"] = state.kept, state.room
-        if plain["logsum"].numel() <= FEW:  # threads would wait for each other and for busy cores
+    pointers, numbers = causal_arguments(x, y, v, inputs)
+    if memory is not None:
+        pointers["decoding_state"] = memory.numbers
+        numbers["capacity"] = memory.capacity
+        queries = pointers["logsum"].numel()
+        if queries <= FEW:  # threads would wait for each other and for busy cores
             numbers["threads"] = 1
-    return _InC.apply("near_far_causal", plain, numbers, x, y, v)
+    return _NearFarInC.apply("near_far_causal", pointers, numbers, x, y, v)
 
 
-def new_state(y: Tensor, dv: int, options: dict[str, int], room: int) -> State:
-    """Return the empty decoding state for keys y (Z, S, d)."""
+def empty_memory(y: Tensor, dv: int, sizes: dict[str, int], capacity: int) -> PastMemory:
+    """Return the empty memory of decoding for keys y (Z, S, d)."""
+    call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **sizes)
     size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
-    kept = y.new_empty(
-        len(y), size(ctypes.byref(Call(d=y.shape[-1], dv=dv, capacity=room, **options)))
-    )
-    kept[:, :2] = 0
-    return State(room, kept)
+    numbers = y.new_empty(len(y), size(ctypes.byref(call)))
+    numbers[:, :2] = 0
+    return PastMemory(capacity, numbers)
 
 
-def causal_memory(
-    x: Tensor, y: Tensor, v: Tensor, given: Given
+def causal_arguments(
+    x: Tensor, y: Tensor, v: Tensor, inputs: CausalInputs
 ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Return the tensors and numbers of a causal call.
 
@@ -218,31 +223,32 @@ def causal_memory(
     near_far.h), and `gap_offset` (Z, G, L) the offset of the first distance of each query. The allocation is for the
     worst case; the system provides only pages that are written.
     """
-    (Z, G, L, _), S = x.shape, y.shape[1]
-    numbers = (
-        {"capacity": S, "factor": given.factor}
-        | given.sizes
-        | {"open": min(given.sizes["open"], S)}
-    )
-    plain = {
-        "keep": given.keep,
-        "shift": given.shift,
-        "root": given.root,
+    Z, G, L, _ = x.shape
+    S = y.shape[1]
+    numbers = {"capacity": S, "factor": inputs.factor, **inputs.sizes}
+    numbers["open"] = min(inputs.sizes["open"], S)
+    pointers = {
+        "keep": inputs.keep,
+        "shift": inputs.shift,
+        "root": inputs.root,
         "logsum": y.new_empty(Z, G, L),
     }
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)):
         numbers["gap_capacity"] = G * L * (numbers["open"] + S // (MAX_GAP - 1) + 2)
-        plain["gaps"] = torch.empty(Z, numbers["gap_capacity"], dtype=torch.uint8, device="cpu")
-        plain["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
-    return plain, numbers
+        pointers["gaps"] = torch.empty(Z, numbers["gap_capacity"], dtype=torch.uint8, device="cpu")
+        pointers["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
+    return pointers, numbers
 
 
-class _InC(torch.autograd.Function):
+class _NearFarInC(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, plain, numbers, x, y, v):
+    def forward(ctx, name, pointers, numbers, x, y, v):
         out = x.new_empty(*x.shape[:3], v.shape[-1])
-        _call(name, {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1), "out": out}, plain, numbers)
-        ctx.call = name, plain, numbers
+        views = {"x": x, "y": y.unsqueeze(1), "v": v.unsqueeze(1), "out": out}
+        _call(name, views, pointers, numbers)
+        ctx.name = name
+        ctx.pointers = pointers
+        ctx.numbers = numbers
         ctx.save_for_backward(x, y, v, out)
         return out
 
@@ -253,8 +259,10 @@ class _InC(torch.autograd.Function):
             raise NotImplementedError(
                 "near-far attention: no second derivatives; use torch.func.hessian"
             )
-        (x, y, v, out), (name, plain, numbers) = ctx.saved_tensors, ctx.call
-        dx, dy, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v))
+        x, y, v, out = ctx.saved_tensors
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dy = torch.empty_like(y, memory_format=torch.contiguous_format)
+        dv = torch.empty_like(v, memory_format=torch.contiguous_format)
         views = {
             "x": x,
             "y": y.unsqueeze(1),
@@ -265,39 +273,42 @@ class _InC(torch.autograd.Function):
             "dy": dy.unsqueeze(1),
             "dvalues": dv.unsqueeze(1),
         }
-        _call(f"{name}_backward", views, plain, numbers)
+        _call(f"{ctx.name}_backward", views, ctx.pointers, ctx.numbers)
         return None, None, None, dx, dy, dv
 
 
-def _sets(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
-    sets = metric._asdict() | choice._asdict()
-    return {"positions": sets.pop("heavy"), **sets}
+def _set_pointers(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
+    pointers = metric._asdict() | choice._asdict()
+    pointers["positions"] = pointers.pop("heavy")
+    return pointers
 
 
 def _call(
-    name: str, views: dict[str, Tensor], plain: dict[str, Tensor | None], numbers: dict[str, float]
+    name: str,
+    views: dict[str, Tensor],
+    pointers: dict[str, Tensor | None],
+    numbers: dict[str, float],
 ) -> None:
     """Call a function of the library. Raises MemoryError and NotFinite."""
-    (Z, G, L, d), S, dv = (
-        views["x"].shape,
-        views["y"].shape[2],
-        views.get("v", views["y"]).shape[-1],
-    )
-    views = {key: t if t.stride(-1) == 1 else t.contiguous() for key, t in views.items()}
-    plain = {key: t.contiguous() for key, t in plain.items() if t is not None}
-    call = Call(
-        **{"threads": torch.get_num_threads(), "block": 1, **numbers},
-        Z=Z,
-        G=G,
-        L=L,
-        S=S,
-        d=d,
-        dv=dv,
-        **{key: View(t.data_ptr(), *t.stride()[:3]) for key, t in views.items()},
-        **{key: t.data_ptr() for key, t in plain.items()},
-    )
+    Z, G, L, d = views["x"].shape
+    S = views["y"].shape[2]
+    dv = views.get("v", views["y"]).shape[-1]
+    call = Call(threads=torch.get_num_threads(), block=1, Z=Z, G=G, L=L, S=S, d=d, dv=dv)
+    for field, number in numbers.items():
+        setattr(call, field, number)
+    alive = []  # contiguous copies must outlive the call
+    for field, t in views.items():
+        if t.stride(-1) != 1:
+            t = t.contiguous()
+        alive.append(t)
+        setattr(call, field, View(t.data_ptr(), *t.stride()[:3]))
+    for field, t in pointers.items():
+        if t is not None:
+            t = t.contiguous()
+            alive.append(t)
+            setattr(call, field, t.data_ptr())
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
         raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")
     if status == NOT_FINITE:
-        check_result(torch.tensor(torch.inf, device="cpu"))
+        raise not_finite_error()

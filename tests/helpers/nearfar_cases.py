@@ -58,8 +58,8 @@ def as_integers(t):
 @torch.enable_grad()
 def read_in_c(x, y, v, given):
     """The places (Z, G, L, open) of keys that queries read in the C engine, -1 for none, by the gaps between them."""
-    plain, numbers = native.causal_memory(x.detach().requires_grad_(), y, v, given)
-    native._InC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
+    plain, numbers = native.causal_arguments(x.detach().requires_grad_(), y, v, given)
+    native._NearFarInC.apply("near_far_causal", plain, numbers, x.detach(), y, v)
     places = torch.full((*x.shape[:3], min(given.sizes["open"], y.shape[1])), -1)
     for z, g, i in product(*map(range, x.shape[:3])):
         gaps = plain["gaps"][z, plain["gap_offset"][z, g, i] :].numpy()
@@ -77,7 +77,7 @@ def choices(x, y, v, sizes, keep=None):
     call = Causal(sizes)
     metric, epochs = call.choose(x, y, keep, slice(None))
     start = renewals(sizes, 0)[0]
-    given = native.Given(keep, metric.shift, metric.root, options_of(sizes, S))
+    given = native.CausalInputs(keep, metric.shift, metric.root, options_of(sizes, S))
     ours = read_in_c(x[:, :, start:], y, v, given)
     theirs, kept = torch.full_like(ours, -1), unmasked_keys(y, keep)
     for i in range(start, S):

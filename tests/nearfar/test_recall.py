@@ -203,7 +203,7 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
 def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     x, y, v = drawn(B=3, d=16, dv=16, dtype=torch.float32) if in_c else drawn(B=3)
     sizes, close = (SIZES._replace(block=8), {}) if in_c else (SIZES, {"rtol": 0, "atol": 1e-10})
-    monkeypatch.setattr(past, "LEAST_ROOM", 64)
+    monkeypatch.setattr(past, "LEAST_CAPACITY", 64)
     keep = torch.ones(3, LENGTH, dtype=torch.bool)
     keep[1, :5] = False
     whole, first = attend(x, y, v, sizes, keep), RecallState(sizes, 1)
@@ -212,7 +212,7 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     torch.testing.assert_close(out, whole[:, :, :150], **close)
     if in_c:  # what is known after it serves the next tokens
         assert all(
-            int(known.state.kept[0, :2].view(torch.int64)) == 149 // 8
+            int(known.memory.numbers[0, :2].view(torch.int64)) == 149 // 8
             for known in first.known.values()
         )
     first.take(y[:, :, 150:200], v[:, :, 150:200], keep[:, 150:200])
@@ -221,7 +221,7 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     other.step(*(token(t, 5) for t in (x, y, v)))  # another token, in the same buffer
     out = first.step(*(token(t, 201) for t in (x, y, v)))
     torch.testing.assert_close(out, whole[:, :, 201:202], **close)
-    assert all(isinstance(known, past.KnownInC) == in_c for known in first.known.values())
+    assert all(isinstance(known, past.PastInC) == in_c for known in first.known.values())
     rows = torch.tensor([2, 1, 1])
     first.select(rows)
     for i in range(202, 230):

@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 
 from crt_exp import swap_attention, unswap_attention  # noqa: E402
 from crt_exp.mechanism import Mechanism  # noqa: E402
-from crt_exp.nearfar.decoding import KnownInC  # noqa: E402
+from crt_exp.nearfar.decoding import PastInC  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 from crt_exp.swap.interface import AS_BEFORE  # noqa: E402
 
@@ -77,7 +77,7 @@ def check_kind(cache, state, dtype):
         for known in getattr(layer.state, "known", {}).values()
     ]
     assert bool(known) == ("beyond" in state)
-    assert all(isinstance(each, KnownInC) == (dtype == torch.float32) for each in known)
+    assert all(isinstance(each, PastInC) == (dtype == torch.float32) for each in known)
 
 
 def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
