@@ -89,7 +89,9 @@ class KeysPast:
     """
 
     def __init__(self, layer: Baseline):
-        self.layer, self.length, self.buffers = layer, 0, ()
+        self.layer = layer
+        self.length = 0
+        self.buffers = ()
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,23 +240,25 @@ def window_attention(
     shift = Shift.of(key_mask, block)
     if shift is None:
         return _window(x, y, v, key_mask, block, first, causal)
-    return shift.back(
-        _window(*map(shift.there, (x, y, v)), shift.mask(key_mask), block, first, causal)
-    )
+    vectors = [shift.there(t) for t in (x, y, v)]
+    return shift.back(_window(*vectors, shift.mask(key_mask), block, first, causal))
 
 
 def _window(
     x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool
 ) -> Tensor:
     """Compute `window_attention` of rows whose first real token begins a block."""
-    H, L, S = *x.shape[1:3], y.shape[2]
-    y, v, first = repeat_heads(y, H), repeat_heads(v, H), min(first, S)
-    keep = torch.ones(1, S, dtype=torch.bool, device=x.device) if key_mask is None else key_mask
-    y, v = (
-        (torch.where(keep[:, None, :, None], t, 0.0) for t in (y, v))
-        if key_mask is not None
-        else (y, v)
-    )
+    H, L = x.shape[1:3]
+    S = y.shape[2]
+    y = repeat_heads(y, H)
+    v = repeat_heads(v, H)
+    first = min(first, S)
+    if key_mask is None:
+        keep = torch.ones(1, S, dtype=torch.bool, device=x.device)
+    else:
+        keep = key_mask
+        y = torch.where(keep[:, None, :, None], y, 0.0)
+        v = torch.where(keep[:, None, :, None], v, 0.0)
     start = (S - L) // block  # the block of the first query
     count = (S - 1) // block - start + 1  # blocks with queries
     lead = (S - L) - start * block  # positions of the first block before the first query

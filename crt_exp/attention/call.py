@@ -18,7 +18,7 @@ from crt_exp.attention.checks import (
     requires_gradient,
     transformed,
 )
-from crt_exp.attention.engines import Form, Gradients, Kept, closed_form, native
+from crt_exp.attention.engines import Form, Gradients, Saved, closed_form, native
 from crt_exp.attention.engines.chunks import Chunked, chunked_partial
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
 from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features
@@ -87,27 +87,29 @@ def attention(
     """
     check_policy(denominator)
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, noise, count = x.shape[1], match_float64(noise, dtype), counter or DenominatorCount()
+    heads = x.shape[1]
+    noise = match_float64(noise, dtype)
+    count = counter or DenominatorCount()
     if heads != y.shape[1]:
-        x, y, v = _together(x, y, v, noise, params, causal)
+        x, y, v = align_heads(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and normalize:
         x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
         if torch.compiler.is_exporting() or transformed(x, y, v):
-            out = finish(plain(form, causal).rows(x, y, v)).to(v.dtype)
+            out = finish(chunked_engine(form, causal).rows(x, y, v)).to(v.dtype)
         else:
-            out = torch.ops.crt_exp.attention(
-                x, y, v, *form, native.applies(x, y, v, form.rows), causal
-            )[0]
+            in_c = native.applies(x, y, v, form.rows)
+            out = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)[0]
     else:
-        x, y = (x, y) if scale == 1 else (at_least_float32(x) * scale, at_least_float32(y) * scale)
-        rows = chunked_partial(
-            x, y, v, phi, noise, params, causal, key_mask, denominator == "clamp"
-        )
+        if scale != 1:
+            x = at_least_float32(x) * scale
+            y = at_least_float32(y) * scale
+        modulus = denominator == "clamp"
+        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
         count.add(rows)
         out = finish(rows, denominator, normalize).to(v.dtype)
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
-    return _apart(out, heads)
+    return split_heads(out, heads)
 
 
 def partial_attention(
@@ -134,50 +136,52 @@ def partial_attention(
         modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
     """
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads, noise = x.shape[1], match_float64(noise, dtype)
+    heads = x.shape[1]
+    noise = match_float64(noise, dtype)
     if heads != y.shape[1]:
-        x, y, v = _together(x, y, v, noise, params, causal)
+        x, y, v = align_heads(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and not modulus:
         x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
-        work = plain(form, causal)
+        chunked = chunked_engine(form, causal)
         if torch.compiler.is_exporting() or transformed(x, y, v):
-            rows = work.rows(x, y, v)
+            rows = chunked.rows(x, y, v)
         else:
             in_c = native.applies(x, y, v, form.rows)
             out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)
             logsum = ENGINES[in_c, causal].unit * logsum + form.shared_logs(x)
             if key_mask is not None:
-                seen = (
-                    work.seen(y.shape[2] - x.shape[2])
-                    if causal
-                    else key_mask.any(-1)[:, None, None]
-                )
+                if causal:
+                    seen = chunked.seen(y.shape[2] - x.shape[2])
+                else:
+                    seen = key_mask.any(-1)[:, None, None]
                 logsum = torch.where(seen, logsum, -torch.inf)
             rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
     else:
-        x, y = at_least_float32(x) * scale, at_least_float32(y) * scale
+        x = at_least_float32(x) * scale
+        y = at_least_float32(y) * scale
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
-    return Partial(*(None if t is None else _apart(t, heads) for t in rows))
+    parts = []
+    for t in rows:
+        parts.append(None if t is None else split_heads(t, heads))
+    return Partial(*parts)
 
 
-def _together(
+def align_heads(
     x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give keys and queries the same number of heads.
 
     Query heads that share keys and features become one longer set of queries; otherwise keys are repeated.
     """
-    key_heads, batches = (
-        y.shape[1],
-        [n.batch for n in leaves(noise)] + [t.shape[:-2] for t in leaves(params)],
-    )
+    batches = [part.batch for part in leaves(noise)]
+    batches += [part.shape[:-2] for part in leaves(params)]
     shared = all(not batch or batch[-1] == 1 for batch in batches)
     if shared and not causal:
-        x = x.unflatten(1, (key_heads, -1)).flatten(2, 3)
+        x = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
     return x, repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
 
 
-def _apart(t: Tensor, heads: int) -> Tensor:
+def split_heads(t: Tensor, heads: int) -> Tensor:
     """Split the rows into query heads again."""
     groups = heads // t.shape[1]
     return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
@@ -198,27 +202,38 @@ def positive_form(
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
     learned = requires_gradient(noise, params)
-    if (
-        keep is not None and learned
-    ):  # padding may hold NaN, which would reach the gradients of parameters
+    if keep is not None and learned:
+        # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    (x, left), (y, _) = (
-        phi.transform_inputs(x, params, factor=factor),
-        phi.transform_inputs(y, params, key=True, factor=factor),
-    )
+    x, remaining = phi.transform_inputs(x, params, factor=factor)
+    y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
-    scale = rows.new_full((1, 1), left) if scale is None else scale * left
-    to = {"device": x.device, "dtype": dtype}
-    rows, scale, bias = (t.to(**to)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
-    return x, y, Form(rows, scale, bias.squeeze(-2), phi.norm_weight * left**2, keep, learned)
+    scale = rows.new_full((1, 1), remaining) if scale is None else scale * remaining
+
+    def batched(t: Tensor) -> Tensor:
+        return t.to(device=x.device, dtype=dtype)[(None,) * (4 - t.ndim)]
+
+    return (
+        x,
+        y,
+        Form(
+            rows=batched(rows),
+            scale=batched(scale),
+            bias=batched(bias).squeeze(-2),
+            norm_weight=phi.norm_weight * remaining**2,
+            keep=keep,
+            learned=learned,
+        ),
+    )
 
 
-def plain(form: Form, causal: bool) -> Chunked:
+def chunked_engine(form: Form, causal: bool) -> Chunked:
     """Return the engine of plain operations for a positive map.
 
     It supports the transforms of torch.func.
     """
-    weight, bias = (form.rows * form.scale).mT, form.bias.unsqueeze(-2)
+    weight = (form.rows * form.scale).mT
+    bias = form.bias.unsqueeze(-2)
 
     def phi(t: Tensor) -> Features:
         t = t.to(weight.dtype)
@@ -242,14 +257,13 @@ def positive_state(
     Returns exp(-top) sum_j [v_j, 1] phi(y_j), (B,H,dv+1,M), and top (B,H,M).
     The bidirectional engine computes the sums; its single query is zero and its output is ignored.
     """
-    x, y, form = positive_form(
-        torch.zeros_like(y[:, :, :1]), y, phi, noise, params, keep, 1.0, dtype
-    )
-    kept = ENGINES[native.applies(y, v, form.rows), False].forward(x, y, v, form)
-    top = kept.logs + form.bias
-    return kept.states, top if keep is None else top.masked_fill(
-        ~keep.any(-1)[:, None, None], -torch.inf
-    )
+    x = torch.zeros_like(y[:, :, :1])
+    x, y, form = positive_form(x, y, phi, noise, params, keep, 1.0, dtype)
+    saved = ENGINES[native.applies(y, v, form.rows), False].forward(x, y, v, form)
+    top = saved.logs + form.bias
+    if keep is not None:
+        top = top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
+    return saved.states, top
 
 
 @torch.library.custom_op("crt_exp::attention", mutates_args=())
@@ -266,12 +280,11 @@ def _forward(
     in_c: bool,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    form = Form(rows, scale, bias, norm_weight, keep, learned)
     with no_autocast(rows):
-        kept = ENGINES[in_c, causal].forward(
-            x, y, v, Form(rows, scale, bias, norm_weight, keep, learned)
-        )
-    check_result(kept.logsum)
-    return tuple(kept)
+        saved = ENGINES[in_c, causal].forward(x, y, v, form)
+    check_result(saved.logsum)
+    return tuple(saved)
 
 
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
@@ -289,11 +302,12 @@ def _backward(
     learned: bool,
     in_c: bool,
     causal: bool,
-    kept: list[Tensor],
+    saved: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
+    engine = ENGINES[in_c, causal]
     with no_autocast(rows):
-        return tuple(ENGINES[in_c, causal].backward(x, y, v, form, Kept(*kept), grad, grad_logsum))
+        return tuple(engine.backward(x, y, v, form, Saved(*saved), grad, grad_logsum))
 
 
 @_forward.register_fake
@@ -302,8 +316,23 @@ def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, in_c, causal):
 
 
 @_backward.register_fake
-def _(grad, grad_logsum, x, y, v, *rest):
-    return tuple(Gradients.empty(x, y, v, Form(*rest[:6])))
+def _(
+    grad,
+    grad_logsum,
+    x,
+    y,
+    v,
+    rows,
+    scale,
+    bias,
+    norm_weight,
+    keep,
+    learned,
+    in_c,
+    causal,
+    saved,
+):
+    return tuple(Gradients.empty(x, y, v, rows, learned))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -314,12 +343,15 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad, grad_logsum, *_):
-    x, y, v, rows, scale, bias, keep, *kept = ctx.saved_tensors
-    grad = torch.zeros_like(kept[0]) if grad is None else grad
+    x, y, v, rows, scale, bias, keep, *saved = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(Saved(*saved).out)
     check_gradient(grad)
     form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
-    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.in_c, ctx.causal, kept))
-    return *grads[:3], *(grads.of_map(form) if form.learned else (None,) * 3), *(None,) * 5
+    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.in_c, ctx.causal, saved))
+    of_map = grads.of_map(form) if form.learned else (None, None, None)
+    of_options = (None,) * 5
+    return grads.x, grads.y, grads.v, *of_map, *of_options
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -15,7 +15,10 @@ from torch.autograd import forward_ad
 from crt_exp.features.base import NotFinite, all_true, values_readable
 from crt_exp.samplers.noise import Nested, Noise, leaves, transforming
 
-NOT_FINITE = "queries, keys: NaN, infinity or overflowing norms; scale the vectors down, or use bfloat16 or float32"
+NOT_FINITE_MESSAGE = (
+    "queries, keys: NaN, infinity or overflowing norms; scale the vectors down, or use bfloat16 or "
+    "float32"
+)
 
 
 def check_inputs(
@@ -33,17 +36,9 @@ def check_inputs(
     projections or parameters do not fit together.
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
-        if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
-            raise ValueError(
-                f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty"
-            )
-        if t.device != x.device:
-            raise ValueError(f"x is on {x.device}, {name} is on {t.device}: expected one device")
-    if (
-        not x.shape[0] == y.shape[0] == v.shape[0]
-        or x.shape[3] != y.shape[3]
-        or y.shape[1:3] != v.shape[1:3]
-    ):
+        _check_vectors(name, t, x.device)
+    one_batch = x.shape[0] == y.shape[0] == v.shape[0]
+    if not one_batch or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
             "S, d), (B, Hkv, S, dv)"
@@ -55,24 +50,40 @@ def check_inputs(
         )
     check_key_mask(key_mask, y)
     for part in leaves(noise):
-        if (
-            not isinstance(part, Noise)
-            or part.d != x.shape[3]
-            or not _broadcasts(part.batch, x.shape[:2])
-        ):
-            raise ValueError(
-                f"noise={part!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
-                f"to (B, H)={tuple(x.shape[:2])}"
-            )
+        _check_noise(part, x)
     for part in leaves(params):
-        if not isinstance(part, Tensor) or (
-            part.ndim > 2 and not _broadcasts(part.shape[:-2], x.shape[:2])
-        ):
-            raise ValueError(
-                f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, "
-                f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}"
-            )
+        _check_parameter(part, x)
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
+
+
+def _check_vectors(name: str, t: Tensor, device: torch.device) -> None:
+    if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
+        raise ValueError(
+            f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty"
+        )
+    if t.device != device:
+        raise ValueError(f"x is on {device}, {name} is on {t.device}: expected one device")
+
+
+def _check_noise(noise: Noise, x: Tensor) -> None:
+    fits = isinstance(noise, Noise) and noise.d == x.shape[3]
+    if not fits or not _broadcasts(noise.batch, x.shape[:2]):
+        raise ValueError(
+            f"noise={noise!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
+            f"to (B, H)={tuple(x.shape[:2])}"
+        )
+
+
+def _check_parameter(parameter: Tensor, x: Tensor) -> None:
+    fits = isinstance(parameter, Tensor)
+    if fits and parameter.ndim > 2:
+        fits = _broadcasts(parameter.shape[:-2], x.shape[:2])
+    if not fits:
+        shape = tuple(getattr(parameter, "shape", ()))
+        raise ValueError(
+            f"parameter {shape}: expected a tensor of `fit`, "
+            f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}"
+        )
 
 
 def check_kv_heads(heads: int, kv_heads: int) -> None:
@@ -81,11 +92,10 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
-    if key_mask is not None and (
-        key_mask.shape != (y.shape[0], y.shape[2])
-        or key_mask.dtype != torch.bool
-        or key_mask.device != y.device
-    ):
+    if key_mask is None:
+        return
+    fits = key_mask.shape == (y.shape[0], y.shape[2]) and key_mask.dtype == torch.bool
+    if not fits or key_mask.device != y.device:
         raise ValueError(
             f"key_mask={tuple(key_mask.shape)} {key_mask.dtype} on {key_mask.device}: expected a boolean "
             f"(B, S)={(y.shape[0], y.shape[2])}, True = keep, on {y.device}; pairwise masks are not "
@@ -94,9 +104,10 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
 
 
 def _broadcasts(shape, batch) -> bool:
-    return len(shape) <= 2 and all(
-        a in (1, b) for a, b in zip(reversed(tuple(shape)), reversed(batch))
-    )
+    if len(shape) > 2:
+        return False
+    pairs = zip(reversed(tuple(shape)), reversed(batch))
+    return all(size in (1, expected) for size, expected in pairs)
 
 
 def repeat_heads(t: Tensor, heads: int) -> Tensor:
@@ -132,26 +143,32 @@ def transformed(*tensors: Tensor) -> bool:
 
     Custom operators would lose such transforms and tangents, so that plain torch operations must do the work.
     """
-    return transforming() or (
-        forward_ad._current_level >= 0
-        and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    )
+    if transforming():
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def requires_gradient(noise: Nested, params: Nested) -> bool:
     """Return whether random projections or parameters require a gradient."""
-    held = (t for n in leaves(noise) for t in n.tensors())
-    return torch.is_grad_enabled() and any(t.requires_grad for t in (*held, *leaves(params)))
+    tensors = list(leaves(params))
+    for part in leaves(noise):
+        tensors += part.tensors()
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def check_gradient(grad: Tensor) -> None:
     """Raise ValueError for a batched gradient and for one with a tangent."""
-    if torch._C._dispatch_keys(grad).has(torch._C._parse_dispatch_key("Batched")) or transformed(
-        grad
-    ):
+    batched = torch._C._parse_dispatch_key("Batched")
+    if torch._C._dispatch_keys(grad).has(batched) or transformed(grad):
         raise ValueError(
             "batched gradients are not supported: use torch.func.jacrev, jacfwd, hessian or vmap"
         )
+
+
+def not_finite_error() -> NotFinite:
+    return NotFinite(NOT_FINITE_MESSAGE)
 
 
 def check_result(logs: Tensor) -> None:
@@ -160,7 +177,7 @@ def check_result(logs: Tensor) -> None:
     Then queries or keys are not finite. On other devices the check would wait for the result.
     """
     if values_readable(logs) and not all_true(logs < torch.inf):
-        raise NotFinite(NOT_FINITE)
+        raise not_finite_error()
 
 
 def all_finite(t: Tensor) -> bool:
@@ -174,7 +191,7 @@ def all_finite(t: Tensor) -> bool:
 def check_entries(t: Tensor) -> None:
     """Raise NotFinite if the tensor is not `all_finite`."""
     if not all_finite(t):
-        raise NotFinite(NOT_FINITE)
+        raise not_finite_error()
 
 
 # Left padding: positions and blocks are counted from the first real token of each row. The outputs of a row therefore
@@ -214,9 +231,8 @@ class Shift(NamedTuple):
 
         The result has `most` more positions. The contents of added positions are arbitrary.
         """
-        return _taken(
-            t, torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1), dim
-        )
+        places = torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1)
+        return _gather_tokens(t, places, dim)
 
     def mask(self, keep: Tensor) -> Tensor:
         """Shift a key mask; added positions are False."""
@@ -225,9 +241,8 @@ class Shift(NamedTuple):
 
     def back(self, t: Tensor) -> Tensor:
         """Undo `there`."""
-        return _taken(
-            t, torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1), 2
-        )
+        places = torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1)
+        return _gather_tokens(t, places, 2)
 
 
 def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
@@ -236,10 +251,11 @@ def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
     Positions after the last token are 0.
     """
     places = torch.arange(n, device=t.device) + first_unmasked(keep).unsqueeze(1)
-    return _taken(t, places, 2).masked_fill((places >= t.shape[2])[:, None, :, None], 0)
+    beyond = (places >= t.shape[2])[:, None, :, None]
+    return _gather_tokens(t, places, 2).masked_fill(beyond, 0)
 
 
-def _taken(t: Tensor, places: Tensor, dim: int) -> Tensor:
+def _gather_tokens(t: Tensor, places: Tensor, dim: int) -> Tensor:
     """Gather the given positions (B, n) of each row."""
     places = places.clamp(0, t.shape[dim] - 1)
     if dim == 1:

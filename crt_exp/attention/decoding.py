@@ -51,17 +51,21 @@ class DecodingState:
         version: Hashable = None,
     ):
         check_policy(denominator)
-        self.version, self.length, self.kept = version, 0, None
-        self._phi, self._noise, self._params = phi, noise, params
+        self.version = version
+        self.length = 0
+        self.kept = None
+        self._phi = phi
+        self._noise = noise
+        self._params = params
         self._bound = {torch.float32: phi.bind(noise, params)}
         self._fused = isinstance(phi, PositiveExponential) and normalize  # positive denominators
-        self._policy, self._normalize, self._counter = (
-            denominator,
-            normalize,
-            None if self._fused else counter,
-        )
-        held = [t for n in leaves(noise) for t in n.tensors()] + leaves(params)
-        self._seen = [(t, changes(t)) for t in held]
+        self._policy = denominator
+        self._normalize = normalize
+        self._counter = None if self._fused else counter
+        tensors = leaves(params)
+        for part in leaves(noise):
+            tensors += part.tensors()
+        self._versions = [(t, changes(t)) for t in tensors]
 
     @property
     def sums(self) -> Partial | None:
@@ -101,12 +105,14 @@ class DecodingState:
         if x.shape[2] == 1:
             out, self.kept = self.token(self.kept, x, y, v, key_mask)
         else:
-            y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+            y = repeat_heads(y, x.shape[1])
+            v = repeat_heads(v, x.shape[1])
             with no_autocast(x):
-                work = self._chunked(dtype, key_mask)
-                seen = work.seen(0) if self.kept is None else None
-                rows, state = work.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
-                out, self.kept = self._outputs(rows).to(v.dtype), Packed.of(state)
+                chunked = self._chunked(dtype, key_mask)
+                seen = chunked.seen(0) if self.kept is None else None
+                rows, state = chunked.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
+                out = self._outputs(rows).to(v.dtype)
+                self.kept = Packed.of(state)
         self.length += x.shape[2]
         return out
 
@@ -121,15 +127,8 @@ class DecodingState:
         self._check(y)
         with no_autocast(y):
             if self._fused:
-                sums, top = positive_state(
-                    y,
-                    v,
-                    self._phi,
-                    match_float64(self._noise, dtype),
-                    self._params,
-                    key_mask,
-                    dtype,
-                )
+                noise = match_float64(self._noise, dtype)
+                sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask, dtype)
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
@@ -146,20 +145,24 @@ class DecodingState:
         `take` has read a prompt, this works in torch.compile(fullgraph=True) and CUDA graphs. Arguments are not
         checked.
         """
-        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-        dtype, given = compute_dtype(x, y, v), v.dtype
+        y = repeat_heads(y, x.shape[1])
+        v = repeat_heads(v, x.shape[1])
+        dtype = compute_dtype(x, y, v)
+        out_dtype = v.dtype
         with no_autocast(x):
-            work, y, v = self._chunked(dtype, key_mask), y.to(dtype), v.to(dtype)
+            chunked = self._chunked(dtype, key_mask)
+            y = y.to(dtype)
+            v = v.to(dtype)
             keep = None if key_mask is None else key_mask[:, None, :, None]
             if keep is not None:
-                y, v = torch.where(keep, y, 0.0), torch.where(keep, v, 0.0)  # padding may hold NaN
-            keys, queries = _features(work.bound, y, x.to(dtype))
+                y = torch.where(keep, y, 0.0)  # padding may hold NaN
+                v = torch.where(keep, v, 0.0)
+            keys, queries = _features(chunked.bound, y, x.to(dtype))
             if keep is not None:
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
-            kept = _added(
-                kept, keys, torch.cat([v, torch.ones_like(v[..., :1])], -1).mT, work.modulus
-            )
-            return self._outputs(_read(kept, queries)).to(given), kept
+            with_one = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
+            kept = _add_key(kept, keys, with_one, chunked.modulus)
+            return self._outputs(_read(kept, queries)).to(out_dtype), kept
 
     def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
         if dtype not in self._bound:
@@ -183,13 +186,14 @@ class DecodingState:
         """
         if self.kept is not None:
             batch = len(self.kept.sums)  # parts of other shapes are shared by all entries
-            chosen = (
-                t if t is None or t.ndim < 4 or len(t) != batch else t[rows] for t in self.kept
-            )
-            self.kept = Packed(*chosen)
+            parts = []
+            for t in self.kept:
+                of_entries = t is not None and t.ndim >= 4 and len(t) == batch
+                parts.append(t[rows] if of_entries else t)
+            self.kept = Packed(*parts)
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
-        changed = any(changes(t) != count for t, count in self._seen)
+        changed = any(changes(t) != count for t, count in self._versions)
         if changed or (version is not None and version != self.version):
             raise ValueError("decoding state: noise or parameters have changed; start a new one")
         if self.kept is not None and len(self.kept.sums) != x.shape[0]:
@@ -203,7 +207,8 @@ class RecurrentPast:
     """
 
     def __init__(self, layer):
-        self.layer, self.state = layer, layer.decoding()
+        self.layer = layer
+        self.state = layer.decoding()
 
     @property
     def length(self) -> int:
@@ -227,14 +232,15 @@ def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features
     if torch.compiler.is_compiling() or bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()
     f = bound.phi_k(torch.cat([y, x], 2)).dense()
-    return Features(*(_row(t, 0) for t in f)), Features(*(_row(t, 1) for t in f))
+    of_key = Features(*(_row(t, 0) for t in f))
+    return of_key, Features(*(_row(t, 1) for t in f))
 
 
 def _row(t: Tensor, i: int) -> Tensor:
     return t[..., i : i + 1, :] if t.ndim and t.shape[-2] > 1 else t
 
 
-def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
+def _add_key(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
     """Add one key to the state: features with one row, v (B, H, dv + 1, 1)."""
     top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
     at = finite(top)
@@ -243,11 +249,9 @@ def _added(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -
     if kept is None:
         return Packed(v * phi, top, modulus)
     fade = torch.exp(kept.top - at)
-    return Packed(
-        (kept.sums * fade).addcmul_(v, phi),
-        top,
-        None if modulus is None else kept.modulus * fade + modulus,
-    )
+    if modulus is not None:
+        modulus = kept.modulus * fade + modulus
+    return Packed((kept.sums * fade).addcmul_(v, phi), top, modulus)
 
 
 def _read(kept: Packed, queries: Features) -> Partial:

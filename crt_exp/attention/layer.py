@@ -112,26 +112,31 @@ class RandomFeatureAttention(Redraws, Running):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         if phi.kernel != "softmax":
             raise ValueError(f"{phi}: kernel={phi.kernel}; attention needs kernel='softmax'")
-        phi = phi.of_size(m) if phi.on_sequences else phi
-        self.phi, self.sampler, self.m, self.redraw_every = phi, sampler, m, redraw_every
-        self.normalize, self.denominator, self.decay = normalize, denominator, decay
-        self.recurrent_heads, self.seed, self.layer, self.denominators = (
-            heads,
-            seed,
-            layer,
-            DenominatorCount(),
-        )
+        if phi.on_sequences:
+            phi = phi.of_size(m)
+        self.phi = phi
+        self.sampler = sampler
+        self.m = m
+        self.redraw_every = redraw_every
+        self.normalize = normalize
+        self.denominator = denominator
+        self.decay = decay
+        self.recurrent_heads = heads
+        self.seed = seed
+        self.layer = layer
+        self.denominators = DenominatorCount()
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
-        self.gaussian = {
-            name: noise.gaussian for name, noise in noises.items()
-        }  # by buffer of projections
+        # by buffer of projections
+        self.gaussian = {name: noise.gaussian for name, noise in noises.items()}
         rows = {name: noise.rows().contiguous().clone() for name, noise in noises.items()}
         trained_rows = phi.learned or learn == "projections"
-        for name, t in rows.items() if trained_rows else ():
-            self.register_parameter(name, nn.Parameter(t))
-        self.register_drawn({} if trained_rows else rows)
+        if trained_rows:
+            for name, t in rows.items():
+                self.register_parameter(name, nn.Parameter(t))
+            rows = {}
+        self.register_drawn(rows)
         self._said = False
         once, trained = phi.on_vectors, learn != "none" and phi.fitted
         if phi.on_sequences:

@@ -78,17 +78,14 @@ class Packed(NamedTuple):
 
     def partial(self) -> Partial:
         rows = self.sums.mT
-        return Partial(
-            rows[..., :-1],
-            rows[..., -1:],
-            self.top.mT,
-            None if self.modulus is None else self.modulus.mT,
-        )
+        modulus = None if self.modulus is None else self.modulus.mT
+        return Partial(rows[..., :-1], rows[..., -1:], self.top.mT, modulus)
 
     @classmethod
     def of(cls, p: Partial) -> "Packed":
         sums = torch.cat([p.numerator.mT, p.denominator.mT], -2)
-        return cls(sums, p.log_scale.mT, None if p.modulus is None else p.modulus.mT)
+        modulus = None if p.modulus is None else p.modulus.mT
+        return cls(sums, p.log_scale.mT, modulus)
 
 
 class ScaledKeys(NamedTuple):
@@ -102,9 +99,8 @@ def normalised(output: Tensor, logsum: Tensor) -> Partial:
     Log-sums are -inf in rows without keys. Both inputs receive gradients.
     """
     top = logsum.detach()
-    weight = torch.exp(
-        logsum - finite(top)
-    )  # 1, or 0 in rows without keys; carries the gradient of the log-sum
+    # 1, or 0 in rows without keys; carries the gradient of the log-sum
+    weight = torch.exp(logsum - finite(top))
     return Partial(weight * output, weight, top)
 
 
@@ -118,14 +114,16 @@ def softmax_partial(
     check_inputs(x, y, v, None, (), causal, key_mask)
     y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
     dtype = compute_dtype(x, y, v)
-    x, y, v = x.to(dtype), y.to(dtype), v.to(dtype)
+    x = x.to(dtype)
+    y = y.to(dtype)
+    v = v.to(dtype)
     hidden = x.new_zeros(x.shape[2], y.shape[2], dtype=torch.bool)
     if causal:
         hidden = ~(~hidden).tril(y.shape[2] - x.shape[2])
     if key_mask is not None:
-        y, v = (
-            t.masked_fill(~key_mask[:, None, :, None], 0) for t in (y, v)
-        )  # padding may hold NaN
+        masked = ~key_mask[:, None, :, None]
+        y = y.masked_fill(masked, 0)  # padding may hold NaN
+        v = v.masked_fill(masked, 0)
         hidden = hidden | ~key_mask[:, None, None]
     logits = (x @ y.mT).masked_fill(hidden, -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
@@ -137,7 +135,9 @@ def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
     """Divide key features by their maxima; keep (..., S) is True for keys to keep."""
     if isinstance(f, Blocks):
         return ScaledKeys(*scale_blocked_keys(f, keep))
-    log = f.log_scale if keep is None else torch.where(keep[..., None], f.log_scale, -torch.inf)
+    log = f.log_scale
+    if keep is not None:
+        log = torch.where(keep[..., None], log, -torch.inf)
     top = log.detach().amax(-2, keepdim=True).mT
     return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
 
@@ -145,14 +145,16 @@ def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
 def summarise(keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
     """Sum phi_k(y_j) [v_j, 1] over the keys; rows are features."""
     sums = keys.phi.mT @ _with_ones(v)
-    return _partial(sums, keys.top, keys.phi.abs().sum(-2).unsqueeze(-1) if modulus else None)
+    absolute = keys.phi.abs().sum(-2).unsqueeze(-1) if modulus else None
+    return _partial(sums, keys.top, absolute)
 
 
 def read(f: Features, state: Partial) -> Partial:
     """Combine query features with a state; rows are queries."""
     phi, top = _scale_queries(f, state.log_scale)
     sums = phi @ torch.cat([state.numerator, state.denominator], -1)
-    return _partial(sums, top, None if state.modulus is None else phi.abs() @ state.modulus)
+    modulus = None if state.modulus is None else phi.abs() @ state.modulus
+    return _partial(sums, top, modulus)
 
 
 def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
@@ -163,8 +165,10 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
     """
     phi, top = _scale_queries(f, keys.top)
     kernel = (phi @ keys.phi.mT).tril()
-    mod = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True) if modulus else None
-    return _partial(kernel @ _with_ones(v), top, mod)
+    absolute = None
+    if modulus:
+        absolute = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True)
+    return _partial(kernel @ _with_ones(v), top, absolute)
 
 
 def merge(a: Partial | None, b: Partial) -> Partial:
@@ -201,7 +205,8 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
         den = den.abs()
     elif policy == "clamp":
         floor = CLAMP * p.modulus.detach()
-        den = torch.where(den.abs() < floor, torch.where(den < 0, -floor, floor), den)
+        signed_floor = torch.where(den < 0, -floor, floor)
+        den = torch.where(den.abs() < floor, signed_floor, den)
     empty = den == 0
     return torch.where(empty, 0.0, p.numerator / torch.where(empty, 1.0, den))
 
@@ -216,7 +221,8 @@ class DenominatorCount:
         self.reset()
 
     def reset(self) -> None:
-        self.total, self._bad = 0, {}
+        self.total = 0
+        self._bad = {}
 
     def add(self, p: Partial) -> None:
         """Count the denominators of a partial.
@@ -225,9 +231,8 @@ class DenominatorCount:
         """
         if torch.compiler.is_exporting() or transforming():
             return
-        zero = (p.denominator == 0) & (p.numerator != 0).any(
-            -1, keepdim=True
-        )  # excludes rows without keys
+        has_keys = (p.numerator != 0).any(-1, keepdim=True)
+        zero = (p.denominator == 0) & has_keys
         wrong = (p.denominator < 0) | zero
         bad = wrong.sum()
         self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
@@ -235,7 +240,7 @@ class DenominatorCount:
 
     @property
     def nonpositive(self) -> int:
-        return sum(int(b) for b in self._bad.values())
+        return sum(int(count) for count in self._bad.values())
 
     @property
     def fraction(self) -> float:
@@ -285,15 +290,18 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
 
     The maxima are those of the base features. keep (..., S) is True for keys to keep.
     """
-    logs = [part.base.log_scale for part in f.parts]
-    if keep is not None:
-        logs = [torch.where(keep[..., None], log, -torch.inf) for log in logs]
-    tops = [part.column_maxima(log.detach()) for part, log in zip(f.parts, logs)]
-    scaled = [
-        _times(part.base.value, torch.exp(log - finite(part.to_base(top))))
-        for part, log, top in zip(f.parts, logs, tops)
-    ]
-    return together(f.parts, scaled), tops[0] if len(tops) == 1 else torch.cat(tops, -2)
+    tops = []
+    scaled = []
+    for part in f.parts:
+        log = part.base.log_scale
+        if keep is not None:
+            log = torch.where(keep[..., None], log, -torch.inf)
+        top = part.column_maxima(log.detach())
+        weight = torch.exp(log - finite(part.to_base(top)))
+        tops.append(top)
+        scaled.append(_scale_value(part.base.value, weight))
+    top = tops[0] if len(tops) == 1 else torch.cat(tops, -2)
+    return weighted_features(f.parts, scaled), top
 
 
 def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,78 +310,88 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
     c is the log scale of the keys, and r the maximum of a + c over the features.
     """
     tops = key_top.split([part.width for part in f.parts], -2)
-    logs = [part.base.log_scale + part.to_base(top) for part, top in zip(f.parts, tops)]
-    rows = [
-        torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1]) + (1,)
-        for part in f.parts
-    ]
-    top = torch.stack(
-        [log.detach().amax(-1, keepdim=True).expand(size) for log, size in zip(logs, rows)]
-    ).amax(0)
-    scaled = [
-        _times(part.base.value, torch.exp(log - finite(top))) for part, log in zip(f.parts, logs)
-    ]
-    return together(f.parts, scaled), top
+    logs = []
+    row_tops = []
+    for part, key_top_of_part in zip(f.parts, tops):
+        log = part.base.log_scale + part.to_base(key_top_of_part)
+        rows = torch.broadcast_shapes(part.weight.shape[:-1], part.base.log_scale.shape[:-1])
+        logs.append(log)
+        row_tops.append(log.detach().amax(-1, keepdim=True).expand(*rows, 1))
+    top = torch.stack(row_tops).amax(0)
+    scaled = []
+    for part, log in zip(f.parts, logs):
+        scaled.append(_scale_value(part.base.value, torch.exp(log - finite(top))))
+    return weighted_features(f.parts, scaled), top
 
 
-def together(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
+def weighted_features(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
     """Multiply base features by weights.
 
     Column (a, r, d) of a part is weight_r times feature (a, d) of its base, where a is a group of the part.
     """
     weights = [part.weight for part in parts]
     if torch.compiler.is_compiling() or transformed(*weights, *scaled):
-        return torch.cat(
-            [_outer(part.weight, t, part.groups).flatten(-3) for part, t in zip(parts, scaled)], -1
-        )
-    return _Together.apply(
-        [part.groups for part in parts], [part.cluster for part in parts], *weights, *scaled
-    )
+        products = []
+        for part, t in zip(parts, scaled):
+            products.append(_outer(part.weight, t, part.groups).flatten(-3))
+        return torch.cat(products, -1)
+    groups = [part.groups for part in parts]
+    clusters = [part.cluster for part in parts]
+    return _WeightedFeatures.apply(groups, clusters, *weights, *scaled)
 
 
-class _Together(torch.autograd.Function):
-    """`together` without a copy, and with one pass for each gradient."""
+class _WeightedFeatures(torch.autograd.Function):
+    """`weighted_features` without a copy, and with one pass for each gradient."""
 
     @staticmethod
     def forward(ctx, groups, clusters, *tensors):
-        weights, scaled = tensors[: len(groups)], tensors[len(groups) :]
-        ctx.groups, ctx.clusters = groups, clusters
+        weights = tensors[: len(groups)]
+        scaled = tensors[len(groups) :]
+        ctx.groups = groups
+        ctx.clusters = clusters
         ctx.save_for_backward(*tensors)
         widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
         batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
         out = scaled[0].new_empty(*batch, sum(widths))
-        for part, w, t, a in zip(out.split(widths, -1), weights, scaled, groups):
-            _outer(w, t, a, part.unflatten(-1, (a, w.shape[-1], -1)))
+        for part, weight, t, group in zip(out.split(widths, -1), weights, scaled, groups):
+            _outer(weight, t, group, part.unflatten(-1, (group, weight.shape[-1], -1)))
         return out
 
     @staticmethod
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
-        weights, scaled = tensors[: len(ctx.groups)], tensors[len(ctx.groups) :]
+        weights = tensors[: len(ctx.groups)]
+        scaled = tensors[len(ctx.groups) :]
         widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
-        dws, dts = [], []
-        for i, (g, w, t, a) in enumerate(zip(grad.split(widths, -1), weights, scaled, ctx.groups)):
-            g, cluster = g.unflatten(-1, (a, w.shape[-1], -1)), ctx.clusters[i]
-            dt = (g * w[..., None, :, None]).sum(-2) if cluster is None else _of_cluster(g, cluster)
-            dts.append(dt.flatten(-2).sum_to_size(t.shape))
-            wanted = ctx.needs_input_grad[2 + i]
-            dws.append(
-                (g * t.unflatten(-1, (a, 1, -1))).sum((-3, -1)).sum_to_size(w.shape)
-                if wanted
-                else None
-            )
-        return None, None, *dws, *dts
+        dweights = []
+        dscaled = []
+        for i, g in enumerate(grad.split(widths, -1)):
+            weight = weights[i]
+            t = scaled[i]
+            groups = ctx.groups[i]
+            g = g.unflatten(-1, (groups, weight.shape[-1], -1))
+            if ctx.clusters[i] is None:
+                dt = (g * weight[..., None, :, None]).sum(-2)
+            else:
+                dt = _select_cluster(g, ctx.clusters[i])
+            dscaled.append(dt.flatten(-2).sum_to_size(t.shape))
+            dweight = None
+            if ctx.needs_input_grad[2 + i]:
+                dweight = (g * t.unflatten(-1, (groups, 1, -1))).sum((-3, -1))
+                dweight = dweight.sum_to_size(weight.shape)
+            dweights.append(dweight)
+        return None, None, *dweights, *dscaled
 
 
-def _of_cluster(g: Tensor, cluster: Tensor) -> Tensor:
+def _select_cluster(g: Tensor, cluster: Tensor) -> Tensor:
     """Select the block of each token's own cluster: (..., L, A, D / A).
 
     g (..., L, A, C, D / A) has a block for each of C clusters; cluster (..., L, 1).
     """
-    chosen = g[..., 0, :]
+    selected = g[..., 0, :]
     for c in range(1, g.shape[-2]):
-        chosen = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], chosen)
-    return chosen
+        selected = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], selected)
+    return selected
 
 
 def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
@@ -381,5 +399,5 @@ def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) ->
     return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
 
 
-def _times(value: Tensor, phi: Tensor) -> Tensor:
+def _scale_value(value: Tensor, phi: Tensor) -> Tensor:
     return phi if value is ONE else value * phi

@@ -214,7 +214,9 @@ class Reformer(Redrawn):
         super().__init__(heads, d, redraw_every=redraw_every, seed=seed, layer=layer, **sizes)
         if buckets > 1 and buckets % 2:
             raise ValueError(f"buckets={buckets}: expected 1 or an even integer")
-        self.chunk, self.buckets, self.shape = chunk, buckets, (heads, hashes, d, buckets // 2)
+        self.chunk = chunk
+        self.buckets = buckets
+        self.shape = (heads, hashes, d, buckets // 2)
         self.register_drawn(self.rows_of_draw(0))
 
     def sample(self, generator: torch.Generator) -> Tensor:

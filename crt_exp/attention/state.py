@@ -66,12 +66,10 @@ class Running(LinearAttention):
                         f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square)
                     )
                 self.register_buffer(f"{stage}_{side}_minimum", torch.zeros(self.kv_heads, self.d))
-            self.register_buffer(
-                f"{stage}_weight", torch.zeros(())
-            )  # running: 1 - decay^n; pending: 0 or 1
-        for (
-            side
-        ) in "xy":  # tokens in the pending means; not saved, as checkpoints lie between steps
+            # running: 1 - decay^n; pending: 0 or 1
+            self.register_buffer(f"{stage}_weight", torch.zeros(()))
+        # tokens in the pending means; not saved, as checkpoints lie between steps
+        for side in "xy":
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
 
@@ -225,11 +223,13 @@ class FittedOnce(nn.Module):
         vectors: int = SAMPLE,
     ):
         super().__init__()
-        self.vectors, self.sampled = (
-            vectors,
-            -(-vectors // steps),
-        )  # of each head: for a fit, and from a pass
-        self.phi, self.heads, self.d, self.steps, self.trained = phi, heads, d, steps, trained
+        self.vectors = vectors  # of each head, for a fit
+        self.sampled = -(-vectors // steps)  # of each head, from a pass
+        self.phi = phi
+        self.heads = heads
+        self.d = d
+        self.steps = steps
+        self.trained = trained
         self.kept: list[str] = []
         self.names = map_leaves(self._keep, phi.unfitted(d))
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
@@ -276,17 +276,15 @@ class FittedOnce(nn.Module):
         if self.seen is None and (self.settled or at >= self.steps):
             return
         many = self.vectors if self.seen is not None else self.sampled
-        samples = {
-            side: _subsample(_of_all_ranks(sample(t, mask, self.heads, many)), many)
-            for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask))
-        }
+        samples = {}
+        for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask)):
+            rows = _gather_ranks(sample(t, mask, self.heads, many))
+            samples[side] = _subsample(rows, many)
         if self.seen is not None:
+            joined = {}
             for side, rows in samples.items():
                 self.seen[side].append(rows)
-            joined = {
-                side: _subsample(torch.cat(rows, 1), self.vectors)
-                for side, rows in self.seen.items()
-            }
+                joined[side] = _subsample(torch.cat(self.seen[side], 1), self.vectors)
             if all(bool(rows.isfinite().any()) for rows in joined.values()):  # not of empty batches
                 self._fit(joined)
             return
@@ -395,28 +393,28 @@ class FittedToSequences(FittedOnce):
         if self.seen is not None:
             self._check_vectors(x, x_mask)
             self._check_vectors(y, y_mask)
-        known = [rows.shape[1] for rows in (self.seen or {}).get("keys", ())]
-        tokens = (
-            known[0]
-            if known
-            else min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
-        )
+        if self.seen and self.seen["keys"]:
+            tokens = self.seen["keys"][0].shape[1]
+        else:
+            tokens = min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
         if several_ranks():  # batch sizes may differ: each rank gives one long sequence
-            x, y, tokens = x[:1], y[:1], self.vectors
-        most = self.vectors // tokens * (1 if self.seen is None else MORE)
-        found = [
-            _of_all_ranks(sequences(t[:most], mask, tokens))
-            for t, mask in ((x, x_mask), (repeat_heads(y, self.heads), y_mask))
-        ]
-        there = _full_tensor(*found)
-        for side, rows in zip(SIDES, found):
+            x = x[:1]
+            y = y[:1]
+            tokens = self.vectors
+        most = self.vectors // tokens
+        if self.seen is not None:
+            most = most * MORE
+        y = repeat_heads(y, self.heads)
+        queries = _gather_ranks(sequences(x[:most], x_mask, tokens))
+        keys = _gather_ranks(sequences(y[:most], y_mask, tokens))
+        there = _full_tensor(queries, keys)
+        for side, rows in zip(SIDES, (queries, keys)):
             rows = rows[:, there][:, :most]
             if self.seen is not None:
                 self.seen[side] = [*self.seen[side], *rows.unbind(1)][:most]
             else:
-                getattr(self, side).fill_(torch.nan)[:, : rows.shape[1] * tokens] = rows.flatten(
-                    1, 2
-                )
+                buffer = getattr(self, side).fill_(torch.nan)
+                buffer[:, : rows.shape[1] * tokens] = rows.flatten(1, 2)
         if self.seen is None and bool(there.any()):
             self.passes.fill_(tokens)
 
@@ -483,29 +481,26 @@ def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     mask = mask[: len(x)]
     count = mask.sum(-1, keepdim=True)
-    kept = mask.long().argsort(
-        dim=-1, descending=True, stable=True
-    )  # positions of unmasked tokens first
-    at = kept.gather(1, torch.arange(many, device=x.device) * count // many)
-    rows = (
-        x.detach().float().gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-    )
+    unmasked_first = mask.long().argsort(dim=-1, descending=True, stable=True)
+    positions = unmasked_first.gather(1, torch.arange(many, device=x.device) * count // many)
+    index = positions[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
+    rows = x.detach().float().gather(2, index)
     return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
 def _subsample(rows: Tensor, most: int) -> Tensor:
     """Return at most `most` rows, evenly spread."""
     count = rows.shape[1]
-    return (
-        rows if count <= most else rows[:, torch.arange(most, device=rows.device) * count // most]
-    )
+    if count <= most:
+        return rows
+    return rows[:, torch.arange(most, device=rows.device) * count // most]
 
 
 def several_ranks() -> bool:
     return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
-def _of_all_ranks(rows: Tensor) -> Tensor:
+def _gather_ranks(rows: Tensor) -> Tensor:
     if not several_ranks():
         return rows
     parts = [torch.empty_like(rows) for _ in range(ranks.get_world_size())]

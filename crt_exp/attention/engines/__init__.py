@@ -5,10 +5,10 @@ serves every map by plain operations and does not have this interface.
 
 An engine has a `unit` and three functions:
 
-    empty(x, v, rows)           a `Kept` like that of `forward`, of which only shapes and dtypes matter
-    forward(x, y, v, form)      a `Kept`: out, logsum, and what the backward pass needs
-    backward(x, y, v, form, kept, grad, grad_logsum)
-                                `Gradients`, from `Kept` and the gradients of out and logsum
+    empty(x, v, rows)           a `Saved` like that of `forward`, of which only shapes and dtypes matter
+    forward(x, y, v, form)      a `Saved`: out, logsum, and what the backward pass needs
+    backward(x, y, v, form, saved, grad, grad_logsum)
+                                `Gradients`, from `Saved` and the gradients of out and logsum
 
 x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, without -norm_weight
 |x|^2, which all features of a row share and the caller adds (`Form.shared_logs`).
@@ -42,13 +42,14 @@ def numbers(header: Path) -> dict[str, str]:
 
 
 _NUMBERS = numbers(Path(__file__).with_name("vectors.h"))
-CHUNK, NOT_FINITE, BAD_DIRECTIONS, NO_MEMORY = (
-    int(_NUMBERS[name]) for name in ("CHUNK", "NOT_FINITE", "BAD_DIRECTIONS", "NO_MEMORY")
-)
+CHUNK = int(_NUMBERS["CHUNK"])
+NOT_FINITE = int(_NUMBERS["NOT_FINITE"])
+BAD_DIRECTIONS = int(_NUMBERS["BAD_DIRECTIONS"])
+NO_MEMORY = int(_NUMBERS["NO_MEMORY"])
 TINY = float(_NUMBERS["TINY"])
 
 
-class Kept(NamedTuple):
+class Saved(NamedTuple):
     """Result of a forward pass, with what its backward pass needs."""
 
     out: Tensor  # (B,H,L,dv)
@@ -57,6 +58,10 @@ class Kept(NamedTuple):
     # the keys before each segment, relative to exp(logs)
     logs: Tensor  # (B,H,M): log weights of the virtual keys, without the bias of keys; causal: (B,H,N,M)
     levels: Tensor  # (B,H,.) uint8: where shorter pieces were needed; empty if bidirectional
+
+    def of_tile(self, index: tuple[slice, slice]) -> "Saved":
+        """Return views of some batch entries and heads."""
+        return Saved(*(t[index] for t in self))
 
 
 class Form(NamedTuple):
@@ -90,9 +95,9 @@ class Form(NamedTuple):
             squares.masked_fill_(~self.keep[:, None], 0)  # padding may hold NaN
         check_result(squares)
         offsets = squares.mul_(-self.norm_weight)
-        return (
-            offsets if self.keep is None else offsets.masked_fill_(~self.keep[:, None], -torch.inf)
-        )
+        if self.keep is not None:
+            offsets.masked_fill_(~self.keep[:, None], -torch.inf)
+        return offsets
 
 
 class Gradients(NamedTuple):
@@ -105,30 +110,36 @@ class Gradients(NamedTuple):
     bias: Tensor  # (B,H,M), or empty
 
     @classmethod
-    def empty(cls, x: Tensor, y: Tensor, v: Tensor, form: Form) -> "Gradients":
-        B, H, d = *x.shape[:2], x.shape[-1]
-        sizes = [(B, H, form.width, d), (B, H, form.width)] if form.learned else [(0,), (0,)]
+    def empty(cls, x: Tensor, y: Tensor, v: Tensor, rows: Tensor, learned: bool) -> "Gradients":
+        """Return empty gradients for a map with these rows, which may be learned."""
+        B, H, _, d = x.shape
+        weights_shape = (0,)
+        bias_shape = (0,)
+        if learned:
+            weights_shape = (B, H, rows.shape[-2], d)
+            bias_shape = weights_shape[:-1]
         return cls(
-            *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y, v)),
-            *(form.rows.new_empty(size) for size in sizes),
+            x=torch.empty_like(x, memory_format=torch.contiguous_format),
+            y=torch.empty_like(y, memory_format=torch.contiguous_format),
+            v=torch.empty_like(v, memory_format=torch.contiguous_format),
+            weights=rows.new_empty(weights_shape),
+            bias=rows.new_empty(bias_shape),
         )
 
     def of_map(self, form: Form) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of rows, scale and bias, summed over what shares them."""
+        rows = (self.weights * form.scale).sum_to_size(form.rows.shape)
         scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
-        return (
-            (self.weights * form.scale).sum_to_size(form.rows.shape),
-            scale.sum_to_size(form.scale.shape),
-            self.bias.sum_to_size(form.bias.shape),
-        )
+        bias = self.bias.sum_to_size(form.bias.shape)
+        return rows, scale.sum_to_size(form.scale.shape), bias
 
 
 def denominator_gradients(
     grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return the last column of G, grad_logsum - g.output, (B, H, L)."""
-    blocks = zip(
-        grad.split(BLOCK, 2), out.split(BLOCK, 2)
-    )  # avoids a product of the size of the output
-    dots = torch.cat([(g.to(dtype) * o).sum(-1) for g, o in blocks], 2)
+    dots = []
+    for grad_block, out_block in zip(grad.split(BLOCK, 2), out.split(BLOCK, 2)):
+        dots.append((grad_block.to(dtype) * out_block).sum(-1))
+    dots = torch.cat(dots, 2)
     return -dots if grad_logsum is None else grad_logsum - dots

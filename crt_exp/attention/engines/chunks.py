@@ -34,12 +34,8 @@ from crt_exp.samplers.noise import Nested, leaves, map_leaves, no_autocast
 CHUNK = 128  # tokens of a causal chunk
 WIDE = 512  # maximal tokens of a bidirectional chunk: fewer, larger operations
 STRETCH = 512  # tokens of causal attention that are recomputed at once
-PIECES = (
-    CHUNK,
-    32,
-    8,
-    1,
-)  # tokens of the pieces of a causal chunk, tried in turn while a row underflows
+# tokens of the pieces of a causal chunk, tried in turn while a row underflows
+PIECES = (CHUNK, 32, 8, 1)
 ELEMENTS = 2**21  # maximum for one feature tensor: limits the batch entries of one step
 MAX_SAVED = 2**18  # elements of all features that autograd may store
 
@@ -61,35 +57,32 @@ def chunked_partial(
     """
     if torch.jit.is_tracing():
         raise ValueError("torch.jit.trace is not supported: use torch.export.export")
-    (B, H, L, d), S = x.shape, y.shape[2]
+    B, H, L, d = x.shape
+    S = y.shape[2]
     if torch.compiler.is_compiling() or transformed(x, y, v):
         return Chunked(phi.bind(noise, params), keep, causal, modulus).rows(x, y, v)
     width = H * phi.width(map_leaves(lambda n: n.m, noise, empty=d))
     tokens = CHUNK if causal else max(CHUNK, min(WIDE, ELEMENTS // width))
-    same = all(
-        len(n.batch) < 2 or n.batch[0] == 1 for n in leaves(noise)
-    )  # shared by all batch entries
-    at_once = max(1, ELEMENTS // (min(tokens, L) * width)) if same else max(1, B)
-    differentiable = requires_gradient(noise, params) or (
-        torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v))
-    )
-    again = differentiable and B * max(L, S) * width > MAX_SAVED
-    for n in leaves(noise) if again else ():
-        n.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
+    shared = all(len(part.batch) < 2 or part.batch[0] == 1 for part in leaves(noise))
+    entries = max(1, B)
+    if shared:
+        entries = max(1, ELEMENTS // (min(tokens, L) * width))
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v))
+    differentiable = differentiable or requires_gradient(noise, params)
+    recompute = differentiable and B * max(L, S) * width > MAX_SAVED
+    if recompute:
+        for part in leaves(noise):
+            part.sq_norm  # noqa: B018 (a cached property: recomputed chunks find it)
     parts = []
-    for rows in chunks(max(1, B), at_once):
-        own = map_leaves(
-            lambda t, rows=rows: t[rows] if t.ndim == 4 and t.shape[0] == B else t, params
-        )
-        part = Chunked(
-            phi.bind(noise, own),
-            None if keep is None else keep[rows],
-            causal,
-            modulus,
-            tokens,
-            again,
-        )
-        parts.append(part.rows(x[rows], y[rows], v[rows]))
+    for rows in chunks(max(1, B), entries):
+
+        def select(t: Tensor, rows: slice = rows) -> Tensor:
+            return t[rows] if t.ndim == 4 and t.shape[0] == B else t
+
+        bound = phi.bind(noise, map_leaves(select, params))
+        keep_of_rows = None if keep is None else keep[rows]
+        chunked = Chunked(bound, keep_of_rows, causal, modulus, tokens, recompute)
+        parts.append(chunked.rows(x[rows], y[rows], v[rows]))
     return concatenate(parts, 0)
 
 
@@ -101,7 +94,7 @@ class Chunked:
 
     Args:
         tokens: tokens of a bidirectional chunk, by default CHUNK.
-        again: recompute features in the backward pass.
+        recompute: recompute features in the backward pass.
     """
 
     bound: BoundMap
@@ -109,7 +102,7 @@ class Chunked:
     causal: bool = False
     modulus: bool = False
     tokens: int | None = None
-    again: bool = False
+    recompute: bool = False
 
     def rows(self, x: Tensor, y: Tensor, v: Tensor) -> Partial:
         """Return the partial of all queries.
@@ -122,21 +115,18 @@ class Chunked:
             if self.causal:
                 rows = concatenate(self.causal_rows(x, y, v), 2)
             elif exporting:
-                rows = self.read(
-                    x, self.summary(y, v, slice(None))
-                )  # no loop, so that the length can be dynamic
+                # no loop, so that the length can be dynamic
+                rows = self.read(x, self.summary(y, v, slice(None)))
             else:
                 state = self.state(y, v, y.shape[2])
-                rows = concatenate(
-                    [
-                        self.work(self.read, part, state)
-                        for part in x.split(self.tokens or CHUNK, 2)
-                    ],
-                    2,
-                )
+                parts = []
+                for queries in x.split(self.tokens or CHUNK, 2):
+                    parts.append(self.apply(self.read, queries, state))
+                rows = concatenate(parts, 2)
         if self.causal and exporting:
+            small = small_denominators(rows, self.seen(y.shape[2] - x.shape[2]))
             torch._assert_async(
-                ~small_denominators(rows, self.seen(y.shape[2] - x.shape[2])).any(),
+                ~small.any(),
                 f"denominator underflow within a chunk of {CHUNK} tokens: scale queries and keys down, or do not "
                 "export",
             )
@@ -144,35 +134,38 @@ class Chunked:
         return rows
 
     def causal_rows(self, x: Tensor, y: Tensor, v: Tensor) -> list[Partial]:
-        offset, gathered = y.shape[2] - x.shape[2], []
-        state, seen = self.state(y, v, offset), self.seen(offset)
-        parts = (t.split(STRETCH, 2) for t in (x, y[:, :, offset:], v[:, :, offset:]))
-        for t, *vectors in zip(chunks(x.shape[2], STRETCH), *parts):
-            rows, state = self.work(
-                self.stretch,
-                *vectors,
-                state,
-                shift_slice(t, offset),
-                None if seen is None else seen[:, :, t],
-            )
-            gathered.append(rows)
-        return gathered
+        offset = y.shape[2] - x.shape[2]
+        state = self.state(y, v, offset)
+        seen = self.seen(offset)
+        queries = x.split(STRETCH, 2)
+        keys = y[:, :, offset:].split(STRETCH, 2)
+        values = v[:, :, offset:].split(STRETCH, 2)
+        parts = []
+        for i, tokens in enumerate(chunks(x.shape[2], STRETCH)):
+            seen_part = None if seen is None else seen[:, :, tokens]
+            key_tokens = shift_slice(tokens, offset)
+            vectors = (queries[i], keys[i], values[i])
+            rows, state = self.apply(self.stretch, *vectors, state, key_tokens, seen_part)
+            parts.append(rows)
+        return parts
 
     def state(self, y: Tensor, v: Tensor, length: int) -> Partial | None:
         """Sum up the first `length` keys; None if there are none."""
-        state, size = None, self.tokens or CHUNK
-        if length:  # torch.export cannot split an empty tensor
-            for t, *vectors in zip(
-                chunks(length, size), *(t[:, :, :length].split(size, 2) for t in (y, v))
-            ):
-                state = self.work(self.add_keys, state, *vectors, t)
+        if not length:  # torch.export cannot split an empty tensor
+            return None
+        state = None
+        size = self.tokens or CHUNK
+        keys = y[:, :, :length].split(size, 2)
+        values = v[:, :, :length].split(size, 2)
+        for i, tokens in enumerate(chunks(length, size)):
+            state = self.apply(self.add_keys, state, keys[i], values[i], tokens)
         return state
 
-    def work(self, function: Callable, *given: Any) -> Any:
-        """Apply a function to a chunk, with a checkpoint if `again` is set."""
-        if not self.again:
-            return function(*given)
-        return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+    def apply(self, function: Callable, *inputs: Any) -> Any:
+        """Apply a function to a chunk, with a checkpoint if `recompute` is set."""
+        if not self.recompute:
+            return function(*inputs)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def seen(self, offset: int) -> Tensor | None:
         """Return which causal queries see a key (b,1,L); None means all."""
@@ -182,11 +175,13 @@ class Chunked:
 
     def keys(self, y: Tensor, v: Tensor, tokens: slice) -> tuple[ScaledKeys, Tensor]:
         dtype = compute_dtype(y, v)
-        y, v = y.to(dtype), v.to(dtype)
+        y = y.to(dtype)
+        v = v.to(dtype)
         if self.keep is None:
             return scale_keys(self.bound.phi_k(y)), v
         keep = self.keep[:, None, tokens]
-        y, v = (torch.where(keep[..., None], t, 0.0) for t in (y, v))  # padding may hold NaN
+        y = torch.where(keep[..., None], y, 0.0)  # padding may hold NaN
+        v = torch.where(keep[..., None], v, 0.0)
         return scale_keys(self.bound.phi_k(y), keep), v
 
     def summary(self, y: Tensor, v: Tensor, tokens: slice) -> Partial:
@@ -211,27 +206,35 @@ class Chunked:
 
         It works chunk by chunk, in shorter pieces where a row underflows, down to one token, which cannot underflow.
         """
-        gathered = []
-        for chunk, *vectors in zip(chunks(x.shape[2]), *(t.split(CHUNK, 2) for t in (x, y, v))):
-            keys = shift_slice(chunk, tokens.start)
+        queries = x.split(CHUNK, 2)
+        keys = y.split(CHUNK, 2)
+        values = v.split(CHUNK, 2)
+        parts = []
+        for i, chunk in enumerate(chunks(x.shape[2])):
+            key_tokens = shift_slice(chunk, tokens.start)
+            seen_chunk = None if seen is None else seen[:, :, chunk]
             for size in PIECES:
-                rows, after = [], state
-                for t, *piece in zip(
-                    chunks(keys.stop, size, keys.start), *(t.split(size, 2) for t in vectors)
-                ):
-                    row, after = self.step(*piece, t, after)
-                    rows.append(row)
-                rows = concatenate(rows, 2)
-                small = (
-                    None
-                    if size == 1 or torch.compiler.is_compiling()
-                    else small_denominators(rows, None if seen is None else seen[:, :, chunk])
-                )
-                if small is None or all_true(~small):
+                rows, after = self.pieces(queries[i], keys[i], values[i], key_tokens, size, state)
+                if size == 1 or torch.compiler.is_compiling():
                     break
-            gathered.append(rows)
+                if all_true(~small_denominators(rows, seen_chunk)):
+                    break
+            parts.append(rows)
             state = after
-        return concatenate(gathered, 2), state
+        return concatenate(parts, 2), state
+
+    def pieces(
+        self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, size: int, state: Partial | None
+    ) -> tuple[Partial, Partial]:
+        """Return the partial of the queries of a chunk and the state, in pieces of `size` tokens."""
+        queries = x.split(size, 2)
+        keys = y.split(size, 2)
+        values = v.split(size, 2)
+        parts = []
+        for i, piece in enumerate(chunks(tokens.stop, size, tokens.start)):
+            rows, state = self.step(queries[i], keys[i], values[i], piece, state)
+            parts.append(rows)
+        return concatenate(parts, 2), state
 
     def step(
         self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, state: Partial | None
@@ -247,8 +250,10 @@ def concatenate(parts: list[Partial], dim: int) -> Partial:
     """Concatenate partials over ranges of rows or batch entries."""
     if len(parts) == 1:
         return parts[0].rows()
-    fields = zip(*(part.rows() for part in parts))
-    return Partial(*(None if field[0] is None else torch.cat(field, dim) for field in fields))
+    joined = []
+    for field in zip(*[part.rows() for part in parts]):
+        joined.append(None if field[0] is None else torch.cat(field, dim))
+    return Partial(*joined)
 
 
 def chunks(stop: int, size: int | None = None, start: int = 0) -> Iterator[slice]:

@@ -34,18 +34,20 @@ entries and heads of a tile; a, b log features of queries and keys.
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_result, finite
-from crt_exp.attention.engines import TINY, Form, Gradients, Kept, denominator_gradients
+from crt_exp.attention.engines import TINY, Form, Gradients, Saved, denominator_gradients
 from crt_exp.attention.engines.chunks import chunks, shift_slice
 from crt_exp.attention.partials import Packed, Partial
 
 CPU_ELEMENTS = 2**19  # of one feature tensor, which fits the caches of two cores
 DEVICE_ELEMENTS = 2**25  # on an accelerator, which needs large launches
-TOKENS, HEADS = 64, 8  # minimum for a chunk; number for a tile, if there are enough tokens
+TOKENS = 64  # minimum for a chunk
+HEADS = 8  # for a tile, if there are enough tokens
 CHUNK = 128  # tokens of a causal chunk: more cost more for the triangle, fewer for the states
 SEGMENT = 1024  # tokens of a segment, whose features fit the caches
 PIECES = (64, 16, 4, 1)  # tokens of the pieces of a segment that underflows, tried in turn
@@ -53,11 +55,14 @@ PIECES = (64, 16, 4, 1)  # tokens of the pieces of a segment that underflows, tr
 
 def tiles(batch: int, heads: int, most: int) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of (batch entries, heads), at most `most` heads each."""
-    per_head = max(1, min(heads, most))
-    per_batch = max(1, min(batch, most // heads)) if per_head == heads else 1
-    for b in range(0, batch, per_batch):
-        for h in range(0, heads, per_head):
-            yield slice(b, min(b + per_batch, batch)), slice(h, min(h + per_head, heads))
+    heads_of_tile = max(1, min(heads, most))
+    batch_of_tile = 1
+    if heads_of_tile == heads:
+        batch_of_tile = max(1, min(batch, most // heads))
+    for entry in range(0, batch, batch_of_tile):
+        for head in range(0, heads, heads_of_tile):
+            entries = slice(entry, min(entry + batch_of_tile, batch))
+            yield entries, slice(head, min(head + heads_of_tile, heads))
 
 
 class Memory:
@@ -74,12 +79,23 @@ class Memory:
 
         a (.., .., T, p), b (.., .., p, M).
         """
-        shape = *a.shape[:-1], b.shape[-1]
-        if name not in self.named or self.named[name].numel() < math.prod(shape):
-            self.named[name] = a.new_empty(math.prod(shape))
-        out = self.named[name][: math.prod(shape)].view(shape)
+        shape = (*a.shape[:-1], b.shape[-1])
+        size = math.prod(shape)
+        if name not in self.named or self.named[name].numel() < size:
+            self.named[name] = a.new_empty(size)
+        out = self.named[name][:size].view(shape)
         torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out=out.flatten(0, -3))
         return out
+
+
+def tile_of_map(t: Tensor, index: tuple[slice, slice]) -> Tensor:
+    """Return the part of a map's tensor (B or 1, H or 1, ...) for a tile."""
+    entries, heads = index
+    if t.shape[0] > 1:
+        t = t[entries]
+    if t.shape[1] > 1:
+        t = t[:, heads]
+    return t
 
 
 class Tile:
@@ -99,56 +115,59 @@ class Tile:
         size: int,
         memory: Memory,
     ):
-        self.x, self.y, self.v, self.offsets = x[index], y[index], v[index], offsets[index]
-        rows, scale, bias = (
-            t[tuple(i if n > 1 else slice(None) for i, n in zip(index, t.shape))] for t in form[:3]
-        )
-        self.rows = (rows * scale).expand(*self.x.shape[:2], -1, -1)  # (b, h, M, d)
-        self.bias, self.norm_weight = bias.unsqueeze(-2), form.norm_weight  # (., ., 1, M)
-        self.hidden = (
-            None if form.keep is None else ~form.keep[index[0], None, :, None]
-        )  # (b, 1, S, 1)
-        self.after = y.shape[2] - x.shape[2]  # keys before the first query, if causal
-        self.seen = (
-            None if self.hidden is None else ((~self.hidden).cumsum(-2) > 0)[:, :, self.after :]
-        )  # (b, 1, L, 1)
-        self.size, self.dtype, self.memory = size, form.rows.dtype, memory
-        self.of_map = (
-            self.rows.new_zeros(*self.rows.shape[:-1], self.rows.shape[-1] + 1)
-            if form.learned
-            else None
-        )
+        self.x = x[index]
+        self.y = y[index]
+        self.v = v[index]
+        self.offsets = offsets[index]
+        self.size = size
+        self.dtype = form.rows.dtype
+        self.memory = memory
+        rows = tile_of_map(form.rows, index) * tile_of_map(form.scale, index)
+        self.rows = rows.expand(*self.x.shape[:2], -1, -1)  # (b, h, M, d)
+        self.bias = tile_of_map(form.bias, index).unsqueeze(-2)  # (., ., 1, M)
+        self.norm_weight = form.norm_weight
+        self.keys_before = y.shape[2] - x.shape[2]  # keys before the first query, if causal
+        self.hidden = None  # (b, 1, S, 1): masked keys
+        self.seen = None  # (b, 1, L, 1): causal queries that see a key
+        if form.keep is not None:
+            keep = form.keep[index[0], None, :, None]
+            self.hidden = ~keep
+            self.seen = (keep.cumsum(-2) > 0)[:, :, self.keys_before :]
+        self.map_gradient = None  # (b, h, M, d + 1): of directions and bias
+        if form.learned:
+            batch = self.rows.shape[:-1]
+            self.map_gradient = self.rows.new_zeros(*batch, self.rows.shape[-1] + 1)
 
     def weights(self, offset: Tensor | float = 0.0) -> Tensor:
         """Return [W; offset of the feature; 1], (b, h, d + 2, M)."""
-        rows = torch.cat(
-            [self.rows, self.rows.new_ones(*self.rows.shape[:-1], 2)], -1
-        ).mT.contiguous()
-        rows[..., -2:-1, :] = offset
-        return rows
+        ones = self.rows.new_ones(*self.rows.shape[:-1], 2)
+        weights = torch.cat([self.rows, ones], -1).mT.contiguous()
+        weights[..., -2:-1, :] = offset
+        return weights
 
     def logs(self, name: str, t: Tensor, column: Tensor | None, weights: Tensor) -> Tensor:
         """Return W t + offset of the feature + `column`, (b, h, T, M).
 
         column: an offset for each token, by default 0.
         """
-        shape = *t.shape[:-1], 1
-        last = self.rows.new_zeros(shape) if column is None else column.unsqueeze(-1)
-        return self.memory.product(
-            name, torch.cat([t.to(self.dtype), self.rows.new_ones(shape), last], -1), weights
-        )
+        one = self.rows.new_ones(*t.shape[:-1], 1)
+        last = torch.zeros_like(one) if column is None else column.unsqueeze(-1)
+        return self.memory.product(name, torch.cat([t.to(self.dtype), one, last], -1), weights)
 
-    def known(self, t: Tensor, tokens: slice) -> Tensor:
+    def without_padding(self, t: Tensor, tokens: slice) -> Tensor:
         """Return keys or values in the working precision, with zeros at padding."""
         t = t[:, :, tokens].to(self.dtype)
-        return t if self.hidden is None else t.masked_fill(self.hidden[:, :, tokens], 0)
+        if self.hidden is None:
+            return t
+        return t.masked_fill(self.hidden[:, :, tokens], 0)
 
     def keys(self, tokens: slice, weights: Tensor) -> Tensor:
-        return self.logs("keys", self.known(self.y, tokens), self.offsets[:, :, tokens], weights)
+        y = self.without_padding(self.y, tokens)
+        return self.logs("keys", y, self.offsets[:, :, tokens], weights)
 
     def values(self, tokens: slice) -> Tensor:
         """Return [v, 1], (b, h, T, dv + 1)."""
-        v = self.known(self.v, tokens)
+        v = self.without_padding(self.v, tokens)
         return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
     def query_weights(self, ref: Tensor) -> Tensor:
@@ -161,14 +180,14 @@ class Tile:
 
     def summary(self, length: int) -> Packed:
         """Sum up the first `length` keys."""
-        (b, h, M, _), dv, weights = self.rows.shape, self.v.shape[-1], self.weights()
-        sums, ref = (
-            self.rows.new_zeros(b, h, dv + 1, M),
-            self.rows.new_full((b, h, 1, M), -torch.inf),
-        )
+        b, h, M, _ = self.rows.shape
+        weights = self.weights()
+        sums = self.rows.new_zeros(b, h, self.v.shape[-1] + 1, M)
+        ref = self.rows.new_full((b, h, 1, M), -torch.inf)
         for tokens in chunks(length, self.size):
             features, top = scaled(self.keys(tokens, weights), ref)
-            sums, ref = sums * torch.exp(ref - finite(top)), top
+            sums = sums * torch.exp(ref - finite(top))
+            ref = top
             add_product(sums, self.values(tokens).mT, features)
         return Packed(sums, ref)
 
@@ -183,30 +202,29 @@ class Tile:
         for tokens in chunks(length, self.size):
             features = self.keys(tokens, weights).exp_()
             dv[:, :, tokens] = features @ dsums[..., :-1, :].mT
-            self.write_dy(
-                dy, tokens, self.memory.product("dlogs", self.values(tokens), dsums).mul_(features)
-            )
+            dlogs = self.memory.product("dlogs", self.values(tokens), dsums).mul_(features)
+            self.write_dy(dy, tokens, dlogs)
 
     def write_dx(self, dx: Tensor, tokens: slice, dlogs: Tensor) -> None:
         dx[:, :, tokens] = dlogs @ self.rows
         self.learn(self.x[:, :, tokens].to(self.dtype), dlogs)
 
     def write_dy(self, dy: Tensor, tokens: slice, dlogs: Tensor) -> None:
-        dnorms, y = (
-            dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight),
-            self.known(self.y, tokens),
-        )
+        dnorms = dlogs.sum(-1, keepdim=True).mul_(-2 * self.norm_weight)
+        y = self.without_padding(self.y, tokens)
         dy[:, :, tokens] = torch.addcmul(dlogs @ self.rows, y, dnorms)
         self.learn(y, dlogs)
 
     def learn(self, t: Tensor, dlogs: Tensor) -> None:
         """Add the gradients of directions and bias through these tokens."""
-        if self.of_map is not None:
-            add_product(self.of_map, dlogs.mT, torch.cat([t, torch.ones_like(t[..., :1])], -1))
+        if self.map_gradient is not None:
+            with_one = torch.cat([t, torch.ones_like(t[..., :1])], -1)
+            add_product(self.map_gradient, dlogs.mT, with_one)
 
-    def keep_map(self, grads: Gradients, index: tuple[slice, slice]) -> None:
-        if self.of_map is not None:
-            grads.weights[index], grads.bias[index] = self.of_map[..., :-1], self.of_map[..., -1]
+    def write_map_gradient(self, grads: Gradients, index: tuple[slice, slice]) -> None:
+        if self.map_gradient is not None:
+            grads.weights[index] = self.map_gradient[..., :-1]
+            grads.bias[index] = self.map_gradient[..., -1]
 
 
 def scaled(logs: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,50 +245,59 @@ def add_product(to: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class Bidirectional:
     unit = 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
-        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        return Kept(
-            v.new_empty(B, H, L, dv),
-            rows.new_empty(B, H, L),
-            rows.new_empty(B, H, dv + 1, M),
-            rows.new_empty(B, H, M),
-            torch.empty(0, dtype=torch.uint8, device="cpu"),
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Saved:
+        B, H, L, _ = x.shape
+        dv = v.shape[-1]
+        M = rows.shape[-2]
+        return Saved(
+            out=v.new_empty(B, H, L, dv),
+            logsum=rows.new_empty(B, H, L),
+            states=rows.new_empty(B, H, dv + 1, M),
+            logs=rows.new_empty(B, H, M),
+            levels=torch.empty(0, dtype=torch.uint8, device="cpu"),
         )
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
-        kept = self.empty(x, v, form.rows)
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
+        saved = self.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
-        for index, tile in all_tiles(Tile, form, x, y, v, plan(x, form.width)[0]):
-            out, logsum, states, logs = (t[index] for t in kept[:4])
+        most_heads, _ = plan(x, form.width)
+        for index, tile in all_tiles(Tile, form, x, y, v, most_heads):
+            out = saved.out[index]
+            logsum = saved.logsum[index]
             state = tile.summary(y.shape[2]).partial()
-            U, log_z = state.output, finite(state.logsum.mT)
-            values, weights = (
-                torch.cat([U, torch.ones_like(U[..., :1])], -1),
-                tile.query_weights(log_z),
-            )
+            U = state.output
+            log_z = finite(state.logsum.mT)
+            values = torch.cat([U, torch.ones_like(U[..., :1])], -1)
+            weights = tile.query_weights(log_z)
             for tokens in chunks(x.shape[2], tile.size):
                 features = tile.queries(tokens, weights)
                 top = features.amax(-1, keepdim=True)
                 sums = features.sub_(top).exp_() @ values
                 out[:, :, tokens] = sums[..., :-1] / sums[..., -1:]
                 logsum[:, :, tokens] = (top + sums[..., -1:].log()).squeeze(-1)
-            states.copy_(values.mT), logs.copy_(log_z.squeeze(-2))
-        return kept
+            saved.states[index] = values.mT
+            saved.logs[index] = log_z.squeeze(-2)
+        return saved
 
-    def backward(self, x, y, v, form: Form, kept: Kept, grad, grad_logsum=None) -> Gradients:
-        grads = Gradients.empty(x, y, v, form)
-        last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
-        for index, tile in all_tiles(Tile, form, x, y, v, plan(x, form.width)[0]):
-            dx, dy, dv = (t[index] for t in grads[:3])
-            state, log_z = kept.states[index], kept.logs[index].unsqueeze(-2)
-            weights, dstate = tile.query_weights(log_z), torch.zeros_like(state)
+    def backward(self, x, y, v, form: Form, saved: Saved, grad, grad_logsum=None) -> Gradients:
+        grads = Gradients.empty(x, y, v, form.rows, form.learned)
+        last = denominator_gradients(grad, saved.out, grad_logsum, form.rows.dtype)
+        most_heads, _ = plan(x, form.width)
+        for index, tile in all_tiles(Tile, form, x, y, v, most_heads):
+            state = saved.states[index]
+            logsum = saved.logsum[index]
+            dx = grads.x[index]
+            log_z = saved.logs[index].unsqueeze(-2)
+            weights = tile.query_weights(log_z)
+            dstate = torch.zeros_like(state)
             for tokens in chunks(x.shape[2], tile.size):
-                features = tile.queries(tokens, weights, -kept.logsum[index][:, :, tokens]).exp_()
-                given = with_last(grad[index][:, :, tokens], last[index][:, :, tokens])
-                add_product(dstate, given.mT, features)
-                tile.write_dx(dx, tokens, tile.memory.product("dlogs", given, state).mul_(features))
-            tile.summary_backward(y.shape[2], log_z, dstate, dy, dv)
-            tile.keep_map(grads, index)
+                features = tile.queries(tokens, weights, -logsum[:, :, tokens]).exp_()
+                G = with_last(grad[index][:, :, tokens], last[index][:, :, tokens])
+                add_product(dstate, G.mT, features)
+                dlogs = tile.memory.product("dlogs", G, state).mul_(features)
+                tile.write_dx(dx, tokens, dlogs)
+            tile.summary_backward(y.shape[2], log_z, dstate, grads.y[index], grads.v[index])
+            tile.write_map_gradient(grads, index)
         return grads
 
 
@@ -278,7 +305,9 @@ def all_tiles(
     kind: type["Tile"], form: Form, x: Tensor, y: Tensor, v: Tensor, most: int
 ) -> Iterator[tuple[tuple[slice, slice], "Tile"]]:
     """Yield the tiles of all batch entries and heads, at most `most` heads each."""
-    offsets, memory, size = form.key_offsets(y), Memory(), plan(x, form.width)[1]
+    offsets = form.key_offsets(y)
+    memory = Memory()
+    _, size = plan(x, form.width)
     for index in tiles(*x.shape[:2], most):
         yield index, kind(form, index, x, y, v, offsets, size, memory)
 
@@ -290,9 +319,8 @@ def elements(t: Tensor) -> int:
 def plan(x: Tensor, width: int) -> tuple[int, int]:
     """Return the heads of a tile and the tokens of a chunk."""
     most = elements(x)
-    tokens = min(
-        x.shape[2], max(TOKENS, most // (width * max(1, min(HEADS, x.shape[0] * x.shape[1]))))
-    )
+    heads = max(1, min(HEADS, x.shape[0] * x.shape[1]))
+    tokens = min(x.shape[2], max(TOKENS, most // (width * heads)))
     return max(1, most // (width * tokens)), tokens
 
 
@@ -304,63 +332,85 @@ def with_last(grad: Tensor, last: Tensor) -> Tensor:
 class Causal:
     unit = 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Saved:
         """Return an empty record; its first state is that before the first query."""
-        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        parts = len(segments(L)) + 1
-        return Kept(
-            v.new_empty(B, H, L, dv),
-            rows.new_empty(B, H, L),
-            rows.new_empty(B, H, parts, dv + 1, M),
-            rows.new_empty(B, H, parts, M),
-            torch.zeros(B, H, parts, dtype=torch.uint8, device="cpu"),
+        B, H, L, _ = x.shape
+        dv = v.shape[-1]
+        M = rows.shape[-2]
+        states = len(segments(L)) + 1
+        return Saved(
+            out=v.new_empty(B, H, L, dv),
+            logsum=rows.new_empty(B, H, L),
+            states=rows.new_empty(B, H, states, dv + 1, M),
+            logs=rows.new_empty(B, H, states, M),
+            levels=torch.zeros(B, H, states, dtype=torch.uint8, device="cpu"),
         )
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
-        kept = self.empty(x, v, form.rows)
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
+        saved = self.empty(x, v, form.rows)
         check_result(torch.linalg.vector_norm(x, dim=-1, dtype=form.rows.dtype))
         for index, tile in self.tiles(form, x, y, v):
-            out, logsum, states, logs, levels = (t[index] for t in kept)
-            after = tile.summary(tile.after).partial()
-            entering = after
-            for i, segment in enumerate([None, *segments(x.shape[2])]):
-                if segment is not None:
-                    entering, after, levels[:, :, i] = tile.segment(segment, after, out, logsum)
-                states[:, :, i], logs[:, :, i : i + 1] = Packed.of(entering)[:2]
-        return kept
+            part = saved.of_tile(index)
+            after = tile.summary(tile.keys_before).partial()
+            store_state(part, 0, after)
+            for i, segment in enumerate(segments(x.shape[2]), 1):
+                entering, after, level = tile.segment(segment, after, part.out, part.logsum)
+                part.levels[:, :, i] = level
+                store_state(part, i, entering)
+        return saved
 
-    def backward(self, x, y, v, form: Form, kept: Kept, grad, grad_logsum=None) -> Gradients:
-        grads = Gradients.empty(x, y, v, form)
-        last = denominator_gradients(grad, kept.out, grad_logsum, form.rows.dtype)
+    def backward(self, x, y, v, form: Form, saved: Saved, grad, grad_logsum=None) -> Gradients:
+        grads = Gradients.empty(x, y, v, form.rows, form.learned)
+        last = denominator_gradients(grad, saved.out, grad_logsum, form.rows.dtype)
         for index, tile in self.tiles(form, x, y, v):
-            given, wanted = (
-                [t[index] for t in (kept.logsum, grad, last)],
-                [t[index] for t in grads[:3]],
-            )
-            _, _, states, logs, levels = (t[index] for t in kept)
-            dsums, ref = torch.zeros_like(states[:, :, 0]), torch.inf  # no token follows
+            part = saved.of_tile(index)
+            output = OutputGradient(part.logsum, grad[index], last[index])
+            inputs = InputGradients(grads.x[index], grads.y[index], grads.v[index])
+            dsums = torch.zeros_like(part.states[:, :, 0])
+            ref = torch.inf  # no token follows
             for i, segment in reversed(list(enumerate(segments(x.shape[2]), 1))):
-                state = Packed(states[:, :, i], logs[:, :, i : i + 1])
-                for piece, before in reversed(
-                    tile.entering(segment, int(levels[:, :, i].max()), state)
-                ):
+                level = int(part.levels[:, :, i].max())
+                state = Packed(part.states[:, :, i], part.logs[:, :, i : i + 1])
+                pieces = tile.entering(segment, level, state)
+                for piece, before in reversed(pieces):
                     # gradient of sums relative to exp(before.top); references grow, so that the factor is at most 1
                     dsums = dsums * torch.exp(before.top - ref)
-                    dsums, ref = (
-                        tile.piece_backward(piece, before, dsums, given, wanted),
-                        finite(before.top),
-                    )
-            first = logs[:, :, :1]
-            tile.summary_backward(tile.after, first, dsums * torch.exp(first - ref), *wanted[1:])
-            tile.keep_map(grads, index)
+                    dsums = tile.piece_backward(piece, before, dsums, output, inputs)
+                    ref = finite(before.top)
+            first = part.logs[:, :, :1]
+            dsums = dsums * torch.exp(first - ref)
+            tile.summary_backward(tile.keys_before, first, dsums, inputs.y, inputs.v)
+            tile.write_map_gradient(grads, index)
         return grads
 
     def tiles(
         self, form: Form, x: Tensor, y: Tensor, v: Tensor
     ) -> Iterator[tuple[tuple[slice, slice], "Segments"]]:
-        return all_tiles(
-            Segments, form, x, y, v, elements(x) // (form.width * min(SEGMENT, x.shape[2]))
-        )
+        tokens = min(SEGMENT, x.shape[2])
+        return all_tiles(Segments, form, x, y, v, elements(x) // (form.width * tokens))
+
+
+def store_state(saved: Saved, i: int, state: Partial) -> None:
+    """Store the state that enters segment i, counted from 1; 0 is before the first query."""
+    packed = Packed.of(state)
+    saved.states[:, :, i] = packed.sums
+    saved.logs[:, :, i : i + 1] = packed.top
+
+
+class OutputGradient(NamedTuple):
+    """What the backward pass knows of the outputs of a tile."""
+
+    logsum: Tensor  # (b, h, L), stored by the forward pass
+    grad: Tensor  # (b, h, L, dv)
+    last: Tensor  # (b, h, L): last column of G
+
+
+class InputGradients(NamedTuple):
+    """Gradients of a tile's queries, keys and values, written piece by piece."""
+
+    x: Tensor
+    y: Tensor
+    v: Tensor
 
 
 def segments(length: int) -> list[slice]:
@@ -391,7 +441,9 @@ class Segments(Tile):
                 if after is None:
                     break
             else:
-                return state if level else state.over(after.log_scale), after, level
+                if level == 0:
+                    state = state.over(after.log_scale)
+                return state, after, level
         raise AssertionError("a piece of one token cannot underflow")
 
     def entering(self, segment: slice, level: int, state: Packed) -> list[tuple[slice, Packed]]:
@@ -401,8 +453,10 @@ class Segments(Tile):
         entered = []
         for piece in chunks(segment.stop, PIECES[level - 1], segment.start):
             K, V, ref = self.chunked_keys(piece, state.top)
-            entered.append((piece, Packed.of(state.partial().over(ref.mT))))
-            state = Packed(running(entered[-1][1].sums, V.mT @ K)[1], ref)
+            entering = Packed.of(state.partial().over(ref.mT))
+            entered.append((piece, entering))
+            _, after = running(entering.sums, V.mT @ K)
+            state = Packed(after, ref)
         return entered
 
     def piece(self, piece: slice, state: Partial, out: Tensor, logsum: Tensor) -> Partial | None:
@@ -417,44 +471,56 @@ class Segments(Tile):
         before, after = running(Packed.of(state.over(ref.mT)).sums, V.mT @ K)
         sums = Q @ before.mT
         sums = add_product(sums, (Q @ K.mT).tril_(), V).flatten(2, 3)  # (b, h, T, dv + 1)
-        den, seen = sums[..., -1:], None if self.seen is None else self.seen[:, :, piece]
-        if piece.stop - piece.start > 1 and bool(
-            (den < TINY if seen is None else (den < TINY) & seen).any()
-        ):
+        den = sums[..., -1:]
+        if piece.stop - piece.start > 1 and self.underflows(den, piece):
             return None
-        if seen is not None:
+        if self.seen is not None:
             den.masked_fill_(den == 0, 1)
         out[:, :, piece] = sums[..., :-1] / den
         logsum[:, :, piece] = (top + den.log()).squeeze(-1)
         return Packed(after, ref).partial()
 
+    def underflows(self, den: Tensor, piece: slice) -> bool:
+        """Return whether a denominator (b, h, T, 1) is too small in a row with keys."""
+        small = den < TINY
+        if self.seen is not None:
+            small = small & self.seen[:, :, piece]
+        return bool(small.any())
+
     def piece_backward(
-        self, piece: slice, state: Packed, dsums: Tensor, given: list[Tensor], wanted: list[Tensor]
+        self,
+        piece: slice,
+        state: Packed,
+        dsums: Tensor,
+        output: OutputGradient,
+        inputs: InputGradients,
     ) -> Tensor:
         """Write the gradients of a piece; return that of the sums before it.
 
         dsums is the gradient of the sums after the piece.
         """
-        (logsum, grad, last), (dx, dy, dv) = [t[:, :, piece] for t in given], wanted
-        tokens = shift_slice(piece, self.after)
-        K = split(self.keys(tokens, self.weights(-finite(state.top))).exp_())
-        Q = split(self.queries(piece, self.query_weights(finite(state.top)), -logsum).exp_())
-        V, G = split(self.values(tokens)), split(with_last(grad, last))
+        tokens = shift_slice(piece, self.keys_before)
+        ref = finite(state.top)
+        logsum = output.logsum[:, :, piece]
+        K = split(self.keys(tokens, self.weights(-ref)).exp_())
+        Q = split(self.queries(piece, self.query_weights(ref), -logsum).exp_())
+        V = split(self.values(tokens))
+        G = split(with_last(output.grad[:, :, piece], output.last[:, :, piece]))
         before, _ = running(state.sums, V.mT @ K)
         dafter, dbefore = running_back(dsums, G.mT @ Q)
-        pairs, dpairs = (Q @ K.mT).tril_(), (G @ V.mT).tril_()
+        pairs = (Q @ K.mT).tril_()
+        dpairs = (G @ V.mT).tril_()
         dlogs = add_product(self.memory.product("dlogs", G, before), dpairs, K).mul_(Q)
-        self.write_dx(dx, piece, dlogs.flatten(2, 3))
-        dv[:, :, tokens] = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1]).flatten(
-            2, 3
-        )
+        self.write_dx(inputs.x, piece, dlogs.flatten(2, 3))
+        dvalues = add_product(K @ dafter[..., :-1, :].mT, pairs.mT, G[..., :-1])
+        inputs.v[:, :, tokens] = dvalues.flatten(2, 3)
         dlogs = add_product(self.memory.product("dlogs", V, dafter), dpairs.mT, Q).mul_(K)
-        self.write_dy(dy, tokens, dlogs.flatten(2, 3))
+        self.write_dy(inputs.y, tokens, dlogs.flatten(2, 3))
         return dbefore
 
     def chunked_keys(self, piece: slice, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return K and V of a piece in chunks, and its reference."""
-        tokens = shift_slice(piece, self.after)
+        tokens = shift_slice(piece, self.keys_before)
         features, ref = scaled(self.keys(tokens, self.weights()), ref)
         return split(features), split(self.values(tokens)), ref
 
@@ -469,16 +535,19 @@ def running(sums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
 
     sums: those before the first chunk; parts: the contribution of each chunk.
     """
-    sums = torch.cat([sums.unsqueeze(2), parts], 2)
-    sums = (sums.new_ones(sums.shape[2], sums.shape[2]).tril_() @ sums.flatten(3)).view_as(sums)
+    parts = torch.cat([sums.unsqueeze(2), parts], 2)
+    triangle = parts.new_ones(parts.shape[2], parts.shape[2]).tril_()
+    sums = (triangle @ parts.flatten(3)).view_as(parts)
     return sums[:, :, :-1], sums[:, :, -1]
 
 
 def running_back(dsums: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sums after each chunk and before the first."""
-    sums = torch.cat([parts, dsums.unsqueeze(2)], 2)
-    sums = (sums.new_ones(sums.shape[2], sums.shape[2]).triu_() @ sums.flatten(3)).view_as(sums)
+    parts = torch.cat([parts, dsums.unsqueeze(2)], 2)
+    triangle = parts.new_ones(parts.shape[2], parts.shape[2]).triu_()
+    sums = (triangle @ parts.flatten(3)).view_as(parts)
     return sums[:, :, 1:], sums[:, :, 0]
 
 
-bidirectional, causal = Bidirectional(), Causal()
+bidirectional = Bidirectional()
+causal = Causal()

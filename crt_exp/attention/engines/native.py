@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_result
+from crt_exp.attention.checks import not_finite_error
 from crt_exp.attention.engines import (
     BAD_DIRECTIONS,
     CHUNK,
@@ -33,14 +33,14 @@ from crt_exp.attention.engines import (
     NOT_FINITE,
     Form,
     Gradients,
-    Kept,
+    Saved,
 )
 from crt_exp.features.base import NotFinite
 
 SEGMENT = 512  # tokens between two states that the causal forward pass stores
 ENGINES = Path(__file__).parent
 NEAR_FAR = ENGINES.parents[1] / "nearfar"
-SOURCES = tuple(sorted(file for folder in (ENGINES, NEAR_FAR) for file in folder.glob("*.[ch]")))
+SOURCES = tuple(sorted([*ENGINES.glob("*.[ch]"), *NEAR_FAR.glob("*.[ch]")]))
 FLAGS = "-std=gnu11 -D_GNU_SOURCE -O3 -march=native -fopenmp -shared -fPIC"
 
 
@@ -108,24 +108,30 @@ class Engine:
     """Bidirectional or causal engine with the interface in `engines/__init__.py`."""
 
     def __init__(self, causal: bool):
-        self.causal, self.unit = causal, math.log(2) if causal else 1.0
+        self.causal = causal
+        self.unit = math.log(2) if causal else 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Kept:
-        (B, H, L, _), dv, M = x.shape, v.shape[-1], rows.shape[-2]
-        parts = (-(-L // SEGMENT),) if self.causal else ()
-        levels = (B, H, -(-L // CHUNK)) if self.causal else (0,)
-        return Kept(
-            v.new_empty(B, H, L, dv),
-            v.new_empty(B, H, L),
-            v.new_empty(B, H, *parts, dv + 1, M),
-            v.new_empty(B, H, *parts, M),
-            torch.empty(levels, dtype=torch.uint8, device="cpu"),
+    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Saved:
+        B, H, L, _ = x.shape
+        dv = v.shape[-1]
+        M = rows.shape[-2]
+        state_batch = (B, H)
+        level_shape = (0,)
+        if self.causal:
+            state_batch = (B, H, -(-L // SEGMENT))
+            level_shape = (B, H, -(-L // CHUNK))
+        return Saved(
+            out=v.new_empty(B, H, L, dv),
+            logsum=v.new_empty(B, H, L),
+            states=v.new_empty(*state_batch, dv + 1, M),
+            logs=v.new_empty(*state_batch, M),
+            levels=torch.empty(level_shape, dtype=torch.uint8, device="cpu"),
         )
 
-    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Kept:
-        kept = self.empty(x, v, form.rows)
-        self._call("forward", x, y, v, form, kept)
-        return kept
+    def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
+        saved = self.empty(x, v, form.rows)
+        self._call("forward", x, y, v, form, saved)
+        return saved
 
     def backward(
         self,
@@ -133,54 +139,53 @@ class Engine:
         y: Tensor,
         v: Tensor,
         form: Form,
-        kept: Kept,
+        saved: Saved,
         grad: Tensor,
         grad_logsum: Tensor | None = None,
     ) -> Gradients:
-        grads, optional = Gradients.empty(x, y, v, form), {}
+        grads = Gradients.empty(x, y, v, form.rows, form.learned)
+        views = {"grad": grad, "dx": grads.x, "dy": grads.y, "dvalues": grads.v}
         if grad_logsum is not None:
-            optional["dlogsum"] = grad_logsum / self.unit
+            views["dlogsum"] = grad_logsum / self.unit
         if form.learned:
-            optional |= {"dweights": grads.weights, "dbias": grads.bias.unsqueeze(-2)}
-        self._call(
-            "backward",
-            x,
-            y,
-            v,
-            form,
-            kept,
-            grad=grad,
-            dx=grads.x,
-            dy=grads.y,
-            dvalues=grads.v,
-            **optional,
-        )
+            views["dweights"] = grads.weights
+            views["dbias"] = grads.bias.unsqueeze(-2)
+        self._call("backward", x, y, v, form, saved, **views)
         return grads
 
     def _call(
-        self, way: str, x: Tensor, y: Tensor, v: Tensor, form: Form, kept: Kept, **others: Tensor
+        self,
+        direction: str,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        form: Form,
+        saved: Saved,
+        **views: Tensor,
     ) -> None:
-        (B, H, L, d), S, threads = x.shape, y.shape[2], torch.get_num_threads()
-        sizes = dict(
-            B=B, H=H, L=L, S=S, d=d, dv=v.shape[-1], M=form.width, segment=SEGMENT, threads=threads
-        )
-        named = dict(
-            x=x, y=y, v=v, rows=form.rows, scale=form.scale, bias=form.bias.unsqueeze(-2), **others
-        )
-        named = {name: t if t.stride(-1) == 1 else t.contiguous() for name, t in named.items()}
-        kept = [t.contiguous() for t in kept]
-        named |= dict(zip(("out", "logsum", "states", "logs"), kept))
-        keep = None if form.keep is None else form.keep.contiguous()
-        call = AttentionCall(
-            **sizes,
-            norm_weight=form.norm_weight,
-            **{name: _view(t) for name, t in named.items()},
-            keep=None if keep is None else keep.data_ptr(),
-            levels=kept[4].data_ptr() if self.causal else None,
-        )
-        status = getattr(library(), f"{'causal' if self.causal else 'bidirectional'}_{way}")(
-            ctypes.byref(call)
-        )
+        B, H, L, d = x.shape
+        S, dv = v.shape[2:]
+        call = AttentionCall(B=B, H=H, L=L, S=S, d=d, dv=dv, M=form.width, segment=SEGMENT)
+        call.threads = torch.get_num_threads()
+        call.norm_weight = form.norm_weight
+        views |= {"x": x, "y": y, "v": v}
+        views |= {"rows": form.rows, "scale": form.scale, "bias": form.bias.unsqueeze(-2)}
+        saved = Saved(*(t.contiguous() for t in saved))
+        views |= {"out": saved.out, "logsum": saved.logsum}
+        views |= {"states": saved.states, "logs": saved.logs}
+        alive = []  # contiguous copies must outlive the call
+        for name, t in views.items():
+            if t.stride(-1) != 1:
+                t = t.contiguous()
+            alive.append(t)
+            setattr(call, name, _view(t))
+        if form.keep is not None:
+            keep = form.keep.contiguous()
+            call.keep = keep.data_ptr()
+        if self.causal:
+            call.levels = saved.levels.data_ptr()
+        kind = "causal" if self.causal else "bidirectional"
+        status = getattr(library(), f"{kind}_{direction}")(ctypes.byref(call))
         if status == NO_MEMORY:
             raise MemoryError(
                 f"out of memory for attention features with d={d}, m={form.width}; use fewer features"
@@ -188,13 +193,16 @@ class Engine:
         if status == BAD_DIRECTIONS:
             raise NotFinite("noise, params: expected finite values")
         if status == NOT_FINITE:
-            check_result(torch.tensor(torch.inf, device="cpu"))
+            raise not_finite_error()
 
 
 def _view(t: Tensor) -> View:
     """Return the strides of batch, head and token; 0 for broadcast dimensions."""
-    steps = [0 if n == 1 else s for n, s in zip(t.shape[:3], t.stride()[:3])]
-    return View(t.data_ptr(), *steps, *[0] * (3 - len(steps)))
+    steps = [0, 0, 0]
+    for dim in range(min(3, t.ndim)):
+        if t.shape[dim] != 1:
+            steps[dim] = t.stride(dim)
+    return View(t.data_ptr(), *steps)
 
 
 bidirectional, causal = Engine(False), Engine(True)
@@ -209,13 +217,11 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compiled()))
     except (OSError, subprocess.SubprocessError, ValueError, RuntimeError) as e:
         lines = str(getattr(e, "stderr", None) or e).strip().splitlines()
-        reason = next(
-            (line for line in lines if "error" in line), lines[0] if lines else "no message"
-        )
+        lines = [line for line in lines if "error" in line] or lines or ["no message"]
         logging.getLogger(__name__).warning(
             "the C kernels could not be compiled or loaded (%s): using PyTorch, which takes 1.5 to 3 times as long. "
             "Install a C compiler (or set CC) and make XDG_CACHE_HOME writable; CRT_EXP_NATIVE=0 hides this warning",
-            reason,
+            lines[0],
         )
         return None
 
@@ -264,14 +270,12 @@ def _kind(compiler: list[str]) -> str:
         [*compiler, "--version"], capture_output=True, text=True, errors="replace", timeout=60
     )
     info = Path("/proc/cpuinfo")
-    lines = (
-        info.read_text().splitlines()
-        if info.exists()
-        else [platform.platform(), platform.processor()]
-    )
-    processor = sorted(
-        {line for line in lines if line.startswith(("model name", "flags", "Features"))} or lines
-    )
+    if info.exists():
+        lines = info.read_text().splitlines()
+    else:
+        lines = [platform.platform(), platform.processor()]
+    properties = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    processor = sorted(properties or lines)
     parts = [
         *(file.read_text() for file in SOURCES),
         *compiler,
