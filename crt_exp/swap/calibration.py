@@ -249,7 +249,9 @@ class Watcher:
     """
 
     def __init__(self, state: LinearAttention):
-        self.count, state.seen, state.measured = 0, None, Measured()
+        self.count = 0
+        state.seen = None
+        state.measured = Measured()
 
     def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
         q, k, v, key_mask = call_arguments(*args, **kwargs)
@@ -327,8 +329,11 @@ def exact_rows(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Exact attention of the queries `rows`, (B,H,rows,dv); 0 without visible keys."""
-    k, v, dtype = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1]), compute_dtype(q, k, v)
-    L, S = q.shape[2], k.shape[2]
+    dtype = compute_dtype(q, k, v)
+    k = repeat_heads(k, q.shape[1])
+    v = repeat_heads(v, q.shape[1])
+    L = q.shape[2]
+    S = k.shape[2]
     last = rows[:, None] + S - L if causal else torch.full_like(rows, S)[:, None]
     seen = torch.arange(S, device=q.device) <= last
     if key_mask is not None:  # values of padding may be anything, including NaN

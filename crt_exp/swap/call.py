@@ -58,7 +58,9 @@ def attend(
         if getattr(state, "position_dependent", True):
             used = _to_last_query(keep, causal, expected, q.shape[2], state.path)
         if used < k.shape[2]:
-            k, v, keep = k[:, :, :used], v[:, :, :used], keep[:, :used]
+            k = k[:, :, :used]
+            v = v[:, :, :used]
+            keep = keep[:, :used]
     if keep is not None:
         keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
     prepare(state, q, k, causal, cross)
@@ -66,20 +68,19 @@ def attend(
         q = q * (scaling / state.scaling)
     used, dv = v.shape[2:]
     if matrix:
-        v = torch.cat(
-            [v, torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)],
-            -1,
-        )
-        state.columns = dv  # the other columns are unit vectors
+        unit = torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)
+        v = torch.cat([v, unit], -1)
     if dropout > 0:
         v = v * nn.functional.dropout(torch.ones_like(v[..., :1]), dropout)
-    out = state(q, k, v, keep)
     if not matrix:
-        return out, None
-    state.columns = None
-    return out[..., :dv], nn.functional.pad(
-        out[..., dv:], (0, S - used)
-    )  # 0 for keys after the last query
+        return state(q, k, v, keep), None
+    state.columns = dv  # the other columns are unit vectors
+    try:
+        out = state(q, k, v, keep)
+    finally:
+        state.columns = None
+    weights = nn.functional.pad(out[..., dv:], (0, S - used))  # 0 for keys after the last query
+    return out[..., :dv], weights
 
 
 def prepare(
@@ -90,10 +91,11 @@ def prepare(
     Raises ValueError for a call that the layer was not built for.
     """
     if isinstance(state, AttentionLayer):
-        came, made = (q.shape[1], k.shape[1], q.shape[3]), (state.heads, state.kv_heads, state.d)
-        if came != made:
+        sizes = (q.shape[1], k.shape[1], q.shape[3])
+        expected = (state.heads, state.kv_heads, state.d)
+        if sizes != expected:
             raise ValueError(
-                f"{state.path}: (query heads, key heads, d)={came}, expected {made} as in the swap"
+                f"{state.path}: (query heads, key heads, d)={sizes}, expected {expected} as in the swap"
             )
     if not torch.compiler.is_compiling():
         state.__dict__["reached"] = True
@@ -103,9 +105,8 @@ def prepare(
         )
     if cross is not None and isinstance(state, LinearAttention) and cross != state.cross:
         state.cross = cross
-    if (
-        causal != state.causal
-    ):  # writing a module attribute takes as long as a small tensor operation
+    # writing a module attribute takes as long as a small tensor operation
+    if causal != state.causal:
         state.causal = causal
 
 
@@ -117,8 +118,10 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
     """
     B, H, L, _ = q.shape
     sizes = {2: (L,), 3: (B, L), 4: (B, H, L)}.get(mask.ndim, ())
-    fits = bool(sizes) and (S if least is None else least) <= mask.shape[-1] <= S
-    if not fits or any(one not in (1, whole) for one, whole in zip(mask.shape, sizes)):
+    if least is None:
+        least = S
+    fits = bool(sizes) and least <= mask.shape[-1] <= S
+    if not fits or any(size not in (1, expected) for size, expected in zip(mask.shape, sizes)):
         raise ValueError(
             f"{path}: attention_mask {tuple(mask.shape)}: expected (batch, tokens)={B, S}"
         )
@@ -128,16 +131,11 @@ def read_mask(
     mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str
 ) -> tuple[Tensor | None, bool, int]:
     """Convert a mask of pairs to (keep (B or 1, S) or None, causal, number of keys)."""
-    # equal for all queries, by its shape or strides
-    if mask.ndim == 4 and all(
-        size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3])
-    ):
+    if _equal_for_all_queries(mask):
         seen = _allowed(mask[:, 0, 0], path)
-        return (
-            (seen if keep is None else seen & keep),
-            (causal if queries == 1 else False),
-            mask.shape[-1],
-        )
+        if keep is not None:
+            seen = seen & keep
+        return seen, causal and queries == 1, mask.shape[-1]
     allowed = _allowed(mask, path)
     while allowed.ndim < 4:
         allowed = allowed.unsqueeze(0) if allowed.ndim == 2 else allowed.unsqueeze(1)
@@ -148,11 +146,18 @@ def read_mask(
             "(NaFlexVit: use_key_only_attn_mask=True); leave the layer out with layers=[...]"
         )
     seen, is_causal, used = pattern
-    return (
-        (seen if keep is None else seen & keep[:, :used]),
-        (causal if queries == 1 else is_causal),
-        used,
-    )
+    if keep is not None:
+        seen = seen & keep[:, :used]
+    if queries == 1:
+        is_causal = causal
+    return seen, is_causal, used
+
+
+def _equal_for_all_queries(mask: Tensor) -> bool:
+    """Return whether a mask is equal for all heads and queries, by its shape or strides."""
+    if mask.ndim != 4:
+        return False
+    return all(mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (1, 2))
 
 
 def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, path: str) -> int:
@@ -186,31 +191,30 @@ def _allowed(mask: Tensor, path: str) -> Tensor:
     """Convert an additive mask to boolean, True = keep. Raises ValueError."""
     if mask.dtype == torch.bool:
         return mask
-    kept = mask == 0
-    if not bool((kept | (mask <= REMOVED)).all()):
+    allowed = mask == 0
+    if not bool((allowed | (mask <= REMOVED)).all()):
         raise ValueError(
             f"{path}: attention_mask: finite biases are not supported; expected 0 or -inf per key"
         )
-    return kept
+    return allowed
 
 
 def _pattern(allowed: Tensor) -> tuple[Tensor, bool, int] | None:
     """(keep, causal, number of keys) of a mask (B,h,L,S); None for other patterns."""
     if not bool((allowed == allowed[:, :1]).all()):
         return None
-    pairs, S = allowed[:, 0], allowed.shape[-1]
+    pairs = allowed[:, 0]
+    L, S = pairs.shape[1:]
     last = pairs[:, -1]
     if bool((pairs == last[:, None]).all()):
         return last, False, S
-    used, L = _last_used(last), pairs.shape[1]
+    used = _last_used(last)
     # position of the last query, if the mask is causal
     end = used + L - 1 - int(pairs[..., used - 1].any(0).int().argmax())
     past = torch.ones(L, S, dtype=torch.bool, device=pairs.device).tril(end - L)
-    return (
-        (last[:, :end], True, end)
-        if end <= S and bool((pairs == (last[:, None] & past)).all())
-        else None
-    )
+    if end > S or not bool((pairs == (last[:, None] & past)).all()):
+        return None
+    return last[:, :end], True, end
 
 
 def _last_used(keep: Tensor) -> int:
@@ -250,12 +254,12 @@ class SwappedMultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        batched, time_first = query.ndim == 3, query.ndim == 3 and not self.batch_first
+        batched = query.ndim == 3
+        time_first = batched and not self.batch_first
         q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
-        padding = (
-            key_padding_mask if batched or key_padding_mask is None else key_padding_mask[None]
-        )
-        keep = as_keep(padding, self.swapped.path)
+        if key_padding_mask is not None and not batched:
+            key_padding_mask = key_padding_mask[None]
+        keep = as_keep(key_padding_mask, self.swapped.path)
         mask, causal = self._mask(attn_mask, q, k, is_causal)
         # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
@@ -272,10 +276,14 @@ class SwappedMultiheadAttention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
         )
         out = self.out_proj(out.transpose(1, 2).flatten(2))
-        out = out.transpose(0, 1) if time_first else out if batched else out[0]
+        if time_first:
+            out = out.transpose(0, 1)
+        elif not batched:
+            out = out[0]
         if matrix is None:
             return out, None
-        matrix = matrix.mean(1) if average_attn_weights else matrix
+        if average_attn_weights:
+            matrix = matrix.mean(1)
         return out, matrix if batched else matrix[0]
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -284,11 +292,17 @@ class SwappedMultiheadAttention(nn.Module):
         weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return tuple(F.linear(t, w, b) for t, w, b in zip((query, key, value), weights, biases))
+        biases = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.chunk(3)
+        vectors = (query, key, value)
+        return tuple(F.linear(t, w, b) for t, w, b in zip(vectors, weights, biases))
 
     def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
-        t = t.transpose(0, 1) if time_first else t if batched else t[None]
+        if time_first:
+            t = t.transpose(0, 1)
+        elif not batched:
+            t = t[None]
         return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def _mask(
@@ -300,8 +314,11 @@ class SwappedMultiheadAttention(nn.Module):
         """
         if mask is None or (is_causal and q.shape[2] == k.shape[2]):
             return None, is_causal
-        mask = ~mask if mask.dtype == torch.bool else mask
-        return (mask.unflatten(0, q.shape[:2]) if mask.ndim == 3 else mask), is_causal
+        if mask.dtype == torch.bool:
+            mask = ~mask
+        if mask.ndim == 3:
+            mask = mask.unflatten(0, q.shape[:2])
+        return mask, is_causal
 
 
 # ---- timm
@@ -375,7 +392,5 @@ class SwappedTimmRotary(SwappedTimmAttention):
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 
         before = self.num_prefix_tokens
-        return torch.cat(
-            [t[:, :, :before], apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)],
-            2,
-        )
+        rotated = apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)
+        return torch.cat([t[:, :, :before], rotated], 2)

@@ -106,27 +106,32 @@ def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     A module counts if its class name contains "attention", or if it calls torch's fused attention. Parents and children
     of attention modules do not count.
     """
-    known = {path for path, part in model.named_modules() if family(part)}
-    alike = {
-        path: part
-        for path, part in model.named_modules()
-        if path not in known
-        and (
-            "attention" in type(part).__name__.lower()
-            or "scaled_dot_product_attention" in names_in_forward(type(part))
-        )
-    }
-    return [
-        (path or type(part).__name__, part)
-        for path, part in alike.items()
-        if not any(_inside(path, other) for other in known)
-        and not any(_inside(other, path) for other in (*known, *alike))
-    ]
+    known = []
+    candidates = {}
+    for path, part in model.named_modules():
+        if family(part):
+            known.append(path)
+        elif _resembles_attention(type(part)):
+            candidates[path] = part
+    unknown = []
+    for path, part in candidates.items():
+        in_known = any(_inside(path, other) for other in known)
+        is_parent = any(_inside(other, path) for other in (*known, *candidates))
+        if not in_known and not is_parent:
+            unknown.append((path or type(part).__name__, part))
+    return unknown
+
+
+def _resembles_attention(kind: type) -> bool:
+    if "attention" in kind.__name__.lower():
+        return True
+    return "scaled_dot_product_attention" in names_in_forward(kind)
 
 
 def _inside(path: str, other: str) -> bool:
     """Whether the module at `path` is inside the module at `other`."""
-    return path.startswith(f"{other}." if other else "") and path != other
+    prefix = f"{other}." if other else ""
+    return path.startswith(prefix) and path != other
 
 
 def sizes(module: nn.Module, path: str) -> HeadSizes:
@@ -269,39 +274,30 @@ def _axis(module: nn.Module, passed: Passed) -> str | None:
 
 
 def _window(module: nn.Module, passed: Passed) -> str | None:
-    config, kind, size = module.config, _layer_type(module), None
+    config = module.config
+    kind = _layer_type(module)
+    slides = getattr(module, "is_sliding", True) is not False
+    size = None
     if kind in WINDOWS:
         size = getattr(config, WINDOWS[kind], None)
-    elif (
-        kind is None
-        and "sliding_window" in passed.keywords
-        and getattr(module, "is_sliding", True) is not False
-    ):
+    elif kind is None and slides and "sliding_window" in passed.keywords:
         size = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
     longest = getattr(config, "max_position_embeddings", None) or float("inf")
-    cuts = isinstance(size, int) and 0 < size < longest
-    return (
-        f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
-        if cuts
-        else None
-    )
+    if not isinstance(size, int) or not 0 < size < longest:
+        return None
+    return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
 
 
 def _layer_type(module: nn.Module) -> str | None:
-    own = next(
-        (
-            kind
-            for name in ("layer_type", "attention_type")
-            if isinstance(kind := getattr(module, name, None), str)
-        ),
-        None,
-    )
-    types, index = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
-    return (
-        types[index]
-        if own is None and types and isinstance(index, int) and index < len(types)
-        else own
-    )
+    for name in ("layer_type", "attention_type"):
+        kind = getattr(module, name, None)
+        if isinstance(kind, str):
+            return kind
+    types = getattr(module.config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    if types and isinstance(index, int) and index < len(types):
+        return types[index]
+    return None
 
 
 @cache
@@ -313,35 +309,29 @@ def passed_arguments(kind: type) -> Passed:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError):  # the class has no source
         return Passed(frozenset(), parameters, False)
-    calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _calls_interface(node)
-    ]
-    keywords = frozenset(
-        word.arg
-        for call in calls
-        for word in call.keywords
-        if word.arg and getattr(word.value, "value", word.value) is not None
-    )
-    masks = [
-        call.args[4:5] or [word.value for word in call.keywords if word.arg == "attention_mask"]
-        for call in calls
-    ]
-    return Passed(
-        keywords, parameters, any(_computed(mask, tree) for each in masks for mask in each)
-    )
+    keywords = set()
+    computes_mask = False
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not _calls_interface(node):
+            continue
+        for word in node.keywords:
+            if word.arg and getattr(word.value, "value", word.value) is not None:
+                keywords.add(word.arg)
+        masks = node.args[4:5]
+        if not masks:
+            masks = [word.value for word in node.keywords if word.arg == "attention_mask"]
+        computes_mask = computes_mask or any(_computed(mask, tree) for mask in masks)
+    return Passed(frozenset(keywords), parameters, computes_mask)
 
 
 def _calls_interface(call: ast.Call) -> bool:
     """Whether a call has the form attention_interface(self, query, key, value, ...)."""
-    takes_self = (
-        bool(call.args) and isinstance(call.args[0], ast.Name) and call.args[0].id == "self"
-    )
+    if not isinstance(call.func, ast.Name) or not call.args:
+        return False
+    first = call.args[0]
+    takes_self = isinstance(first, ast.Name) and first.id == "self"
     named = {word.arg for word in call.keywords}
-    return (
-        isinstance(call.func, ast.Name)
-        and takes_self
-        and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
-    )
+    return takes_self and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
 
 
 def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:

@@ -120,7 +120,9 @@ def interface_attention(
     ):
         mask, causal = None, attention_mask.ndim == 2
     elif _is_causal(attention_mask, state.path):
-        keep, mask, causal = (None if known_true(attention_mask) else attention_mask), None, True
+        keep = None if known_true(attention_mask) else attention_mask
+        mask = None
+        causal = True
     elif attention_mask is not None:
         causal = (
             state.causal

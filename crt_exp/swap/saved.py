@@ -52,7 +52,10 @@ def holders(model: nn.Module) -> list[nn.Module]:
     """The outermost transformers models: the model itself, or those in a wrapper."""
     if _is_pretrained(model):
         return [model]
-    return [holder for child in model.children() for holder in holders(child)]
+    outermost = []
+    for child in model.children():
+        outermost += holders(child)
+    return outermost
 
 
 def _is_pretrained(part: nn.Module) -> bool:
@@ -136,11 +139,12 @@ def restore(
     The buffers take the dtype of the model if they were saved in it, as after model.bfloat16(). With strict=True,
     missing buffers of a layer raise ValueError. Buffers that do not fit raise ConfigError.
     """
-    dtype, saved = next((p.dtype for p in model.parameters()), None), _saved_buffers(files)
-    paths = {
-        state.path: next((path for path in saved if same_path(path, state.path)), None)
-        for state in states
-    }
+    dtype = next((p.dtype for p in model.parameters()), None)
+    saved = _saved_buffers(files)
+    paths = {}
+    for state in states:
+        same = [path for path in saved if same_path(path, state.path)]
+        paths[state.path] = same[0] if same else None
     left = [path for path in saved if path not in paths.values()]
     for state in states:
         path = paths[state.path] or _same_numbers(state.path, left)

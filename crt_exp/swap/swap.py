@@ -118,14 +118,16 @@ class AttentionModule(NamedTuple):
 
 
 def _attention_modules(model: nn.Module) -> list[AttentionModule]:
-    held = {
-        id(child): (part, name) for part in model.modules() for name, child in part.named_children()
-    }
-    places = []
+    parents = {}
+    for part in model.modules():
+        for name, child in part.named_children():
+            parents[id(child)] = (part, name)
+    modules = []
     for path, module in swappable(model):
-        holder, name = held.get(id(module), (None, ""))
-        places.append(AttentionModule(path, module, holder, families.refusal(module, holder, name)))
-    return places
+        holder, name = parents.get(id(module), (None, ""))
+        reason = families.refusal(module, holder, name)
+        modules.append(AttentionModule(path, module, holder, reason))
+    return modules
 
 
 def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
