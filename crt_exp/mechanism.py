@@ -172,16 +172,17 @@ class Mechanism:
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
             changes.get(part, changes[""])[option if part in changes else key] = value
-        given = {"features": features, "sampler": sampler, "m": m}
-        given |= {
-            f"{group}.{key}": value for group in PARTS for key, value in changes[group].items()
-        }
+        arguments = {"features": features, "sampler": sampler, "m": m}
+        for group in PARTS:
+            for key, value in changes[group].items():
+                arguments[f"{group}.{key}"] = value
         used = uses(node)
-        if unused := [
-            f"{key}={getattr(value, '__name__', None) or format_value(value)}"
-            for key, value in given.items()
-            if value is not None and key.partition(".")[0] not in used
-        ]:
+        unused = []
+        for key, value in arguments.items():
+            if value is not None and key.partition(".")[0] not in used:
+                text = getattr(value, "__name__", None) or format_value(value)
+                unused.append(f"{key}={text}")
+        if unused:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
@@ -398,17 +399,15 @@ class Mechanism:
         parts = {"features": self.features, "sampler": self.sampler_part}
         changes = {group: part.changes(group) for group, part in parts.items() if part}
         if is_known("attention", self.name) and "phi" in self.options:
-            phi = resolve_references(self.options | {"phi": read_preset(self.name)[0]["phi"]})[
-                "phi"
-            ]
-            changes["phi"] = {
-                key: value for key, value in self.options["phi"].items() if phi.get(key) != value
-            }
-        return {
-            f"{group}.{key}": value
-            for group, values in changes.items()
-            for key, value in values.items()
-        }
+            preset, _ = read_preset(self.name)
+            phi = resolve_references(self.options | {"phi": preset["phi"]})["phi"]
+            options = self.options["phi"].items()
+            changes["phi"] = {key: value for key, value in options if phi.get(key) != value}
+        named = {}
+        for group, values in changes.items():
+            for key, value in values.items():
+                named[f"{group}.{key}"] = value
+        return named
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
@@ -543,30 +542,29 @@ def read_preset(name: str | type) -> tuple[dict[str, Any], dict[str, str]]:
     "???" for those without a default.
     """
     if not isinstance(name, str):
-        options = ATTENTION.options(name).items()
-        return {"_target_": name} | {
-            key: "???" if each.required else plain(each.default) for key, each in options
-        }, {}
-    node, named, below = read_yaml(file_of("attention", name)), {}, {}
+        node = {"_target_": name}
+        for key, option in ATTENTION.options(name).items():
+            node[key] = "???" if option.required else plain(option.default)
+        return node, {}
+    node = read_yaml(file_of("attention", name))
+    choices = {}
+    base = {}
     for entry in node.pop("defaults", []):
         if isinstance(entry, str):
-            below |= read_preset(entry.split("@")[0])[0]
-        else:
-            named |= {
-                key.removeprefix("override /").split("@")[0]: value for key, value in entry.items()
-            }
-    return below | node, named
+            base |= read_preset(entry.split("@")[0])[0]
+            continue
+        for key, value in entry.items():
+            choices[key.removeprefix("override /").split("@")[0]] = value
+    return base | node, choices
 
 
 def default_choice(group: str) -> Any:
     """Return the default features, sampler or m of conf/config.yaml."""
     config = read_yaml(CONF / "config.yaml")
+    if group == "m":
+        return config["features"]["m"]
     entries = [entry for entry in config["defaults"] if isinstance(entry, dict)]
-    return (
-        config["features"]["m"]
-        if group == "m"
-        else next(entry[group] for entry in entries if group in entry)
-    )
+    return next(entry[group] for entry in entries if group in entry)
 
 
 def from_import_path(group: str, choice: Any) -> Any:

@@ -109,9 +109,10 @@ def known_names(group: str) -> list[str]:
 
     Only these names become parts of file paths.
     """
-    return sorted(
-        {path.stem for folder in (CONF, *_OWN.get()) for path in (folder / group).glob("*.yaml")}
-    )
+    names = set()
+    for folder in (CONF, *_OWN.get()):
+        names |= {path.stem for path in (folder / group).glob("*.yaml")}
+    return sorted(names)
 
 
 def is_known(group: str, name: Any) -> bool:

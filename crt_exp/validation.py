@@ -189,13 +189,13 @@ NAMES = {
 def describe(hint: Any) -> str:
     """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
     bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    bounds = " and ".join(
-        f"{sign} {getattr(bound, name)}"
-        for part in extra
-        for bound in getattr(part, "metadata", ())
-        for name, sign in SIGNS.items()
-        if hasattr(bound, name)
-    )
+    limits = []
+    for part in extra:
+        for bound in getattr(part, "metadata", ()):
+            for name, sign in SIGNS.items():
+                if hasattr(bound, name):
+                    limits.append(f"{sign} {getattr(bound, name)}")
+    bounds = " and ".join(limits)
     kind, options = get_origin(bare) or bare, get_args(bare)
     if kind in (Union, types.UnionType, Literal):
         words = [str(option) if kind is Literal else describe(option) for option in options]

@@ -113,13 +113,13 @@ class RandomFeatureEstimator(BaseEstimator):
         *,
         length_scale=None,
     ):
-        self.mechanism, self.sampler, self.n_components = mechanism, sampler, n_components
-        self.kernel, self.gamma, self.length_scale, self.random_state = (
-            kernel,
-            gamma,
-            length_scale,
-            random_state,
-        )
+        self.mechanism = mechanism
+        self.sampler = sampler
+        self.n_components = n_components
+        self.kernel = kernel
+        self.gamma = gamma
+        self.length_scale = length_scale
+        self.random_state = random_state
 
     def _check_options(self) -> None:
         check_kernel(self.kernel)

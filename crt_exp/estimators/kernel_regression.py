@@ -226,11 +226,15 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
 
     def _start(self, X, y):
         self._begin(X)
-        self._shape, self.total_, self.count_, self.range_ = y.shape[1:], 0.0, 0, (np.inf, -np.inf)
+        self._shape = y.shape[1:]
+        self.total_ = 0.0
+        self.count_ = 0
+        self.range_ = (np.inf, -np.inf)
 
     def _take(self, X, y):
         targets = y.reshape(len(y), -1).astype(np.float64)
-        self.total_, self.count_ = self.total_ + targets.sum(0), self.count_ + len(y)
+        self.total_ = self.total_ + targets.sum(0)
+        self.count_ = self.count_ + len(y)
         low, high = self.range_
         self.range_ = np.minimum(low, targets.min(0)), np.maximum(high, targets.max(0))
         self._add(X, targets)

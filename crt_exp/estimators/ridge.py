@@ -53,18 +53,14 @@ class Sums:
             return torch.zeros(shape, dtype=torch.float64)
 
         T = len(origin)
-        self.gram, self.right, self.features = (
-            zeros(columns, columns),
-            zeros(columns, T),
-            zeros(columns),
-        )
-        self.targets, self.squares, self.weight, self.rows, self.origin = (
-            zeros(T),
-            zeros(T),
-            0.0,
-            0,
-            origin,
-        )
+        self.gram = zeros(columns, columns)
+        self.right = zeros(columns, T)
+        self.features = zeros(columns)
+        self.targets = zeros(T)
+        self.squares = zeros(T)
+        self.weight = 0.0
+        self.rows = 0
+        self.origin = origin
 
     def add(self, z: Tensor, y: Tensor, w: Tensor) -> None:
         """Add rows z (n, M), y (n, T), w (n,), float64.
@@ -223,18 +219,14 @@ class BaseRandomFeatureRidge(BaseEstimator):
         alpha="evidence",
         random_state=None,
     ):
-        self.mechanism, self.sampler, self.n_components, self.alpha = (
-            mechanism,
-            sampler,
-            n_components,
-            alpha,
-        )
-        self.kernel, self.gamma, self.length_scale, self.random_state = (
-            kernel,
-            gamma,
-            length_scale,
-            random_state,
-        )
+        self.mechanism = mechanism
+        self.sampler = sampler
+        self.n_components = n_components
+        self.alpha = alpha
+        self.kernel = kernel
+        self.gamma = gamma
+        self.length_scale = length_scale
+        self.random_state = random_state
 
     @all_or_none
     def fit(self, X, y, sample_weight=None):
@@ -435,7 +427,9 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         rows_: number of rows.
     """
 
-    together, least_ridge, _target_checks = True, LEAST_RIDGE, {}
+    together = True
+    least_ridge = LEAST_RIDGE
+    _target_checks = {}
 
     def __init__(
         self,

@@ -222,7 +222,9 @@ class ClassFeatures(nn.Module):
         if not temperature > 0:
             raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
-        self.m, self.d, self.classes = mechanism.m, d, classes
+        self.m = mechanism.m
+        self.d = d
+        self.classes = classes
         self.scale = float(temperature) ** -0.5
         names = f"{mechanism.features.name} x {mechanism.sampler_part.name}, m = {self.m}"
         self.described = (
