@@ -249,7 +249,6 @@ def test_fits_and_features_of_each_sample(phi):
 @pytest.mark.parametrize(
     "phi, words",
     [
-        (GERF(search="complex"), "search=complex: torch.func cannot trace"),
         (AutoRF(), "fitted to vectors: torch.func cannot trace"),
         (ClusteredHybrid(), "fitted to vectors: torch.func cannot trace"),
         (Mixture(size=4), "fitted to vectors: torch.func cannot trace"),
