@@ -1,6 +1,7 @@
 """The pages of crt_exp/papers: committed pages are those of their rows, and every run of a sweep is a command."""
 
 import re
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -26,14 +27,26 @@ def at_root(monkeypatch):
     monkeypatch.setenv("CRT_DATA", "data")  # no file of it is read
 
 
+@cache
+def committed_rows(name):
+    return read_rows(name)
+
+
+@cache
+def committed_verdicts(name):
+    return pages.verdicts(pages.load(name), committed_rows(name))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_page_is_that_of_its_rows(name):
-    module, rows = pages.load(name), read_rows(name)
-    page, frame = module.page, rows.frame
+    module = pages.load(name)
+    rows = committed_rows(name)
+    page = module.page
+    frame = rows.frame
     made = pages.page_text(
         page,
         rows,
-        pages.verdicts(module, rows),
+        committed_verdicts(name),
         module.tables(rows),
         hasattr(module, "figure"),
         FOLDER,
@@ -43,27 +56,37 @@ def test_the_committed_page_is_that_of_its_rows(name):
     assert made == (FOLDER / f"{name}.md").read_text()
     assert (FOLDER / f"{name}.png").is_file() == hasattr(module, "figure")
     pages.check(page)
-    assert {*page.columns} <= {*frame.columns} and {*frame["metric"].unique()} <= {*page.metrics}
+    assert {*page.columns} <= {*frame.columns}
+    assert {*frame["metric"].unique()} <= {*page.metrics}
     assert {*frame["sweep"].unique()} <= {*page.small}
 
 
-def parts_of(frame):
-    """Rows of one sweep; of one method of each sweep; of two methods and one sample."""
+def single_sweeps(frame):
+    """Rows of one sweep; of two methods and one sample."""
     for sweep in frame["sweep"].unique():
-        rows = frame[frame["sweep"] == sweep]
-        yield rows, ""
-        yield rows[rows["method"] == rows["method"].iloc[0]], "--methods first"
+        yield frame[frame["sweep"] == sweep], ""
     rows = frame[frame["method"].isin(frame["method"].unique()[-2:])]
     yield rows[rows["sample"] == rows["sample"].iloc[-1]], "--methods last --seeds 1"
 
 
+def single_methods(frame):
+    """Rows of one method of each sweep."""
+    for sweep in frame["sweep"].unique():
+        rows = frame[frame["sweep"] == sweep]
+        yield rows[rows["method"] == rows["method"].iloc[0]], "--methods first"
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_renders_from_a_part_of_its_rows(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "parts_of", [single_sweeps, pytest.param(single_methods, marks=pytest.mark.slow)]
+)
+def test_a_page_renders_from_a_part_of_its_rows(parts_of, name, tmp_path, monkeypatch):
     """Without error, and without tables that have no value; a part of a page has no empty columns."""
     saved = []
     monkeypatch.setattr(pages, "save_figure", lambda figure, path: saved.append(figure))
     monkeypatch.setattr(plots, "label_ends", lambda *_: None)  # the slowest part of a figure
-    module, frame = pages.load(name), read_rows(name).frame
+    module = pages.load(name)
+    frame = committed_rows(name).frame
     frame = frame[frame["sample"].isin(["", *frame["sample"].unique()[:24]])]
     for rows, part in parts_of(frame):
         write_rows(name, rows, tmp_path)
@@ -71,11 +94,15 @@ def test_a_page_renders_from_a_part_of_its_rows(name, tmp_path, monkeypatch):
         pages.render(module, tmp_path, "small", part)
         text = (tmp_path / f"{name}.md").read_text()
         assert (f"{name}.png)" in text) == bool(saved)
-        assert all(ax.has_data() for figure in saved for ax in figure.axes)
+        for figure in saved:
+            for ax in figure.axes:
+                assert ax.has_data()
         assert pages.NO_TABLE in text or "| ---" in text
         for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
             lines = [re.split(r" \| ", line.strip("| \n")) for line in table.splitlines()]
-            assert len(lines) > 2 and all(any(cells[1:]) for cells in lines), (part, table)
+            assert len(lines) > 2, (part, table)
+            for cells in lines:
+                assert any(cells[1:]), (part, table)
             assert "nan" not in table
         assert pages.first_table(module, tmp_path, part)
 
@@ -86,7 +113,9 @@ def test_a_part_without_a_table_keeps_its_figure(tmp_path):
     module = pages.load("crt_variance")
     pages.render(module, tmp_path, part="--methods oprf --seeds 1")
     text = (tmp_path / "crt_variance.md").read_text()
-    assert "crt_variance.png)" in text and "| ---" not in text and pages.NO_TABLE in text
+    assert "crt_variance.png)" in text
+    assert "| ---" not in text
+    assert pages.NO_TABLE in text
     assert (tmp_path / "crt_variance.png").is_file()
     assert pages.first_table(module, tmp_path) == pages.NO_TABLE
 
@@ -95,36 +124,62 @@ def test_the_committed_results_are_those_of_the_pages(monkeypatch):
     written = {}
     monkeypatch.setattr(results, "write_atomic", lambda path, text: written.update({path: text}))
     monkeypatch.setattr(results, "save_figure", lambda figure, path: None)
-    results.write(
-        FOLDER, {name: pages.verdicts(pages.load(name), read_rows(name)) for name in NAMES}
-    )
+    results.write(FOLDER, {name: committed_verdicts(name) for name in NAMES})
     claims = FOLDER / "claims.csv"
-    pd.testing.assert_frame_equal(pd.read_csv(StringIO(written.pop(claims))), pd.read_csv(claims))
-    assert written == {
-        path: path.read_text() for path in (FOLDER / "results.md", FOLDER / "index.md")
-    }
+    actual = pd.read_csv(StringIO(written.pop(claims)))
+    expected = pd.read_csv(claims)
+    pd.testing.assert_frame_equal(actual, expected)
+    expected = {path: path.read_text() for path in (FOLDER / "results.md", FOLDER / "index.md")}
+    assert written == expected
 
 
 def sweeps_of(name):
     page = pages.load(name).page
-    return [sweep for made in (page.models, page.small, page.full) for sweep in made.values()]
+    return [*page.models.values(), *page.small.values(), *page.full.values()]
+
+
+def attentions_of_tasks(name):
+    """Pairs of a task and an attention that the runs of a page have."""
+    pairs = set()
+    for sweep in sweeps_of(name):
+        for run in sweep:
+            values = dict(override.partition("=")[::2] for override in run.overrides)
+            if "task" in values and "attention" in values:
+                pairs.add((values["task"], values["attention"]))
+    return pairs
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_accept_every_method_of_their_page(name):
-    runs = [
-        dict(each.partition("=")[::2] for each in run.overrides)
-        for sweep in sweeps_of(name)
-        for run in sweep
-    ]
-    for task_name, attention in {
-        (run["task"], run["attention"]) for run in runs if {"task", "attention"} <= {*run}
-    }:
+    for task_name, attention in attentions_of_tasks(name):
         conf = yaml.safe_load((ROOT / f"conf/task/{task_name}.yaml").read_text())
-        task = import_object((conf if "_target_" in conf else conf["task"])["_target_"])
+        if "_target_" not in conf:
+            conf = conf["task"]
+        task = import_object(conf["_target_"])
         mechanism = Mechanism.parse(attention)
         if hasattr(task, "records") and not (mechanism.estimates or mechanism.is_exact):
             assert task.measures_whole(mechanism), (task_name, attention)
+
+
+def runs_of_pages():
+    """Each run of each sweep, as (page, number of the sweep, run), those of most overrides first."""
+    runs = []
+    for page in NAMES:
+        for i, sweep in enumerate(sweeps_of(page)):
+            for run in sweep:
+                runs.append((page, i, run))
+    return sorted(runs, key=lambda entry: -len(entry[-1].overrides))
+
+
+def keys_by_task(run):
+    """Each key of a run, with the task where the key is one of a task."""
+    tasks = [override for override in run.overrides if override.startswith("task=")]
+    task = tasks[0] if tasks else "of a recipe"
+    parts = set()
+    for override in run.overrides:
+        key = override.partition("=")[0]
+        parts.add((key, task if key.startswith("task") else ""))
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -132,31 +187,14 @@ def test_measurements_accept_every_method_of_their_page(name):
 )
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
-    runs, checked = (
-        [
-            (page, i, run)
-            for page in NAMES
-            for i, each in enumerate(sweeps_of(page))
-            for run in each
-        ],
-        set(),
-    )
-    for page, i, run in sorted(runs, key=lambda each: -len(each[-1].overrides)):
-        task = next((each for each in run.overrides if each.startswith("task=")), "of a recipe")
-        keys = [each.partition("=")[0] for each in run.overrides]
-        parts = (
-            {(page, i, run.columns.get("method", ""))}
-            if every
-            else {(key, task if key.startswith("task") else "") for key in keys}
-        )
-        if not parts <= checked:
-            checked |= parts
-            check_command_line(
-                [
-                    *(override.replace("{runs}", str(tmp_path)) for override in run.overrides),
-                    f"hydra.run.dir={tmp_path}/run",
-                ]
-            )
+    checked = set()
+    for page, i, run in runs_of_pages():
+        parts = {(page, i, run.columns.get("method", ""))} if every else keys_by_task(run)
+        if parts <= checked:
+            continue
+        checked |= parts
+        overrides = [override.replace("{runs}", str(tmp_path)) for override in run.overrides]
+        check_command_line([*overrides, f"hydra.run.dir={tmp_path}/run"])
 
 
 def test_make_targets_are_sweeps():
@@ -164,7 +202,8 @@ def test_make_targets_are_sweeps():
     for name in NAMES:
         targets = re.search(rf"^{name} +:= (.+)$", makefile, re.M)[1].split()
         assert {*targets} | {"demo"} >= {*pages.load(name).page.targets} >= {*targets}, name
-        assert all(pages.load(target) is pages.load(name) for target in targets)
+        for target in targets:
+            assert pages.load(target) is pages.load(name)
     listed = re.search(r"^PAGES +:= ((?:.+\\\n)*.+)$", makefile, re.M)[1].replace("\\", "").split()
     assert sorted(listed) == NAMES
 
@@ -173,4 +212,5 @@ def test_a_misspelt_page_names_the_nearest(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["crt_exp.experiments.report", "tabel1"])
     with pytest.raises(SystemExit) as stop:
         main()
-    assert stop.value.code == 2 and "did you mean table1?" in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "did you mean table1?" in capsys.readouterr().err
