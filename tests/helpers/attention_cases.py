@@ -84,7 +84,10 @@ class Case:
         dtype=torch.float64,
     ):
         g = torch.Generator().manual_seed(seed)
-        draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=g, dtype=torch.float64)
+
         Hkv = Hkv or H
         self.phi, self.heads = phi.of_size(m), H
         self.x, self.y, self.v = (
@@ -122,7 +125,9 @@ class Case:
 def assert_same(ours, expected, rtol=1e-9):
     """Equal up to rtol of the largest entry of each tensor."""
     for a, b in zip(ours, expected, strict=True):
-        assert a.shape == b.shape and a.isfinite().all() and b.isfinite().all()
+        assert a.shape == b.shape
+        assert a.isfinite().all()
+        assert b.isfinite().all()
         assert (a.double() - b.double()).abs().max() <= rtol * b.double().abs().max().clamp(
             min=1e-3
         ), (a, b)

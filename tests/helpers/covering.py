@@ -11,7 +11,8 @@ PARAM = type(pytest.param())
 def in_turn(first, *others, each=1):
     """What pytest.mark.parametrize takes: the product of the lists. Of each value of the first, `each` of the
     combinations of the others are fast, one value taking up where the one before it stopped."""
-    rest, cases = list(product(*others)), []
+    rest = list(product(*others))
+    cases = []
     for number, value in enumerate(first):
         values, marks = (value.values, value.marks) if isinstance(value, PARAM) else ((value,), ())
         fast = {(number * each + n) % len(rest) for n in range(each)}

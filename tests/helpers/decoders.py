@@ -11,7 +11,8 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
 
 SMALL = {"block": 4, "cells": 6, "heavy": 2}
-BELOW, BEYOND = {"exact_until": 64}, {"exact_until": 8}
+BELOW = {"exact_until": 64}
+BEYOND = {"exact_until": 8}
 SIZES = {
     "window": {"block": 4, "first": 2},
     "reformer": {"chunk": 4, "buckets": 4, "hashes": 2},

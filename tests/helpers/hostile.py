@@ -6,7 +6,7 @@ TRAP = "trap.py"  # a module whose import leaves the file `sprung` beside it
 
 
 def set_trap(folder, monkeypatch):
-    """A module that may be imported, and the file that is there once it was."""
+    """Write a module whose import creates a file; return the path of that file."""
     (folder / TRAP).write_text(
         "from pathlib import Path\nPath(__file__).with_name('sprung').touch()\n"
         "def call(*args, **options):\n    return None\n"
@@ -88,4 +88,5 @@ def deep(levels):
 def check_one_line(message):
     """One clear line: an error that names what is wrong in no more than a few hundred letters."""
     first = str(message).splitlines()[0]
-    assert 10 < len(first) < 700 and len(str(message)) < 3000, message
+    assert 10 < len(first) < 700, message
+    assert len(str(message)) < 3000, message

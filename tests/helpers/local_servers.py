@@ -18,7 +18,8 @@ from urllib.parse import unquote, urlsplit
 class Server(ThreadingHTTPServer):
     """Serves `content` by path. cut: bytes of a body after which it hangs up, or falls silent for `silence` seconds."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(self, handler):
         super().__init__(("127.0.0.1", 0), handler)
@@ -60,7 +61,8 @@ class HubHandler(FileHandler):
     """`content` holds OWNER/NAME/FILE of models and datasets/OWNER/NAME/FILE of sets."""
 
     def do_GET(self):
-        content, path = self.server.content, unquote(urlsplit(self.path).path)
+        content = self.server.content
+        path = unquote(urlsplit(self.path).path)
         if found := re.fullmatch("/(.+)/resolve/[^/]+/(.+)", path):
             body = content.get(f"{found[1]}/{found[2]}")
             self.send_body(body, X_Repo_Commit=COMMIT, ETag=hashlib.sha1(body or b"").hexdigest())
@@ -82,7 +84,8 @@ class HubHandler(FileHandler):
     do_HEAD = do_GET
 
     def entries(self, repository: str, folder: str) -> list[dict]:
-        content, inside = self.server.content, f"{repository}{folder}/"
+        content = self.server.content
+        inside = f"{repository}{folder}/"
         places = {
             inside + name.removeprefix(inside).split("/")[0]
             for name in content

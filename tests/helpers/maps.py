@@ -1,4 +1,4 @@
-"""The one list of feature maps that the laws run over: all of conf/features, and variants of them."""
+"""The feature maps that property tests run over: all of conf/features, and variants."""
 
 from dataclasses import replace
 
@@ -66,9 +66,9 @@ SPECIAL = [
     SDERF(diagonal=True),
     SDERF(centred=False, balance=False),
 ]
-NAMED = [
-    Mechanism.of(features=name).map(kernel) for name in map_names(HYBRIDS) for kernel in KERNELS
-]
+NAMED = []
+for name in map_names(HYBRIDS):
+    NAMED += [Mechanism.of(features=name).map(kernel) for kernel in KERNELS]
 ONE_KERNEL = [
     phi for n, phi in enumerate(NAMED) if n % 4 in (0, 3)
 ] + SPECIAL  # of each map one kernel, in turn

@@ -6,12 +6,18 @@ from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.features import OPRF
 
-B, H, L, D = 2, 4, 12, 8
+B = 2
+H = 4
+L = 12
+D = 8
 
 
 def qkv(seed=0, heads=H, kv_heads=H, length=L, batch=B):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda h: torch.randn(batch, h, length, D, generator=g)
+
+    def draw(h):
+        return torch.randn(batch, h, length, D, generator=g)
+
     return draw(heads), draw(kv_heads), draw(kv_heads)
 
 

@@ -40,7 +40,10 @@ class Case:
         learned=False,
     ):
         g = torch.Generator().manual_seed(0)
-        draw = lambda *shape: torch.randn(*shape, generator=g)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=g)
+
         Hkv = Hkv or H
         self.learned, self.phi = learned, phi
         self.noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, d, g, batch=(H,)))
@@ -75,7 +78,9 @@ class Case:
             with torch.no_grad():
                 for t in (y, v):
                     t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
-        noise, params, wanted = self.noise, self.params, [x, y, v]
+        noise = self.noise
+        params = self.params
+        wanted = [x, y, v]
         if self.learned:
             noise = map_leaves(
                 lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True), noise
@@ -92,7 +97,8 @@ class Case:
 def assert_near(ours, expected, tolerance=1e-5):
     assert len(ours) == len(expected)
     for name, a, b in zip(("out", "dx", "dy", "dv", "drows", "dparams"), ours, expected):
-        assert a.shape == b.shape and a.isfinite().all(), name
+        assert a.shape == b.shape, name
+        assert a.isfinite().all(), name
         assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(
             min=1e-2
         ), name

@@ -18,8 +18,13 @@ EMPTY = float("-inf")
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda heads, n, k: torch.randn(B, heads, n, k, generator=g, dtype=dtype)
-    x, y, v = draw(H, L, d), draw(kv_heads, S or L, d) + 1, draw(kv_heads, S or L, dv)
+
+    def draw(heads, n, k):
+        return torch.randn(B, heads, n, k, generator=g, dtype=dtype)
+
+    x = draw(H, L, d)
+    y = draw(kv_heads, S or L, d) + 1
+    v = draw(kv_heads, S or L, dv)
     keep = torch.rand(B, S or L, generator=g) < 0.7
     keep[:, -1] = True
     return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
@@ -39,7 +44,8 @@ def as_integers(t):
     """Vectors (..., d) as whole numbers up to 127 and their steps, by the definition: random signs and Hadamard
     matrices of a power of 2 of columns that divides d, filled up to a multiple of 16; halves away from 0."""
     t = torch.nn.functional.pad(t.double(), (0, -t.shape[-1] % 16))
-    d, run = t.shape[-1], 1
+    d = t.shape[-1]
+    run = 1
     while d % (2 * run) == 0:
         run *= 2
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -79,7 +85,8 @@ def choices(x, y, v, sizes, keep=None):
     start = renewals(sizes, 0)[0]
     given = native.CausalInputs(keep, metric.shift, metric.root, options_of(sizes, S))
     ours = read_in_c(x[:, :, start:], y, v, given)
-    theirs, kept = torch.full_like(ours, -1), unmasked_keys(y, keep)
+    theirs = torch.full_like(ours, -1)
+    kept = unmasked_keys(y, keep)
     for i in range(start, S):
         epoch = next(e for e in epochs if e.start <= i < e.stop)
         far = (i // sizes.block - 1) * sizes.block
@@ -101,8 +108,10 @@ def first_of(keep):
 
 def measure(x, y, keep):
     """c, tilt and the lower triangular root of Sigma_x, of one sequence."""
-    x, y = x.detach(), y.detach()
-    c, tilt = y[keep].mean(0), x.mean(0)
+    x = x.detach()
+    y = y.detach()
+    c = y[keep].mean(0)
+    tilt = x.mean(0)
     moments = (x - tilt).T @ (x - tilt) / len(x)
     ridge = 1e-4 * moments.diagonal().mean()
     return c, tilt, torch.linalg.cholesky(moments + ridge * torch.eye(len(c), dtype=x.dtype))
@@ -129,10 +138,13 @@ def picked(z, w, pool, K):
 def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cross=False):
     """In both directions: outputs (L, dv) of queries x (L, d), keys y (S, d), v (S, dv), keep (S,); keys are measured
     by all `queries` (G, L, d) of the group."""
-    L, S = len(x), len(y)
-    y, v = torch.where(keep[:, None], y, 0.0), torch.where(keep[:, None], v, 0.0)
+    L = len(x)
+    S = len(y)
+    y = torch.where(keep[:, None], y, 0.0)
+    v = torch.where(keep[:, None], v, 0.0)
     if cross:
-        c, tilt = y[keep].detach().mean(0), torch.zeros_like(y[0])
+        c = y[keep].detach().mean(0)
+        tilt = torch.zeros_like(y[0])
         centred = (y[keep] - c).detach()
         moments = centred.T @ centred / keep.sum()
         root = torch.linalg.cholesky(
@@ -141,7 +153,8 @@ def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cros
     else:
         c, tilt, root = measure(queries[:, keep].flatten(0, 1), y, keep)
     y = y - c
-    z, w = (y @ root).detach(), (y @ tilt).detach()
+    z = (y @ root).detach()
+    w = (y @ tilt).detach()
     score = (z.square().sum(-1) / 2 + w).masked_fill(~keep, EMPTY)
     is_heavy = torch.zeros(S, dtype=torch.bool)
     is_heavy[score.argsort(descending=True)[:heavy]] = True
@@ -174,7 +187,8 @@ def head(x, y, v, keep, queries, *, block, heavy, cells, first_order=False, cros
 
 def cell_logits(x, y, v, z, root, tilt, pool, far, cell, K):
     """Logits (L, K) and values (L, K, dv) of the keys that stand for cells; -inf for cells that no query may see."""
-    logits, values = [], []
+    logits = []
+    values = []
     for k in range(K):
         mine = pool & (cell == k)
         if not mine.any():
@@ -203,7 +217,8 @@ def mixed(logits, v, virtual, values):
 
 def all_pairs(x, y, v, keep=None, **sizes):
     """(B, H, L, d), (B, Hkv, S, d): outputs by the definition."""
-    G, rows = x.shape[1] // y.shape[1], []
+    G = x.shape[1] // y.shape[1]
+    rows = []
     for i in range(len(x)):
         mask = torch.ones(y.shape[2], dtype=torch.bool) if keep is None else keep[i]
         for h in range(x.shape[1]):

@@ -28,7 +28,9 @@ def blocks_of(page):
             )
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+BLOCKS = []
+for page in PAGES:
+    BLOCKS += blocks_of(page)
 RECIPES = [block for block in BLOCKS if block.page.name == "add-your-own.md"]
 
 

@@ -34,7 +34,8 @@ def write_shards(root, shards=2, rows=6, classes=3, size=12):
         for shard in range(shards):
             with tarfile.open(root / f"{split}-{shard}.tar", "w") as tar:
                 for number in range(rows):
-                    label, key = number % classes, f"{split}{shard:02d}{number:03d}"
+                    label = number % classes
+                    key = f"{split}{shard:02d}{number:03d}"
                     content = io.BytesIO()
                     picture(label, 50 * shard + number, size).save(content, "PNG")
                     add(tar, f"{key}.png", content.getvalue())

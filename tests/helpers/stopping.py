@@ -1,4 +1,4 @@
-"""A run that is told to stop in the middle of a step, and continued."""
+"""Stop a run in the middle of a step and continue it."""
 
 import os
 import signal
@@ -10,7 +10,8 @@ import pytest
 @contextmanager
 def during_step(task, step, action):
     """Call `action` while the class `task` computes its loss number `step`."""
-    real, calls = task.loss, []
+    real = task.loss
+    calls = []
 
     def loss(self, model, batch):
         calls.append(1)
@@ -32,4 +33,5 @@ def stopped_and_continued(typed, monkeypatch, task, step, *args):
     with stop_signal(task, step):
         assert typed(*args, directory="stopped")[0] == 143
     code, out, err = typed(*args, "resume=auto", directory="stopped")
-    assert code == 0 and "continuing from" in out, err
+    assert code == 0, err
+    assert "continuing from" in out, err

@@ -9,7 +9,8 @@ from torch import nn
 
 from crt_exp import calibrate_attention, swap_attention
 
-B, L = 2, 9
+B = 2
+L = 9
 
 
 SIZES = {
@@ -224,7 +225,8 @@ class Seq2Seq(nn.Module):
         spread(self)
 
     def forward(self, input_ids, decoder_input_ids, attention_mask=None):
-        source, target = self.embedding(input_ids), self.embedding(decoder_input_ids)
+        source = self.embedding(input_ids)
+        target = self.embedding(decoder_input_ids)
         padding = None if attention_mask is None else attention_mask == 0
         past = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
         return self.inner(

@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HIDDEN, HEADS, HEAD_DIM, LAYERS, VOCABULARY, LENGTH, BATCH = 32, 4, 8, 2, 99, 10, 2
-IMAGE, PATCH, POSITIONS = 64, 16, 64
+HIDDEN = 32
+HEADS = 4
+HEAD_DIM = 8
+LAYERS = 2
+VOCABULARY = 99
+LENGTH = 10
+BATCH = 2
+IMAGE = 64
+PATCH = 16
+POSITIONS = 64
 WINDOW = 4  # of layers that see one: below LENGTH
 WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention", "attention_window_size")
 PARAMETERS = 70_000_000  # of the largest model that counts as tiny
@@ -210,7 +218,8 @@ def tokens(length: int = LENGTH, batch: int = BATCH, seed: int = 0, high: int = 
 def batches(model: nn.Module) -> list[dict[str, Any]]:
     """Batches that a model may take, to be tried in turn, after the names of its arguments."""
     names = list(inspect.signature(model.forward).parameters)
-    config, g = model.config, torch.Generator().manual_seed(0)
+    config = model.config
+    g = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=g, dtype=torch.float64)
     text = {"input_ids": tokens()} if "input_ids" in names else {}
     if "decoder_input_ids" in names:

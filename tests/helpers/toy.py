@@ -99,7 +99,9 @@ class Toy(Task):
         return (losses * batch["keep"]).sum() / batch["keep"].sum().clamp(min=1)
 
     def evaluate(self, model, split, reader):
-        loss, predicted, truth = 0.0, [], []
+        loss = 0.0
+        predicted = []
+        truth = []
         for batch in reader.batches(split):
             scores = model(batch["x"])
             loss += nn.functional.cross_entropy(scores, batch["y"], reduction="sum").item()
@@ -147,7 +149,9 @@ class Carrying(Uneven):
         )
 
     def updated(self, model, step):
-        assert model.training and not torch.is_grad_enabled() and isinstance(model, Network)
+        assert model.training
+        assert not torch.is_grad_enabled()
+        assert isinstance(model, Network)
         self.table = model.outer.weight.clone() + step
 
     def state_dict(self):
@@ -198,7 +202,10 @@ def run(directory, *args):
 
 def records(directory):
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+    entries = []
+    for line in lines:
+        entries.append({k: v for k, v in json.loads(line).items() if k != "time_s"})
+    return entries
 
 
 def checkpoints(directory):
@@ -214,7 +221,9 @@ def assert_same(a, b):
         one, two = (d / "checkpoints" / f"step-{step}" for d in (a, b))
         for name in ("model", "optimizer"):
             x, y = (checkpoint.load_tensors(p / f"{name}.safetensors") for p in (one, two))
-            assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
+            assert x.keys() == y.keys()
+            for k in x:
+                assert torch.equal(x[k], y[k])
         assert checkpoint.load_state(one) == checkpoint.load_state(two)
 
 
