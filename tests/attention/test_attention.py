@@ -1,4 +1,4 @@
-"""Every engine equals the materialised reference, obeys the laws of attention, and avoids the defects of known code."""
+"""Every engine equals the materialised reference, has the properties of attention, and avoids known defects."""
 
 import copy
 import warnings
@@ -113,7 +113,10 @@ def test_gradcheck(phi, is_causal, small_chunks):
 def test_exact_is_softmax(is_causal):
     for options in ({}, {"masked": True}, {"Hkv": 2, "L": 5}):
         case = Case(OPRF(), **options)
-        run = lambda f, case=case: f(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
+
+        def run(f, case=case):
+            return f(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
+
         expected = run(softmax_attention)
         assert_same([run(exact_attention), run(softmax_partial).output], [expected, expected])
 
@@ -132,7 +135,10 @@ def test_generalized_is_its_formula(f):
         case = Case(Generalized(f=f, projection=projection), S=9, L=9)
         case.noise = case.noise if projection else None
         u, w = (t @ case.noise.rows().mT if projection else t for t in (case.x, case.y))
-        phi = lambda t: functions.get(f, getattr(torch, f, None))(t) / t.shape[-1] ** 0.5 + 1e-3
+
+        def phi(t):
+            return functions.get(f, getattr(torch, f, None))(t) / t.shape[-1] ** 0.5 + 1e-3
+
         A = phi(u) @ phi(w).mT
         assert_same(
             [case(), case(normalize=False)],
@@ -142,7 +148,7 @@ def test_generalized_is_its_formula(f):
         assert not case.phi.positive or (A > 0).all()
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- properties ------------------------------------------------------------------------------------------------------
 
 
 EARLY_LATE = [
@@ -169,7 +175,8 @@ def test_future_never_leaks(phi, dtype, keys, small_chunks):
     after = case.with_grads(causal=True)
     tolerance = 1e-10 if dtype == torch.float64 else 1e-3
     assert_same([t[:, :, past] for t in after], [t[:, :, past] for t in before], tolerance)
-    assert all((t[:, :, 6:] == 0).all() for t in after[1:])
+    for t in after[1:]:
+        assert (t[:, :, 6:] == 0).all()
 
 
 @pytest.mark.parametrize("phi, is_causal", in_turn(FEW + BLOCKED + OTHER, [False, True]), ids=repr)
@@ -184,7 +191,10 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
     )
     if is_causal:  # padding on the left, so that queries and keys stay aligned
         case.x, keep = short.x.detach().requires_grad_(), slice(4, 11)
-        roll = lambda t: torch.cat([t[:, :, 7:], t[:, :, :7]], 2).detach()
+
+        def roll(t):
+            return torch.cat([t[:, :, 7:], t[:, :, :7]], 2).detach()
+
         case.y, case.v = roll(case.y), roll(case.v)
     case.mask = torch.zeros(2, 11, dtype=torch.bool)
     case.mask[:, keep] = True
@@ -207,16 +217,20 @@ def test_rows_without_keys_are_zero_and_have_no_log_sum(phi, is_causal):
     case.mask[1], case.mask[0, :3] = False, False
     exact = softmax_partial(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
     for rows in (case(partial_attention, causal=is_causal), exact):
-        out, logs = rows.output, rows.logsum
-        assert (
-            (out[1] == 0).all()
-            and out[0, :, 3:].abs().min() > 0
-            and (out[0, :, :3] == 0).all() == is_causal
-        )
-        assert (logs[1] == -torch.inf).all() and logs[0, :, 3:].isfinite().all()
-        assert (logs[0, :, :3] == -torch.inf).all() == is_causal
+        out = rows.output
+        logs = rows.logsum
+        assert (out[1] == 0).all()
+        assert out[0, :, 3:].abs().min() > 0
+        actual = (out[0, :, :3] == 0).all()
+        assert actual == is_causal
+        assert (logs[1] == -torch.inf).all()
+        assert logs[0, :, 3:].isfinite().all()
+        actual = (logs[0, :, :3] == -torch.inf).all()
+        assert actual == is_causal
         grads = torch.autograd.grad(logs.exp().sum() + out.sum(), (case.x, case.y, case.v))
-        assert all(g.isfinite().all() and (g[1] == 0).all() for g in grads)
+        for g in grads:
+            assert g.isfinite().all()
+            assert (g[1] == 0).all()
     assert_same([case(causal=is_causal)], [case(partial_attention, causal=is_causal).output])
 
 
@@ -266,10 +280,8 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
     """No tensor of features grows with the length of the sequence, and no chunk is as small as a part of it."""
     sizes = []
     for length in (2048, 8192):
-        case, largest = (
-            Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32),
-            Largest(),
-        )
+        case = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32)
+        largest = Largest()
         form = positive_form(
             case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32
         )[2]
@@ -306,7 +318,8 @@ def test_half_precision_rounds_inputs_and_outputs_alone(phi, rounding, is_causal
     dtype, tolerance = rounding
     case = Case(phi, dtype=dtype, scale=0.3)
     ours = case.with_grads(causal=is_causal)
-    assert all(t.dtype == dtype for t in ours)
+    for t in ours:
+        assert t.dtype == dtype
     assert_same(ours, in_float64(case).with_grads(attention_reference, causal=is_causal), tolerance)
 
 
@@ -334,7 +347,8 @@ def test_scores_of_a_thousand_are_exact(phi, rounding, is_causal, small_chunks, 
     assert (case.x @ case.y.mT).abs().max() > 1e3
     ours = case.with_grads(causal=is_causal)
     expected = in_float64(case).with_grads(attention_reference, causal=is_causal)
-    assert all(t.isfinite().all() for t in ours)
+    for t in ours:
+        assert t.isfinite().all()
     if (
         phi != TrigRF()
     ):  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
@@ -367,10 +381,9 @@ def test_float64_throughout(phi, sampler, monkeypatch):
         assert_same([case(function, causal=c) for c in (False, True)], exact, 1e-12)
     state = DecodingState(phi, coarse, case.params)
     state.take(case.y[:, :, :6], case.v[:, :, :6])
-    steps = [
-        state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v)))
-        for a, b in ((6, 10), (10, 11))
-    ]
+    steps = []
+    for a, b in ((6, 10), (10, 11)):
+        steps.append(state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))))
     assert_same([torch.cat(steps, 2)], [exact[1][:, :, 6:]], 1e-12)
 
 
@@ -395,7 +408,8 @@ def with_logsum(case, function, is_causal, weight):
         logs = case(logsum_reference, y=case.y.repeat_interleave(groups, 1), causal=is_causal)
     else:
         rows = case(function, causal=is_causal)
-        out, logs = rows.output, rows.logsum
+        out = rows.output
+        logs = rows.logsum
     logs = torch.where(logs == -torch.inf, 0.0, logs)
     loss = (out.double() * case.grad.double()).sum() + (logs.double() * weight).sum()
     return [out, logs, *torch.autograd.grad(loss, (case.x, case.y, case.v))]
@@ -433,10 +447,14 @@ def in_parts(case, at, is_causal, policy="none", near=False):
     own part.
     """
     clamp = policy == "clamp"
-    keep = lambda span: None if case.mask is None else case.mask[:, span]
+
+    def keep(span):
+        return None if case.mask is None else case.mask[:, span]
 
     def gather(queries, keys, exact, causal):
-        x, y, v = case.x[:, :, queries], case.y[:, :, keys], case.v[:, :, keys]
+        x = case.x[:, :, queries]
+        y = case.y[:, :, keys]
+        v = case.v[:, :, keys]
         if exact:
             return softmax_partial(x, y, v, causal=causal, key_mask=keep(keys))
         return partial_attention(
@@ -451,8 +469,10 @@ def in_parts(case, at, is_causal, policy="none", near=False):
             modulus=clamp,
         )
 
-    L, S = case.x.shape[2], case.y.shape[2]
-    first, rest = slice(0, at), slice(at, S)
+    L = case.x.shape[2]
+    S = case.y.shape[2]
+    first = slice(0, at)
+    rest = slice(at, S)
     if not is_causal:
         return finish(
             merge(gather(slice(0, L), first, near, False), gather(slice(0, L), rest, False, False)),
@@ -493,7 +513,8 @@ def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
 def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     """The near keys exactly, the far ones by features: the dense formula, and its gradients."""
-    case, at = Case(phi, masked=True), 4
+    case = Case(phi, masked=True)
+    at = 4
     out = in_parts(case, at, is_causal, near=True)
     kernel = (
         phi.phi_q(case.x, case.noise, case.params).exp()
@@ -506,10 +527,13 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     weights = weights.tril() if is_causal else weights
     total = weights.sum(-1, keepdim=True)
     expected = weights @ case.v / torch.where(total == 0, 1.0, total)
-    of = lambda t: [
-        t,
-        *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True),
-    ]
+
+    def of(t):
+        return [
+            t,
+            *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True),
+        ]
+
     assert_same(of(out), of(expected))
 
 
@@ -582,23 +606,30 @@ def test_defect_keys_reweighted_by_their_own_maxima():
     """A constant added to every key's logs, or to those of one query, changes nothing; one added to one key's does."""
 
     class Shifted(PosRF):
-        by_key, by_query = 0.0, 0.0
+        by_key = 0.0
+        by_query = 0.0
 
         def bind(self, noise, params=()):
             plain = super().bind(noise, params)
-            add = lambda f, c: f._replace(log_scale=f.log_scale + c)
+
+            def add(f, c):
+                return f._replace(log_scale=f.log_scale + c)
+
             return plain._replace(
                 phi_q=lambda x: add(plain.phi_q(x), self.by_query),
                 phi_k=lambda y: add(plain.phi_k(y), self.by_key),
             )
 
     case = Case(Shifted())
-    run = lambda: [
-        chunked_partial(
-            case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None, False
-        ).output
-        for is_causal in (False, True)
-    ]
+
+    def run():
+        return [
+            chunked_partial(
+                case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None, False
+            ).output
+            for is_causal in (False, True)
+        ]
+
     before = run()
     Shifted.by_key, Shifted.by_query = 300.0, torch.linspace(-500, 500, 11)[:, None]
     assert_same(run(), before)
@@ -609,7 +640,8 @@ def test_defect_keys_reweighted_by_their_own_maxima():
 def test_defect_scaled_twice():
     """x = d^(-1/4) q gives softmax(q k^T / sqrt d): the usual scale of torch."""
     case = Case(OPRF(), d=16, dv=8)
-    x, y = case.x * 16**-0.25, case.y * 16**-0.25
+    x = case.x * 16**-0.25
+    y = case.y * 16**-0.25
     usual = F.scaled_dot_product_attention(case.x, case.y, case.v)
     assert_same([exact_attention(x, y, case.v), softmax_attention(x, y, case.v)], [usual, usual])
 
@@ -630,7 +662,8 @@ def test_denominators_are_counted_and_guarded():
         numerator = (kernel.tril() if is_causal else kernel) @ case.v
         count = DenominatorCount()
         out = case(causal=is_causal, counter=count)
-        assert count.nonpositive == (sums <= 0).sum() > 0 and count.total == sums.numel()
+        assert count.nonpositive == (sums <= 0).sum() > 0
+        assert count.total == sums.numel()
         assert_same(
             [out, case(causal=is_causal, denominator="abs")],
             [numerator / sums, numerator / sums.abs()],
@@ -648,10 +681,12 @@ def test_clamp_bounds_the_output():
         torch.zeros(3, 1),
         modulus=torch.ones(3, 1),
     )
-    assert finish(p, "clamp").tolist() == [
+    actual = finish(p, "clamp").tolist()
+    expected = [
         [1.0],
         *([pytest.approx(s / partials.CLAMP)] for s in (1, -1)),
     ]
+    assert actual == expected
 
 
 @pytest.mark.filterwarnings("default:.*denominators are not positive:RuntimeWarning")

@@ -1,4 +1,4 @@
-"""Baselines and controls against their materialised twins, and the laws of every attention of conf/attention."""
+"""Baselines and controls against their materialised twins, and properties of every attention of conf/attention."""
 
 import copy
 
@@ -27,7 +27,9 @@ from helpers.decoders import CONTROLS, mechanisms  # noqa: E402
 from helpers.decoders import layer as layer_of  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
-B, H, D = 2, 3, 4
+B = 2
+H = 3
+D = 4
 both_ways = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -105,7 +107,8 @@ def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
 def test_no_matrix_of_pairs():
     """Of 2^14 tokens it would take 1 GB, and its gradient as much."""
     x = torch.randn(1, 1, 2**14, 4).requires_grad_()
-    assert window_attention(x, x, x, causal=True).shape == x.shape
+    actual = window_attention(x, x, x, causal=True).shape
+    assert actual == x.shape
     out = Reformer(1, 4, causal=True, hashes=1, buckets=512, chunk=16)(x, x, x)
     out.square().mean().backward()
     assert x.grad.isfinite().all()
@@ -131,22 +134,24 @@ def reformer(causal=False, **options):
 
 def test_linformer_is_softmax_over_mixtures_and_identity_the_values():
     case = Case(OPRF(), masked=True, dtype=torch.float32)
-    layer, keep = Linformer(4, 4, length=11, rank=3, scaling=1.0), case.mask[:, None, :, None]
+    layer = Linformer(4, 4, length=11, rank=3, scaling=1.0)
+    keep = case.mask[:, None, :, None]
     begin = case.mask.int().argmax(1).tolist()  # places count from the first real key
-    y, v = (
-        torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)])
-        for t in (case.y, case.v)
-    )
-    y, v = layer.key_projection @ y, layer.value_projection @ v
+    both = []
+    for t in (case.y, case.v):
+        both.append(torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)]))
+    y, v = both
+    y = layer.key_projection @ y
+    v = layer.value_projection @ v
     assert_same([layer(case.x, case.y, case.v, case.mask)], [softmax_attention(case.x, y, v)], 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
-    assert (layer.key_projection.grad[:, 7:] == 0).all() and layer.key_projection.grad[
-        :, :7
-    ].abs().min() > 0
-    assert torch.equal(Identity(H, D, causal=True)(Q, K, V), V)
-    torch.testing.assert_close(
-        Exact(H, D)(Q, K, V), softmax_attention(Q * D**-0.25, K * D**-0.25, V)
-    )
+    assert (layer.key_projection.grad[:, 7:] == 0).all()
+    assert layer.key_projection.grad[:, :7].abs().min() > 0
+    actual = Identity(H, D, causal=True)(Q, K, V)
+    assert torch.equal(actual, V)
+    actual = Exact(H, D)(Q, K, V)
+    expected = softmax_attention(Q * D**-0.25, K * D**-0.25, V)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_learned_mixtures_are_parameters_alone():
@@ -159,17 +164,19 @@ def test_learned_mixtures_are_parameters_alone():
         == {name for name, _ in layer.named_parameters()}
     )
     layer.train()(Q, K, V), layer(Q, K, V)
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
 def test_random_mixtures_are_those_of_keys_and_values():
     layer = linformer(redraw_every=2).eval()
     keys, values = (layer.mixtures[:, :L] @ t for t in (K, V))
-    torch.testing.assert_close(
-        layer(Q, K, V), softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values)
-    )
+    actual = layer(Q, K, V)
+    expected = softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values)
+    torch.testing.assert_close(actual, expected)
     many = Linformer(1, 4, length=200, rank=100, redraw_every=1).mixtures
-    assert not [*layer.parameters()] and many.std() == pytest.approx(200**-0.5, rel=0.03)
+    assert not [*layer.parameters()]
+    assert many.std() == pytest.approx(200**-0.5, rel=0.03)
 
 
 @pytest.mark.parametrize("make, buffer", [(linformer, "mixtures"), (reformer, "rotations")])
@@ -178,28 +185,35 @@ def test_baselines_are_drawn_from_seed_layer_and_pass(make, buffer):
     torch.manual_seed(1)
     one = make(redraw_every=2)
     torch.manual_seed(2)
-    assert torch.equal(getattr(one, buffer), getattr(make(redraw_every=2), buffer))
+    actual = getattr(one, buffer)
+    expected = getattr(make(redraw_every=2), buffer)
+    assert torch.equal(actual, expected)
     for other in ({"seed": 1}, {"layer": 1}):
         assert not torch.equal(getattr(one, buffer), getattr(make(redraw_every=2, **other), buffer))
     seen = []
     for _ in range(5):
         one.train()(Q, K, V), one.eval()(Q, K, V)
         seen.append(getattr(one, buffer).clone())
-    assert [torch.equal(a, b) for a, b in zip(seen, seen[1:])] == [
+    actual = [torch.equal(a, b) for a, b in zip(seen, seen[1:])]
+    assert actual == [
         True,
         False,
         True,
         False,
-    ] and int(one.draws) == 2
+    ]
+    assert int(one.draws) == 2
     other = make(redraw_every=2, seed=3)
     other.load_state_dict(one.state_dict())
-    assert torch.equal(one(Q, K, V), other(Q, K, V))
+    actual = one(Q, K, V)
+    expected = other(Q, K, V)
+    assert torch.equal(actual, expected)
     again = make(redraw_every=2)
     again.load_state_dict(one.state_dict())
     for _ in range(4):
-        assert torch.equal(one.train()(Q, K, V), again.train()(Q, K, V)) and int(one.draws) == int(
-            again.draws
-        )
+        actual = one.train()(Q, K, V)
+        expected = again.train()(Q, K, V)
+        assert torch.equal(actual, expected)
+        assert int(one.draws) == int(again.draws)
 
 
 # ---- Reformer --------------------------------------------------------------------------------------------------------
@@ -239,10 +253,12 @@ def reformer_twin(layer, q, v, keep=None):
 )
 def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, masked):
     """Outputs and gradients, each pair counted once."""
-    L, options = options["L"], {name: value for name, value in options.items() if name != "L"}
+    L = options["L"]
+    options = {name: value for name, value in options.items() if name != "L"}
     (q, k, v, keep), layer = tensors(L, L), reformer(causal, **options).double()
     keep = keep if masked else None
-    out, expected = layer(q, k, v, keep), reformer_twin(layer, q, v, keep)
+    out = layer(q, k, v, keep)
+    expected = reformer_twin(layer, q, v, keep)
     torch.testing.assert_close(out, expected)
     gradients = (torch.autograd.grad(each.square().sum(), (q, v)) for each in (out, expected))
     for ours, theirs in zip(*gradients):
@@ -258,9 +274,9 @@ def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
         torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal)
     )
     hidden[0, 0] &= not causal  # the first token sees itself alone
-    torch.testing.assert_close(
-        layer(q, k, v), logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-    )
+    actual = layer(q, k, v)
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    torch.testing.assert_close(actual, expected)
 
 
 @torch.no_grad()
@@ -269,22 +285,20 @@ def test_future_never_leaks_in_buckets(chunk):
     (q, k, v, _), layer = tensors(23, 23), reformer(True, chunk=chunk).double()
     whole = layer(q, k, v)
     for n in range(1, 23):
-        torch.testing.assert_close(layer(q[:, :, :n], k[:, :, :n], v[:, :, :n]), whole[:, :, :n])
+        actual = layer(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+        torch.testing.assert_close(actual, whole[:, :, :n])
 
 
 # ---- padding, of every attention of conf/attention -------------------------------------------------------------------
 
 
-LENGTH, REAL = (
-    27,
-    {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)},
-)
-CASES = [
-    (name, causal)
-    for name in mechanisms()
-    for causal in (False, True)
-    if not (name == "linformer" and causal)
-]
+LENGTH = 27
+REAL = {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)}
+CASES = []
+for name in mechanisms():
+    CASES.append((name, False))
+    if name != "linformer":
+        CASES.append((name, True))
 
 
 def drawn(batch, heads, seed):
@@ -333,16 +347,15 @@ TURNS = [*{name: None for name, _ in CASES}]
 @torch.no_grad()
 def test_padding_is_truncation_on_either_side(name, causal):
     """Also where tokens within do not count, which keep their places."""
-    attention, rows = made(name, causal), [*REAL.values()]
+    attention = made(name, causal)
+    rows = [*REAL.values()]
     for holes in ((), (10, 11, 17)):
         q, k, v, keep = padded(rows, list(holes))
         out = attention(q, k, v, keep)
         for row, at in enumerate(rows):
             own = keep[row : row + 1, at] if holes else None
-            alone, real = (
-                attention(*(t[row : row + 1, :, at] for t in (q, k, v)), own),
-                keep[row, at],
-            )
+            alone = attention(*(t[row : row + 1, :, at] for t in (q, k, v)), own)
+            real = keep[row, at]
             torch.testing.assert_close(
                 out[row, :, at][:, real], alone[0][:, real], rtol=1e-6, atol=1e-8
             )
@@ -355,7 +368,8 @@ def test_masked_keys_enter_no_output(name):
     attention = made(name, causal=name != "linformer" and TURNS.index(name) % 2 == 0)
     q, k, v, keep = padded([*REAL.values(), slice(0, 0)], [10, 11, 17])
     out = attention(q, k, v, keep)
-    assert out.isfinite().all() and (out[-1] == 0).all()
+    assert out.isfinite().all()
+    assert (out[-1] == 0).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -372,14 +386,13 @@ def test_identity_sees_the_key_of_each_query_alone(causal):
 @pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
 @torch.no_grad()
 def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
-    attention, rows = made(name, True), [*REAL.values()]
+    attention = made(name, True)
+    rows = [*REAL.values()]
     q, k, v, keep = padded(rows)
     whole = attention(q, k, v, keep)
     for last in (1, 7):
-        out, real = (
-            attention(q[:, :, -last:], k, v, keep),
-            keep[:, None, -last:, None].expand(-1, 4, -1, 16),
-        )
+        out = attention(q[:, :, -last:], k, v, keep)
+        real = keep[:, None, -last:, None].expand(-1, 4, -1, 16)
         torch.testing.assert_close(out[real], whole[:, :, -last:][real], rtol=1e-6, atol=1e-8)
 
 
@@ -400,14 +413,9 @@ CHUNKS = (
     "hrf_gaussian",
     "relu",
 )
-WAITS = {
-    *((name, True) for name in CHUNKS),
-    *(
-        (name, causal)
-        for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer")
-        for causal in (False, True)
-    ),
-}
+WAITS = {(name, True) for name in CHUNKS}
+for name in ("pois", "pois_plus", "hrf_cluster", "favormix", "reformer"):
+    WAITS |= {(name, False), (name, True)}
 
 
 def step(name, causal, masked=False, **options):
@@ -419,7 +427,8 @@ def step(name, causal, masked=False, **options):
     q, k, v = (torch.randn(2, 4, length, 16, device="meta", requires_grad=True) for _ in range(3))
     out = layer(q, k, v, key_mask)
     out.sum().backward()
-    assert out.shape == (2, 4, length, 16) and v.grad.shape == v.shape
+    assert out.shape == (2, 4, length, 16)
+    assert v.grad.shape == v.shape
 
 
 @pytest.mark.parametrize(
@@ -484,10 +493,8 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
     layer = Mechanism.of(name, redraw_every=redraw_every, **options).layer(
         2, 4, causal=name != "linformer"
     )
-    model, (q, k, v) = (
-        torch.nn.Sequential(layer, torch.nn.Linear(4, 4)),
-        torch.randn(3, 2, 2, 12, 4),
-    )
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4))
+    q, k, v = torch.randn(3, 2, 2, 12, 4)
     averages = {kind: made(model) for kind, made in AVERAGES.items()}
     for _ in range(6):
         layer(q, k, v)
@@ -499,17 +506,22 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
         assert copied(q, k, v).isfinite().all(), kind
         if name != "linformer" or redraw_every:
             drawn = copied.rows_of_draw(copied.held)
-            assert all(torch.equal(copied.rows(rows), t) for rows, t in drawn.items()), kind
+            for rows, t in drawn.items():
+                assert torch.equal(copied.rows(rows), t), kind
         assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, (
             kind
         )
         averaged = AVERAGES[kind](model)
         for _ in range(3):
             average(averaged, model)
-        torch.testing.assert_close(averaged.module[0](q, k, v), layer(q, k, v), msg=kind)
+        actual = averaged.module[0](q, k, v)
+        expected = layer(q, k, v)
+        torch.testing.assert_close(actual, expected, msg=kind)
         other = copy.deepcopy(layer)
         other.load_state_dict(copied.state_dict())
-        assert torch.equal(other(q, k, v), copied(q, k, v)), kind
+        actual = other(q, k, v)
+        expected = copied(q, k, v)
+        assert torch.equal(actual, expected), kind
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
@@ -518,11 +530,13 @@ def test_a_buffer_that_was_replaced_counts(name):
     """As by torch.func.functional_call, and by accelerate when it loads a checkpoint."""
     ours, other = (Mechanism.of(name, redraw_every=1).layer(2, 4, layer=i).eval() for i in (0, 1))
     inputs = torch.randn(3, 2, 2, 12, 4)
-    before, expected = ours(*inputs), other(*inputs)
+    before = ours(*inputs)
+    expected = other(*inputs)
     assert torch.equal(
         torch.func.functional_call(ours, other.state_dict(), tuple(inputs)), expected
     )
-    assert torch.equal(ours(*inputs), before) and not torch.equal(before, expected)
+    assert torch.equal(ours(*inputs), before)
+    assert not torch.equal(before, expected)
     for buffer, value in other.state_dict().items():
         module, _, own = buffer.rpartition(".")
         setattr(ours.get_submodule(module), own, value)
@@ -536,23 +550,23 @@ def test_half_precision_is_rounded_at_its_ends_alone(name):
     for dtype, causal in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True)):
         layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
         q, k, v = torch.randn(3, 2, 2, 16, 65, generator=torch.Generator().manual_seed(0)).to(dtype)
-        out, past = layer(q, k, v), layer.past() if causal else None
+        out = layer(q, k, v)
+        past = layer.past() if causal else None
         exact = layer.double()(q.double(), k.double(), v.double())
         assert (out - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
         if causal:
             last = torch.cat(
                 [past.step(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(16)], 2
             )
-            assert (
-                last.dtype == dtype
-                and (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
-            )
+            assert last.dtype == dtype
+            assert (last - exact).abs().max() < torch.finfo(dtype).eps * exact.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_integer_masks_and_other_heads_are_refused(name):
-    layer, (q, k, v) = Mechanism.of(name).layer(2, 4).eval(), torch.randn(3, 2, 2, 12, 4)
+    layer = Mechanism.of(name).layer(2, 4).eval()
+    q, k, v = torch.randn(3, 2, 2, 12, 4)
     with pytest.raises(ValueError, match="torch.int64 .*boolean .*True = keep"):
         layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
     if name != "linformer":  # its projections are of any number of heads

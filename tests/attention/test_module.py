@@ -60,25 +60,32 @@ def noises(module):
 @pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
 @every
 def test_a_layer_is_attention_with_its_noises_and_fit(phi, m, names):
-    module, (q, k, v) = make(phi, m=m).double().eval(), (t.double() for t in qkv())
-    held, scale = noises(module), D**-0.25
-    assert held.keys() == names and module.width == phi.width(m)
+    module = make(phi, m=m).double().eval()
+    q, k, v = (t.double() for t in qkv())
+    held = noises(module)
+    scale = D**-0.25
+    assert held.keys() == names
+    assert module.width == phi.width(m)
     by_hand = phi.noise(
         m, lambda p: DenseNoise(held["_".join(filter(None, ("omega", p.name)))], gaussian=True)
     )
     params = phi.fit(Statistics.of(q, k, scale=scale))
     for function in (attention, attention_reference):
-        torch.testing.assert_close(
-            module(q, k, v), function(q * scale, k * scale, v, phi, by_hand, params)
-        )
+        actual = module(q, k, v)
+        expected = function(q * scale, k * scale, v, phi, by_hand, params)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_scaling_and_normalisation():
     q, k, v = qkv()
     module = make(scaling=1.0).eval()
-    torch.testing.assert_close(module(q * D**-0.25, k * D**-0.25, v), make().eval()(q, k, v))
+    actual = module(q * D**-0.25, k * D**-0.25, v)
+    expected = make().eval()(q, k, v)
+    torch.testing.assert_close(actual, expected)
     module = make(normalize_qk=True).eval()
-    torch.testing.assert_close(module(3 * q, 0.1 * k, v), module(q, k, v))
+    actual = module(3 * q, 0.1 * k, v)
+    expected = module(q, k, v)
+    torch.testing.assert_close(actual, expected)
 
 
 @every
@@ -94,12 +101,15 @@ def test_noises_are_those_of_seed_layer_draw_and_name_on_every_rank(phi, m, name
         )
     assert not any(torch.equal(t[0], t[1]) for t in one.values())  # heads differ
     if names == {"omega"}:
-        assert torch.equal(one["omega"], make(seed=5, layer=2).omega)
+        actual = one["omega"]
+        expected = make(seed=5, layer=2).omega
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("every, redraws", [(0, 0), (1, 6), (3, 2)])
 def test_redraws_after_every_n_training_passes(every, redraws):
-    module, inputs = make(PosRF(), redraw_every=every), qkv()
+    module = make(PosRF(), redraw_every=every)
+    inputs = qkv()
     for _ in range(7):
         module(*inputs)
     assert int(module.draws) == redraws
@@ -120,27 +130,33 @@ def test_a_restored_layer_goes_on_bit_for_bit(phi, m, names):
     first = {name: t.clone() for name, t in noises(module).items()}
     for seed in range(3):
         module(*qkv(seed))
-    assert int(module.draws) == 1 and all(
-        not torch.equal(t, first[name]) for name, t in noises(module).items()
-    )
+    assert int(module.draws) == 1
+    for name, t in noises(module).items():
+        assert not torch.equal(t, first[name])
     for layer in (other, foreign):
         layer.load_state_dict(module.state_dict())
-    assert torch.equal(foreign.eval()(*qkv()), copy.deepcopy(module).eval()(*qkv()))
+    actual = foreign.eval()(*qkv())
+    expected = copy.deepcopy(module).eval()(*qkv())
+    assert torch.equal(actual, expected)
     assert same(state(foreign), state(module))
     for seed in range(4):
-        assert torch.equal(other(*qkv(seed)), module(*qkv(seed)))
-    assert same(state(module), state(other)) and int(module.draws) > 1
+        actual = other(*qkv(seed))
+        expected = module(*qkv(seed))
+        assert torch.equal(actual, expected)
+    assert same(state(module), state(other))
+    assert int(module.draws) > 1
 
 
 def test_noises_move_with_the_layer_and_keep_their_names_in_copies():
-    module, inputs = make(*SEVERAL["hybrid"][:2]).double().eval(), [t.double() for t in qkv()]
-    assert torch.equal(pickle.loads(pickle.dumps(module))(*inputs), module(*inputs))
+    module = make(*SEVERAL["hybrid"][:2]).double().eval()
+    inputs = [t.double() for t in qkv()]
+    actual = pickle.loads(pickle.dumps(module))(*inputs)
+    assert torch.equal(actual, module(*inputs))
     other = copy.deepcopy(module)
     other.redraw()
     for name, t in noises(module).items():
-        assert t.dtype == noises(other)[name].dtype == torch.float64 and not torch.equal(
-            t, noises(other)[name]
-        )
+        assert t.dtype == noises(other)[name].dtype == torch.float64
+        assert not torch.equal(t, noises(other)[name])
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
@@ -162,14 +178,17 @@ def test_a_checkpointed_layer_sees_the_same_state_twice(phi, options, reentrant)
             out = checkpoint(module, q, k, v, use_reentrant=reentrant) if wrap else module(q, k, v)
             out.square().sum().backward()
             grads.append((out.detach(), q.grad, k.grad, v.grad))
-        assert all(torch.equal(a, b) for a, b in zip(*grads))
+        for a, b in zip(*grads):
+            assert torch.equal(a, b)
     assert same(state(plain), state(saved))
 
 
 def test_a_redraw_leaves_the_graph_of_earlier_passes():
-    module, (q, k, v) = make(PosRF(), redraw_every=1), (t.requires_grad_() for t in qkv())
+    module = make(PosRF(), redraw_every=1)
+    q, k, v = (t.requires_grad_() for t in qkv())
     (module(q, k, v).sum() + module(q, k, v).sum()).backward()
-    assert q.grad.isfinite().all() and int(module.draws) == 1
+    assert q.grad.isfinite().all()
+    assert int(module.draws) == 1
 
 
 def test_causal_statistics_come_from_earlier_batches_only():
@@ -190,31 +209,37 @@ def test_future_never_leaks_in_training(phi):
     module(*qkv(0))
     other = copy.deepcopy(module)
     q, k, v = qkv(1)
-    k2, v2, q2 = k.clone(), v.clone(), q.clone()
+    k2 = k.clone()
+    v2 = v.clone()
+    q2 = q.clone()
     for t in (q2, k2, v2):
         t[:, :, 7:] = 5.0
-    torch.testing.assert_close(
-        module(q, k, v)[:, :, :7], other(q2, k2, v2)[:, :, :7], rtol=1e-4, atol=1e-4
-    )
+    actual = module(q, k, v)[:, :, :7]
+    expected = other(q2, k2, v2)[:, :, :7]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [L, 2 * L], ids=["its own sequence", "others"])
 def test_micro_batches_of_a_step_are_read_as_a_whole(length):
     """Their statistics are those of all rows, padding left out, and nothing changes between them."""
     options = {"redraw_every": 1, **({"causal": True} if length == L else {"cross": True})}
-    whole, parts = make(GERF(), **options), make(GERF(), **options)
+    whole = make(GERF(), **options)
+    parts = make(GERF(), **options)
     for seed in range(3):
         (q, _, _), (_, k, v) = qkv(seed, batch=4), qkv(seed, batch=4, length=length)
         mask = torch.arange(length) < torch.tensor([length, 9, 5, 7])[:, None]
-        expected, found = whole(q, k, v, mask), []
+        expected = whole(q, k, v, mask)
+        found = []
         for i in (0, 2):
             with same_step(parts, i > 0):
                 found.append(parts(*(t[i : i + 2] for t in (q, k, v, mask))))
         torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
-    one, two = state(whole), state(parts)
+    one = state(whole)
+    two = state(parts)
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
-    assert int(parts.draws) == 2 and int(parts.folds) == 2
+    assert int(parts.draws) == 2
+    assert int(parts.folds) == 2
 
 
 def test_a_step_is_of_one_model():
@@ -225,7 +250,9 @@ def test_a_step_is_of_one_model():
         with same_step(torch.nn.Sequential(held), seed > 0):
             held(*qkv(seed))
             other(*qkv(seed))
-    assert int(other.draws) == 2 and int(held.draws) == 0 and same(state(alone), state(other))
+    assert int(other.draws) == 2
+    assert int(held.draws) == 0
+    assert same(state(alone), state(other))
     held(*qkv(3))
     assert int(held.draws) == 1
 
@@ -254,7 +281,7 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
         module(*qkv(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module(*qkv(0))  # said once
+        module(*qkv(0))  # warns once
         with module.calibration():
             for seed in range(3):
                 module(*qkv(seed))
@@ -277,22 +304,25 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
 def test_padding_enters_no_statistics(phi, options):
     (q, k, v), mask = qkv(kv_heads=options.get("kv_heads", H)), torch.arange(L).expand(B, L) < 9
     module, short = (make(phi, **options) for _ in range(2))
-    q[:, :, 9:], k[:, :, 9:], v[:, :, 9:] = 1e3, torch.nan, torch.nan
+    q[:, :, 9:] = 1e3
+    k[:, :, 9:] = torch.nan
+    v[:, :, 9:] = torch.nan
     for _ in range(2):
-        padded, cut = module(q, k, v, mask), short(*(t[:, :, :9] for t in (q, k, v)))
+        padded = module(q, k, v, mask)
+        cut = short(*(t[:, :, :9] for t in (q, k, v)))
     torch.testing.assert_close(padded[:, :, :9], cut, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_heads_share_their_parameters():
-    module, (q, k, v) = make(kv_heads=2).eval(), qkv(kv_heads=2)
+    module = make(kv_heads=2).eval()
+    q, k, v = qkv(kv_heads=2)
     q[:, 0] *= 3
     A = module.fitted_params(q, k, None).A
-    assert (
-        A.shape == (B, H, 1, 1)
-        and torch.equal(A[:, 0], A[:, 1])
-        and not torch.equal(A[:, 1], A[:, 2])
-    )
-    x, y = q * D**-0.25, k * D**-0.25
+    assert A.shape == (B, H, 1, 1)
+    assert torch.equal(A[:, 0], A[:, 1])
+    assert not torch.equal(A[:, 1], A[:, 2])
+    x = q * D**-0.25
+    y = k * D**-0.25
     expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
     torch.testing.assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
     assert module(q, k, v).shape == (B, H, L, D)
@@ -301,7 +331,8 @@ def test_grouped_heads_share_their_parameters():
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
 @every
 def test_decoding_equals_the_whole_sequence(phi, m, names):
-    module, (q, k, v) = make(phi, m=m, causal=True, kv_heads=2), qkv(kv_heads=2)
+    module = make(phi, m=m, causal=True, kv_heads=2)
+    q, k, v = qkv(kv_heads=2)
     module(*qkv(3, kv_heads=2))
     module.eval()
     decoder = module.decoding()
@@ -311,7 +342,9 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
         )
         for i in range(L)
     ]
-    torch.testing.assert_close(torch.cat(steps, 2), module(q, k, v), rtol=1e-3, atol=1e-4)
+    actual = torch.cat(steps, 2)
+    expected = module(q, k, v)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     module.redraw()
     with pytest.raises(ValueError, match="have changed"):
         decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
@@ -338,7 +371,9 @@ def test_compiles_without_graph_breaks(phi, m, options):
     module = make(phi, m=m, **options)
     compiled = torch.compile(copy.deepcopy(module), backend="aot_eager", fullgraph=True)
     for seed in range(4):
-        torch.testing.assert_close(compiled(*qkv(seed)), module(*qkv(seed)), rtol=1e-3, atol=1e-4)
+        actual = compiled(*qkv(seed))
+        expected = module(*qkv(seed))
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_signed_denominators_are_counted():
@@ -382,9 +417,10 @@ def test_an_empty_batch_changes_nothing(phi):
     with same_step(layer):
         layer(empty, empty, empty).sum().backward()
     assert empty.grad.shape == empty.shape
-    assert all(
-        torch.equal(t, layer.state_dict()[name]) for name, t in before.items() if "pending" in name
-    )
+    for name, t in before.items():
+        if "pending" in name:
+            expected = layer.state_dict()[name]
+            assert torch.equal(t, expected)
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
@@ -392,34 +428,44 @@ def test_an_empty_batch_changes_nothing(phi):
 
 def test_clusters_are_found_and_their_bases_exact_there():
     """Points at two centres each: where M may be complex, no pair has variance."""
-    r, t = vectors(2, 3), vectors(2, 3, seed=1)
-    x, y = r.repeat(5, 1), t.repeat(7, 1)
+    r = vectors(2, 3)
+    t = vectors(2, 3, seed=1)
+    x = r.repeat(5, 1)
+    y = t.repeat(7, 1)
     phi = ClusteredHybrid(field="complex", by="centres")
     params = phi.fit(Statistics.of(x, y))
     assert (phi.log_relative_variance(x[:, None], y[None], params) < -50).all()
     noise = draw(phi, 1, 3)
     found = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
-    torch.testing.assert_close(found, (x @ y.mT).exp())
-    torch.testing.assert_close(params.queries.sort(0).values, r.sort(0).values)
+    expected = (x @ y.mT).exp()
+    torch.testing.assert_close(found, expected)
+    actual = params.queries.sort(0).values
+    expected = r.sort(0).values
+    torch.testing.assert_close(actual, expected)
 
 
 def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
-    x, y = (
-        torch.cat(
-            [vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair]
+    both = []
+    for pair in ((0, 1), (2, 3)):
+        both.append(
+            torch.cat(
+                [vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair]
+            )
         )
-        for pair in ((0, 1), (2, 3))
-    )
-    mean = lambda phi: (
-        phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
-    )
+    x, y = both
+
+    def mean(phi):
+        return phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
+
     assert mean(ClusteredHybrid(field="complex")) < 0.2 * min(mean(PosRF()), mean(TrigRF()))
-    one, plain = ClusteredHybrid(queries=1, keys=1), CERF(field="real")
-    params, alone = one.fit(Statistics.of(x, y)), plain.fit(Statistics.of(x, y))
+    one = ClusteredHybrid(queries=1, keys=1)
+    plain = CERF(field="real")
+    params = one.fit(Statistics.of(x, y))
+    alone = plain.fit(Statistics.of(x, y))
     noise = draw(one, 5, 8)
-    torch.testing.assert_close(
-        one.phi_q(x, noise, params).exp(), plain.phi_q(x, noise, alone).exp(), rtol=1e-6, atol=0
-    )
+    actual = one.phi_q(x, noise, params).exp()
+    expected = plain.phi_q(x, noise, alone).exp()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -428,8 +474,10 @@ def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
     ids=repr,
 )
 def test_a_token_fills_the_blocks_of_its_own_cluster(phi, parts):
-    x, y = vectors(12, 3), vectors(9, 3, seed=1)
-    params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 4, 3)
+    x = vectors(12, 3)
+    y = vectors(9, 3, seed=1)
+    params = phi.fit(Statistics.of(x, y))
+    noise = draw(phi, 4, 3)
     for features, blocks in (
         (phi.phi_q(x, noise, params), phi.keys),
         (phi.phi_k(y, noise, params), phi.queries),
@@ -447,16 +495,19 @@ def few(length=20):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True, "kv_heads": 1}], ids=str)
 def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
-    ours, (q, k, v) = clustered(fit_steps=2, **options), few()
+    ours = clustered(fit_steps=2, **options)
+    q, k, v = few()
     k, v = (t[:, : options.get("kv_heads", 2)] for t in (k, v))
     first = ours(q, k, v)
     ours(q, k, v)
-    assert torch.equal(ours(q, k, v), ours(q, k, v)) and not torch.equal(ours(q, k, v), first)
+    assert torch.equal(ours(q, k, v), ours(q, k, v))
+    assert not torch.equal(ours(q, k, v), first)
     kept = state(ours)
     ours(2 * q, k, v)
-    assert ours.clusters.done and all(
-        torch.equal(t, kept[name]) for name, t in state(ours).items() if name != "steps"
-    )
+    assert ours.clusters.done
+    for name, t in state(ours).items():
+        if name != "steps":
+            assert torch.equal(t, kept[name])
     expected = attention(
         q * ours.scale,
         k * ours.scale,
@@ -471,20 +522,23 @@ def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
 
 @pytest.mark.parametrize("before, after, passes", [(10, 2, 0), (2, 10, 9)])
 def test_a_layer_of_other_fit_steps_goes_on_with_the_samples(before, after, passes):
-    ours, other = clustered(fit_steps=before), clustered(fit_steps=after)
+    ours = clustered(fit_steps=before)
+    other = clustered(fit_steps=after)
     for _ in range(min(before, 3)):
         ours(*few())
     other.load_state_dict(ours.state_dict())
     assert int(other.clusters.passes) == passes
     for _ in range(after - passes):
         other(*few())
-    assert not other.clusters.done and (other.clusters.queries != 0).any(-1).all()
+    assert not other.clusters.done
+    assert (other.clusters.queries != 0).any(-1).all()
 
 
 def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
     q, k, v = few()
     for passes in (0, 1, 3):
-        ours, other = clustered(fit_steps=2), clustered(fit_steps=2, seed=4)
+        ours = clustered(fit_steps=2)
+        other = clustered(fit_steps=2, seed=4)
         for _ in range(passes):
             ours(q, k, v)
         rows = (
@@ -498,7 +552,9 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
         )
         assert other.clusters.done == ours.clusters.done == (passes == 3)
         for _ in range(3):
-            assert torch.equal(ours(q, k, v), other(q, k, v))
+            actual = ours(q, k, v)
+            expected = other(q, k, v)
+            assert torch.equal(actual, expected)
 
 
 def fit_on_rank(rank, meeting):
@@ -513,7 +569,8 @@ def fit_on_rank(rank, meeting):
         for t in layer.clusters.params():
             parts = [torch.empty_like(t) for _ in range(2)]
             dist.all_gather(parts, t.contiguous())
-            assert t.isfinite().all() and torch.equal(*parts)
+            assert t.isfinite().all()
+            assert torch.equal(*parts)
     dist.destroy_process_group()
     os._exit(
         0
@@ -527,19 +584,20 @@ def test_clusters_are_those_of_all_processes(tmp_path):
 
 
 def test_uncalibrated_clusters_say_so_once_and_calibration_silences_them():
-    ours, (q, k, v) = clustered().eval(), few()
+    ours = clustered().eval()
+    q, k, v = few()
     with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
         before = ours(q, k, v)
-    torch.testing.assert_close(
-        before, attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise)
-    )
+    expected = attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise)
+    torch.testing.assert_close(before, expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours(q, k, v)
         with ours.calibration():
             ours(q, k, v)
             ours(2 * q, k, v)
-        assert ours.clusters.done and not torch.equal(ours(q, k, v), before)
+        assert ours.clusters.done
+        assert not torch.equal(ours(q, k, v), before)
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -105,9 +105,15 @@ def test_forward_mode(phi, causal, four):
 @every_map
 def test_transforms(phi, causal, four):
     case = Pair(phi, causal, four)
-    loss = lambda f: lambda w: f(w).square().sum()
+
+    def loss(f):
+        return lambda w: f(w).square().sum()
+
     many = torch.stack([case.w, -case.w, case.w / 2])
-    loop = lambda f, of: torch.stack([of(f)(w) for w in many])
+
+    def loop(f, of):
+        return torch.stack([of(f)(w) for w in many])
+
     assert_pair(case.both(lambda f: grad(loss(f))(case.w)))
     assert_pair((vmap(case.ours)(many), loop(case.reference, lambda f: f)))
     assert_pair((vmap(grad(loss(case.ours)))(many), loop(case.reference, lambda f: grad(loss(f)))))
@@ -120,7 +126,9 @@ def test_transforms(phi, causal, four):
 )
 def test_second_derivatives(phi, causal, four):
     case = Pair(phi, causal, L=3, masked=False)
-    loss = lambda f: lambda w: f(w).square().sum()
+
+    def loss(f):
+        return lambda w: f(w).square().sum()
 
     for run in (lambda f: hessian(loss(f))(case.w), lambda f: jacrev(jacrev(loss(f)))(case.w)):
         assert_pair(case.both(run), 1e-8)
@@ -191,11 +199,12 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
 
 def test_noise_keeps_nothing_of_a_transform():
     """What a noise computes once would be a tensor of the transform, useless after it."""
-    noise, x = (
-        samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,)),
-        torch.randn(1, 2, 5, 4),
-    )
-    f = lambda x: attention(x, x, x, OPRF(A=-0.1), noise, OPRF(A=-0.1).fit(None))
+    noise = samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,))
+    x = torch.randn(1, 2, 5, 4)
+
+    def f(x):
+        return attention(x, x, x, OPRF(A=-0.1), noise, OPRF(A=-0.1).fit(None))
+
     tangent = jvp(f, (x,), (x,))[1]
     assert not any(
         torch.func.debug_unwrap(t) is not t
@@ -203,16 +212,15 @@ def test_noise_keeps_nothing_of_a_transform():
         if isinstance(t, torch.Tensor)
     )
     f(x)
-    torch.testing.assert_close(jvp(f, (x,), (x,))[1], tangent)
+    actual = jvp(f, (x,), (x,))[1]
+    torch.testing.assert_close(actual, tangent)
 
 
 @pytest.mark.parametrize("phi", [OPRF(), PoisRF(), GERF(), GERF(s=-1)], ids=repr)
 def test_gradients_of_each_sample(phi):
     """Of a layer that fits its map to each sequence."""
-    layer, x = (
-        RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double(),
-        torch.randn(5, 6, 8).double(),
-    )
+    layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double()
+    x = torch.randn(5, 6, 8).double()
     weight = torch.randn(8, 24).double() / 3
 
     def loss(weight, x):
@@ -243,7 +251,8 @@ def test_fits_and_features_of_each_sample(phi):
 
     for function in (features, variances, grad(lambda x, y: features(y, x).sum())):
         alone = torch.stack([function(*pair) for pair in zip(x, y)])
-        torch.testing.assert_close(vmap(function)(x, y), alone)
+        actual = vmap(function)(x, y)
+        torch.testing.assert_close(actual, alone)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +289,11 @@ def test_a_layer_that_would_change_under_a_transform_says_so(options):
 # ---- gradients to rows and parameters --------------------------------------------------------------------------------
 
 
-B, H, L, d, m = 2, 2, 150, 4, 8
+B = 2
+H = 2
+L = 150
+d = 4
+m = 8
 
 
 @pytest.mark.parametrize(
@@ -330,10 +343,12 @@ def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeyp
 
 def test_gradients_to_rows_compiled_and_by_transforms():
     case = Case(OPRF())
-    rows, (A,) = case.noise.rows().requires_grad_(), case.params
+    rows = case.noise.rows().requires_grad_()
+    (A,) = case.params
 
     def loss(rows, A):
-        noise, params = DenseNoise(rows, True), type(case.params)(A)
+        noise = DenseNoise(rows, True)
+        params = type(case.params)(A)
         return (
             attention(case.x, case.y, case.v, case.phi, noise, params, causal=True).square().sum()
         )
@@ -445,9 +460,9 @@ def test_positive_maps_can_be_traced(causal):
     module = Attend(OPRF(A=-0.1), causal).eval()
     traced = torch.jit.trace(module, (*qkv(150), mask(150)), check_trace=False)
     for length in LENGTHS:
-        torch.testing.assert_close(
-            traced(*qkv(length), mask(length)), module(*qkv(length), mask(length))
-        )
+        actual = traced(*qkv(length), mask(length))
+        expected = module(*qkv(length), mask(length))
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
