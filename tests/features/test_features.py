@@ -76,7 +76,9 @@ def estimates(phi, x, y, params, m, draws, sampler, seed=0):
     return phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
 
 
-STRUCTURES = ONE_KERNEL + COMPOSITE + EXPONENTIAL + HYBRID  # for laws that see no kernel
+STRUCTURES = (
+    ONE_KERNEL + COMPOSITE + EXPONENTIAL + HYBRID
+)  # for properties that do not depend on the kernel
 
 
 def exact_matrix(phi, x, y):
@@ -98,7 +100,8 @@ def test_unbiased(phi, place):
     d, sampler = place
     x, y = pairs(d)
     params = phi.fit(Statistics.of(x, y))
-    estimate, exact = estimates(phi, x, y, params, 4, 20_000, sampler), exact_matrix(phi, x, y)
+    estimate = estimates(phi, x, y, params, 4, 20_000, sampler)
+    exact = exact_matrix(phi, x, y)
     sem = estimate.std(0) / len(estimate) ** 0.5
     assert (sem < 0.03 * exact.clamp(min=0.6)).all()  # the test has power
     assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-12).all()
@@ -120,25 +123,33 @@ def test_variance_is_the_closed_form(phi, d):
 @pytest.mark.parametrize("phi", STRUCTURES + OTHER_KERNELS, ids=repr)
 def test_batches_are_one_by_one(phi):
     """Any leading dimensions; log_variance of vectors, rows and all pairs; written in place or returned."""
-    x, y = torch.randn(2, 3, 5, 4).double() / 2, torch.randn(2, 3, 6, 4).double() / 2
+    x = torch.randn(2, 3, 5, 4).double() / 2
+    y = torch.randn(2, 3, 6, 4).double() / 2
     g = torch.Generator().manual_seed(0)
     params = phi.fit(Statistics.of(x, y))
     for batch in [(), (3,), (2, 3)]:
         noise = independent(
             phi, lambda batch=batch: samplers.iid(7, 4, g, batch, dtype=torch.float64)
         )
-        fx, fy = phi.phi_q(x, noise, params).exp(), phi.phi_k(y, noise, params).exp()
-        assert fx.shape == (2, 3, 5, phi.width(7)) and fy.shape == (2, 3, 6, phi.width(7))
+        fx = phi.phi_q(x, noise, params).exp()
+        fy = phi.phi_k(y, noise, params).exp()
+        expected = (2, 3, 5, phi.width(7))
+        assert fx.shape == expected
+        expected = (2, 3, 6, phi.width(7))
+        assert fy.shape == expected
         written = torch.full_like(fx, torch.nan)
         phi.writer(noise, params)(x, written)
         torch.testing.assert_close(written, fx)
         if not batch:
             one = phi.phi_q(x[1, 2], noise, phi.fit(Statistics.of(x[1, 2], y[1, 2]))).exp()
             torch.testing.assert_close(fx[1, 2], one)
-    assert phi.log_variance(x, y[..., :5, :], params).shape == (2, 3, 5)
-    assert phi.log_variance(x[..., :, None, :], y[..., None, :, :], params).shape == (2, 3, 5, 6)
+    actual = phi.log_variance(x, y[..., :5, :], params).shape
+    assert actual == (2, 3, 5)
+    actual = phi.log_variance(x[..., :, None, :], y[..., None, :, :], params).shape
+    assert actual == (2, 3, 5, 6)
     single = phi.fit(Statistics.of(x[0, 0], y[0, 0]))
-    assert phi.log_variance(x[0, 0, 0], y[0, 0, 0], single).shape == ()
+    actual = phi.log_variance(x[0, 0, 0], y[0, 0, 0], single).shape
+    assert actual == ()
 
 
 @pytest.mark.parametrize("phi", STRUCTURES, ids=repr)
@@ -161,7 +172,8 @@ def test_dtypes_and_gradients(phi):
 
 
 def test_positive():
-    x, y = torch.randn(50, 3), torch.randn(40, 3)
+    x = torch.randn(50, 3)
+    y = torch.randn(40, 3)
     noise = samplers.iid(64, 3, torch.Generator().manual_seed(0))
     for phi in POSITIVE:
         params = phi.fit(Statistics.of(x, y))
@@ -174,11 +186,13 @@ def test_large_inputs_stay_finite(phi):
     """log features hold where phi overflows: |x| of 1e3 (counts: 20, which is |x|^2 of thousands)."""
     scale = 20.0 if isinstance(phi, (PoisRF, GeomRF)) else 1e3
     for dtype in (torch.float32, torch.bfloat16):
-        x, y = scale * torch.randn(6, 4).to(dtype), scale * torch.randn(5, 4).to(dtype)
+        x = scale * torch.randn(6, 4).to(dtype)
+        y = scale * torch.randn(5, 4).to(dtype)
         params = phi.fit(Statistics.of(x, y))
         noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0))
         f = phi.phi_q(x, noise, params)
-        assert f.log_scale.isfinite().all() and f.value.isfinite().all()
+        assert f.log_scale.isfinite().all()
+        assert f.value.isfinite().all()
         assert not phi.log_variance(x[:5], y, params).isnan().any()
 
 
@@ -236,17 +250,21 @@ def test_fitted_order():
 def test_special_cases():
     x, y = pairs(4)
     noise = samplers.iid(9, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = lambda phi, params: (
-        phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
-    )
+
+    def product(phi, params):
+        return phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+
     for kernel in KERNELS:
         for s, other in ((1, PosRF(kernel)), (-1, TrigRF(kernel))):
             phi = GERF(kernel, s=s, A=0)
-            torch.testing.assert_close(product(phi, phi.fit(None)), product(other, ()))
+            actual = product(phi, phi.fit(None))
+            expected = product(other, ())
+            torch.testing.assert_close(actual, expected)
         assert (TrigRF(kernel).log_variance(x, x) == -torch.inf).all()
         for phi in (PosRF(kernel), HypRF(kernel), OPRF(kernel), SMREG(kernel)):
             own = phi.fit(Statistics.of(x[:1], -x[:1]))
-            assert phi.log_variance(x[:1], -x[:1], own) == -torch.inf
+            actual = phi.log_variance(x[:1], -x[:1], own)
+            assert actual == -torch.inf
 
 
 def test_oprf_check_value():
@@ -293,16 +311,17 @@ def test_complex_gerf_is_real_on_the_axis(s):
 
 
 def test_statistics_equal_all_pairs_and_skip_masked():
-    x, y = torch.randn(3, 7, 4), torch.randn(3, 5, 4)
-    x_mask, y_mask = torch.rand(3, 7) > 0.3, torch.rand(3, 5) > 0.3
+    x = torch.randn(3, 7, 4)
+    y = torch.randn(3, 5, 4)
+    x_mask = torch.rand(3, 7) > 0.3
+    y_mask = torch.rand(3, 5) > 0.3
     x_mask[:, 0] = y_mask[:, 0] = True
-    x, y = (
-        x.masked_fill(~x_mask[..., None], torch.nan),
-        y.masked_fill(~y_mask[..., None], torch.nan),
-    )
+    x = x.masked_fill(~x_mask[..., None], torch.nan)
+    y = y.masked_fill(~y_mask[..., None], torch.nan)
     stats = Statistics.of(x, y, x_mask, y_mask)
     for b in range(3):
-        a, c = x[b][x_mask[b]].double(), y[b][y_mask[b]].double()
+        a = x[b][x_mask[b]].double()
+        c = y[b][y_mask[b]].double()
         for sign, value in ((1, stats.mean_sq_sum), (-1, stats.mean_sq_diff)):
             whole = (a[:, None] + sign * c[None]).square().sum(-1).mean()
             torch.testing.assert_close(value[b], whole, rtol=1e-5, atol=1e-6)
@@ -314,7 +333,9 @@ def test_statistics_equal_all_pairs_and_skip_masked():
 
 
 def test_statistics_of_scaled_vectors():
-    x, y, mask = torch.randn(3, 7, 4), torch.randn(3, 5, 4), torch.rand(3, 5) > 0.3
+    x = torch.randn(3, 7, 4)
+    y = torch.randn(3, 5, 4)
+    mask = torch.rand(3, 5) > 0.3
     mask[:, 0] = True
     for phi in ONE_KERNEL:
         ours = phi.fit(Statistics.of(x, y, None, mask, scale=0.4))
@@ -326,13 +347,14 @@ def test_statistics_of_scaled_vectors():
 
 
 def test_empty_set_gives_defaults():
-    x, none = torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.bool)
+    x = torch.randn(2, 5, 4)
+    none = torch.zeros(2, 5, dtype=torch.bool)
     stats = Statistics.of(x, x, none, none)
     assert (OPRF().fit(stats).A == 0).all()
     assert (PoisRF().fit(stats).rate == 1e-8).all()
-    torch.testing.assert_close(
-        GeomRF().fit(stats).rate, torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64)
-    )
+    actual = GeomRF().fit(stats).rate
+    expected = torch.full((2, 1, 1), 1 - 1e-9, dtype=torch.float64)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_plus_maps_sign_points_below_the_shift():
@@ -341,10 +363,8 @@ def test_plus_maps_sign_points_below_the_shift():
     low = x - 0.4
     for phi in (PoisRFPlus("gaussian"), GeomRFPlus("gaussian")):
         params = phi.fit(Statistics.of(x, y))
-        estimate, exact = (
-            estimates(phi, low, y, params, 4, 40_000, samplers.iid),
-            exact_matrix(phi, low, y),
-        )
+        estimate = estimates(phi, low, y, params, 4, 40_000, samplers.iid)
+        exact = exact_matrix(phi, low, y)
         assert ((estimate.mean(0) - exact).abs() < 5 * estimate.std(0) / len(estimate) ** 0.5).all()
 
 
@@ -355,7 +375,8 @@ def test_the_margin_below_the_vectors_is_in_their_standard_deviations(phi):
     torch.testing.assert_close(ten, 10 * one)
 
 
-X, Y = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
+X = torch.ones(1, 2, 3)
+Y = torch.ones(1, 2, 4)
 BAD = {
     "A=0.125: expected a number < 0.125": lambda: OPRF(A=0.125),
     r"Re\(1 - 8A\)": lambda: GERF(A=0.2 + 1j, s=-1),
@@ -413,7 +434,8 @@ def test_a_sum_of_shared_projections_has_no_closed_form_variance():
 
 def named():
     """A draw for `FeatureMap.noise` and the names that it was called with."""
-    g, names = torch.Generator().manual_seed(0), []
+    g = torch.Generator().manual_seed(0)
+    names = []
 
     def draw(p):
         names.append(p.name)
@@ -425,12 +447,17 @@ def named():
 def test_every_part_has_a_noise_of_its_own_or_all_share_one():
     draw, names = named()
     noise = Sum(TrigRF(), Product(TrigRF("gaussian"), PosRF())).noise(6, draw)
-    assert names == ["0", "1_0", "1_1"] and len({id(n) for n in leaves(noise)}) == 3
+    assert names == ["0", "1_0", "1_1"]
+    actual = len({id(n) for n in leaves(noise)})
+    assert actual == 3
     draw, names = named()
     (a, b), (c, d) = Sum(Product(TrigRF(), PosRF()), Product(PosRF(), TrigRF()), shared=True).noise(
         6, draw
     )
-    assert names == ["0", "1"] and a is c and b is d and a is not b
+    assert names == ["0", "1"]
+    assert a is c
+    assert b is d
+    assert a is not b
 
 
 def test_parts_may_take_other_numbers_of_projections():
@@ -439,13 +466,17 @@ def test_parts_may_take_other_numbers_of_projections():
     assert (a.m, b.m, c.m) == (3, 5, 7)
     x = torch.randn(2, 4)
     params = phi.fit(Statistics.of(x, x))
-    assert phi.phi_q(x, ((a, b), c), params).exp().shape == (2, phi.width(((3, 5), 7)))
+    actual = phi.phi_q(x, ((a, b), c), params).exp().shape
+    expected = (2, phi.width(((3, 5), 7)))
+    assert actual == expected
     with pytest.raises(ValueError, match="shared projections: .* 3 and 7"):
         Sum(TrigRF(), PosRF(), shared=True).noise((3, 7), named()[0])
 
 
 def test_a_product_refuses_shared_noise():
-    x, n, other = torch.ones(3, 4), samplers.iid(2, 4), samplers.iid(2, 4)
+    x = torch.ones(3, 4)
+    n = samplers.iid(2, 4)
+    other = samplers.iid(2, 4)
     nested = Product(Sum(PosRF(), TrigRF()), PosRF())
     for phi, noise in ((Product(PosRF(), PosRF()), (n, n)), (nested, ((other, n), n))):
         with pytest.raises(ValueError, match="independent projections"):
@@ -471,7 +502,8 @@ EXACT = (
 def test_kernels_are_those_of_scikit_learn(phi):
     x, y = np.random.default_rng(0).normal(size=(2, 5, 3))
     ours = phi.log_kernel(torch.from_numpy(x)[:, None], torch.from_numpy(y)[None]).exp()
-    np.testing.assert_allclose(ours, EXACT[phi](x, y), rtol=1e-9)
+    expected = EXACT[phi](x, y)
+    np.testing.assert_allclose(ours, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -486,10 +518,8 @@ def test_kernels_are_those_of_scikit_learn(phi):
 )
 def test_squared_lengths_of_spectral_rows(phi, d):
     """F of Student's distribution, and a product of two gamma variables."""
-    r, rows = (
-        np.random.default_rng(0),
-        samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64),
-    )
+    r = np.random.default_rng(0)
+    rows = samplers.iid(20_000, d, torch.Generator().manual_seed(0), dtype=torch.float64)
     found = phi.directions(rows).rows().square().sum(1).numpy()
     if isinstance(phi, MaternRF):
         expected = d * scipy.stats.f(d, 2 * phi.nu).rvs(20_000, random_state=r)
@@ -503,16 +533,22 @@ def test_directions_stay_orthogonal_and_fast(phi):
     g = torch.Generator().manual_seed(0)
     rows = phi.directions(samplers.orthogonal(16, 16, g, dtype=torch.float64)).rows()
     cosines = rows @ rows.mT / rows.norm(dim=1) / rows.norm(dim=1)[:, None]
-    torch.testing.assert_close(cosines, torch.eye(16, dtype=torch.float64), atol=1e-9, rtol=0)
+    expected = torch.eye(16, dtype=torch.float64)
+    torch.testing.assert_close(cosines, expected, atol=1e-9, rtol=0)
     fast = phi.directions(samplers.hadamard(2048, 1024, g))
-    assert fast.matrix_free and isinstance(fast, samplers.HadamardNoise)
+    assert fast.matrix_free
+    assert isinstance(fast, samplers.HadamardNoise)
 
 
 def test_arc_cosine_kernels_are_those_of_layers_at_random():
     x = torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
     steps, relus = (ArcCosineRF(order=n).log_kernel(x[:, None], x[None]).exp() for n in (0, 1))
-    torch.testing.assert_close(steps[0], torch.tensor([1, 0.5, 0, 0.5], dtype=torch.float64))
-    torch.testing.assert_close(relus[0], torch.tensor([9, 6 / math.pi, 0, 0], dtype=torch.float64))
+    actual = steps[0]
+    expected = torch.tensor([1, 0.5, 0, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected)
+    actual = relus[0]
+    expected = torch.tensor([9, 6 / math.pi, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected)
     noise = samplers.iid(200_000, 2, torch.Generator().manual_seed(0))
     f = ArcCosineRF(order=0).phi_q(x, noise).exp()
     torch.testing.assert_close(f @ f.mT, steps, atol=0.01, rtol=0)
@@ -520,13 +556,14 @@ def test_arc_cosine_kernels_are_those_of_layers_at_random():
 
 def test_every_kernel_of_conf_is_under_the_laws():
     own = [name for name in choices("features") if Mechanism.of(features=name).own_kernel]
-    assert own and not {*own} & {*map_names()}
+    assert own
+    assert not {*own} & {*map_names()}
     assert {Mechanism.of(features=name).kernel_map() for name in own} <= {*OTHER_KERNELS}
-    assert Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map() == MaternRF(nu=2.5)
-    assert (
-        Mechanism.of(features="matern").estimates
-        and Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
-    )
+    actual = Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map()
+    expected = MaternRF(nu=2.5)
+    assert actual == expected
+    assert Mechanism.of(features="matern").estimates
+    assert Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
     for name in own:
         with pytest.raises(ConfigError, match="has its own kernel"):
             Mechanism.of("favorp", features=name).layer(2, 8)
@@ -542,9 +579,12 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
         "logger=none",
         "hydra.run.dir=run",
     )
-    assert code == 0 and float(out.split("accuracy ")[1].split()[0]) > 0.5, err
+    assert code == 0, err
+    assert float(out.split("accuracy ")[1].split()[0]) > 0.5, err
     code, _, err = typed("task=projections", "features=matern", "logger=none")
-    assert code == 2 and "features=matern: has its own kernel" in err and "Traceback" not in err
+    assert code == 2
+    assert "features=matern: has its own kernel" in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -554,9 +594,10 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
 )
 def test_second_moment_is_one_and_the_relative_variance(phi):
     x, y = pairs(3)
-    x, y = x[:, None], y[None]
+    x = x[:, None]
+    y = y[None]
     params = phi.fit(Statistics.of(*pairs(3)))
     relative = phi.log_variance(x, y, params) - 2 * phi.log_kernel(x, y)
-    torch.testing.assert_close(
-        phi.log_relative_second_moment(x, y, params), torch.log1p(relative.exp())
-    )
+    actual = phi.log_relative_second_moment(x, y, params)
+    expected = torch.log1p(relative.exp())
+    torch.testing.assert_close(actual, expected)

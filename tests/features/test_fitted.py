@@ -48,7 +48,10 @@ DENSE = [
 def vectors(d=6, n=60, seed=0, apart=0.5):
     """Queries and keys (n, d) of other spreads and means, float64."""
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
     x, y = (draw(n, d) @ (draw(d, d) * draw(d).exp() / (2 * d**0.5)) for _ in range(2))
     return x + apart * draw(d), y + apart * draw(d)
 
@@ -75,7 +78,8 @@ def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
         PosRF(),
     ]
     found = [moment(phi, x, y) for phi in order]
-    assert found == sorted(found) and found[-1] > found[0] + 1
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 1
     diagonal = [moment(SDERF(diagonal=True, balance=balanced), x, y) for balanced in (None, False)]
     assert found[0] < diagonal[0] < diagonal[1]
 
@@ -93,7 +97,8 @@ def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
 def test_no_other_root_or_shift_is_better(phi):
     """Whatever G is: R and h are the best ones for it."""
     x, y = vectors()
-    params, g = phi.fit(Statistics.of(x, y)), torch.Generator().manual_seed(1)
+    params = phi.fit(Statistics.of(x, y))
+    g = torch.Generator().manual_seed(1)
     best = moment(phi, x, y, params)
     for size in (1e-3, 0.1):
         for _ in range(5):
@@ -119,7 +124,8 @@ def test_balance_gives_both_sides_the_same_second_moments(diagonal):
     x, y = vectors()
     G = SDERF(diagonal=diagonal).fit(Statistics.of(x, y)).balance
     of_x, of_y = (x * G, y / G) if diagonal else (x @ G.mT, y @ torch.linalg.inv(G))
-    a, b = torch.cov(of_x.mT), torch.cov(of_y.mT)
+    a = torch.cov(of_x.mT)
+    b = torch.cov(of_y.mT)
     a, b = (a.diagonal(), b.diagonal()) if diagonal else (a, b)
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.01 * float(a.abs().max()))  # up to the ridge
     torch.testing.assert_close(G, G.mT if not diagonal else G)
@@ -130,38 +136,44 @@ def test_balance_of_one_side_that_lies_in_a_plane_is_finite_and_moderate():
     x[:, 2:] = 0
     G = balance(torch.cov(x.mT), torch.cov(y.mT))
     sizes = torch.linalg.eigvalsh(G)
-    assert (sizes > 1e-3).all() and (sizes < 1e3).all()
+    assert (sizes > 1e-3).all()
+    assert (sizes < 1e3).all()
     none = torch.zeros(2, 4, 4, dtype=torch.float64)
-    torch.testing.assert_close(
-        balance(none, none), torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
-    )
+    actual = balance(none, none)
+    expected = torch.eye(4, dtype=torch.float64).expand(2, 4, 4)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_parameters_of_nothing_are_those_of_favor_plus():
     zeros = torch.zeros(2, 1, 4)
     for phi in (SDERF(), SDERF(diagonal=True)):
         params = phi.fit(Statistics.of(zeros, zeros))
-        assert (params.A.abs() < 1e-12).all() and (params.shift == 0).all()
-        x, noise = torch.randn(2, 3, 4), samplers.iid(5, 4, torch.Generator().manual_seed(0))
-        torch.testing.assert_close(phi.phi_k(x, noise, params).exp(), PosRF().phi_k(x, noise).exp())
+        assert (params.A.abs() < 1e-12).all()
+        assert (params.shift == 0).all()
+        x = torch.randn(2, 3, 4)
+        noise = samplers.iid(5, 4, torch.Generator().manual_seed(0))
+        actual = phi.phi_k(x, noise, params).exp()
+        expected = PosRF().phi_k(x, noise).exp()
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("phi", DENSE, ids=repr)
 def test_any_parameters_are_unbiased(phi):
     """R, h and G of other vectors, and trained ones far from every fit: a stale fit costs variance alone."""
     (x, y), other = (t[:4] / 2 for t in vectors(d=3)), vectors(d=3, seed=5)
-    params, g = phi.fit(Statistics.of(*other)), torch.Generator().manual_seed(2)
+    params = phi.fit(Statistics.of(*other))
+    g = torch.Generator().manual_seed(2)
     noise = samplers.orthogonal(4, 3, g, batch=(20_000,), dtype=torch.float64)
-    move = lambda t: t + 0.1 * torch.randn(t.shape, generator=g, dtype=torch.float64)
+
+    def move(t):
+        return t + 0.1 * torch.randn(t.shape, generator=g, dtype=torch.float64)
+
     for own in (params, phi.admitted(map_leaves(move, params))):
         estimate = phi.phi_q(x, noise, own).exp() @ phi.phi_k(y, noise, own).exp().mT
-        exact, sem = (
-            phi.log_kernel(x[:, None], y[None]).exp(),
-            estimate.std(0) / len(estimate) ** 0.5,
-        )
-        assert ((estimate.mean(0) - exact).abs() < 5 * sem).all() and (
-            sem < 0.2 * exact
-        ).float().mean() > 0.5
+        exact = phi.log_kernel(x[:, None], y[None]).exp()
+        sem = estimate.std(0) / len(estimate) ** 0.5
+        assert ((estimate.mean(0) - exact).abs() < 5 * sem).all()
+        assert (sem < 0.2 * exact).float().mean() > 0.5
 
 
 # ---- what leaves softmax unchanged
@@ -171,28 +183,27 @@ def test_any_parameters_are_unbiased(phi):
 def test_shifts_change_no_error_and_no_attention(phi):
     x, y = vectors(d=4)
     shift = torch.tensor([3.0, -2.0, 1.0, 5.0], dtype=torch.float64)
-    assert moment(phi, x + shift, y - 2 * shift) == pytest.approx(moment(phi, x, y), rel=1e-9)
-    noise, v = (
-        samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), dtype=torch.float64),
-        torch.randn(60, 3),
-    )
+    actual = moment(phi, x + shift, y - 2 * shift)
+    expected = moment(phi, x, y)
+    assert actual == pytest.approx(expected, rel=1e-9)
+    noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
+    v = torch.randn(60, 3)
 
     def run(y):
         return attention(
             x[None, None], y[None, None], v[None, None], phi, noise, phi.fit(Statistics.of(x, y))
         )
 
-    torch.testing.assert_close(run(y + shift), run(y), rtol=1e-8, atol=1e-10)
+    actual = run(y + shift)
+    torch.testing.assert_close(actual, run(y), rtol=1e-8, atol=1e-10)
 
 
 # ---- statistics
 
 
 def test_covariances_of_all_kinds_of_moments():
-    x, mask = (
-        torch.randn(3, 9, 4) + 2,
-        torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) > 0.3,
-    )
+    x = torch.randn(3, 9, 4) + 2
+    mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) > 0.3
     own = Moments.of(x.masked_fill(~mask[..., None], torch.nan), mask, scale=0.5)
     for i in range(3):
         expected = torch.cov(0.5 * x[i][mask[i]].double().mT, correction=0)
@@ -207,13 +218,19 @@ def test_covariances_of_all_kinds_of_moments():
 
 # ---- attention layers
 
-B, H, L, D = 2, 4, 40, 8
+B = 2
+H = 4
+L = 40
+D = 8
 
 
 def qkv(seed=0, kv_heads=H):
     g = torch.Generator().manual_seed(seed)
     shift = 2 * torch.randn(1, 1, 1, D, generator=g)
-    draw = lambda heads: torch.randn(B, heads, L, D, generator=g)
+
+    def draw(heads):
+        return torch.randn(B, heads, L, D, generator=g)
+
     return draw(H), draw(kv_heads) + shift, draw(kv_heads)
 
 
@@ -231,14 +248,16 @@ def test_a_causal_layer_is_fitted_to_earlier_batches_alone():
     )
     module(*qkv(1))
     q, k, _ = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in qkv(0))
-    ours, expected = module._running_params(), SDERF().fit(Statistics.of(q, k))
+    ours = module._running_params()
+    expected = SDERF().fit(Statistics.of(q, k))
     for a, b in zip(ours, expected):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_no_part_of_what_a_layer_sees(causal):
-    long, short = layer(causal=causal), layer(causal=causal)
+    long = layer(causal=causal)
+    short = layer(causal=causal)
     mask = torch.arange(L)[None].expand(B, L) < 30
     for seed in range(2):
         q, k, v = qkv(seed)
@@ -248,11 +267,11 @@ def test_padding_is_no_part_of_what_a_layer_sees(causal):
 
 
 def test_favorsharp_is_dense_centred_balanced_and_antithetic():
-    assert (
-        Mechanism.of("favorsharp").map() == SDERF(antithetic=True)
-        and SDERF().centred
-        and SDERF().balanced
-    )
+    actual = Mechanism.of("favorsharp").map()
+    expected = SDERF(antithetic=True)
+    assert actual == expected
+    assert SDERF().centred
+    assert SDERF().balanced
 
 
 # ---- the choice of a map for each head
@@ -274,7 +293,8 @@ KINDS = ["oprf", "diagonal sderf", "sderf"]
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_head_of_auto_is_its_own_map(causal):
     q, k, v = three_kinds()
-    phi, noise = AutoRF(), samplers.orthogonal(8, D, torch.Generator().manual_seed(0), (3,))
+    phi = AutoRF()
+    noise = samplers.orthogonal(8, D, torch.Generator().manual_seed(0), (3,))
     stats = Statistics.of(*(t.transpose(0, 1).flatten(1, 2) for t in (q, k)))
     out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
     for h, (name, own) in enumerate(phi.candidates(D).items()):
@@ -289,11 +309,16 @@ def test_each_head_of_auto_is_its_own_map(causal):
 
 def test_a_layer_chooses_once_and_keeps_its_choice():
     options = {"causal": True, "fit_steps": 2, "scaling": 1.0}
-    make = lambda phi: RandomFeatureAttention(phi, samplers.orthogonal, 16, 3, D, **options)
-    module, inputs = make(AutoRF()), three_kinds()
+
+    def make(phi):
+        return RandomFeatureAttention(phi, samplers.orthogonal, 16, 3, D, **options)
+
+    module = make(AutoRF())
+    inputs = three_kinds()
     with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
         first = module.eval()(*inputs)
-    torch.testing.assert_close(first, make(PosRF(antithetic=True)).eval()(*inputs))
+    expected = make(PosRF(antithetic=True)).eval()(*inputs)
+    torch.testing.assert_close(first, expected)
     module.train()
     for seed in range(3):
         module(*three_kinds(seed))
@@ -303,14 +328,18 @@ def test_a_layer_chooses_once_and_keeps_its_choice():
     assert int(module.clusters.fits) == 1
     other = make(AutoRF())
     other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(other.eval()(*inputs), module.eval()(*inputs), rtol=0, atol=0)
+    actual = other.eval()(*inputs)
+    expected = module.eval()(*inputs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
     wide = torch.randn(9, 300)
-    assert AutoRF().fit(Statistics.of(wide, wide)).root.shape == (1, 300)
+    actual = AutoRF().fit(Statistics.of(wide, wide)).root.shape
+    assert actual == (1, 300)
     params = AutoRF("gaussian").fit(Statistics.of(wide[:, :4], wide[:, 4:8]))
-    assert_close(params.balance, torch.eye(4, dtype=torch.float64))
+    expected = torch.eye(4, dtype=torch.float64)
+    assert_close(params.balance, expected)
 
 
 def test_describe_attention_says_what_each_layer_chose():
@@ -323,7 +352,8 @@ def test_describe_attention_says_what_each_layer_chose():
         encoder, [torch.randn(2, 30, 32, generator=torch.Generator().manual_seed(0))]
     )
     for chosen in describe_attention(encoder)["chosen"]:
-        assert sum(int(part.rsplit(" ", 1)[1]) for part in chosen.split(", ")) == 4
+        actual = sum(int(part.rsplit(" ", 1)[1]) for part in chosen.split(", "))
+        assert actual == 4
 
 
 # ---- Hedgehog, and layers that train
@@ -339,7 +369,8 @@ each = pytest.mark.parametrize("phi, learn", TRAINED, ids=lambda value: str(valu
 
 
 def hedgehog(m=6, d=4, scale=1.0):
-    phi, g = Hedgehog(), torch.Generator().manual_seed(0)
+    phi = Hedgehog()
+    g = torch.Generator().manual_seed(0)
     noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, d, g, dtype=torch.float64))
     return phi, tuple(type(n)(scale * n.weight.clone(), n.gaussian) for n in noise)
 
@@ -351,14 +382,18 @@ def test_hedgehog_is_two_softmaxes(scale):
     x = scale * torch.randn(5, 4, dtype=torch.float64)
     for side, rows in ((phi.phi_q, noise[0]), (phi.phi_k, noise[1])):
         f = side(x, noise)
-        assert (
-            f.exp().shape == (5, phi.width(6))
-            and f.log_scale.isfinite().all()
-            and (f.log_scale <= 0).all()
-        )
+        actual = f.exp().shape
+        expected = (5, phi.width(6))
+        assert actual == expected
+        assert f.log_scale.isfinite().all()
+        assert (f.log_scale <= 0).all()
         u = x @ rows.rows().mT
-        assert_close(f.exp(), torch.cat([u.softmax(-1), (-u).softmax(-1)], -1))
-        assert_close(f.exp().sum(-1), torch.full((5,), 2.0, dtype=torch.float64))
+        actual = f.exp()
+        expected = torch.cat([u.softmax(-1), (-u).softmax(-1)], -1)
+        assert_close(actual, expected)
+        actual = f.exp().sum(-1)
+        expected = torch.full((5,), 2.0, dtype=torch.float64)
+        assert_close(actual, expected)
 
 
 # ---- layers that train
@@ -399,18 +434,20 @@ def test_no_future_padding_or_gradient_changes_outputs(phi, learn):
     length = q.shape[2]
     with torch.no_grad():
         whole = layer(q, k, v)
-        assert_close(
-            layer(q[:, :, :7], k[:, :, :7], v[:, :, :7]), whole[:, :, :7], rtol=1e-4, atol=1e-5
-        )
-    assert_close(layer(q, k, v), whole, rtol=1e-4, atol=1e-5)
+        actual = layer(q[:, :, :7], k[:, :, :7], v[:, :, :7])
+        assert_close(actual, whole[:, :, :7], rtol=1e-4, atol=1e-5)
+    actual = layer(q, k, v)
+    assert_close(actual, whole, rtol=1e-4, atol=1e-5)
     past = layer.past()
-    steps = [past.step(*(t[:, :, i : i + 1] for t in (q, k, v))) for i in range(length)]
-    assert_close(torch.cat(steps, 2), whole, rtol=1e-4, atol=1e-5)
+    steps = []
+    for i in range(length):
+        steps.append(past.step(*(t[:, :, i : i + 1] for t in (q, k, v))))
+    actual = torch.cat(steps, 2)
+    assert_close(actual, whole, rtol=1e-4, atol=1e-5)
     keep = torch.arange(length) < 9
     with torch.no_grad():
-        assert_close(
-            layer(q, k, v, keep.expand(2, length))[:, :, :9], whole[:, :, :9], rtol=1e-4, atol=1e-5
-        )
+        actual = layer(q, k, v, keep.expand(2, length))[:, :, :9]
+        assert_close(actual, whole[:, :, :9], rtol=1e-4, atol=1e-5)
 
 
 @each
@@ -427,13 +464,16 @@ def test_training_fits_better_and_a_calibration_leaves_it(phi, learn):
         optimizer.step()
         losses.append(loss.item())
     assert min(losses[8:]) < 0.98 * losses[0]
-    before, other = module_cases.state(layer), module_cases.make(phi, learn=learn)
+    before = module_cases.state(layer)
+    other = module_cases.make(phi, learn=learn)
     with layer.calibration():
         layer(*module_cases.qkv(4))
     assert module_cases.same(module_cases.state(layer), before)
     other.load_state_dict(before)
     with torch.no_grad():
-        assert torch.equal(other.eval()(q, k, v), layer(q, k, v))
+        actual = other.eval()(q, k, v)
+        expected = layer(q, k, v)
+        assert torch.equal(actual, expected)
 
 
 # ---- mixtures
@@ -475,7 +515,8 @@ def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
     ids=["fitted to other vectors", "any centres"],
 )
 def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
-    x, y = 0.5 * normal(1, 3, seed=3) + 0.5, 0.5 * normal(1, 3, seed=4)
+    x = 0.5 * normal(1, 3, seed=3) + 0.5
+    y = 0.5 * normal(1, 3, seed=4)
     found = estimates(x, y, params, 100_000, sampler)
     assert found.std() / found.numel() ** 0.5 < 0.02 * found.mean()
     assert abs(found.mean() - (x * y).sum().exp()) < 4.5 * found.std() / found.numel() ** 0.5
@@ -483,7 +524,9 @@ def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
 
 def test_one_centre_has_the_closed_form():
     """exp |s - c|^2: that of FAVOR+ around another point."""
-    phi, x, y = UNBIASED.of_size(1), 0.4 * normal(1, 3, seed=3), 0.4 * normal(1, 3, seed=4)
+    phi = UNBIASED.of_size(1)
+    x = 0.4 * normal(1, 3, seed=3)
+    y = 0.4 * normal(1, 3, seed=4)
     params = MixtureParams(torch.eye(3, dtype=torch.float64), x + y + 0.3, torch.zeros(1, 1))
     found = estimates(x, y, params, 100_000, phi=phi)
     of_square = (found / (x * y).sum().exp()).square()
@@ -498,12 +541,14 @@ def test_error_of_several_centres_by_quadrature():
     centres, x, y = (
         torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]])
     )
-    params, points = (
-        MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3)),
-        torch.linspace(-12, 12, 4801),
-    )
-    log_normal = lambda mean: -(points.double() - mean).square() / 2 - math.log(2 * math.pi) / 2
-    own, aim = log_normal(centres), 2 * log_normal(x + y)
+    params = MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3))
+    points = torch.linspace(-12, 12, 4801)
+
+    def log_normal(mean):
+        return -(points.double() - mean).square() / 2 - math.log(2 * math.pi) / 2
+
+    own = log_normal(centres)
+    aim = 2 * log_normal(x + y)
     means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
     expected = (aim - own.logsumexp(0)).exp().sum() * 0.005 - means.square().sum()
     found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / (x * y).sum().exp()
@@ -526,15 +571,22 @@ def divergence(log_weights, x, y, rows, exact, seen, least=0.0):
 def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
     """A key behind all queries leaves no centre, and weights are the best ones for the keys that each query sees."""
     monkeypatch.setattr(mixture, "UPDATES", 2000)
-    phi, x, y = Mixture("gaussian", size=4), normal(1, 1, 30, 3), 0.1 * normal(1, 1, 30, 3, seed=1)
+    phi = Mixture("gaussian", size=4)
+    x = normal(1, 1, 30, 3)
+    y = 0.1 * normal(1, 1, 30, 3, seed=1)
     y[..., -1, :] = 8
     x[..., -1, :] = -8
     assert phi.fit_sequences(x, y, causal=False).centres.amax() > 4
     assert phi.fit_sequences(x, y, causal=True).centres.amax() < 4
-    x, y = normal(1, 1, 30, 3), normal(1, 1, 30, 3, seed=1)
-    params, seen = phi.fit_sequences(x, y, causal=True), torch.ones(30, 30, dtype=torch.bool).tril()
+    x = normal(1, 1, 30, 3)
+    y = normal(1, 1, 30, 3, seed=1)
+    params = phi.fit_sequences(x, y, causal=True)
+    seen = torch.ones(30, 30, dtype=torch.bool).tril()
     exact = (x[0] @ y[0].mT).masked_fill(~seen, -torch.inf).softmax(-1)
-    of = lambda log_weights: divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
+
+    def of(log_weights):
+        return divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
+
     for moved in params.log_weights + 0.05 * torch.cat(
         [torch.eye(4), -torch.eye(4)]
     ).double().unsqueeze(1):
@@ -543,14 +595,18 @@ def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch, causal):
-    x, y, rows = normal(2, 20, 3), normal(2, 20, 3, seed=1), normal(5, 3, seed=2)
+    x = normal(2, 20, 3)
+    y = normal(2, 20, 3, seed=1)
+    rows = normal(5, 3, seed=2)
     seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
-    exact, found = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1), []
+    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    found = []
     for updates in (0, 1, 2, 5, 20, 4000):
         monkeypatch.setattr(mixture, "UPDATES", updates)
         log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
         found.append(float(divergence(log_weights, x, y, rows, exact, seen)))
-    assert found == sorted(found, reverse=True) and found[-1] < 0.98 * found[0]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.98 * found[0]
     for moved in log_weights + 0.05 * torch.cat([torch.eye(5), -torch.eye(5)]).double():
         assert divergence(moved[None], x, y, rows, exact, seen) > found[-1] - 1e-5
 
@@ -558,10 +614,13 @@ def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [6.0, 40.0, 1e4])
 def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length):
-    x, y, rows = length * normal(2, 20, 3), length * normal(2, 20, 3, seed=1), normal(5, 3, seed=2)
+    x = length * normal(2, 20, 3)
+    y = length * normal(2, 20, 3, seed=1)
+    rows = normal(5, 3, seed=2)
     rows = length * rows
     seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
-    exact, found = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1), []
+    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    found = []
     for updates in (0, 1, 5, 30):
         monkeypatch.setattr(mixture, "UPDATES", updates)
         log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
@@ -576,7 +635,8 @@ def test_blocks_cover_each_visible_pair_once(counts):
     covered = torch.zeros(len(counts), max(counts), dtype=torch.long)
     for queries, keys in mixture.visible_blocks(counts):
         covered[queries, keys] += 1
-    assert torch.equal(covered, (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).long())
+    expected = (torch.arange(max(counts)) < torch.tensor(counts)[:, None]).long()
+    assert torch.equal(covered, expected)
 
 
 @pytest.mark.parametrize("phi", [AutoRF(), ClusteredHybrid(), Mixture(size=4)], ids=repr)
@@ -594,15 +654,14 @@ def test_a_map_is_fitted_to_at_least_one_set_of_vectors(phi):
 @pytest.mark.parametrize("length", [4.0, 12.0, 1e3, 1e10])
 def test_a_mixture_is_calibrated_to_long_vectors(causal, name, length):
     layer = Mechanism.parse(name, m=8).layer(2, 16, causal=causal).eval()
-    q, k, v = (
-        length * normal(2, 2, 30, 16),
-        length * normal(2, 2, 30, 16, seed=1),
-        normal(2, 2, 30, 4),
-    )
+    q = length * normal(2, 2, 30, 16)
+    k = length * normal(2, 2, 30, 16, seed=1)
+    v = normal(2, 2, 30, 4)
     with layer.calibration():
         layer(q.float(), k.float(), v.float())
     assert layer.clusters.fits == 1
-    assert all(t.isfinite().all() for t in layer.state_dict().values())
+    for t in layer.state_dict().values():
+        assert t.isfinite().all()
     assert layer(q.float(), k.float(), v.float()).isfinite().all()
 
 
@@ -626,7 +685,8 @@ def test_a_refused_calibration_leaves_the_state(causal, name, length):
     q, k, v = clustered()
     with layer.calibration():
         layer(q, k, v)
-    before, expected = copy.deepcopy(layer.state_dict()), layer(q, k, v)
+    before = copy.deepcopy(layer.state_dict())
+    expected = layer(q, k, v)
     with pytest.raises(ValueError, match="finite|NaN|Poisson rate"), layer.calibration():
         layer(q, k, v)
         layer(length * q, length * k, v)
@@ -639,11 +699,13 @@ def clustered(heads=2, length=64, d=8, seed=0):
     g = torch.Generator().manual_seed(seed)
     centres = 2.5 * torch.randn(heads, 6, d, generator=torch.Generator().manual_seed(7))
     at = torch.randint(6, (2, heads, length), generator=g)
-    q, k = (
-        torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
-        + 0.5 * torch.randn(2, heads, length, d, generator=g)
-        for _ in range(2)
-    )
+    both = []
+    for _ in range(2):
+        both.append(
+            torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
+            + 0.5 * torch.randn(2, heads, length, d, generator=g)
+        )
+    q, k = both
     return q, k, torch.randn(2, heads, length, d, generator=g)
 
 
@@ -680,10 +742,12 @@ def test_calibration_passes_are_exact_and_the_map_is_that_of_all_of_them():
         layer(*clustered(seed=2))
         assert int(layer.clusters.fits) == 0
     assert int(layer.clusters.fits) == 1
-    x, y = (
-        torch.cat([clustered(seed=seed)[side] * layer.scale for seed in (1, 2)]).transpose(0, 1)
-        for side in (0, 1)
-    )
+    both = []
+    for side in (0, 1):
+        both.append(
+            torch.cat([clustered(seed=seed)[side] * layer.scale for seed in (1, 2)]).transpose(0, 1)
+        )
+    x, y = both
     expected = Mixture(size=16).fit_sequences(x, y)
     torch.testing.assert_close(
         layer.clusters.params().centres, expected.centres, rtol=1e-4, atol=1e-4
@@ -698,7 +762,9 @@ def test_padding_is_no_part_of_the_fit_of_a_mixture():
     with masked.calibration(), alone.calibration(), torch.no_grad():
         masked(*(t.masked_fill(~mask[:, None, :, None], torch.nan) for t in (q, k)), v, mask)
         alone(*(t[:1, :, :40] for t in (q, k, v)))
-    torch.testing.assert_close(masked.clusters.params(), alone.clusters.params())
+    actual = masked.clusters.params()
+    expected = alone.clusters.params()
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_large_batch_of_short_padded_sequences():
@@ -706,23 +772,28 @@ def test_a_large_batch_of_short_padded_sequences():
     layer = Mechanism.of("favormix", m=8).layer(2, 8)
     q, k, v = (torch.cat([t] * 20) for t in clustered(length=41))
     layer(q, k, v, torch.arange(41) < torch.arange(2, 42).view(-1, 1))
-    assert int(layer.clusters.passes) == 64 and layer.clusters.keys.isfinite().all()
-    assert layer(q, k, v).isfinite().all() and int(layer.clusters.fits) == 1
+    assert int(layer.clusters.passes) == 64
+    assert layer.clusters.keys.isfinite().all()
+    assert layer(q, k, v).isfinite().all()
+    assert int(layer.clusters.fits) == 1
 
 
 def test_sequences_of_the_first_training_pass_and_a_mixture_for_each_query_head():
     layer = Mechanism.of("favormix", m=16).layer(4, 8, kv_heads=2, causal=True)
     q, k, v = clustered(heads=4)
     layer(q, k[:, :2], v[:, :2])
-    assert int(layer.clusters.fits) == 0 and layer.clusters.keys.shape == (4, 512, 8)
+    assert int(layer.clusters.fits) == 0
+    assert layer.clusters.keys.shape == (4, 512, 8)
     other = Mechanism.of("favormix", m=16).layer(4, 8, kv_heads=2, causal=True)
     other.load_state_dict(layer.state_dict())
     for each in (layer, other):
         each(q, k[:, :2], v[:, :2])
         assert int(each.clusters.fits) == 1
     centres = layer.clusters.params().centres
-    assert centres.shape == (4, 16, 8) and not torch.allclose(centres[0], centres[1])
-    torch.testing.assert_close(centres, other.clusters.params().centres)
+    assert centres.shape == (4, 16, 8)
+    assert not torch.allclose(centres[0], centres[1])
+    expected = other.clusters.params().centres
+    torch.testing.assert_close(centres, expected)
 
 
 @pytest.mark.parametrize("weights", ["fitted", "unbiased"])
@@ -743,14 +814,13 @@ def test_parameters_of_a_mixture_are_trained_as_those_of_other_maps(weights):
 
 def test_a_mixture_of_the_gaussian_kernel():
     """Without a balance, which |x - y| would see."""
-    phi, x = Mixture("gaussian", weights="unbiased", size=16), 0.4 * normal(40, 3)
+    phi = Mixture("gaussian", weights="unbiased", size=16)
+    x = 0.4 * normal(40, 3)
     params = phi.fit(Statistics.of(x, x))
     found = estimates(x[:1], x[1:2], params, 5_000, phi=phi)
     exact = (-(x[0] - x[1]).square().sum() / 2).exp()
-    assert (
-        params.balance is None
-        and abs(found.mean() - exact) < 4.5 * found.std() / found.numel() ** 0.5
-    )
+    assert params.balance is None
+    assert abs(found.mean() - exact) < 4.5 * found.std() / found.numel() ** 0.5
 
 
 # ---- what is refused
@@ -783,7 +853,8 @@ def test_vectors_that_are_not_finite_are_refused_and_the_diagonal_has_no_limit()
         with pytest.raises(NotFinite, match="fitted A: not finite"):
             phi.fit(Statistics.of(torch.full((3, 2), torch.inf), torch.zeros(3, 2)))
     wide = torch.randn(2, 300)
-    assert SDERF(diagonal=True).fit(Statistics.of(wide, wide)).root.shape == (1, 300)
+    actual = SDERF(diagonal=True).fit(Statistics.of(wide, wide)).root.shape
+    assert actual == (1, 300)
     assert isinstance(SDERF().fit(Statistics.of(wide[:, :256], wide[:, :256])), SDERFParams)
 
 
