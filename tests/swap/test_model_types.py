@@ -135,7 +135,8 @@ def judge_model(model, batch):
 
 def check_laws(model, cases, before, causal):
     for name, case in cases.items():
-        found, mask = outputs(model, case), case.get("attention_mask")
+        found = outputs(model, case)
+        mask = case.get("attention_mask")
         off = distance(found, before[name], mask)
         if not off < EXACT and hasattr(
             model, "set_attn_implementation"
@@ -145,9 +146,9 @@ def check_laws(model, cases, before, causal):
             off = distance(found, outputs(twin, case), mask)
         assert off < EXACT, f"{name}: exact attention is {off:.2g} off"
     unswap_attention(model)
-    assert all(distance(outputs(model, case), before[name]) == 0 for name, case in cases.items()), (
-        "not restored"
-    )
+    for name, case in cases.items():
+        actual = distance(outputs(model, case), before[name])
+        assert actual == 0, "not restored"
     swap_attention(model, "favorpp", m=16)
     after = outputs(model, cases["plain"])
     if not any(part.swapped.reached for part in model.modules() if "swapped" in part._modules):
@@ -183,7 +184,8 @@ def padded(model, batch):
 @torch.no_grad()
 def padding_leak(model, batch):
     """How much other tokens at the masked places change what stands at the kept ones."""
-    mask, other = batch["attention_mask"], batch["input_ids"].clone()
+    mask = batch["attention_mask"]
+    other = batch["input_ids"].clone()
     other[mask == 0] = 5 + (other[mask == 0] + 1) % 40
     return distance(outputs(model, batch | {"input_ids": other}), outputs(model, batch), mask)
 
@@ -195,17 +197,20 @@ def future_leak(model, batch):
     key = next((key for key in ("decoder_input_ids", "input_ids", "tgt") if key in batch), None)
     if key is None:
         return float("inf")
-    changed, half = batch[key].clone(), batch[key].shape[1] // 2
+    changed = batch[key].clone()
+    half = batch[key].shape[1] // 2
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
-    one, two = (
-        [
-            t
-            for t in outputs(model, batch | {key: each})
-            if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
-        ]
-        for each in (batch[key], changed)
-    )
+    both = []
+    for each in (batch[key], changed):
+        both.append(
+            [
+                t
+                for t in outputs(model, batch | {key: each})
+                if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
+            ]
+        )
+    one, two = both
     return distance([one[0][:, :half]], [two[0][:, :half]]) if one else float("inf")
 
 
@@ -218,7 +223,8 @@ def distance(one, two, mask=None):
         if mask is not None:
             if a.shape[:2] != mask.shape:
                 continue
-            a, b = a[mask.bool()], b[mask.bool()]
+            a = a[mask.bool()]
+            b = b[mask.bool()]
         difference = (
             (a - b).abs().max() / b.abs().max().clamp(min=1e-300) if a.numel() else torch.zeros(())
         )
@@ -246,7 +252,9 @@ def judge_partly(name, implementation=None):
             mask = cases[case].get("attention_mask")
             yield case, layers, distance(outputs(model, cases[case]), own, mask)
         unswap_attention(model)
-        assert all(distance(outputs(model, cases[case]), before[case]) == 0 for case in cases)
+        for case in cases:
+            actual = distance(outputs(model, cases[case]), before[case])
+            assert actual == 0
 
 
 # ---- the verdicts
@@ -263,7 +271,8 @@ def test_exact_when_swapped(library, name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_the_swap_with_the_reason(name):
     outcome, why = judge("torchaudio" if name == "wavlm_model" else "transformers", name)
-    assert outcome == "refused" and REFUSED[name] in why, (outcome, why)
+    assert outcome == "refused", (outcome, why)
+    assert REFUSED[name] in why, (outcome, why)
 
 
 @pytest.mark.slow
@@ -281,7 +290,8 @@ def test_attention_over_layers_or_channels_is_refused():
     text = tiny_models.tiny_model("inkling2_text")
     depth = [path for path, part in text.named_modules() if "AttentionResidual" in str(type(part))]
     places = [path for path, _ in families.attention_modules(text)]
-    assert depth and {*depth} < {*places}
+    assert depth
+    assert {*depth} < {*places}
     with pytest.raises(ValueError, match="no layer can be swapped"):
         swap_attention(text, "exact", layers="supported")
     with pytest.raises(ValueError, match="another axis than tokens"):
@@ -324,7 +334,8 @@ def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
 @pytest.mark.parametrize("name", [*MIXED, "bart", "bert", "llama"])
 def test_layers_that_stay_compute_what_they_computed(name, implementation):
     found = list(judge_partly(name, implementation))
-    assert found and not [case for case in found if not case[-1] < EXACT]
+    assert found
+    assert not [case for case in found if not case[-1] < EXACT]
 
 
 @pytest.mark.parametrize("name, plain", [("gemma3_text", "sdpa"), ("mimo_v2_flash", "eager")])
@@ -337,7 +348,8 @@ def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_a
     swap_attention(model, "exact", layers="supported")
     parts = [part for _, part in families.attention_modules(model)]
     stay = [part for part in parts if "swapped" not in part._modules]
-    assert stay and {part.config._attn_implementation for part in stay} == {plain}
+    assert stay
+    assert {part.config._attn_implementation for part in stay} == {plain}
     unswap_attention(model)
     assert {part.config._attn_implementation for part in parts} == {own}
 
@@ -347,7 +359,8 @@ def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_a
 def test_layers_that_stay_select_the_keys_that_they_selected(name):
     """A sparse index that leaves keys out, which those of small models do not."""
     model, batch = tiny_models.of_transformers(name)
-    whole, batch = outputs(model, batch), {"input_ids": batch["input_ids"]}
+    whole = outputs(model, batch)
+    batch = {"input_ids": batch["input_ids"]}
     for part in model.modules():
         if hasattr(part, "index_topk"):
             part.index_topk = 2
@@ -382,7 +395,8 @@ def test_encoders_stay_bidirectional_where_their_modules_say_causal(name):
     )
     model = getattr(transformers, f"{name}Model")(config).double().eval()
     spread(model)
-    assert judge_model(model, {"input_ids": tiny_models.tokens()}) == ("exact", "")
+    actual = judge_model(model, {"input_ids": tiny_models.tokens()})
+    assert actual == ("exact", "")
 
 
 # ---- masks
@@ -391,7 +405,10 @@ def test_encoders_stay_bidirectional_where_their_modules_say_causal(name):
 def odd_masks(ids):
     """Of other sizes and kinds than (batch, tokens); a padded one leaves out the last tokens."""
     (B, L), ones = ids.shape, lambda *sizes: torch.ones(sizes, dtype=torch.long)
-    padded = lambda mask: mask.masked_fill(torch.arange(mask.shape[-1]) >= mask.shape[-1] - 2, 0)
+
+    def padded(mask):
+        return mask.masked_fill(torch.arange(mask.shape[-1]) >= mask.shape[-1] - 2, 0)
+
     sizes = {
         "shorter": (B, L - 4),
         "longer": (B, L + 3),
