@@ -42,7 +42,8 @@ NO_WEIGHTS = (
         "powers of the data in place of exponentials",
     )
 )
-ONE_MAP, WITH_WEIGHTS = map_names(TWO_SIDES), map_names(NO_WEIGHTS)
+ONE_MAP = map_names(TWO_SIDES)
+WITH_WEIGHTS = map_names(NO_WEIGHTS)
 GAUSSIAN = {name: Mechanism.of(features=name).map("gaussian") for name in ONE_MAP}
 NOT_FITTED = [name for name, phi in GAUSSIAN.items() if not phi.fitted]
 
@@ -129,14 +130,18 @@ def test_partial_fit_equals_fit(mechanism, kernel):
     parts = KernelRegressionClassifier(mechanism, gamma=0.1, kernel=kernel, random_state=1)
     for rows in np.array_split(np.random.default_rng(0).permutation(len(X)), 4):
         parts.partial_fit(X[rows], y[rows], classes=[0, 1, 2])
-    np.testing.assert_allclose(parts.predict_proba(X), whole.predict_proba(X), atol=1e-9)
+    actual = parts.predict_proba(X)
+    expected = whole.predict_proba(X)
+    np.testing.assert_allclose(actual, expected, atol=1e-9)
     X, y = make_regression(200, 4, noise=0.1, random_state=0)
     whole = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1).fit(
         X, y
     )
     parts = KernelRegressionRegressor(mechanism, gamma=0.01, kernel=kernel, random_state=1)
     parts.partial_fit(X[:70], y[:70]).partial_fit(X[70:], y[70:])
-    np.testing.assert_allclose(parts.predict(X), whole.predict(X), rtol=1e-6)
+    actual = parts.predict(X)
+    expected = whole.predict(X)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mechanism", ["trig", "sderf", "pois_plus"])
@@ -207,14 +212,17 @@ def test_no_mass_is_reported():
 def test_an_average_lies_between_the_targets(mechanism):
     """Whatever the estimated mass is: 5 projections of far rows give one near 0, of either sign."""
     rng = np.random.default_rng(0)
-    x, y, far = rng.normal(size=(300, 6)), rng.normal(size=(300, 2)), 2 * rng.normal(size=(300, 6))
+    x = rng.normal(size=(300, 6))
+    y = rng.normal(size=(300, 2))
+    far = 2 * rng.normal(size=(300, 6))
     columns = Mechanism.of(features=mechanism).map("gaussian").width(5)
     found = (
         KernelRegressionRegressor(mechanism, n_components=columns, gamma=1.0, random_state=0)
         .fit(x, y)
         .predict(far)
     )
-    assert (found >= y.min(0)).all() and (found <= y.max(0)).all()
+    assert (found >= y.min(0)).all()
+    assert (found <= y.max(0)).all()
 
 
 # In the place of RBFSampler.
@@ -238,7 +246,10 @@ def points(n=30, d=5, seed=0):
 def test_sparse_rows_are_dense_ones(mechanism, gamma, container, monkeypatch):
     monkeypatch.setattr("crt_exp.estimators.SPARSE_ENTRIES", 40)  # blocks of eight rows
     dense = points() * (np.random.default_rng(0).random((30, 5)) < 0.4)
-    make = lambda: RandomFeatures(mechanism, n_components=12, gamma=gamma, random_state=0)
+
+    def make():
+        return RandomFeatures(mechanism, n_components=12, gamma=gamma, random_state=0)
+
     expected = make().fit_transform(dense)
     ours = make().fit_transform(container(dense))
     assert type(ours) is np.ndarray
@@ -260,29 +271,37 @@ def test_weights_and_offsets_are_the_features(mechanism, n):
         if mechanism == "trig"
         else np.exp(phase - 1.4 * ((P - model.center_) ** 2).sum(1, keepdims=True))
     )
-    assert model.random_weights_.shape == (5, n) and model.random_offset_.shape == (n,)
-    np.testing.assert_allclose(model.transform(P), Z, rtol=1e-9, atol=1e-12)
+    assert model.random_weights_.shape == (5, n)
+    assert model.random_offset_.shape == (n,)
+    actual = model.transform(P)
+    np.testing.assert_allclose(actual, Z, rtol=1e-9, atol=1e-12)
 
 
 def test_scale_is_that_of_rbf_sampler():
     for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
-        assert RandomFeatures(gamma="scale").fit(P).gamma_ == pytest.approx(
-            RBFSampler(gamma="scale").fit(P)._gamma
-        )
+        actual = RandomFeatures(gamma="scale").fit(P).gamma_
+        expected = RBFSampler(gamma="scale").fit(P)._gamma
+        assert actual == pytest.approx(expected)
         sparse = scipy.sparse.csr_array(P)
         theirs = RBFSampler(gamma="scale").fit(sparse)._gamma
-        assert RandomFeatures(gamma="scale").fit(sparse).gamma_ == pytest.approx(theirs)
+        actual = RandomFeatures(gamma="scale").fit(sparse).gamma_
+        assert actual == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize("mechanism", ["trig", "pois_coord"])
 def test_lengths_stand_in_the_place_of_gamma(mechanism):
-    P, lengths = points(), np.array([0.5, 1.0, 2.0, 3.0, 0.1])
-    make = lambda **options: RandomFeatures(mechanism, n_components=8, random_state=0, **options)
+    P = points()
+    lengths = np.array([0.5, 1.0, 2.0, 3.0, 0.1])
+
+    def make(**options):
+        return RandomFeatures(mechanism, n_components=8, random_state=0, **options)
+
     Z = make(length_scale=lengths).fit_transform(P)
-    np.testing.assert_allclose(Z, make(gamma=0.5).fit_transform(P / lengths), rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(
-        make(length_scale=2.0).fit_transform(P), make(gamma=1 / 8).fit_transform(P), rtol=1e-9
-    )
+    expected = make(gamma=0.5).fit_transform(P / lengths)
+    np.testing.assert_allclose(Z, expected, rtol=1e-9, atol=1e-12)
+    actual = make(length_scale=2.0).fit_transform(P)
+    expected = make(gamma=1 / 8).fit_transform(P)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
 def arc_cosine(X, order=1):
@@ -315,19 +334,22 @@ OWN_KERNELS = {
 )
 def test_kernels_of_their_own_are_unbiased(mechanism, sampler, n):
     """Over draws of the features, for rows over their lengths; of an odd number of columns too."""
-    P, lengths = np.random.default_rng(0).normal(size=(4, 3)), np.array([1.0, 2.0, 3.0])
-    make = lambda seed, **options: RandomFeatures(
-        mechanism, sampler, n, random_state=seed, **options
-    )
+    P = np.random.default_rng(0).normal(size=(4, 3))
+    lengths = np.array([1.0, 2.0, 3.0])
+
+    def make(seed, **options):
+        return RandomFeatures(mechanism, sampler, n, random_state=seed, **options)
+
     drawn = np.array([make(seed, length_scale=lengths).fit_transform(P) for seed in range(200)])
-    gram, exact = drawn @ drawn.transpose(0, 2, 1), OWN_KERNELS[mechanism](P / lengths)
+    gram = drawn @ drawn.transpose(0, 2, 1)
+    exact = OWN_KERNELS[mechanism](P / lengths)
     error = gram.std(0) / 200**0.5
-    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all() and (
-        error < 0.06 * exact.max()
-    ).all()
+    assert (abs(gram.mean(0) - exact) < 4.5 * error + 1e-9).all()
+    assert (error < 0.06 * exact.max()).all()
     model = make(0).fit(P.astype(np.float32))
     Z = model.transform(P.astype(np.float32))
-    assert Z.dtype == np.float32 and (model.scale_ == 1).all()
+    assert Z.dtype == np.float32
+    assert (model.scale_ == 1).all()
     if hasattr(model, "random_weights_"):
         cosines = np.sqrt(2 / n) * np.cos(P @ model.random_weights_ + model.random_offset_)
         np.testing.assert_allclose(Z, cosines, atol=1e-4)
@@ -341,9 +363,12 @@ def test_a_map_is_fitted_to_every_row_whatever_their_order(mechanism):
         RandomFeatures(mechanism, n_components=4, gamma=0.01, random_state=0).fit(rows)
         for rows in (P, np.random.default_rng(1).permutation(P))
     )
-    np.testing.assert_allclose(one.transform(P), two.transform(P), rtol=1e-9, atol=1e-12)
+    actual = one.transform(P)
+    expected = two.transform(P)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
     if mechanism != "trig":
-        np.testing.assert_allclose(one.center_, P.mean(0))
+        expected = P.mean(0)
+        np.testing.assert_allclose(one.center_, expected)
 
 
 @pytest.mark.parametrize("n", (1, 100, 256, 300))
@@ -409,7 +434,8 @@ def test_an_attention_names_its_feature_map(make, name, words):
     with pytest.raises(TypeError) as caught:
         make(name, m=64)
     assert str(caught.value).startswith(f"{make.__name__}: got an unexpected keyword argument 'm';")
-    assert "n_components" in str(caught.value) and "__init__" not in str(caught.value)
+    assert "n_components" in str(caught.value)
+    assert "__init__" not in str(caught.value)
 
 
 def test_features_of_another_width_are_refused():
@@ -437,6 +463,5 @@ def test_in_a_pipeline():
         .fit(X)
         .transform(X)
     )
-    assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"] and len(
-        Z
-    ) == len(X)
+    assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"]
+    assert len(Z) == len(X)

@@ -49,11 +49,15 @@ def test_is_ridge_on_the_same_features(mechanism, sampler):
     Z = model.features_.transform(X)
     theirs = Ridge(alpha=0.01, solver="cholesky").fit(Z, y, weight)
     np.testing.assert_allclose(model.coef_, theirs.coef_, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(model.predict(X), theirs.predict(Z), rtol=1e-6, atol=1e-6)
+    actual = model.predict(X)
+    expected = theirs.predict(Z)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
     unweighted = RandomFeatureRidge(mechanism, sampler, alpha=0.01, **options).fit(X, y)
+    actual = RandomFeatures(mechanism, sampler, **options).fit_transform(X)
+    expected = unweighted.features_.transform(X)
     np.testing.assert_allclose(
-        RandomFeatures(mechanism, sampler, **options).fit_transform(X),
-        unweighted.features_.transform(X),
+        actual,
+        expected,
         rtol=1e-9,
     )
 
@@ -64,7 +68,8 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
     X, y, _ = rows(n=80)
     model = RandomFeatureRidge(n_components=30, alpha=alpha, **FIXED).fit(X, y)
     Z = model.features_.transform(X)
-    Z, y = Z - Z.mean(0), y - y.mean()
+    Z = Z - Z.mean(0)
+    y = y - y.mean()
 
     def score(ridge):
         if alpha == "gcv":
@@ -73,11 +78,15 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
         S = np.eye(len(y)) + Z @ Z.T / ridge
         return (len(y) - 1) * np.log(y @ np.linalg.solve(S, y)) + np.linalg.slogdet(S)[1]
 
-    assert score(model.alpha_) == min(score(model.alpha_ * 10 ** (k / 8)) for k in range(-40, 41))
+    actual = score(model.alpha_)
+    expected = min(score(model.alpha_ * 10 ** (k / 8)) for k in range(-40, 41))
+    assert actual == expected
     same = RandomFeatureRidge(n_components=30, alpha=model.alpha_, **FIXED).fit(*rows(n=80)[:2])
     np.testing.assert_allclose(model.coef_, same.coef_, rtol=1e-6)
     for name in ("noise_variance_", "degrees_"):
-        assert getattr(model, name) == pytest.approx(getattr(same, name))
+        actual = getattr(model, name)
+        expected = getattr(same, name)
+        assert actual == pytest.approx(expected)
     for one, two in zip(model.predict(X, return_std=True), same.predict(X, return_std=True)):
         np.testing.assert_allclose(one, two, rtol=1e-6)
 
@@ -121,7 +130,8 @@ def test_a_fit_takes_the_scale_of_all_rows_in_any_order():
         RandomFeatureRidge(n_components=20).fit(X[order], y[order]).features_.gamma_
         for order in (np.arange(6000), sorted_rows)
     ]
-    np.testing.assert_allclose(gammas, 1 / (X.shape[1] * X.var()))
+    expected = 1 / (X.shape[1] * X.var())
+    np.testing.assert_allclose(gammas, expected)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +178,8 @@ def test_intervals_cover():
         model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0).fit(X, y)
         mean, std = model.predict(new, return_std=True)
         assert model.noise_variance_ == pytest.approx(0.09, rel=0.1)
-        assert (np.abs(target - mean) < 1.96 * std).mean() == pytest.approx(0.95, abs=0.01)
+        actual = (np.abs(target - mean) < 1.96 * std).mean()
+        assert actual == pytest.approx(0.95, abs=0.01)
     far = model.predict(np.full((1, 3), 30.0), return_std=True)[1]
     assert far > 1.5 * std.min()  # where no rows were, coefficients are uncertain
 
@@ -190,7 +201,8 @@ def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
         model.fit(np.repeat(X[:60], times, 0), np.repeat(y[:60], times))
         mean, std = model.predict(X[60:], return_std=True)
         found.append(((np.abs(y[60:] - mean) < 1.96 * std).mean(), std.mean()))
-    np.testing.assert_allclose(found, [found[0]] * 3, rtol=0.1)
+    expected = [found[0]] * 3
+    np.testing.assert_allclose(found, expected, rtol=0.1)
 
 
 @pytest.mark.parametrize("mechanism", ["trig", "oprf"])
@@ -203,23 +215,24 @@ def test_deviations_are_numbers_where_features_underflow(mechanism):
             mechanism, n_components=20, gamma=1e4, alpha=alpha, random_state=0
         ).fit(X, target)
         mean, std = model.predict(new, return_std=True)
-        assert np.isfinite(mean).all() and not np.isnan(std).any()
+        assert np.isfinite(mean).all()
+        assert not np.isnan(std).any()
 
 
 def test_targets_of_several_columns_are_fitted_as_if_each_were_alone():
     X, y, _ = rows()
     Y = np.stack([y, 100 + X[:, 2] ** 2], 1)
     both = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y)
-    assert (
-        both.predict(X).shape == Y.shape
-        and both.coef_.shape == (2, 40)
-        and both.alpha_.shape == (2,)
-    )
+    assert both.predict(X).shape == Y.shape
+    assert both.coef_.shape == (2, 40)
+    assert both.alpha_.shape == (2,)
     for k in (0, 1):
         one = RandomFeatureRidge(n_components=40, **FIXED).fit(X, Y[:, k])
         mean, std = one.predict(X, return_std=True)
-        np.testing.assert_allclose(both.predict(X)[:, k], mean, rtol=1e-7)
-        np.testing.assert_allclose(both.predict(X, return_std=True)[1][:, k], std, rtol=1e-7)
+        actual = both.predict(X)[:, k]
+        np.testing.assert_allclose(actual, mean, rtol=1e-7)
+        actual = both.predict(X, return_std=True)[1][:, k]
+        np.testing.assert_allclose(actual, std, rtol=1e-7)
 
 
 def test_pickled_models_go_on():
@@ -227,16 +240,17 @@ def test_pickled_models_go_on():
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
         model = make(n_components=40, **FIXED).partial_fit(X[:250], target[:250])
         again = pickle.loads(pickle.dumps(model)).partial_fit(X[250:], target[250:])
-        np.testing.assert_allclose(
-            again.coef_, make(n_components=40, **FIXED).fit(X, target).coef_, rtol=1e-7
-        )
+        expected = make(n_components=40, **FIXED).fit(X, target).coef_
+        np.testing.assert_allclose(again.coef_, expected, rtol=1e-7)
 
 
 def test_a_constant_column_and_a_large_mean_change_nothing():
     X, y, _ = rows()
     plain = RandomFeatureRidge(n_components=40, **FIXED).fit(X, y)
     model = RandomFeatureRidge(n_components=40, gamma=0.3, random_state=0).fit(X, y + 1e6)
-    np.testing.assert_allclose(model.predict(X) - 1e6, plain.predict(X), atol=1e-6)
+    actual = model.predict(X) - 1e6
+    expected = plain.predict(X)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
     constant = np.column_stack([X, np.full(len(X), 7.0)])
     assert (
         RandomFeatureRidge(n_components=200, gamma=0.3, random_state=0)
@@ -256,7 +270,8 @@ def test_probabilities_of_two_gaussian_classes_are_calibrated():
         .fit(X[:4000], y[:4000])
         .predict_proba(X[4000:])[:, 1]
     )
-    tenth, y = np.floor(10 * P), y[4000:]
+    tenth = np.floor(10 * P)
+    y = y[4000:]
     gaps = [abs((P - y)[tenth == k].sum()) for k in range(10)]
     assert sum(gaps) / len(y) < 0.04
 
@@ -273,7 +288,9 @@ def test_a_label_that_comes_later_is_a_new_class():
     known = RandomFeatureClassifier(n_components=40, **FIXED).partial_fit(
         X, labels, classes=["a", "b", "c", "d"]
     )
-    np.testing.assert_allclose(known.predict_proba(X)[:, :3], whole.predict_proba(X), atol=1e-9)
+    actual = known.predict_proba(X)[:, :3]
+    expected = whole.predict_proba(X)
+    np.testing.assert_allclose(actual, expected, atol=1e-9)
     assert (known.predict_proba(X)[:, 3] == 0).all()
 
 
@@ -379,7 +396,8 @@ def test_rows_below_the_minimum_add_none_of_a_batch(make, mechanism):
             model.partial_fit(wrong, changed_last(y, y[0]))
         assert pickle.dumps(model) == before
     whole = make(mechanism, "iid", **SMALL, **FIXED).fit(X, y).partial_fit(X, y)
-    assert np.array_equal(model.partial_fit(X, y).coef_, whole.coef_)
+    actual = model.partial_fit(X, y).coef_
+    assert np.array_equal(actual, whole.coef_)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +430,8 @@ def test_a_refused_batch_adds_no_class():
     assert pickle.dumps(model) == before
     with pytest.raises(ValueError, match="sample_weight: -1"):
         model.partial_fit(X, changed_last(labels, "z"), sample_weight=-np.ones(len(X)))
-    assert pickle.dumps(model) == before and model.classes_.tolist() == ["a", "b", "c"]
+    assert pickle.dumps(model) == before
+    assert model.classes_.tolist() == ["a", "b", "c"]
 
 
 def test_an_unseen_label_leaves_a_kernel_classifier_as_it_was():
