@@ -1,4 +1,4 @@
-"""Laws of the samplers: Gaussian rows where promised, orthogonal blocks, Haar directions,
+"""Samplers: Gaussian rows where promised, orthogonal blocks, Haar directions,
 one projection for every path."""
 
 import math
@@ -77,7 +77,8 @@ def within(values, target, errors=5.0):
 @pytest.mark.parametrize("sampler", ALL, ids=name)
 @pytest.mark.parametrize("batch", [(0,), (2, 0)])
 def test_an_empty_batch_has_no_rows(sampler, batch):
-    assert sampler(5, 3, seeded(), batch=batch).rows().shape == (*batch, 5, 3)
+    actual = sampler(5, 3, seeded(), batch=batch).rows().shape
+    assert actual == (*batch, 5, 3)
 
 
 @pytest.mark.parametrize("sampler", ALL, ids=name)
@@ -85,20 +86,21 @@ def test_shapes_seeds_and_batches(sampler):
     for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
         one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
         assert (one.m, one.d, one.batch) == (m, d, batch)
-        assert one.rows().shape == (*batch, m, d) and one.sq_norm.shape == (*batch, 1, m)
-        assert one.rows().dtype == torch.float32 and one.rows().isfinite().all()
+        assert one.rows().shape == (*batch, m, d)
+        assert one.sq_norm.shape == (*batch, 1, m)
+        assert one.rows().dtype == torch.float32
+        assert one.rows().isfinite().all()
         assert torch.equal(one.rows(), same.rows())
-        torch.testing.assert_close(
-            one.sq_norm, one.rows().square().sum(-1).unsqueeze(-2), rtol=1e-5, atol=1e-6
-        )
+        expected = one.rows().square().sum(-1).unsqueeze(-2)
+        torch.testing.assert_close(one.sq_norm, expected, rtol=1e-5, atol=1e-6)
         if batch and sampler not in POINTS:
-            assert not torch.equal(one.rows()[0], one.rows()[1]) and not torch.equal(
-                one.rows(), other.rows()
-            )
+            assert not torch.equal(one.rows()[0], one.rows()[1])
+            assert not torch.equal(one.rows(), other.rows())
     torch.manual_seed(5)
     first = sampler(6, 4).rows()
     torch.manual_seed(5)
-    assert torch.equal(sampler(6, 4).rows(), first)
+    actual = sampler(6, 4).rows()
+    assert torch.equal(actual, first)
 
 
 def test_maps_of_gaussian_rows_refuse_others():
@@ -160,10 +162,14 @@ def test_hadamard_is_the_product():
 def test_fwht_is_the_hadamard_product():
     for n in (1, 2, 64, 128, 1024):
         x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
-        torch.testing.assert_close(fwht(x), x @ torch.from_numpy(scipy.linalg.hadamard(n)).double())
+        actual = fwht(x)
+        expected = x @ torch.from_numpy(scipy.linalg.hadamard(n)).double()
+        torch.testing.assert_close(actual, expected)
     long = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)  # three factors
     left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in long.shape)
-    torch.testing.assert_close(fwht(long.flatten()), (left @ long @ right).flatten())
+    actual = fwht(long.flatten())
+    expected = (left @ long @ right).flatten()
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("d", [2, 6])
@@ -190,14 +196,19 @@ def test_row_lengths(d):
     n = 2 ** math.ceil(math.log2(d))
     for sampler in (orthogonal, simplex, givens):
         sq = rows(sampler, d, d, 4000).square().sum(-1)
-        assert within(sq, d) and within(sq**2, d * (d + 2)) and within(sq[:, 0] * sq[:, 1], d * d)
+        assert within(sq, d)
+        assert within(sq**2, d * (d + 2))
+        assert within(sq[:, 0] * sq[:, 1], d * d)
     for sampler in (partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")):
         sq = rows(sampler, d + 2, d, 50).square().sum(-1)
-        torch.testing.assert_close(sq, torch.full((50, d + 2), float(d)).double())
+        expected = torch.full((50, d + 2), float(d)).double()
+        torch.testing.assert_close(sq, expected)
     fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
-    torch.testing.assert_close(fixed, torch.full((50,), float(n * d)).double())
+    expected = torch.full((50,), float(n * d)).double()
+    torch.testing.assert_close(fixed, expected)
     chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
-    assert within(chi, n) and within(chi**2, n * (n + 2))
+    assert within(chi, n)
+    assert within(chi**2, n * (n + 2))
 
 
 def test_unscrambled_points_are_the_sequences():
@@ -205,7 +216,8 @@ def test_unscrambled_points_are_the_sequences():
     points = torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double()
     torch.testing.assert_close(u, points, rtol=0, atol=1e-7)
     first = torch.special.ndtr(sobol(1, 2, scramble=False, dtype=torch.float64).rows())
-    torch.testing.assert_close(first, torch.full((1, 2), 0.5).double())
+    expected = torch.full((1, 2), 0.5).double()
+    torch.testing.assert_close(first, expected)
 
 
 @pytest.mark.parametrize(
@@ -255,8 +267,11 @@ def test_hadamard_path_switches(m, d, free):
     draw = hadamard(m, d, seeded())
     assert draw.matrix_free == free
     x = torch.randn(4, d, generator=seeded())
-    torch.testing.assert_close(draw.project(x), x @ draw.rows().mT, rtol=1e-3, atol=1e-2)
-    assert draw.to(torch.float64).project(x.double()).dtype == torch.float64
+    actual = draw.project(x)
+    expected = x @ draw.rows().mT
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-2)
+    actual = draw.to(torch.float64).project(x.double()).dtype
+    assert actual == torch.float64
 
 
 @pytest.mark.parametrize("draw", [hadamard(8, 8, seeded()), iid(8, 8, seeded())], ids=repr)
@@ -265,7 +280,8 @@ def test_projection_is_float32_at_least(draw):
     x = torch.randn(2, 8, generator=seeded()).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = draw.project(x)
-    torch.testing.assert_close(found, x.float() @ draw.rows().mT, rtol=1e-5, atol=1e-5)
+    expected = x.float() @ draw.rows().mT
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inference_first_then_training():
@@ -278,7 +294,8 @@ def test_inference_first_then_training():
         x.requires_grad_()
         a = torch.ones((), requires_grad=True)
         (draw.project(x).sum() + (a * draw.sq_norm).sum()).backward()
-        assert x.grad.isfinite().all() and a.grad.isfinite()
+        assert x.grad.isfinite().all()
+        assert a.grad.isfinite()
 
 
 def test_on_sphere():
@@ -318,7 +335,6 @@ def test_measured_bias_shows():
         PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
     )
     known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
-    assert ((bias.ratio - known).abs() < 5 * bias.error).all() and bias.ratio[0] + 5 * bias.error[
-        0
-    ] < 1
+    assert ((bias.ratio - known).abs() < 5 * bias.error).all()
+    assert bias.ratio[0] + 5 * bias.error[0] < 1
     assert str(bias).count("+-") == 2
