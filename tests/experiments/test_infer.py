@@ -91,13 +91,13 @@ def test_table_holds_the_probabilities_of_the_model(root, called):
     code, out, _ = called(f"run={root / 'favorpp'}", f"input={root / 'digits'}")
     rows = pd.read_csv(io.StringIO(out), dtype=str).values.tolist()
     model = vision.load(root / "favorpp")
-    assert code == 0 and len(rows) == 3
+    assert code == 0
+    assert len(rows) == 3
     for i, (first, *cells) in enumerate(rows):
         image = images.read_image(root / f"digits/{i}.png")
         expected = model.model(model.transform(image)[None])[0].softmax(-1).topk(5)
-        assert first == str(root / f"digits/{i}.png") and cells[::2] == [
-            model.classes[j] for j in expected.indices
-        ]
+        assert first == str(root / f"digits/{i}.png")
+        assert cells[::2] == [model.classes[j] for j in expected.indices]
         assert [float(share) for share in cells[1::2]] == pytest.approx(
             expected.values.tolist(), abs=6e-4
         )
@@ -107,15 +107,17 @@ def lines(out):
     """(file, seconds, text, [(time, symbol)]) of each file."""
     pairs = zip(*[iter(out.splitlines())] * 2)
     heads = [(re.fullmatch(r"(.*) \(([\d.]+) s\): ?(.*)", head), times) for head, times in pairs]
-    return [
-        (
-            head[1],
-            float(head[2]),
-            head[3],
-            [(float(t), s) for t, s in re.findall(r"([\d.]+) (\S+)", times)],
+    entries = []
+    for head, times in heads:
+        entries.append(
+            (
+                head[1],
+                float(head[2]),
+                head[3],
+                [(float(t), s) for t, s in re.findall(r"([\d.]+) (\S+)", times)],
+            )
         )
-        for head, times in heads
-    ]
+    return entries
 
 
 def test_transcript_is_that_of_the_model(root, speech, called, tmp_path):
@@ -124,15 +126,20 @@ def test_transcript_is_that_of_the_model(root, speech, called, tmp_path):
     audio = batch["audio"][0, : batch["samples"][0]].numpy()
     soundfile.write(tmp_path / "a.wav", audio, 8000)
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path / 'a.wav'}")
-    assert code == 0 and err == "", err
+    assert code == 0, err
+    assert err == "", err
     ((file, seconds, text, times),) = lines(out)
     _, (found,) = model(batch["audio"][:1, : len(audio)], batch["samples"][:1], search=greedy)
-    assert (
-        text == task.vocabulary.decode(found.symbols) and text and file == str(tmp_path / "a.wav")
-    )
+    assert text == task.vocabulary.decode(found.symbols)
+    assert text
+    assert file == str(tmp_path / "a.wav")
     assert [symbol for _, symbol in times] == text.split()
-    assert [at for at, _ in times] == sorted(at for at, _ in times) and times[-1][0] <= seconds
-    assert seconds == pytest.approx(len(audio) / 8000, abs=0.06)
+    actual = [at for at, _ in times]
+    expected = sorted(at for at, _ in times)
+    assert actual == expected
+    assert times[-1][0] <= seconds
+    expected = len(audio) / 8000
+    assert seconds == pytest.approx(expected, abs=0.06)
 
 
 def test_folders_other_rates_and_segments(root, speech, called, tmp_path):
@@ -144,13 +151,17 @@ def test_folders_other_rates_and_segments(root, speech, called, tmp_path):
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}", "segment=2.5")
     assert code == 0, err
     found = lines(out)
-    assert [file for file, *_ in found] == [
+    actual = [file for file, *_ in found]
+    expected = [
         str(tmp_path / "in" / "short.WAV"),
         str(tmp_path / "long.flac"),
     ]
+    assert actual == expected
     assert [seconds for _, seconds, *_ in found] == [0.5, 6.0]
     times = [at for at, _ in found[1][3]]
-    assert times == sorted(times) and times[0] < 2.5 and 3.5 < times[-1] <= 6
+    assert times == sorted(times)
+    assert times[0] < 2.5
+    assert 3.5 < times[-1] <= 6
 
 
 def test_segments_are_cut_in_silence_and_cover_everything():
@@ -158,13 +169,14 @@ def test_segments_are_cut_in_silence_and_cover_everything():
         [tone(500, 2.5) if i % 2 == 0 else np.zeros(4000, np.float32) for i in range(12)]
     )
     found = list(infer.segments((audio * 2**14).astype(np.int16), 8000, 5.0))
-    assert (
-        found[0][0] == 0
-        and found[-1][1] == len(audio)
-        and all(a[1] == b[0] for a, b in zip(found, found[1:]))
-    )
-    assert all(0 < end - start <= 40000 for start, end in found)
-    assert all((audio[end - 400 : end + 400] == 0).all() for _, end in found[:-1])
+    assert found[0][0] == 0
+    assert found[-1][1] == len(audio)
+    for a, b in zip(found, found[1:]):
+        assert a[1] == b[0]
+    for start, end in found:
+        assert 0 < end - start <= 40000
+    for _, end in found[:-1]:
+        assert (audio[end - 400 : end + 400] == 0).all()
 
 
 def test_unreadable_files_are_named_and_counted_and_the_others_are_read(
@@ -182,20 +194,23 @@ def test_unreadable_files_are_named_and_counted_and_the_others_are_read(
     (tmp_path / "f.flac").write_bytes(unknown_length[:-50])
     code, out, err = called(f"run={root / 'spoken'}", f"input={tmp_path}")
     assert "f.flac: not readable" in err
-    assert code == 2 and ": 4 of 6 files are unreadable" in err and "a.wav: truncated" in err
-    assert "b.wav: 0.020 s, expected at least" in err and "d.mp3: not readable" in err
-    assert [(file, seconds) for file, seconds, *_ in lines(out)] == [
+    assert code == 2
+    assert ": 4 of 6 files are unreadable" in err
+    assert "a.wav: truncated" in err
+    assert "b.wav: 0.020 s, expected at least" in err
+    assert "d.mp3: not readable" in err
+    actual = [(file, seconds) for file, seconds, *_ in lines(out)]
+    expected = [
         (str(tmp_path / "c.wav"), 0.5),
         (str(tmp_path / "e.flac"), 0.5),
     ]
+    assert actual == expected
     shutil.copy(root / "digits/0.png", tmp_path)
     (tmp_path / "1.png").write_text("no image")
     code, out, err = called(f"run={root / 'favorpp'}", f"input={tmp_path}")
-    assert (
-        code == 2
-        and out.count(".png") == 1
-        and f"input={tmp_path}: 1 of 2 files are unreadable" in err
-    )
+    assert code == 2
+    assert out.count(".png") == 1
+    assert f"input={tmp_path}: 1 of 2 files are unreadable" in err
 
 
 # ---- sequences (books and pixels: tests/tasks)
@@ -205,14 +220,19 @@ def test_sequences_of_letters(root, called, tmp_path):
     run = f"run={root / 'proteins'}"
     code, out, err = called(run, "prompt=MK", "n=5", "seed=3", "top_k=5")
     found = out.splitlines()
-    assert code == 0 and err == "" and len(found) == 5 and len(set(found)) > 1
-    assert all(
-        line.startswith("MK") and len(line) <= 16 and set(line) <= set(VOCABULARY["letters"])
-        for line in found
-    )
-    assert called(run, "prompt=MK", "seed=4", "top_k=5")[1].splitlines() == found[1:2]
+    assert code == 0
+    assert err == ""
+    assert len(found) == 5
+    assert len(set(found)) > 1
+    for line in found:
+        assert line.startswith("MK")
+        assert len(line) <= 16
+        assert set(line) <= set(VOCABULARY["letters"])
+    actual = called(run, "prompt=MK", "seed=4", "top_k=5")[1].splitlines()
+    assert actual == found[1:2]
     assert len(called(run, "length=9", "temperature=0")[1].strip()) <= 9
-    assert called(run, "n=2", f"output={tmp_path / 'a.fasta'}")[:2] == (0, "")
+    actual = called(run, "n=2", f"output={tmp_path / 'a.fasta'}")[:2]
+    assert actual == (0, "")
     assert (tmp_path / "a.fasta").read_text().count(">sample-") == 2
 
 
@@ -224,9 +244,12 @@ def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
     with own_names([tmp_path / "conf"]):
         export(PROTEINS, "favorp sampler=mine m=8", tmp_path / "run")
     code, _, err = called(f"run={tmp_path / 'run'}")
-    assert code == 2 and "unknown sampler 'mine'" in err and "names=FOLDER" in err
+    assert code == 2
+    assert "unknown sampler 'mine'" in err
+    assert "names=FOLDER" in err
     code, out, err = called(f"run={tmp_path / 'run'}", f"names={tmp_path / 'conf'}")
-    assert (code, err) == (0, "") and out
+    assert (code, err) == (0, "")
+    assert out
 
 
 # ---- runs of others
@@ -244,10 +267,8 @@ SIZES = [
 def test_a_hostile_run_runs_nothing_and_takes_no_memory(
     root, speech, tmp_path, called, monkeypatch
 ):
-    sprung, imported = (
-        hostile.set_trap(tmp_path, monkeypatch),
-        dict(hostile.changes(tmp_path))["imported"],
-    )
+    sprung = hostile.set_trap(tmp_path, monkeypatch)
+    imported = dict(hostile.changes(tmp_path))["imported"]
     changes = [
         (name, lambda config, key=key: imported(config[key])) for name, key in ATTENTION.items()
     ]
@@ -269,7 +290,9 @@ def test_a_hostile_run_runs_nothing_and_takes_no_memory(
         code, out, err = called(
             f"run={tmp_path / f'run{i}'}", *[word.format(root=root) for word in INPUT[name]]
         )
-        assert code == 2 and out == "" and err.startswith("crt_exp infer: error: "), (i, err)
+        assert code == 2, (i, err)
+        assert out == "", (i, err)
+        assert err.startswith("crt_exp infer: error: "), (i, err)
         hostile.check_one_line(err)
         assert not sprung.exists(), i
 
@@ -303,9 +326,10 @@ def test_mistakes_are_one_line(arguments, words, root, speech, tmp_path, called,
     monkeypatch.chdir(tmp_path)
     runs = {name: root / name for name in INPUT}
     code, out, err = called(*[word.format(**runs) for word in arguments.split()])
-    assert code == 2 and out == "" and err.startswith("crt_exp infer: error: ") and words in err, (
-        err
-    )
+    assert code == 2, err
+    assert out == "", err
+    assert err.startswith("crt_exp infer: error: "), err
+    assert words in err, err
     assert len(err.splitlines()) <= 2
 
 
@@ -314,4 +338,7 @@ def test_help_names_every_key(called):
     keys = {
         field.name for options, _ in infer.KINDS.values() for field in dataclasses.fields(options)
     }
-    assert code == 0 and all(key in out for key in keys) and called()[0] == 2
+    assert code == 0
+    for key in keys:
+        assert key in out
+    assert called()[0] == 2

@@ -1,4 +1,4 @@
-"""Laws of text: tokenizers, blocks, masks, order, resuming; corpora of words and documents; prepared files; cache."""
+"""Text: tokenizers, blocks, masks, order, resuming; corpora of words and documents; prepared files; cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,11 +61,14 @@ def refused(call, *arguments, **options) -> str:
 # -------------------------------------------------------------------------------------------------- tokenizers
 def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
     words = ["[CLS]", "a", "##b", "##c", "d", "[SEP]", "[UNK]", "e", "[SEP]"]
-    assert tokenizer("Abc d", "[UNK] é")["input_ids"] == [WORDS.index(word) for word in words]
-    assert bert_tokenizer(vocabulary.parent).get_vocab() == {
-        word: i for i, word in enumerate(WORDS)
-    }
-    assert bert_tokenizer(vocabulary, lowercase=False).tokenize("A a") == ["[UNK]", "a"]
+    actual = tokenizer("Abc d", "[UNK] é")["input_ids"]
+    expected = [WORDS.index(word) for word in words]
+    assert actual == expected
+    actual = bert_tokenizer(vocabulary.parent).get_vocab()
+    expected = {word: i for i, word in enumerate(WORDS)}
+    assert actual == expected
+    actual = bert_tokenizer(vocabulary, lowercase=False).tokenize("A a")
+    assert actual == ["[UNK]", "a"]
 
 
 def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokenizer, tmp_path):
@@ -87,13 +90,17 @@ def test_decoding_inverts_encoding(kind, tmp_path, monkeypatch):
     path.write_text(
         "".join(f"{' '.join(SENTENCES[i % 5 :])} the old tree {i % 7}\n" for i in range(200))
     )
-    make = lambda size=310: new_tokenizer(kind, path, size, False, tmp_path / "cache")
+
+    def make(size=310):
+        return new_tokenizer(kind, path, size, False, tmp_path / "cache")
+
     tokenizer = make()
     for line in ("who knows  the river\n", " by\n\nthe bird\n", "Über <unk> 1\n"):
         ids = tokenizer.encode(line, add_special_tokens=False)
         assert tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False) == line
     assert len(tokenizer.encode("the old tree\n", add_special_tokens=False)) < 12
-    assert len(tokenizer) <= 310 and tokenizer.unk_token_id == 0
+    assert len(tokenizer) <= 310
+    assert tokenizer.unk_token_id == 0
     message = refused(make, 200)
     assert "cannot build 200 pieces" in message or "expected at least 258" in message
     monkeypatch.setattr(vocabularies, "lines_of", None)
@@ -105,11 +112,13 @@ def test_blocks_hold_the_text_in_order(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(SENTENCES))
     blocks = local_blocks(tmp_path / "a.txt", tokenizer, 7)
     tokens = tokenizer(" ".join(SENTENCES), add_special_tokens=False)["input_ids"]
-    assert blocks.dtype == np.int32 and blocks.shape == (len(tokens) // 5, 7)
-    assert (blocks[:, 0] == WORDS.index("[CLS]")).all() and (
-        blocks[:, -1] == WORDS.index("[SEP]")
-    ).all()
-    assert blocks[:, 1:-1].ravel().tolist() == tokens[: len(tokens) // 5 * 5]
+    assert blocks.dtype == np.int32
+    assert blocks.shape == (len(tokens) // 5, 7)
+    assert (blocks[:, 0] == WORDS.index("[CLS]")).all()
+    assert (blocks[:, -1] == WORDS.index("[SEP]")).all()
+    actual = blocks[:, 1:-1].ravel().tolist()
+    expected = tokens[: len(tokens) // 5 * 5]
+    assert actual == expected
 
 
 def test_files_of_every_kind(tokenizer, tmp_path):
@@ -118,7 +127,8 @@ def test_files_of_every_kind(tokenizer, tmp_path):
     (tmp_path / "sub" / "a.tokens").write_text(" = d = \n e @-@ f <unk> h @,@ i @.@ j \n")
     (tmp_path / "c.csv").write_text("z")
     (tmp_path / ".d.txt").write_text("z")
-    assert [file.name for file in text_files(tmp_path)] == ["b.txt", "a.tokens"]
+    actual = [file.name for file in text_files(tmp_path)]
+    assert actual == ["b.txt", "a.tokens"]
     words = tokenizer.convert_ids_to_tokens(
         local_blocks(tmp_path, tokenizer, 17)[0]
     )  # [UNK]: =, = and <unk>
@@ -132,14 +142,17 @@ def test_links_list_no_text_twice(tmp_path):
     (tmp_path / "other/b.txt").write_text("b")
     for link, target in (("sub/up", ".."), ("again", "sub"), ("c.txt", "sub/a.txt")):
         (tmp_path / "in" / link).symlink_to(target)
-    assert [file.name for file in text_files(tmp_path / "in")] == ["a.txt"]
+    actual = [file.name for file in text_files(tmp_path / "in")]
+    assert actual == ["a.txt"]
     for link in ("one", "two"):
         (tmp_path / "in" / link).symlink_to("../other")
-    assert [file.name for file in text_files(tmp_path / "in")] == ["b.txt", "a.txt"]
+    actual = [file.name for file in text_files(tmp_path / "in")]
+    assert actual == ["b.txt", "a.txt"]
 
 
 def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
-    file, cache = tmp_path / "a.txt", tmp_path / "cache"
+    file = tmp_path / "a.txt"
+    cache = tmp_path / "cache"
     file.write_text("\n".join(SENTENCES))
     blocks = local_blocks(file, tokenizer, 7, cache)
     with monkeypatch.context() as patch:
@@ -149,9 +162,8 @@ def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
         )  # leaves traces in it
         assert (local_blocks(str(file), tokenizer, 7, str(cache)) == blocks).all()
     file.write_text("\n".join(SENTENCES[::-1]))
-    assert (local_blocks(file, tokenizer, 7, cache) != blocks).any() and len(
-        [*cache.iterdir()]
-    ) == 2
+    assert (local_blocks(file, tokenizer, 7, cache) != blocks).any()
+    assert len([*cache.iterdir()]) == 2
     running_blocks(file, tokenizer, 7, cache)
     assert len([*cache.iterdir()]) == 3
 
@@ -257,61 +269,67 @@ def masked(masking: Masking, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_masking_has_berts_shares(tokenizer):
-    masking, ids = Masking.of(tokenizer), random_ids(2000, 60)
+    masking = Masking.of(tokenizer)
+    ids = random_ids(2000, 60)
     inputs, labels = masked(masking, ids)
-    chosen, maskable = labels != IGNORED, ids >= len(SPECIALS)
-    assert (labels[chosen] == ids[chosen]).all() and (inputs[~chosen] == ids[~chosen]).all()
-    assert not (chosen & ~maskable).any() and chosen.any(1).all()
+    chosen = labels != IGNORED
+    maskable = ids >= len(SPECIALS)
+    assert (labels[chosen] == ids[chosen]).all()
+    assert (inputs[~chosen] == ids[~chosen]).all()
+    assert not (chosen & ~maskable).any()
+    assert chosen.any(1).all()
 
     def near(count, total, share):
         return abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5
 
     total = int(chosen.sum())
     assert near(total, int(maskable.sum()), 0.15)
-    hidden, same = (inputs == masking.mask_id) & chosen, (inputs == ids) & chosen
+    hidden = (inputs == masking.mask_id) & chosen
+    same = (inputs == ids) & chosen
     assert near(int(hidden.sum()), total, 0.8 + 0.1 / len(WORDS))
     assert near(int(same.sum()), total, 0.1 + 0.1 / len(WORDS))
     replaced = inputs[chosen & ~hidden & ~same]
-    assert (
-        replaced.min() == 0
-        and replaced.max() == len(WORDS) - 1
-        and len(np.unique(replaced)) == len(WORDS) - 1
-    )
+    assert replaced.min() == 0
+    assert replaced.max() == len(WORDS) - 1
+    assert len(np.unique(replaced)) == len(WORDS) - 1
 
 
 def test_every_row_has_a_masked_token(tokenizer):
     labels = masked(Masking.of(tokenizer), np.array([[2, 7, 3]] * 300 + [[2, 1, 3]]))[1]
-    assert (labels[:300, 1] == 7).all() and (labels[300] == IGNORED).all()
+    assert (labels[:300, 1] == 7).all()
+    assert (labels[300] == IGNORED).all()
 
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
     masking = replace(Masking.of(tokenizer), special=np.zeros(30522, bool))
-    assert masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist() == [
-        [30521]
-    ]
+    actual = masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist()
+    assert actual == [[30521]]
 
 
 def test_a_vocabulary_without_a_mask_or_a_start_is_refused(vocabulary):
     bare = bert_tokenizer(vocabulary)
     bare.mask_token = bare.cls_token = None
-    assert "mask token" in refused(Masking.of, bare) and "[CLS]" in refused(
-        local_blocks, vocabulary, bare, 7
-    )
+    assert "mask token" in refused(Masking.of, bare)
+    assert "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
 
 
 @pytest.mark.parametrize("kind", [generator_of, np.random.default_rng])
 def test_uniforms_are_independent_by_row(kind):
     found = uniforms(map(kind, range(4)), 500)
-    assert found.shape == (3, 4, 500) and 0 <= found.min() < found.max() < 1
-    assert (found == uniforms(map(kind, range(4)), 500)).all() and abs(found.mean() - 0.5) < 0.03
+    assert found.shape == (3, 4, 500)
+    assert 0 <= found.min() < found.max() < 1
+    assert (found == uniforms(map(kind, range(4)), 500)).all()
+    assert abs(found.mean() - 0.5) < 0.03
     assert abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max() < 0.2
 
 
 # ----------------------------------------------------------------------------------------------------- batches
+def equal_batch(x: dict, y: dict) -> bool:
+    return x.keys() == y.keys() and all((x[key] == y[key]).all() for key in x)
+
+
 def equal(a: list[dict], b: list[dict]) -> bool:
-    return len(a) == len(b) and all(
-        x.keys() == y.keys() and all((x[k] == y[k]).all() for k in x) for x, y in zip(a, b)
-    )
+    return len(a) == len(b) and all(equal_batch(x, y) for x, y in zip(a, b))
 
 
 @pytest.fixture
@@ -320,7 +338,8 @@ def blocks():
 
 
 def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
-    masking, plan = Masking.of(tokenizer), Plan(**{"batch": 6, **plan})
+    masking = Masking.of(tokenizer)
+    plan = Plan(**{"batch": 6, **plan})
     return [
         masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
         for rows in plan.rows(len(blocks), split)
@@ -341,7 +360,9 @@ def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
     assert equal(whole[5:], batches_of(tokenizer, blocks, start=5))
     assert not equal(whole, batches_of(tokenizer, blocks, epoch=1))
     everything = batches_of(tokenizer, blocks, batch=5)
-    assert sorted(original(everything).tolist()) == sorted(blocks.tolist())
+    actual = sorted(original(everything).tolist())
+    expected = sorted(blocks.tolist())
+    assert actual == expected
     for rank in range(2):
         part = batches_of(tokenizer, blocks, rank=rank, world=2)
         assert equal(
@@ -363,20 +384,20 @@ def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n
 
 def test_words_of_official_files(tmp_path):
     found = word_corpus("ptb", write_ptb(tmp_path))
-    assert (
-        found.words == ("<eos>", "a", "<unk>", "b", "c") and found.parts["train"].dtype == np.int32
-    )
-    assert [part.tolist() for part in found.parts.values()] == [
+    assert found.words == ("<eos>", "a", "<unk>", "b", "c")
+    assert found.parts["train"].dtype == np.int32
+    actual = [part.tolist() for part in found.parts.values()]
+    assert actual == [
         [1, 3, 1, 0, 4, 2, 0],
         [1, 2, 0],
         [3, 0],
     ]
-    assert found.counts.tolist() == [2, 2, 1, 1, 1] and found.eos == 0
+    actual = found.counts.tolist()
+    assert actual == [2, 2, 1, 1, 1]
+    assert found.eos == 0
     message = refused(word_corpus, "wikitext2", tmp_path)
-    assert (
-        str(tmp_path / "wiki.train.tokens") in message
-        and "python -m crt_exp data fetch wikitext2" in message
-    )
+    assert str(tmp_path / "wiki.train.tokens") in message
+    assert "python -m crt_exp data fetch wikitext2" in message
     assert "'z' and <unk> are not" in refused(
         word_corpus, "ptb", write_ptb(tmp_path, train="a b\n")
     )
@@ -387,15 +408,18 @@ def test_rare_words_of_a_split_file_are_unknown(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("once a b\n" + "a b\n\n" * 18 + "a\n" + "b zebra\n")
     found = word_corpus(str(path))
-    assert found.words == ("<eos>", "a", "b", "<unk>") and found.parts["train"].tolist()[:4] == [
+    assert found.words == ("<eos>", "a", "b", "<unk>")
+    actual = found.parts["train"].tolist()[:4]
+    assert actual == [
         3,
         1,
         2,
         0,
     ]
-    assert found.parts["validation"].tolist() == [1, 2, 0, 1, 2, 0] and found.parts[
-        "test"
-    ].tolist() == [1, 0, 2, 3, 0]
+    actual = found.parts["validation"].tolist()
+    assert actual == [1, 2, 0, 1, 2, 0]
+    actual = found.parts["test"].tolist()
+    assert actual == [1, 0, 2, 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -405,22 +429,37 @@ def test_columns_hold_every_word_after_the_one_before_it(n, count, whole):
     words = np.arange(1, n + 1)
     tokens, labels = columns(words, count, eos=0, whole=whole).reshape(2, -1)
     predicted = labels[labels != IGNORED]
-    assert predicted.tolist() == (words if whole else words[: n // count * count]).tolist()
-    assert tokens[labels != IGNORED].tolist() == [0, *predicted][: len(predicted)]
+    actual = predicted.tolist()
+    expected = (words if whole else words[: n // count * count]).tolist()
+    assert actual == expected
+    actual = tokens[labels != IGNORED].tolist()
+    expected = [0, *predicted][: len(predicted)]
+    assert actual == expected
 
 
 # --------------------------------------------------------------------------------------------------- documents
 def test_every_token_of_a_row_is_predicted_from_the_one_before_it():
     document = TokenText(np.arange(1, 12, dtype=np.int32), np.array([4, 11]), WORD_ENDS)
-    packed, apart = Rows.packed(document, 4, 0, whole=False), Rows.of_lines(document, 5, 0)
-    rows, lines = ([data[i] for i in range(len(data))] for data in (packed, apart))
-    assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [row.labels.tolist() for row in lines] == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert [row.tokens.tolist() for row in lines] == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
+    packed = Rows.packed(document, 4, 0, whole=False)
+    apart = Rows.of_lines(document, 5, 0)
+    both = []
+    for data in (packed, apart):
+        both.append([data[i] for i in range(len(data))])
+    rows, lines = both
+    actual = [row.labels.tolist() for row in rows]
+    assert actual == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    actual = [row.tokens.tolist() for row in rows]
+    assert actual == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    actual = [row.labels.tolist() for row in lines]
+    assert actual == [[1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    actual = [row.tokens.tolist() for row in lines]
+    assert actual == [[0, 1, 2, 3], [0, 5, 6, 7, 8]]
     whole = Rows.packed(document, 4, 0, whole=True)
-    assert apart.lengths.tolist() == [4, 5] and whole.lengths.tolist() == [4, 4, 3]
-    assert whole[2].labels.tolist() == [9, 10, 11] and whole.tokens_per_word([1, 2]) == 7 / 3
+    assert apart.lengths.tolist() == [4, 5]
+    assert whole.lengths.tolist() == [4, 4, 3]
+    actual = whole[2].labels.tolist()
+    assert actual == [9, 10, 11]
+    assert whole.tokens_per_word([1, 2]) == 7 / 3
 
 
 def test_held_out_parts_of_a_document():
@@ -430,10 +469,13 @@ def test_held_out_parts_of_a_document():
         np.full(100, 0.5, np.float32),
     )
     found = document.held_out(0.1, apart=False)
-    assert [len(found[split].tokens) for split in ("train", "validation", "test")] == [80, 10, 10]
-    assert found["test"].tokens[0] == 90 and found["test"].words.sum() == 5
+    actual = [len(found[split].tokens) for split in ("train", "validation", "test")]
+    assert actual == [80, 10, 10]
+    assert found["test"].tokens[0] == 90
+    assert found["test"].words.sum() == 5
     found = document.held_out(0.2, apart=True)
-    assert [found[split].ends.tolist() for split in found] == [[30, 60, 80], [10], [10]]
+    actual = [found[split].ends.tolist() for split in found]
+    assert actual == [[30, 60, 80], [10], [10]]
     assert "no tokens of 100 left" in refused(document.held_out, 0.001, False)
 
 
@@ -443,27 +485,30 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("one two\n\nthree\n")
     found = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
-    assert (
-        found.words.sum() == 5 and found.tokens.dtype == np.uint16 and len(found.ends) == 1 + apart
-    )
+    assert found.words.sum() == 5
+    assert found.tokens.dtype == np.uint16
+    assert len(found.ends) == 1 + apart
     parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
     for part in (found.part(0, 4), found.part(4, len(found.tokens) - 1)):
         words = byte_pairs.decode([token for token in part.tokens if token != 7])
-        assert part.words.sum() == len(words.split()) + words.count("\n"), words
+        actual = part.words.sum()
+        expected = len(words.split()) + words.count("\n")
+        assert actual == expected, words
     monkeypatch.setattr(corpora, "token_lists", None)
     again = TokenText.read([path], byte_pairs, 7, apart, tmp_path / "cache")
-    assert all(
-        np.array_equal(getattr(again, name), getattr(found, name))
-        for name in ("tokens", "ends", "words")
-    )
-    assert found.counts(300).tolist() == np.bincount(found.tokens, minlength=300).tolist()
+    for name in ("tokens", "ends", "words"):
+        assert np.array_equal(getattr(again, name), getattr(found, name))
+    actual = found.counts(300).tolist()
+    expected = np.bincount(found.tokens, minlength=300).tolist()
+    assert actual == expected
 
 
 def test_ids_beyond_16_bits_and_empty_files(byte_pairs, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one two\n")
-    assert TokenText.read([path], byte_pairs, 70_000, False).tokens[-1] == 70_000
+    actual = TokenText.read([path], byte_pairs, 70_000, False).tokens[-1]
+    assert actual == 70_000
     path.write_text("\n \n")
     assert "a.txt: empty" in refused(
         TokenText.read, [path], byte_pairs, 7, False, tmp_path / "cache"
@@ -490,7 +535,9 @@ def test_parts_of_qnli_share_no_question(data):
     train, dev = (glue.load("qnli", split, corpora.FOLDER / "qnli-2") for split in ("train", "dev"))
     assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
     assert {*train.texts[0]}.isdisjoint(dev.texts[0])
-    assert sorted(train.texts[1] + dev.texts[1]) == sorted(glue.load("qnli", "dev").texts[1])
+    actual = sorted(train.texts[1] + dev.texts[1])
+    expected = sorted(glue.load("qnli", "dev").texts[1])
+    assert actual == expected
 
 
 def test_no_row_of_a_part_of_sst2_is_a_phrase_of_the_other_part(data):
@@ -509,8 +556,11 @@ def test_no_row_of_a_part_of_sst2_is_a_phrase_of_the_other_part(data):
     folder = corpora.FOLDER / "sst2-9"
     corpora.prepare([f"task.data_dir={folder}"])
     train, dev = (glue.load("sst2", split, folder).texts[0] for split in ("train", "dev"))
-    assert 9 <= len(dev) <= 11 and len(train) == 27 - len(dev)
-    padded = [[f" {line} " for line in lines] for lines in (train, dev)]
+    assert 9 <= len(dev) <= 11
+    assert len(train) == 27 - len(dev)
+    padded = []
+    for lines in (train, dev):
+        padded.append([f" {line} " for line in lines])
     assert not any(one in other or other in one for one in padded[0] for other in padded[1])
 
 
@@ -531,7 +581,8 @@ def test_a_stopped_process_leaves_no_half_written_array(tmp_path, monkeypatch):
         patch.setattr(np, "save", stop)
         cached(tmp_path / "cache", "key", some_arrays)
     found = cached(tmp_path / "cache", "key", some_arrays)["tokens"]
-    assert found.tolist() == [*range(5)] and isinstance(found, np.memmap)
+    assert found.tolist() == [*range(5)]
+    assert isinstance(found, np.memmap)
 
 
 def test_damage_and_folders_that_cannot_be_written_are_refused(tmp_path):

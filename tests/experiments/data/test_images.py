@@ -31,23 +31,25 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     write_images(tmp_path / "images/stripes", inner=inner)
     found = images.load("stripes")
-    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+    actual = {split: len(part) for split, part in found.items()}
+    assert actual == {"train": 24, "val": 12}
     train = found["train"]
-    assert (
-        train.classes == ("class0", "class1", "class2")
-        and train.labels.tolist() == [0] * 8 + [1] * 8 + [2] * 8
-    )
-    assert np.array_equal(np.asarray(train.read(train.sources[9])), np.asarray(picture(1, 1)))
+    assert train.classes == ("class0", "class1", "class2")
+    actual = train.labels.tolist()
+    expected = [0] * 8 + [1] * 8 + [2] * 8
+    assert actual == expected
+    actual = np.asarray(train.read(train.sources[9]))
+    expected = np.asarray(picture(1, 1))
+    assert np.array_equal(actual, expected)
 
 
 def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
     train = images.load("mine", write_images(tmp_path))["train"]
     left, held_out = train.held_out(0.25)
-    assert (
-        not set(left.sources.tolist()) & set(held_out.sources.tolist())
-        and len(left) + len(held_out) == 24
-    )
-    assert np.bincount(held_out.labels).tolist() == [2, 2, 2]
+    assert not set(left.sources.tolist()) & set(held_out.sources.tolist())
+    assert len(left) + len(held_out) == 24
+    actual = np.bincount(held_out.labels).tolist()
+    assert actual == [2, 2, 2]
     with pytest.raises(DataError, match="task.held_out=0.01: no images left to hold out of 24"):
         train.held_out(0.01)
 
@@ -56,10 +58,9 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     root = write_images(tmp_path, train=10) / "train"
     (root / "class1").rename(root / "bullet_train")
     found = images.load("mine", root)
-    assert (
-        np.bincount(found["val"].labels).tolist() == [2, 2, 2]
-        and "bullet_train" in found["val"].classes
-    )
+    actual = np.bincount(found["val"].labels).tolist()
+    assert actual == [2, 2, 2]
+    assert "bullet_train" in found["val"].classes
     assert f"{root}: no train/ and val/; using a fifth" in caplog.text
 
 
@@ -84,7 +85,8 @@ def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
     ],
 )
 def test_folders_of_another_layout_are_refused(moves, words, tmp_path):
-    source, root = write_images(tmp_path / "source", inner="images"), tmp_path / "a"
+    source = write_images(tmp_path / "source", inner="images")
+    root = tmp_path / "a"
     for old, new in moves.items():
         (root / new).parent.mkdir(parents=True, exist_ok=True)
         (source / old).rename(root / new)
@@ -114,7 +116,8 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
         (root / "train/class1" / name).write_bytes(b"")
     found = images.load("mine", root)
     assert found["train"].classes == ("class0", "class1", "class2")
-    assert [len(found[split]) for split in ("train", "val")] == [24, 12]
+    actual = [len(found[split]) for split in ("train", "val")]
+    assert actual == [24, 12]
     assert len(files_ending(root / "val", IMAGES)) == 12
     assert caplog.text.count("ignored files: 2 .heic, 1 without one") == 1
 
@@ -145,8 +148,12 @@ def test_links_list_no_image_twice(link, target, tmp_path):
     after = images.load("mine", root)
     for split in ("train", "val"):
         assert after[split].classes == before[split].classes
-        assert after[split].sources.tolist() == before[split].sources.tolist()
-        assert after[split].labels.tolist() == before[split].labels.tolist()
+        actual = after[split].sources.tolist()
+        expected = before[split].sources.tolist()
+        assert actual == expected
+        actual = after[split].labels.tolist()
+        expected = before[split].labels.tolist()
+        assert actual == expected
 
 
 def test_links_to_other_places_are_followed_once(tmp_path):
@@ -160,7 +167,8 @@ def test_links_to_other_places_are_followed_once(tmp_path):
         (root / "train/class0" / file.name).symlink_to(file)
     (root / "train/class0/copy.png").symlink_to(stored / "train/class0/0.png")
     found = images.load("mine", root)
-    assert {split: len(part) for split, part in found.items()} == {"train": 24, "val": 12}
+    actual = {split: len(part) for split, part in found.items()}
+    assert actual == {"train": 24, "val": 12}
 
 
 @pytest.mark.parametrize("link, target", [("val", "train"), ("val/class0", "../train/class0")])
@@ -188,7 +196,8 @@ def test_a_split_that_is_a_link_to_the_other_is_refused(link, target, tmp_path):
 )
 def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
-    grey, path = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1)), tmp_path / f"image.{suffix}"
+    grey = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1))
+    path = tmp_path / f"image.{suffix}"
     image = (
         Image.fromarray(grey.astype(np.uint16) * 257)
         if mode == "I;16"
@@ -196,7 +205,8 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     )
     image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
     found = images.read_image(path)
-    assert found.mode == "RGB" and found.size == (16, 16)
+    assert found.mode == "RGB"
+    assert found.size == (16, 16)
     assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
     assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
 
@@ -270,11 +280,13 @@ TURNED = {
 def test_an_image_is_turned_upright(orientation, tmp_path):
     """As phones write photographs: the pixels as the sensor lies, and an EXIF tag."""
     upright = np.asarray(picture(0, 0, 20))[:, :12].copy()
-    stored, exif = Image.fromarray(np.ascontiguousarray(TURNED[orientation](upright))), Image.Exif()
+    stored = Image.fromarray(np.ascontiguousarray(TURNED[orientation](upright)))
+    exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
     for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
-        assert np.array_equal(np.asarray(images.read_image(source)), upright)
+        actual = np.asarray(images.read_image(source))
+        assert np.array_equal(actual, upright)
 
 
 def test_files_that_are_no_whole_image_are_named(tmp_path):
@@ -315,10 +327,12 @@ def batches(part, plan, workers=0, repeats=1):
     ]
 
 
+def same_batch(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
 def same(one, other):
-    return len(one) == len(other) and all(
-        torch.equal(a[key], b[key]) for a, b in zip(one, other) for key in a
-    )
+    return len(one) == len(other) and all(same_batch(a, b) for a, b in zip(one, other))
 
 
 @pytest.fixture
@@ -328,21 +342,23 @@ def part(tmp_path):
 
 def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_starts(part):
     alone = batches(part, Plan(6, seed=3))
-    assert len(alone) == 4 and not torch.equal(alone[0]["images"], alone[1]["images"])
+    assert len(alone) == 4
+    assert not torch.equal(alone[0]["images"], alone[1]["images"])
     assert same(batches(part, Plan(6, seed=3), 2), alone)
     assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
     assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
     parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
-    assert torch.equal(
-        torch.cat([parts[0][1]["images"], parts[1][1]["images"]]), alone[1]["images"]
-    )
+    actual = torch.cat([parts[0][1]["images"], parts[1][1]["images"]])
+    assert torch.equal(actual, alone[1]["images"])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_reading_draws_nothing_from_the_generators_of_training(part, workers):
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     batches(part, Plan(12), workers)
-    assert random.getstate() == before[0] and np.random.get_state()[1].tolist() == before[1]
+    assert random.getstate() == before[0]
+    actual = np.random.get_state()[1].tolist()
+    assert actual == before[1]
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
@@ -355,13 +371,17 @@ def test_without_workers_nothing_is_augmented_beside_training(part):
 def test_an_image_comes_as_often_as_asked_with_other_draws(part):
     found = batches(part, Plan(6), repeats=3)
     assert len(found) == 4  # the epoch keeps its length
-    assert found[0]["labels"].tolist() == [
-        each for each in found[0]["labels"][::3].tolist() for _ in range(3)
-    ]
+    actual = found[0]["labels"].tolist()
+    expected = []
+    for each in found[0]["labels"][::3].tolist():
+        for _ in range(3):
+            expected.append(each)
+    assert actual == expected
     shifts = (
         found[0]["images"][0] - found[0]["images"][1]
     )  # the same image, another draw added to it
-    assert shifts.std() < 1e-5 and shifts.mean() != 0
+    assert shifts.std() < 1e-5
+    assert shifts.mean() != 0
 
 
 # ---- streams -------------------------------------------------------------------------------------------------------
@@ -393,10 +413,12 @@ def three_files(request, tmp_path_factory):
     files = write_shards(folder, shards=3)
     for place in folder.glob("train-*.tar") if request.param == "parquet" else ():
         with tarfile.open(place) as tar:
-            images, labels = (
-                [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
-                for kind in ("png", "cls")
-            )
+            both = []
+            for kind in ("png", "cls"):
+                both.append(
+                    [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                )
+            images, labels = both
         table = pa.table(
             {"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]}
         )
@@ -414,7 +436,8 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
     hub = HUB | three_files | {"buffer": buffer}
     whole = Streamed(hub)
     feed = whole.training(Plan(4), repeats)
-    alone, states = [], []
+    alone = []
+    states = []
     for step in range(1, 13):  # of 18 images: the third pass has begun, without repeats
         alone.append(next(feed))
         whole.trained(step)
@@ -423,27 +446,31 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
         assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
         other = Streamed(hub)
         other.load_state_dict(state)
-        assert list(islice(other.training(Plan(4, start=step), repeats), 12 - step)) == alone[step:]
+        actual = list(islice(other.training(Plan(4, start=step), repeats), 12 - step))
+        assert actual == alone[step:]
 
 
 def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
     """Three files, two processes: all rows, each read by one."""
-    keys = [
-        [
-            each["__key__"] if "__key__" in each else each["png"]["bytes"]
-            for each in iter(
-                partial(
-                    next,
-                    Streamed(HUB | three_files | {"buffer": 5}).passes(
-                        Plan(4, rank=rank, world=2), Mark()
+    keys = []
+    for rank in (0, 1):
+        keys.append(
+            [
+                each["__key__"] if "__key__" in each else each["png"]["bytes"]
+                for each in iter(
+                    partial(
+                        next,
+                        Streamed(HUB | three_files | {"buffer": 5}).passes(
+                            Plan(4, rank=rank, world=2), Mark()
+                        ),
                     ),
-                ),
-                None,
-            )
-        ]
-        for rank in (0, 1)
-    ]
-    assert sorted(map(len, keys)) == [6, 12] and len({*keys[0], *keys[1]}) == 18
+                    None,
+                )
+            ]
+        )
+    assert sorted(map(len, keys)) == [6, 12]
+    actual = len({*keys[0], *keys[1]})
+    assert actual == 18
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DataError, match="task.hub.split=train: 3 files, expected at least 4"):
         Streamed(HUB | three_files)
@@ -460,30 +487,62 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
 def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, size):
     labels = np.repeat(np.arange(5), 20)
     part = images.Images(tuple("abcde"), labels, [*range(100)], None)
-    whole = [row[1:] for batch in listed_batches(part, "val", Plan(size)) for row in batch]
-    assert sorted(whole) == [*zip(range(100), labels)]
-    assert {label for _, label in whole[: batches * size]} == {*range(5)}
+    whole = []
+    for batch in listed_batches(part, "val", Plan(size)):
+        for row in batch:
+            whole.append(row[1:])
+    actual = sorted(whole)
+    expected = [*zip(range(100), labels)]
+    assert actual == expected
+    actual = {label for _, label in whole[: batches * size]}
+    expected = {*range(5)}
+    assert actual == expected
     limited = [*listed_batches(part, "val", Plan(size, limit=Limit(batches)))]
     assert len(limited) == batches
-    assert {label for batch in limited for *_, label in batch} == {*range(5)}
+    actual = set()
+    for batch in limited:
+        for *_, label in batch:
+            actual.add(label)
+    expected = {*range(5)}
+    assert actual == expected
 
 
 def test_a_sample_of_streamed_validation_is_not_its_first_images(shards):
     source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
-    keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
-    whole, sample = keys(Plan(3)), keys(Plan(3, seed=7, limit=Limit(1)))
-    assert len(sample) == 3 and sample != whole[:3] and {*sample} < {*whole}
-    assert keys(Plan(1, rank=1, world=3, limit=Limit(1))) == sample[1:2]
+
+    def keys(plan):
+        entries = []
+        for batch in source.validation(plan):
+            for row in batch:
+                entries.append(row[1][1])
+        return entries
+
+    whole = keys(Plan(3))
+    sample = keys(Plan(3, seed=7, limit=Limit(1)))
+    assert len(sample) == 3
+    assert sample != whole[:3]
+    assert {*sample} < {*whole}
+    actual = keys(Plan(1, rank=1, world=3, limit=Limit(1)))
+    assert actual == sample[1:2]
 
 
 def test_streamed_validation_is_read_in_order_by_all(shards):
     source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
-    keys = lambda plan: [row[1][1] for batch in source.validation(plan) for row in batch]
-    alone, both = (
-        keys(Plan(4)),
-        [key for rank in (0, 1) for key in keys(Plan(4, rank=rank, world=2))],
-    )
-    assert len(alone) == 9 and both == alone
+
+    def keys(plan):
+        entries = []
+        for batch in source.validation(plan):
+            for row in batch:
+                entries.append(row[1][1])
+        return entries
+
+    alone = keys(Plan(4))
+    both = []
+    for rank in (0, 1):
+        for key in keys(Plan(4, rank=rank, world=2)):
+            both.append(key)
+    assert len(alone) == 9
+    assert both == alone
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Laws of speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
+"""Speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
 
 import datetime
 import io
@@ -63,14 +63,16 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
     noted = faults()
     found = read(tmp_path, noted)
-    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"] and found[
-        0
-    ].name == "7-9-0000"
-    assert (
-        found[0].seconds == pytest.approx(0.1 * len(TEXTS[0]))
-        and Path(found[0].parts[0].name).is_file()
-    )
-    assert not noted.noted and len(speech.audio_files(tmp_path, "input")) == len(TEXTS) + 3
+    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"]
+    assert found[0].name == "7-9-0000"
+    actual = found[0].seconds
+    expected = 0.1 * len(TEXTS[0])
+    assert actual == pytest.approx(expected)
+    assert Path(found[0].parts[0].name).is_file()
+    assert not noted.noted
+    actual = len(speech.audio_files(tmp_path, "input"))
+    expected = len(TEXTS) + 3
+    assert actual == expected
 
 
 def test_links_list_no_recording_twice(tmp_path):
@@ -81,7 +83,8 @@ def test_links_list_no_recording_twice(tmp_path):
     (chapter.parent / "up").symlink_to("../../..")
     (chapter / "copy.flac").symlink_to("7-9-0000.flac")
     noted = faults()
-    assert read(tmp_path, noted) == before and not noted.noted
+    assert read(tmp_path, noted) == before
+    assert not noted.noted
     assert len(speech.audio_files(tmp_path, "input")) == len(TEXTS)
 
 
@@ -102,8 +105,10 @@ def test_links_list_no_recording_twice(tmp_path):
 def test_bad_input_is_named_and_counted_and_left_out_on_request(
     transcript, audio, words, tmp_path, caplog
 ):
-    folder, found = write_librispeech(tmp_path), faults("skip")
-    lines, file = folder / "7-9.trans.txt", folder / "7-9-0001.flac"
+    folder = write_librispeech(tmp_path)
+    found = faults("skip")
+    lines = folder / "7-9.trans.txt"
+    file = folder / "7-9-0001.flac"
     lines.write_text(lines.read_text().replace("7-9-0001 A CAB\n", transcript))
     if isinstance(audio, float):
         soundfile.write(file, tone(400, audio, 16000), 16000)
@@ -113,8 +118,10 @@ def test_bad_input_is_named_and_counted_and_left_out_on_request(
         file.unlink()
     left = speech.usable(read(tmp_path, found), 5.0, found)
     found.report(len(left))
-    assert len(left) == len(TEXTS) - 1 and "7-9-0001" not in {each.name for each in left}
-    assert "train utterances: 1 unusable, 5 usable" in caplog.text and words in caplog.text
+    assert len(left) == len(TEXTS) - 1
+    assert "7-9-0001" not in {each.name for each in left}
+    assert "train utterances: 1 unusable, 5 usable" in caplog.text
+    assert words in caplog.text
     found.bad = "error"
     with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
         found.report(len(left))
@@ -149,7 +156,8 @@ FORMATS = [
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.98])
 @pytest.mark.parametrize("name, kind", FORMATS)
 def test_a_part_of_a_file_of_any_format_is_refused(name, kind, part, tmp_path):
-    path, whole = tmp_path / "a.audio", tone(400, 20.0, 16000)
+    path = tmp_path / "a.audio"
+    whole = tone(400, 20.0, 16000)
     soundfile.write(path, whole, 16000, format=name, subtype=kind)
     audio = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
     assert len(audio) == pytest.approx(len(whole), abs=2000)
@@ -182,7 +190,8 @@ def test_a_piped_flac_is_as_long_as_its_file(channels, tmp_path):
     with_frames(path, 0)
     for source in (path, io.BytesIO(path.read_bytes())):
         assert seconds_of(source, "a") == 4 / channels
-    assert np.array_equal(decode_audio(AudioPart(str(path), 4 / channels), 16000), whole)
+    actual = decode_audio(AudioPart(str(path), 4 / channels), 16000)
+    assert np.array_equal(actual, whole)
     with_frames(path, 2**36 - 1)  # needs 256 GB, if the header is trusted
     with pytest.raises(BadAudio, match="a.flac: truncated"):
         decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
@@ -225,7 +234,8 @@ def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_
         with pytest.raises(BadAudio, match=f"a.wav: samples up to {peak}[^,]*; expected -1 to 1"):
             decode_audio(AudioPart(str(path), 0.5), 8000)
     else:
-        assert len(decode_audio(AudioPart(str(path), 0.5), 8000)) == 4000
+        actual = len(decode_audio(AudioPart(str(path), 0.5), 8000))
+        assert actual == 4000
 
 
 # ---- digits ------------------------------------------------------------------------------------------------
@@ -241,29 +251,33 @@ def test_strings_of_digits(digits):
         split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")
     }
     for split, utterances in found.items():
-        assert len(utterances) == 60 and {len(each.parts) for each in utterances} == set(
-            range(3, 9)
-        )
+        assert len(utterances) == 60
+        actual = {len(each.parts) for each in utterances}
+        expected = set(range(3, 9))
+        assert actual == expected
         for each in utterances:
             names = [Path(part.name).stem.split("_") for part in each.parts]
-            assert (
-                len({speaker for _, speaker, _ in names}) == 1
-                and len(each.gaps) == len(each.parts) - 1
-            )
-            assert each.text == " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
-            assert all(int(index) in speech.SPLITS[split] for _, _, index in names)
+            assert len({speaker for _, speaker, _ in names}) == 1
+            assert len(each.gaps) == len(each.parts) - 1
+            expected = " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
+            assert each.text == expected
+            for _, _, index in names:
+                assert int(index) in speech.SPLITS[split]
     assert found["train"][:10] == speech.digit_strings(digits, "train", 10)  # always the same
 
 
 def test_the_audio_of_a_string_is_that_of_its_parts(digits):
     each = speech.digit_strings(digits, "test", 3)[2]
-    audio, start = speech.audio_of(each, 8000), 0
+    audio = speech.audio_of(each, 8000)
+    start = 0
     for part, gap in zip(each.parts, (*each.gaps, 0.0)):
         own = soundfile.read(part.name, dtype="float32")[0]
-        assert np.array_equal(audio[start : start + len(own)], own)
+        actual = audio[start : start + len(own)]
+        assert np.array_equal(actual, own)
         start += len(own) + round(8000 * gap)
         assert (audio[start - round(8000 * gap) : start] == 0).all()
-    assert len(audio) == start and start / 8000 == pytest.approx(each.seconds, abs=0.001)
+    assert len(audio) == start
+    assert start / 8000 == pytest.approx(each.seconds, abs=0.001)
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
@@ -301,7 +315,8 @@ def test_a_piped_wav_is_as_long_as_its_file(riff, data, chunks, tmp_path):
     """A program that writes into a pipe (ffmpeg, sox, arecord) cannot go back to the two sizes in the header."""
     path = write_wav(tmp_path / "a.wav", riff, data, chunks)
     assert seconds_of(path, "a") == 2
-    assert np.array_equal(speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000)), SAMPLES)
+    actual = speech.as_int16(decode_audio(AudioPart(str(path), 2.0), 8000))
+    assert np.array_equal(actual, SAMPLES)
 
 
 def test_a_wav_whose_header_states_a_size_beyond_the_file_is_truncated(tmp_path):
@@ -314,26 +329,28 @@ def test_random_intervals_reach_both_ends_and_their_share():
         [speech.random_intervals(np.random.default_rng(i), 2, 0.25, 40) for i in range(200)]
     )
     widths = found[:, 1] - found[:, 0]
-    assert found.min() == 0 and found.max() == 40 and widths.min() == 0 and widths.max() == 10
+    assert found.min() == 0
+    assert found.max() == 40
+    assert widths.min() == 0
+    assert widths.max() == 10
 
 
 @pytest.mark.parametrize("own", [44_101, 17_600])
 def test_another_rate_is_resampled(own, tmp_path):
     soundfile.write(tmp_path / "a.wav", tone(440, 1.0, own), own)
     audio = decode_audio(AudioPart(str(tmp_path / "a.wav"), 1.0), 16000)
-    assert (
-        audio.dtype == np.float32
-        and len(audio) == 16000
-        and np.abs(np.fft.rfft(audio)).argmax() == 440
-    )
+    assert audio.dtype == np.float32
+    assert len(audio) == 16000
+    actual = np.abs(np.fft.rfft(audio)).argmax()
+    assert actual == 440
 
 
 def test_channels_are_averaged(tmp_path):
     both = np.stack([tone(300, 0.5, seed=1), tone(900, 0.5, seed=2)], 1)
     soundfile.write(tmp_path / "a.wav", both, 8000, subtype="FLOAT")
-    np.testing.assert_allclose(
-        speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000), both.mean(1), atol=1e-6
-    )
+    actual = speech.decode_audio(AudioPart(str(tmp_path / "a.wav"), 0.5), 8000)
+    expected = both.mean(1)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("speed", [0.9, 1.1])
@@ -343,16 +360,16 @@ def test_speed_changes_length_and_pitch(speed, tmp_path):
         Utterance("a", "A", (AudioPart(str(tmp_path / "a.wav"), 2.0),)), 8000, speed
     )
     assert len(audio) == pytest.approx(16000 / speed, abs=1)
-    assert np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000 == pytest.approx(
-        500 * speed, rel=0.01
-    )
+    actual = np.abs(np.fft.rfft(audio)).argmax() / len(audio) * 8000
+    assert actual == pytest.approx(500 * speed, rel=0.01)
 
 
 def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
     samples = np.random.default_rng(0).integers(-(2**15), 2**15, 4000).astype(np.int16)
     soundfile.write(tmp_path / "a.flac", samples, 8000)
+    actual = speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000))
     assert np.array_equal(
-        speech.as_int16(speech.decode_audio(AudioPart(str(tmp_path / "a.flac"), 0.5), 8000)),
+        actual,
         samples,
     )
 
@@ -364,7 +381,8 @@ def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
 def test_decoding_symbols_inverts_encoding(kind):
     texts = [*TEXTS, "A CAGE FED", "A FED BEE"] * 3
     symbols = Symbols.of(kind, texts, 20)
-    assert all(symbols.decode(symbols.encode(text)) == text for text in texts)
+    for text in texts:
+        assert symbols.decode(symbols.encode(text)) == text
     assert max(max(symbols.encode(text)) for text in texts) < len(symbols)
     with pytest.raises(DataError, match="cannot build 3 pieces.* task.pieces"):
         Symbols.of("pieces", TEXTS, 3)
@@ -402,13 +420,13 @@ def test_a_set_of_the_hub(tmp_path):
     }
     noted = faults()
     found = list(speech.hub_utterances(hub, "train", noted))
-    assert (
-        noted.noted[0] == "7-9-0000.flac: no transcript"
-        and "7-9-0002.flac: not readable" in noted.noted[1]
-    )
+    assert noted.noted[0] == "7-9-0000.flac: no transcript"
+    assert "7-9-0002.flac: not readable" in noted.noted[1]
     for each, own in zip(found, [local[1], *local[3:]], strict=True):
         assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
-        assert np.array_equal(speech.audio_of(each, 16000), speech.audio_of(own, 16000))
+        actual = speech.audio_of(each, 16000)
+        expected = speech.audio_of(own, 16000)
+        assert np.array_equal(actual, expected)
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
         list(speech.hub_utterances(hub | {"text": "sentence"}, "train", faults()))
 
@@ -432,7 +450,8 @@ def test_rows_of_the_hub_without_text_or_audio_are_faults(text, tmp_path, monkey
     content = (tmp_path / "a.wav").read_bytes()
     audio = {"bytes": content, "path": "a.wav"}
     found, noted = hub_rows(tmp_path, [{"audio": audio, "text": text}] * 2)
-    assert not found and "parquet, row 2, a.wav: transcript" in noted[1]
+    assert not found
+    assert "parquet, row 2, a.wav: transcript" in noted[1]
     audios = [
         audio,
         None,
@@ -444,10 +463,12 @@ def test_rows_of_the_hub_without_text_or_audio_are_faults(text, tmp_path, monkey
     found, noted = hub_rows(tmp_path, [{"audio": each, "text": "A"} for each in audios])
     assert [each.seconds for each in found] == [1, 1]
     assert noted[:2] == ["parquet, row 2: no audio", "parquet, row 3: no audio"]
-    assert "gone.wav: not readable" in noted[2] and "empty.wav: not readable" in noted[3]
+    assert "gone.wav: not readable" in noted[2]
+    assert "empty.wav: not readable" in noted[3]
     rows = [{"audio": audio, "text": "A"}, {"audio": audio, "text": None}]
     found, noted = hub_rows(tmp_path, rows)
-    assert len(found) == 1 and noted == ["a.wav: no transcript"]
+    assert len(found) == 1
+    assert noted == ["a.wav: no transcript"]
 
 
 def test_transcripts_of_csv_are_text_as_written(tmp_path, monkeypatch):
@@ -456,7 +477,8 @@ def test_transcripts_of_csv_are_text_as_written(tmp_path, monkeypatch):
     texts = ["007", "NA", "null", ""]
     rows = [{"audio": str(tmp_path / "a.wav"), "text": text} for text in texts]
     found, noted = hub_rows(tmp_path, rows, "csv")
-    assert [each.text for each in found] == texts[:3] and len(noted) == 1
+    assert [each.text for each in found] == texts[:3]
+    assert len(noted) == 1
     with pytest.raises(DataError, match="parquet: column audio is not audio"):
         hub_rows(tmp_path, [{"audio": 1.5, "text": "A"}])
 
@@ -495,9 +517,13 @@ def test_tables_of_every_kind_give_the_same(name, folder):
     }
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
     found = list(speech.table_utterances(folder / name, "test", faults()))
-    assert [each.text for each in found] == [" ".join(text.split()) for text, _ in COMMON_VOICE]
-    assert [each.name for each in found] == [*"012345"] and found[0].seconds == 0.5
-    assert list(speech.table_utterances(folder / name, "train", faults())) == []
+    actual = [each.text for each in found]
+    expected = [" ".join(text.split()) for text, _ in COMMON_VOICE]
+    assert actual == expected
+    assert [each.name for each in found] == [*"012345"]
+    assert found[0].seconds == 0.5
+    actual = list(speech.table_utterances(folder / name, "train", faults()))
+    assert actual == []
 
 
 def test_splits_by_hash_do_not_depend_on_the_others(folder):
@@ -506,7 +532,8 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
     found = speech.read_table(folder / "t.csv").split.tolist()
     assert found == [speech.by_hash(name) for name in names]
     counts = [found.count(split) for split in ("train", "validation", "test")]
-    assert 750 < counts[0] < 850 and min(counts) > 70
+    assert 750 < counts[0] < 850
+    assert min(counts) > 70
 
 
 @pytest.mark.parametrize(

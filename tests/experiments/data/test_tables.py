@@ -1,4 +1,4 @@
-"""Laws of tables: the published files, a csv file of one's own with missing values, and refusals."""
+"""Tables: the published files, a user's csv file with missing values, and refusals."""
 
 import functools
 import gzip
@@ -33,10 +33,12 @@ PUBLISHED = {
 def valid_rows(name: str) -> list[list[str]]:
     """A made-up table in the layout of `name`, with as many rows as published."""
     levels = [field.levels.split() for field in LAYOUTS[name]]
-    return [
-        [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
-        for i in range(PUBLISHED[name][0])
-    ]
+    entries = []
+    for i in range(PUBLISHED[name][0]):
+        entries.append(
+            [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
+        )
+    return entries
 
 
 def write(folder: Path, name: str, rows: list[list[str]], end: str = "\n", begin: str = "") -> Path:
@@ -57,24 +59,23 @@ def refusal(name: str, folder: Path | None) -> str:
 def test_a_file_gives_the_documented_shape(name, tmp_path):
     """Line ends, blanks and a byte order mark do not matter."""
     write(tmp_path, name, valid_rows(name))
-    table, (rows, ordinal, onehot, classes) = load(name, tmp_path), PUBLISHED[name]
-    assert len(table) == rows and str(tmp_path) in table.source
+    table = load(name, tmp_path)
+    rows, ordinal, onehot, classes = PUBLISHED[name]
+    assert len(table) == rows
+    assert str(tmp_path) in table.source
     for coding, width in (("ordinal", ordinal), ("onehot", onehot)):
         encoded = table.encode(coding)
-        assert (
-            encoded.shape == (rows, width)
-            and encoded.dtype == np.float64
-            and np.isfinite(encoded).all()
-        )
+        assert encoded.shape == (rows, width)
+        assert encoded.dtype == np.float64
+        assert np.isfinite(encoded).all()
     assert (table.classes and len(table.classes)) == classes
     assert table.target.dtype == (np.int64 if table.classes else np.float64)
     write(
         tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff"
     )
     other = load(name, tmp_path)
-    assert (other.encode("onehot") == table.encode("onehot")).all() and (
-        other.target == table.target
-    ).all()
+    assert (other.encode("onehot") == table.encode("onehot")).all()
+    assert (other.target == table.target).all()
 
 
 CLASS_ROWS = {
@@ -145,7 +146,8 @@ CLASS_ROWS = {
 @pytest.mark.parametrize("name", CLASS_ROWS)
 def test_rows_of_each_class_are_as_published(name):
     table = load(name, Path(os.environ["CRT_DATA"]) / "uci")
-    assert np.bincount(table.target).tolist() == CLASS_ROWS[name]
+    actual = np.bincount(table.target).tolist()
+    assert actual == CLASS_ROWS[name]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,11 @@ def test_rows_of_each_class_are_as_published(name):
 def test_faults_of_a_file_are_named(name, change, problem, tmp_path):
     rows = [list(row) for row in valid_rows(name)]
     change(rows)
-    path, message = write(tmp_path, name, rows), refusal(name, tmp_path)
-    assert str(path) in message and problem in message and f"fetch uci/{name}" in message
+    path = write(tmp_path, name, rows)
+    message = refusal(name, tmp_path)
+    assert str(path) in message
+    assert problem in message
+    assert f"fetch uci/{name}" in message
 
 
 def test_missing_files_and_unknown_names(tmp_path):
@@ -181,8 +186,11 @@ def test_missing_files_and_unknown_names(tmp_path):
 def test_orders_are_the_documented_ones(tmp_path):
     write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
     table = load("car", tmp_path)
-    assert table.encode("ordinal")[0].tolist() == [0, 3, 3, 2, 0, 2] and table.target[0] == 3
-    assert table.encode("onehot")[0].tolist() == [
+    actual = table.encode("ordinal")[0].tolist()
+    assert actual == [0, 3, 3, 2, 0, 2]
+    assert table.target[0] == 3
+    actual = table.encode("onehot")[0].tolist()
+    expected = [
         1,
         0,
         0,
@@ -198,11 +206,12 @@ def test_orders_are_the_documented_ones(tmp_path):
         0,
         1,
     ]
+    assert actual == expected
     write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
     table = load("abalone", tmp_path)  # a category without order is never a number
-    assert table.columns[0].levels == ("M", "F", "I") and table.encode("ordinal")[
-        0, :3
-    ].tolist() == [0, 0, 1]
+    assert table.columns[0].levels == ("M", "F", "I")
+    actual = table.encode("ordinal")[0, :3].tolist()
+    assert actual == [0, 0, 1]
 
 
 def task_with(**options) -> SimpleNamespace:
@@ -234,10 +243,9 @@ def test_a_folder_that_is_not_used_is_refused(read, by):
 
 # ---- a csv file of one's own -----------------------------------------------------------------------------------------
 def write_own(path, header, *columns, separator=","):
-    quoted = [
-        separator.join('"{}"'.format(str(cell).replace('"', '""')) for cell in row)
-        for row in zip(*columns)
-    ]
+    quoted = []
+    for row in zip(*columns):
+        quoted.append(separator.join('"{}"'.format(str(cell).replace('"', '""')) for cell in row))
     path.write_text("\n".join([header, *quoted]), encoding="utf-8")
     return path
 
@@ -245,7 +253,8 @@ def write_own(path, header, *columns, separator=","):
 @pytest.fixture
 def homes(tmp_path):
     rng = np.random.default_rng(0)
-    area, city = rng.integers(20, 200, 60), ["Ulm", "Bonn", "Kiel"] * 20
+    area = rng.integers(20, 200, 60)
+    city = ["Ulm", "Bonn", "Kiel"] * 20
     price = [f"{1000 * a + 5000 * (i % 3):.0f}.5" for i, a in enumerate(area)]
     return write_own(
         tmp_path / "homes.csv",
@@ -260,10 +269,13 @@ def homes(tmp_path):
 
 def test_values_decide_the_kind_of_a_column(homes):
     table, notes = read_own(homes, "price")
-    assert table.name == "homes" and table.classes is None and len(table) == 60
+    assert table.name == "homes"
+    assert table.classes is None
+    assert len(table) == 60
     assert [column.name for column in table.columns] == ["area", "rooms", "city"]
     area, _, city = table.columns
-    assert np.isnan(area.values).sum() == 1 and city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
+    assert np.isnan(area.values).sum() == 1
+    assert city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
     for part in (
         "area: 1 of 60 values are missing",
         "city: 1 of 60 values are missing",
@@ -271,7 +283,8 @@ def test_values_decide_the_kind_of_a_column(homes):
     ):
         assert part in notes
     classes, _ = read_own(homes, "rooms")
-    assert classes.classes == ("1", "2", "3", "4", "5") and classes.target.dtype == np.int64
+    assert classes.classes == ("1", "2", "3", "4", "5")
+    assert classes.target.dtype == np.int64
     assert read_own(homes, "rooms", "regression")[0].classes is None
 
 
@@ -292,17 +305,18 @@ def test_separators_quotes_and_gzip(separator, tmp_path):
     ]
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(separator.join(cells).encode()))
     table, _ = read_own(tmp_path / "t.csv.gz", "y")
-    assert (
-        table.name == "t"
-        and table.classes == ("p", "q")
-        and table.columns[0].values.tolist() == [1, 2, 3, 4]
-    )
+    assert table.name == "t"
+    assert table.classes == ("p", "q")
+    actual = table.columns[0].values.tolist()
+    assert actual == [1, 2, 3, 4]
 
 
 def test_one_way_to_read_numbers(tmp_path):
     cells = ["+.5", "1.", "-2e3", "", "#N/A", ".", "-", "<NA>", "NA", "?", "n.d."]
     table, notes = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 22), "y")
-    np.testing.assert_array_equal(table.columns[0].values[:11], [0.5, 1, -2000] + 8 * [np.nan])
+    actual = table.columns[0].values[:11]
+    expected = [0.5, 1, -2000] + 8 * [np.nan]
+    np.testing.assert_array_equal(actual, expected)
     assert notes == "x: 32 of 44 values are missing"
 
 
@@ -334,7 +348,9 @@ def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_pat
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
     assert table.classes == table.columns[0].levels == tuple(sorted(cells))
-    assert table.columns[0].values.tolist() == table.target.tolist()
+    actual = table.columns[0].values.tolist()
+    expected = table.target.tolist()
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -423,11 +439,14 @@ def test_classes_of_equal_value_stay_apart(labels, end, tmp_path):
 def test_whole_numbers_of_equal_value_are_categories(cells, tmp_path):
     file = write_own(tmp_path / "t.csv", "x,y", [*cells, "NA"] * 10, ["p", "q"] * 20)
     table, notes = read_own(file, "y")
-    assert table.columns[0].levels == (*sorted(cells), "(missing)")
+    actual = table.columns[0].levels
+    expected = (*sorted(cells), "(missing)")
+    assert actual == expected
     assert "have the same value; read as categories" in notes
     file = write_own(tmp_path / "t.csv", "x,y", ["1.5", "1.50", "-0", "0"] * 10, ["p", "q"] * 20)
     table, notes = read_own(file, "y")
-    assert table.columns[0].values[:4].tolist() == [1.5, 1.5, 0, 0]
+    actual = table.columns[0].values[:4].tolist()
+    assert actual == [1.5, 1.5, 0, 0]
     assert notes == "x: 1.5 and 1.50 are the same number"
 
 
@@ -449,7 +468,8 @@ def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
     )
     code, out, err = typed(*run, "task.target=price")
     assert code == 0, err
-    assert "homes: r2 0." in out and "area: 1 of 60 values are missing" in out
+    assert "homes: r2 0." in out
+    assert "area: 1 of 60 values are missing" in out
 
 
 def task_of(path, sigmas):
@@ -464,7 +484,8 @@ def test_columns_are_scaled_before_they_are_rounded(tmp_path):
     task = task_of(write_own(tmp_path / "t.csv", "x,y", whole, np.sin(2 * x)), [5.0])
     scaled = np.concatenate(task.divide(0, 0)[0])[:, 0]
     order = np.random.default_rng([0, 0]).permutation(300)
-    assert scaled.dtype == np.float32 and np.corrcoef(scaled, x[order])[0, 1] > 0.99999
+    assert scaled.dtype == np.float32
+    assert np.corrcoef(scaled, x[order])[0, 1] > 0.99999
 
 
 def test_the_scale_is_that_of_the_training_part(tmp_path):
@@ -472,11 +493,10 @@ def test_the_scale_is_that_of_the_training_part(tmp_path):
     train, *others = task_of(write_own(tmp_path / "t.csv", "x,y", x, np.sin(2 * x)), [5.0]).divide(
         0, 0
     )[0]
-    assert (
-        abs(train.mean()) < 1e-6
-        and abs(train.std() - 1) < 1e-6
-        and all(abs(part.mean()) > 1e-3 for part in others)
-    )
+    assert abs(train.mean()) < 1e-6
+    assert abs(train.std() - 1) < 1e-6
+    for part in others:
+        assert abs(part.mean()) > 1e-3
 
 
 @pytest.mark.parametrize("number", [True, False])
@@ -488,6 +508,5 @@ def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
     ):
         task = task_of(write_own(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
         summary = task.summary(list(task.records(Mechanism.of("exact"), 0)))
-        assert ("of the training part" in summary) == worse and len(
-            summary.splitlines()
-        ) == 1 + worse
+        assert ("of the training part" in summary) == worse
+        assert len(summary.splitlines()) == 1 + worse

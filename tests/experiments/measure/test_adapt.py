@@ -35,7 +35,8 @@ def at_home(tmp_path, monkeypatch):
 def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
     rows = adapt.SETTINGS[setting].rows
     (ids, labels), (again, _) = rows("train", 3, 4), rows("train", 3, 4)
-    assert torch.equal(ids, again) and (labels != IGNORED).any()
+    assert torch.equal(ids, again)
+    assert (labels != IGNORED).any()
     assert labels.shape == (ids.shape[:1] if setting == "vision" else ids.shape)
     if setting == "causal":
         return
@@ -61,14 +62,16 @@ def test_a_method_at_each_stage(setting, at_home):
     model.load_state_dict(adapt.exact(setting, 0, 2, 3e-3), strict=False)
     loss = adapt.test_loss(model, setting, 0)
     exact = losses(setting, "exact", transfer=1, lora=1)
-    assert [*exact] == STAGES and exact["swapped"] == exact["transferred"] == pytest.approx(loss)
+    assert [*exact] == STAGES
+    assert exact["swapped"] == exact["transferred"] == pytest.approx(loss)
     window = losses(setting, "window block=4 first=2", transfer=1, lora=2)
     assert window["transferred"] == window["swapped"] != window["LoRA"]
     torch.randn(7)
     assert losses(setting, "window block=4 first=2", transfer=1, lora=2) == window
     hedgehog = losses(setting, "hedgehog m=8", transfer=2, lora=1)
     assert hedgehog["transferred"] != hedgehog["swapped"]
-    assert [*losses(setting, "uniform", transfer=1, lora=1)] == STAGES[:2]
+    actual = [*losses(setting, "uniform", transfer=1, lora=1)]
+    assert actual == STAGES[:2]
 
 
 # ---- a pretrained language model
@@ -87,7 +90,9 @@ LANGUAGE = {
     "rank": 2,
     "bf16": False,
 }
-STEPS = [(setting, steps) for steps in (0, 3, 4, 5) for setting in ("new", "repeated")]
+STEPS = []
+for steps in (0, 3, 4, 5):
+    STEPS += [("new", steps), ("repeated", steps)]
 
 
 def above(method, seed=0):
@@ -96,7 +101,8 @@ def above(method, seed=0):
         for row in AdaptPretrained(**LANGUAGE).rows(Mechanism.parse(method), seed)
         if "text" in row
     ]
-    assert all(len(row["above"]) == 2 for row in found)
+    for row in found:
+        assert len(row["above"]) == 2
     return {(row["text"], row["step"]): row["above"] for row in found}
 
 
@@ -106,20 +112,22 @@ def test_a_language_model_at_each_step(reader):
     before = {name: p.clone() for name, p in reader.named_parameters()}
     exact, window, hedgehog = map(above, ("exact", "window block=8 first=2", "hedgehog m=4"))
     assert [*exact] == [*window] == [*hedgehog] == STEPS
-    assert exact["new", 0] == exact["repeated", 3] == [0, 0] and exact["new", 5] != exact[
-        "new", 4
-    ] != [0, 0]
+    assert exact["new", 0] == exact["repeated", 3] == [0, 0]
+    assert exact["new", 5] != exact["new", 4] != [0, 0]
     assert above("hedgehog m=4") == hedgehog != above("hedgehog m=4", 1)
     assert window["new", 3] == window["new", 0] != window["new", 5]
     assert hedgehog["new", 3] != hedgehog["new", 0]
-    assert all(
-        torch.equal(p, before[name]) and p.requires_grad for name, p in reader.named_parameters()
-    )
+    for name, p in reader.named_parameters():
+        assert torch.equal(p, before[name])
+        assert p.requires_grad
 
 
 def test_rows_are_of_the_seed(reader):
-    rows, others = training_rows("", 64, 0, 20), training_rows("", 64, 1, 20)
-    assert len({*map(tuple, rows.tolist())}) == 20 and not torch.equal(rows, others)
+    rows = training_rows("", 64, 0, 20)
+    others = training_rows("", 64, 1, 20)
+    actual = len({*map(tuple, rows.tolist())})
+    assert actual == 20
+    assert not torch.equal(rows, others)
     with pytest.raises(
         ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"
     ):
@@ -128,16 +136,21 @@ def test_rows_are_of_the_seed(reader):
 
 def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
     hedgehog = Mechanism.parse("hedgehog m=4")
-    plain, lower = (
-        [
-            row["above"]
-            for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
-            if "text" in row
-        ]
-        for bf16 in (False, True)
-    )
-    assert lower[:4] == plain[:4] and lower[4:] != plain[4:]
-    torch.testing.assert_close(torch.tensor(lower), torch.tensor(plain), atol=0.1, rtol=0)
+    both = []
+    for bf16 in (False, True):
+        both.append(
+            [
+                row["above"]
+                for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
+                if "text" in row
+            ]
+        )
+    plain, lower = both
+    assert lower[:4] == plain[:4]
+    assert lower[4:] != plain[4:]
+    actual = torch.tensor(lower)
+    expected = torch.tensor(plain)
+    torch.testing.assert_close(actual, expected, atol=0.1, rtol=0)
 
 
 # ---- Whisper
@@ -161,27 +174,30 @@ def test_each_method_is_evaluated_after_each_step(speaker):
     """Exact attention is where it was before it is trained, other attention is not; training changes both, and the
     model that all start from stays."""
     before = {name: p.clone() for name, p in speaker.named_parameters()}
-    exact, other = spoken("exact"), spoken("favorpp m=8")
-    assert [row["steps"] for row in exact] == [0, 2, 4] and all(
-        len(row[key]) == 2 for row in [*exact, *other] for key in ("above", "agrees", "wer")
-    )
-    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6) and other[0][
-        "above"
-    ] != pytest.approx([0, 0])
-    assert exact[0]["above"] != exact[2]["above"] and other[0]["above"] != other[2]["above"]
+    exact = spoken("exact")
+    other = spoken("favorpp m=8")
+    assert [row["steps"] for row in exact] == [0, 2, 4]
+    for row in [*exact, *other]:
+        for key in ("above", "agrees", "wer"):
+            assert len(row[key]) == 2
+    assert exact[0]["above"] == pytest.approx([0, 0], abs=1e-6)
+    assert other[0]["above"] != pytest.approx([0, 0])
+    assert exact[0]["above"] != exact[2]["above"]
+    assert other[0]["above"] != other[2]["above"]
     assert other == spoken("favorpp m=8")
     assert_close(dict(speaker.named_parameters()), before)
 
 
 def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
-    read, loss = set(), Whisper.loss
+    read = set()
+    loss = Whisper.loss
     monkeypatch.setattr(
         Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each)
     )
     spoken("uniform")
-    assert read == {"0", "2", "4"} and [
-        each.name for each in Whisper(**SPEECH).utterances()[0]
-    ] == ["1", "3"]
+    assert read == {"0", "2", "4"}
+    actual = [each.name for each in Whisper(**SPEECH).utterances()[0]]
+    assert actual == ["1", "3"]
     for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
         with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
             spoken("uniform", **changes)
@@ -191,5 +207,7 @@ def test_only_the_encoder_is_trained(speaker):
     task = Whisper(**SPEECH)
     model = task.swapped(Mechanism.parse("favorpp m=8"), 0, task.utterances()[1][-1])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trained and all(name.startswith("model.encoder.") for name in trained)
+    assert trained
+    for name in trained:
+        assert name.startswith("model.encoder.")
     assert not model.get_encoder().embed_positions.weight.requires_grad

@@ -1,4 +1,4 @@
-"""The sequence model and the encoders of transformers: laws of every attention, decoding, and the folder kept."""
+"""The sequence model and the encoders of transformers: properties with every attention, decoding, saved folders."""
 
 import json
 
@@ -80,44 +80,58 @@ def calibrated(name, **options):
     return model
 
 
-# ---- laws ------------------------------------------------------------------------------------------------------------
+# ---- properties ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_a_later_symbol_changes_nothing_before_it(name):
-    model, ids = calibrated(name), tokens()
-    torch.testing.assert_close(model(ids)[:, :13], model(ids[:, :13]))
+    model = calibrated(name)
+    ids = tokens()
+    actual = model(ids)[:, :13]
+    expected = model(ids[:, :13])
+    torch.testing.assert_close(actual, expected)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, causal", [*in_turn(NAMES, [True, False]), ("linformer", False)])
 def test_padding_is_truncation(name, causal):
-    model, ids = calibrated(name, causal=causal), tokens()
+    model = calibrated(name, causal=causal)
+    ids = tokens()
     keep = torch.arange(20) < torch.tensor([[13], [20]])
     found = model(torch.where(keep, ids, 3), keep)
-    torch.testing.assert_close(found[0, :13], model(ids[:1, :13])[0])
-    torch.testing.assert_close(found[1], model(ids[1:])[0])
+    actual = found[0, :13]
+    expected = model(ids[:1, :13])[0]
+    torch.testing.assert_close(actual, expected)
+    actual = found[1]
+    expected = model(ids[1:])[0]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_the_past_is_not_lost_by_checkpointing():
     model = model_of("favorp", checkpointing=True)
     pasts = model.begin()
-    first, then = model(tokens()[:, :9], pasts=pasts), model(tokens()[:, 9:], pasts=pasts)
-    torch.testing.assert_close(torch.cat([first, then], 1), model(tokens()), rtol=1e-4, atol=1e-5)
+    first = model(tokens()[:, :9], pasts=pasts)
+    then = model(tokens()[:, 9:], pasts=pasts)
+    actual = torch.cat([first, then], 1)
+    expected = model(tokens())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, positions", in_turn(NAMES, POSITIONS))
 def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
     """A prompt at once, then one by one."""
-    model, ids = calibrated(name, positions=positions), tokens()
-    whole, pasts = model(ids), model.begin()
+    model = calibrated(name, positions=positions)
+    ids = tokens()
+    whole = model(ids)
+    pasts = model.begin()
     parts = [
         model(ids[:, :6], pasts=pasts),
         *(model(ids[:, i : i + 1], pasts=pasts) for i in range(6, 20)),
     ]
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    actual = torch.cat(parts, 1)
+    torch.testing.assert_close(actual, whole)
 
 
 @pytest.mark.parametrize("name", ["exact", "favorpp", "reformer", "nearfar"])
@@ -136,9 +150,12 @@ def test_checkpointing_changes_no_output_and_no_gradient(name):
 
 
 def test_chosen_places_are_those_of_the_whole():
-    model, ids = model_of("favorp", causal=False).eval(), tokens()
+    model = model_of("favorp", causal=False).eval()
+    ids = tokens()
     chosen = torch.rand(ids.shape) < 0.3
-    torch.testing.assert_close(model(ids, chosen=chosen), model(ids)[chosen])
+    actual = model(ids, chosen=chosen)
+    expected = model(ids)[chosen]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_rotary_is_that_of_transformers():
@@ -146,7 +163,9 @@ def test_rotary_is_that_of_transformers():
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, rope_theta=10_000.0)
-    q, k, places = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 8), torch.arange(5, 12)[None]
+    q = torch.randn(2, 4, 7, 8)
+    k = torch.randn(2, 4, 7, 8)
+    places = torch.arange(5, 12)[None]
     expected = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, places))
     turn = Rotary(8)(5, 7)
     for ours, theirs in zip((rotate(q, turn), rotate(k, turn)), expected):
@@ -167,9 +186,9 @@ def test_learned_positions_and_the_order_of_symbols():
 def test_tied_embeddings_are_one_parameter():
     for tied in (True, False):
         names = dict(model_of(tied=tied).named_parameters())
-        assert ("head.weight" in names) != tied and names[
-            "symbol.weight"
-        ].std().item() == pytest.approx(0.02, rel=0.2)
+        assert ("head.weight" in names) != tied
+        actual = names["symbol.weight"].std().item()
+        assert actual == pytest.approx(0.02, rel=0.2)
 
 
 # ---- drawing sequences ----------------------------------------------------------------------------------------------
@@ -181,7 +200,8 @@ PROMPT = torch.tensor([9, 1, 4])
 @pytest.mark.parametrize("name", ["exact", "favor", "favorpp", "reformer", "nearfar"])
 def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
     """Each is what the same number draws from the logits of the whole sequence at its place."""
-    model, choice = calibrated(name), TokenChoice(0.8, top_p=0.9)
+    model = calibrated(name)
+    choice = TokenChoice(0.8, top_p=0.9)
     found = generate(model, PROMPT, 20, choice, [3, 4], never=[0])
     for seed, row in zip([3, 4], found):
         whole = model(torch.cat([PROMPT, torch.tensor(row)])[None])[0, 2:-1]
@@ -190,7 +210,9 @@ def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
         uniform = torch.stack(
             [torch.rand((), generator=generator, dtype=torch.float64) for _ in row]
         )
-        assert len(row) == 20 and 0 not in row and choice.draw(whole, uniform).tolist() == row
+        assert len(row) == 20
+        assert 0 not in row
+        assert choice.draw(whole, uniform).tolist() == row
 
 
 @torch.no_grad()
@@ -209,7 +231,8 @@ def test_the_end_ends_a_sequence():
         generate(model, PROMPT, 25, TokenChoice(), range(6), end=end) for end in (None, 7)
     )
     for whole, cut in zip(free, ended):
-        assert cut == whole[: whole.index(7) if 7 in whole else None]
+        expected = whole[: whole.index(7) if 7 in whole else None]
+        assert cut == expected
     assert any(7 in row for row in free)
 
 
@@ -237,7 +260,8 @@ def test_temperature_and_nuclei_of_the_chances():
 def test_a_symbol_without_a_chance_is_never_drawn():
     uniform = torch.tensor([0.0, 1 - 1e-16])
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)
-    assert TokenChoice().draw(logits, uniform).tolist() == [1, 2]
+    actual = TokenChoice().draw(logits, uniform).tolist()
+    assert actual == [1, 2]
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -258,11 +282,11 @@ def kept(tmp_path, name="favorpp", **options):
 def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
     model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
     loaded = language.load(tmp_path, "run")
-    assert (
-        loaded.symbols == {"kind": "letters"}
-        and loaded.mechanism.describe() == mechanism(name).describe()
-    )
-    assert torch.equal(loaded.build()(tokens()), model(tokens()))
+    assert loaded.symbols == {"kind": "letters"}
+    assert loaded.mechanism.describe() == mechanism(name).describe()
+    actual = loaded.build()(tokens())
+    expected = model(tokens())
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -270,11 +294,12 @@ def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
     exact = kept(tmp_path, "exact")
     loaded = language.load(tmp_path, "task.init")
     far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
-    assert (
-        torch.equal(near.symbol.weight, exact.symbol.weight)
-        and near.body.blocks[0].attention.m == 4096
-    )
-    error = lambda model: (model(tokens()) - exact(tokens())).norm()
+    assert torch.equal(near.symbol.weight, exact.symbol.weight)
+    assert near.body.blocks[0].attention.m == 4096
+
+    def error(model):
+        return (model(tokens()) - exact(tokens())).norm()
+
     assert error(near) < error(far) / 5
 
 
@@ -287,7 +312,9 @@ def test_loaded_projections_are_used_whatever_the_seed():
     for _ in range(5):
         model.train()(tokens())
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other.eval()(tokens()), model.eval()(tokens()))
+    actual = other.eval()(tokens())
+    expected = model.eval()(tokens())
+    torch.testing.assert_close(actual, expected)
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
@@ -321,7 +348,8 @@ def test_what_cannot_be_loaded(tmp_path):
 
 
 def test_bad_sizes():
-    assert sizes_of("performer36", {"layers": 3}, "task.sizes") == {
+    actual = sizes_of("performer36", {"layers": 3}, "task.sizes")
+    assert actual == {
         "heads": 8,
         "layers": 3,
         "d_ff": 1024,
@@ -386,5 +414,7 @@ def test_encoders_that_are_not_bert(kind, head, tmp_path):
         head, encoders.load_config(origin), origin, Mechanism.of("favorpp", m=8)
     ).eval()
     assert model(input_ids=torch.full((2, 9), 7)).logits.isfinite().all()
-    loaded, weights = model.base_model.state_dict(), saved.base_model.state_dict()
-    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    loaded = model.base_model.state_dict()
+    weights = saved.base_model.state_dict()
+    for name in weights:
+        assert torch.equal(loaded[name], weights[name])

@@ -64,22 +64,28 @@ ROWS = pd.DataFrame(
 def test_values_are_means_of_a_sample_and_pairs_share_samples(tmp_path):
     written = write_rows("page", ROWS, tmp_path).read_bytes()
     rows = read_rows("page", tmp_path)
-    assert rows.values("loss", "pos").to_dict() == {"0": 2.0, "1": 5.0}
-    assert rows.values("loss", "pos", m=8).to_dict() == {"0": 2.0, "1": 4.0}
-    assert rows.paired("pos", "oprf", "loss", m=8).to_dict() == {"1": 1.0}
+    actual = rows.values("loss", "pos").to_dict()
+    assert actual == {"0": 2.0, "1": 5.0}
+    actual = rows.values("loss", "pos", m=8).to_dict()
+    assert actual == {"0": 2.0, "1": 4.0}
+    actual = rows.paired("pos", "oprf", "loss", m=8).to_dict()
+    assert actual == {"1": 1.0}
     assert rows.paired("pos", "exact", "loss").to_dict() == {
         "0": 1.0,
         "1": 4.0,
     }  # exact has no sample
-    assert rows.methods("loss") == ["exact", "pos", "oprf"] and rows.methods("loss", m="") == [
-        "exact"
-    ]
-    assert len(rows.select("loss", "pos", m=[8, 16])) == 3
+    assert rows.methods("loss") == ["exact", "pos", "oprf"]
+    assert rows.methods("loss", m="") == ["exact"]
+    actual = len(rows.select("loss", "pos", m=[8, 16]))
+    assert actual == 3
     again = pd.read_csv(tmp_path / "page.csv", keep_default_na=False)
     assert write_rows("page", again, tmp_path).read_bytes() == written
     write_rows("page", pd.concat([ROWS] * 5000), tmp_path)  # large tables are compressed
-    assert rows_path("page", tmp_path).suffix == ".gz" and not (tmp_path / "page.csv").exists()
-    assert len(read_rows("page", tmp_path).frame) == 5000 * len(ROWS)
+    assert rows_path("page", tmp_path).suffix == ".gz"
+    assert not (tmp_path / "page.csv").exists()
+    actual = len(read_rows("page", tmp_path).frame)
+    expected = 5000 * len(ROWS)
+    assert actual == expected
 
 
 LOOKS = [
@@ -108,7 +114,9 @@ def test_measured_values_are_numbers_in_any_notation(tmp_path):
     text = (tmp_path / "page.csv").read_text().replace(",1.0,", ",1e0,").replace(",2.0,", ",inf,")
     (tmp_path / "page.csv").write_text(text)
     values = read_rows("page", tmp_path).frame["value"]
-    assert values.dtype == float and values[0] == 1 and values[1] == math.inf
+    assert values.dtype == float
+    assert values[0] == 1
+    assert values[1] == math.inf
 
 
 @pytest.mark.parametrize("packed, part", [(False, 0.3), (False, 0.97), (True, 0.6), (True, 0.999)])
@@ -155,31 +163,36 @@ def verdicts(claims, **options):
 
 def test_mean_ci_equals_scipy():
     values = np.random.default_rng(0).normal(1, 2, 9)
-    found, test = mean_ci(values, against=0.5), stats.ttest_1samp(values, 0.5)
+    found = mean_ci(values, against=0.5)
+    test = stats.ttest_1samp(values, 0.5)
     low, high = test.confidence_interval(0.95)
-    assert np.allclose(
-        [found.mean - found.half, found.mean + found.half, found.p], [low, high, test.pvalue]
-    )
-    assert mean_ci([0.0, 0.0]).p == 1 and mean_ci([1.0, 1.0]).p == 0
+    actual = [found.mean - found.half, found.mean + found.half, found.p]
+    assert np.allclose(actual, [low, high, test.pvalue])
+    assert mean_ci([0.0, 0.0]).p == 1
+    assert mean_ci([1.0, 1.0]).p == 0
     with pytest.raises(ValueError, match="sample 1: expected a finite value"):
         mean_ci([1.0, math.nan, 2.0])
 
 
 def test_overlapping_splits_get_wider_intervals_that_cover():
     """Means of random halves of one sample: Student's interval is far too narrow, Nadeau and Bengio's is not."""
-    rng, covered = np.random.default_rng(1), {0.0: 0, 1.0: 0}
+    rng = np.random.default_rng(1)
+    covered = {0.0: 0, 1.0: 0}
     for _ in range(400):
         sample = rng.normal(size=40)
         values = [rng.permutation(sample)[:20].mean() for _ in range(15)]
         for overlap in covered:
             found = mean_ci(values, overlap=overlap)
             covered[overlap] += abs(found.mean) <= found.half
-    assert covered[0.0] < 0.7 * 400 and covered[1.0] > 0.93 * 400
+    assert covered[0.0] < 0.7 * 400
+    assert covered[1.0] > 0.93 * 400
 
 
 def test_holm_by_hand():
-    assert np.allclose(holm([0.01, 0.04, 0.03]), [0.03, 0.06, 0.06])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+    actual = holm([0.01, 0.04, 0.03])
+    assert np.allclose(actual, [0.03, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    assert holm([]) == []
 
 
 def test_all_verdicts():
@@ -188,26 +201,31 @@ def test_all_verdicts():
         "down": [-1.0, -1.1, -0.9, -1.0],
         "none": [1.0, -1.0, 0.5, -0.4],
     }
-    assert verdicts([Claim("above", cases)]) == ["supported", "contradicted", UNDECIDED]
-    assert verdicts([Claim("below", cases, below=0)]) == ["contradicted", "supported", UNDECIDED]
-    assert verdicts([Claim("above", cases)], reduced=True)[0] == "supported (reduced scale)"
-    assert verdicts([Claim("above", cases, theory={"up": -1.0, "down": -1.0})])[:2] == [
+    actual = verdicts([Claim("above", cases)])
+    assert actual == ["supported", "contradicted", UNDECIDED]
+    actual = verdicts([Claim("below", cases, below=0)])
+    assert actual == ["contradicted", "supported", UNDECIDED]
+    actual = verdicts([Claim("above", cases)], reduced=True)[0]
+    assert actual == "supported (reduced scale)"
+    actual = verdicts([Claim("above", cases, theory={"up": -1.0, "down": -1.0})])[:2]
+    assert actual == [
         CONFLICT,
         "contradicted",
     ]
-    assert (
-        verdicts([Claim("above", cases, fails={"up": "uniform attention costs 0"})])[0] == UNDECIDED
-    )
-    assert verdicts(
+    actual = verdicts([Claim("above", cases, fails={"up": "uniform attention costs 0"})])[0]
+    assert actual == UNDECIDED
+    actual = verdicts(
         [Claim("closed", {"": -61.2}, below=-60), Claim("closed", {"": -61.2}, above=-60)]
-    ) == ["supported", "contradicted"]
-    assert verdicts(
+    )
+    assert actual == ["supported", "contradicted"]
+    actual = verdicts(
         [
             Claim("one sample", {"": [3.0]}),
             Claim("none", {"": []}),
             Claim("no sample", not_measured="too large"),
         ]
-    ) == [UNDECIDED, "not measured"]
+    )
+    assert actual == [UNDECIDED, "not measured"]
 
 
 def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():
@@ -223,10 +241,10 @@ def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():
 def test_ratios_are_tested_as_logarithms():
     values = np.log([0.5, 0.6, 0.55, 0.45])
     (found,) = judge([Claim("half", {"": values}, below=0.8, log=True, unit="times")])
-    assert found.verdict == "supported" and found.to_text().startswith(
-        f"{np.exp(values.mean()):.3g} ["
-    )
-    assert found.number == pytest.approx(geometric_mean_ci(np.exp(values))[0])
+    assert found.verdict == "supported"
+    assert found.to_text().startswith(f"{np.exp(values.mean()):.3g} [")
+    expected = geometric_mean_ci(np.exp(values))[0]
+    assert found.number == pytest.approx(expected)
 
 
 def test_an_interval_excludes_the_threshold_exactly_where_the_verdict_is_decided():
@@ -252,7 +270,8 @@ def test_an_interval_excludes_the_threshold_exactly_where_the_verdict_is_decided
 
 
 def test_a_share_has_the_mean_of_the_ratio_and_an_interval_that_covers():
-    rng, covered = np.random.default_rng(2), 0
+    rng = np.random.default_rng(2)
+    covered = 0
     for _ in range(400):
         whole = rng.normal(3, 0.5, 12)
         samples = share(pd.Series(0.7 * whole + rng.normal(0, 0.2, 12)), pd.Series(whole))
@@ -327,17 +346,21 @@ def test_missing_runs_are_made_and_finished_ones_stay(tmp_path):
     assert (tmp_path / "runs/pos_4/metrics.jsonl").stat().st_mtime_ns == kept
     frame = rows_of_runs(RUNS, tmp_path / "runs", "fig1", ["method", "d", "sum"], ["gain"])
     assert [*frame.columns[:7]] == ["sweep", "method", "d", "sum", "sample", "metric", "value"]
-    assert len(frame) == 2 * 3 and {*frame["d"]} == {4}
+    assert len(frame) == 2 * 3
+    assert {*frame["d"]} == {4}
     gain = frame[(frame.method == "pos") & (frame.metric == "gain")]
-    assert (gain.value.abs() < 1e-9).all() and [*gain["sum"]] == [1, 2, 3]
-    assert (frame["seconds"] != "").sum() == 2 and frame["versions"].str.startswith("torch ").all()
+    assert (gain.value.abs() < 1e-9).all()
+    assert [*gain["sum"]] == [1, 2, 3]
+    assert (frame["seconds"] != "").sum() == 2
+    assert frame["versions"].str.startswith("torch ").all()
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, capsys):
     runs = sweep(FAST, **{"task.d": [0, 4]}, features=["pos"])
     with pytest.raises(RunsFailed, match="1 of 2 runs failed.*0_pos"):
         run_missing(runs, tmp_path / "runs", tmp_path)
-    assert is_finished(tmp_path / "runs/4_pos") and "task.d" in capsys.readouterr().err
+    assert is_finished(tmp_path / "runs/4_pos")
+    assert "task.d" in capsys.readouterr().err
 
 
 def test_a_run_that_diverged_is_a_result(tmp_path):
@@ -348,9 +371,8 @@ def test_a_run_that_diverged_is_a_result(tmp_path):
         seed=[0],
     )
     run_missing(runs, tmp_path / "runs", tmp_path)
-    assert (tmp_path / "runs/exact_0" / sweeps.DIVERGED).is_file() and is_finished(
-        tmp_path / "runs/exact_0"
-    )
+    assert (tmp_path / "runs/exact_0" / sweeps.DIVERGED).is_file()
+    assert is_finished(tmp_path / "runs/exact_0")
     (row,) = rows_of_runs(runs, tmp_path / "runs", "a", ["method"], ["diverged", "loss"]).to_dict(
         "records"
     )
@@ -371,7 +393,8 @@ def test_training_runs_give_curves_and_speed(tmp_path):
         runs, tmp_path / "runs", "a", ["method", "step"], ["loss", "steps_per_s"]
     )
     end = rows_of_runs(runs, tmp_path / "runs", "a", ["method"], ["loss", "steps_per_s"])
-    assert [*end.metric] == ["loss", "steps_per_s"] and (end.value > 0).all()
+    assert [*end.metric] == ["loss", "steps_per_s"]
+    assert (end.value > 0).all()
     assert len(with_steps[with_steps.metric == "loss"]) > 1
 
 
@@ -380,7 +403,9 @@ def test_part_of_a_page():
     page = page_of(
         **{"a": RUNS, "b/c": sweep(FAST, features=["hyp"])}, b=sweep(FAST, features=["trig"])
     )
-    assert page.targets == ["a", "b"] and [*page.sweeps("small", "b")] == ["b/c", "b"]
+    assert page.targets == ["a", "b"]
+    actual = [*page.sweeps("small", "b")]
+    assert actual == ["b/c", "b"]
     for refused, message in [
         (lambda: page.sweeps("small", "c"), "unknown sweep of the page mine 'c'"),
         (lambda: page.sweeps("full"), "SIZE=full: page mine has only small"),
@@ -388,8 +413,11 @@ def test_part_of_a_page():
     ]:
         with pytest.raises(ConfigError, match=message):
             refused()
-    assert page.run(wanted="a", methods=["pos"]) == Path("outputs/report/part")
-    assert not pages.has_rows("mine") and pages.has_rows("mine", Path("outputs/report/part"))
+    actual = page.run(wanted="a", methods=["pos"])
+    assert actual == Path("outputs/report/part")
+    assert not pages.has_rows("mine")
+    assert pages.has_rows("mine", Path("outputs/report/part"))
     page.run(wanted="a")
     page.run(wanted="b")
-    assert [*read_rows("mine").frame["sweep"].unique()] == ["a", "b/c", "b"]
+    actual = [*read_rows("mine").frame["sweep"].unique()]
+    assert actual == ["a", "b/c", "b"]

@@ -40,14 +40,13 @@ def configurations():
     for overrides in EVERY:
         cfg = command_line.compose([*overrides])
         whole = plain_config(cfg)
-        nodes = {
-            group: [
+        nodes = {}
+        for group in GROUPS:
+            nodes[group] = [
                 n
                 for n in (whole[group], *whole[group].values())
                 if isinstance(n, dict) and "_target_" in n
             ]
-            for group in GROUPS
-        }
         found[overrides] = cfg, whole, nodes
     return found
 
@@ -56,7 +55,9 @@ def configurations():
 def test_every_choice_is_valid_and_every_key_has_its_comment(overrides, configurations):
     cfg, whole, nodes = configurations[overrides]
     check_plain(whole)
-    assert all(each and each[0]["_target_"].startswith("crt_exp.") for each in nodes.values())
+    for each in nodes.values():
+        assert each
+        assert each[0]["_target_"].startswith("crt_exp.")
     words = comments(cfg)
     names = [
         line.split("=")[0]
@@ -75,13 +76,17 @@ def test_the_source_states_what_the_class_states(configurations):
         for each in nodes.values()
         for node in each
     }:
-        source, real = annotations_in_source(target), parameters(import_object(target))
-        assert source.keys() - {"self"} == real.keys(), target
+        source = annotations_in_source(target)
+        real = parameters(import_object(target))
+        actual = source.keys() - {"self"}
+        assert actual == real.keys(), target
         found = {
             key: describe(hint) for key, hint in source.items() if hint is not Any and key != "self"
         }
-        assert found == {key: describe(real[key].hint) for key in found}, target
-        known, read = known + len(real), read + len(found)
+        expected = {key: describe(real[key].hint) for key in found}
+        assert found == expected, target
+        known = known + len(real)
+        read = read + len(found)
     assert read > 0.8 * known > 240
     for target in (
         "mine.tasks.Task",
@@ -128,7 +133,10 @@ def test_version_help_and_mistakes_do_without_the_import_of_torch(tmp_path):
     assert lines[:2] == [f"crt_exp {version('crt_exp')}, torch {version('torch')}", "False"], (
         done.stderr
     )
-    assert lines[-len(WRONG) - 1 :] == [*WRONG.values(), "False"] and not done.stderr
+    actual = lines[-len(WRONG) - 1 :]
+    expected = [*WRONG.values(), "False"]
+    assert actual == expected
+    assert not done.stderr
 
 
 BAD = [
@@ -207,6 +215,9 @@ def test_a_task_of_ones_own_is_checked_too(typed, tmp_path, monkeypatch):
         f"hydra.run.dir={tmp_path}/run",
     ]
     code, _, err = typed(*args, "task.n=1.5")
-    assert code == 2 and "task.n=1.5: expected an integer" in err and "Traceback" not in err
+    assert code == 2
+    assert "task.n=1.5: expected an integer" in err
+    assert "Traceback" not in err
     code, out, err = typed(*args)
-    assert code == 0 and out.startswith("x 3"), err
+    assert code == 0, err
+    assert out.startswith("x 3"), err

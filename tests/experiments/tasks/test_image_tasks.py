@@ -106,7 +106,8 @@ def equal(one, other):
 
 @pytest.fixture(scope="module")
 def exact_run(tmp_path_factory, folder):
-    root, task = tmp_path_factory.mktemp("exact"), task_of(folder)
+    root = tmp_path_factory.mktemp("exact")
+    task = task_of(folder)
     model = task.build(Mechanism.of("exact"))
     task.export(model, model.state_dict(), root)
     return root
@@ -118,9 +119,12 @@ def test_kept_weights_load_in_timm_with_classes_and_transform(folder, tmp_path):
     model = task.build(Mechanism.of("favorpp", m=8))
     task.export(model, model.state_dict(), tmp_path)
     kept = vision.load(tmp_path)
-    assert kept.classes == ("class0", "class1", "class2") and not kept.model.training
-    assert kept.model(kept.transform(picture(1, 1))[None]).shape == (1, 3)
-    assert set(describe_attention(kept.model)["mechanism"].str.split(" ").str[0]) == {"favorpp"}
+    assert kept.classes == ("class0", "class1", "class2")
+    assert not kept.model.training
+    actual = kept.model(kept.transform(picture(1, 1))[None]).shape
+    assert actual == (1, 3)
+    actual = set(describe_attention(kept.model)["mechanism"].str.split(" ").str[0])
+    assert actual == {"favorpp"}
     plain = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
     assert equal(
         dict(plain.state_dict()), checkpoint.load_tensors(tmp_path / "model" / "model.safetensors")
@@ -135,7 +139,8 @@ def test_positions_are_interpolated_to_other_sizes(folder, exact_run):
         .build(Mechanism.of("favorpp", m=4))
         .state_dict()
     )
-    assert old["pos_embed"].shape == (1, 1 + 9, 32) and new["pos_embed"].shape == (1, 1 + 36, 32)
+    assert old["pos_embed"].shape == (1, 1 + 9, 32)
+    assert new["pos_embed"].shape == (1, 1 + 36, 32)
     assert torch.equal(old["pos_embed"][:, 0], new["pos_embed"][:, 0])
 
 
@@ -162,7 +167,8 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     ):
         task = task_of(folder, **LOADED, **options)
         assert equal(task.build(Mechanism.of("exact")).state_dict(), model.state_dict())
-    assert task_of(folder, **LOADED, init=str(tmp_path)).description.mean == (0.5, 0.5, 0.5)
+    actual = task_of(folder, **LOADED, init=str(tmp_path)).description.mean
+    assert actual == (0.5, 0.5, 0.5)
     del config["pretrained_cfg"]["input_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="not a configuration of timm: KeyError: 'input_size'"):
@@ -174,11 +180,9 @@ def test_a_new_head_stands_on_the_same_encoder(tmp_path, exact_run):
     model = task_of(root, **LOADED, init=str(exact_run), new_head=True).build(Mechanism.of("exact"))
     old = checkpoint.load_tensors(exact_run / "model" / "model.safetensors")
     assert model.head.weight.shape == (4, 32)
-    assert all(
-        torch.equal(tensor, old[key])
-        for key, tensor in model.state_dict().items()
-        if "head." not in key
-    )
+    for key, tensor in model.state_dict().items():
+        if "head." not in key:
+            assert torch.equal(tensor, old[key])
     with pytest.raises(ConfigError, match="other classes .3, expected 4.; task.new_head=true"):
         task_of(root, **LOADED, init=str(exact_run)).build(Mechanism.of("exact"))
 
@@ -223,7 +227,8 @@ def test_a_classifier_begins_with_the_encoder_of_mae(tmp_path, folder):
     ).eval()
     images = torch.randn(3, 3, 16, 16)
     wanted = theirs(images, noise=torch.arange(16.0).expand(3, 16)).last_hidden_state
-    torch.testing.assert_close(ours.forward_features(images), wanted, rtol=1e-4, atol=1e-5)
+    actual = ours.forward_features(images)
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 # ---- parts of the recipe ---------------------------------------------------------------------------------------------
@@ -234,13 +239,18 @@ def test_layer_wise_rates_are_those_of_timm(folder):
     task = task_of(folder, layer_decay=0.65, drop_path=0.3)
     model = task.build(Mechanism.of("favorpp", m=4))
     groups = param_groups_layer_decay(model, layer_decay=0.65)
-    theirs = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    theirs = {}
+    for group in groups:
+        for p in group["params"]:
+            theirs[id(p)] = group["lr_scale"]
     ours = {id(p): task.lr_scale(name) for name, p in model.named_parameters()}
-    assert (
-        ours == pytest.approx(theirs) and len(set(ours.values())) == 4 and max(ours.values()) == 1
-    )
+    assert ours == pytest.approx(theirs)
+    assert len(set(ours.values())) == 4
+    assert max(ours.values()) == 1
     for name, parameter in model.named_parameters():
-        assert task.decays(name, parameter) == (name.endswith("weight") and parameter.dim() > 1)
+        actual = task.decays(name, parameter)
+        expected = name.endswith("weight") and parameter.dim() > 1
+        assert actual == (expected)
     assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.3)
 
 
@@ -248,8 +258,10 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 def test_mixed_targets_are_distributions_and_smoothed_once(rows, folder):
     task = task_of(folder, augment=AUGMENT | {"mixup": 0.8, "cutmix": 1.0})
     batch, again = (next(iter(task.batches("train", Plan(rows, seed=2)))) for _ in range(2))
-    targets, model = batch["targets"], task.build(Mechanism.of("exact")).eval()
-    assert targets.shape == (rows, 3) and torch.allclose(targets.sum(1), torch.ones(rows))
+    targets = batch["targets"]
+    model = task.build(Mechanism.of("exact")).eval()
+    assert targets.shape == (rows, 3)
+    assert torch.allclose(targets.sum(1), torch.ones(rows))
     torch.testing.assert_close(
         targets.amin(1), torch.full((rows,), 0.1 / 3)
     )  # one class of three is in no image
@@ -260,14 +272,13 @@ def test_mixed_targets_are_distributions_and_smoothed_once(rows, folder):
 
 def test_labels_are_smoothed(folder):
     task = task_of(folder)
-    batch, model = (
-        next(iter(task.batches("train", Plan(6)))),
-        task.build(Mechanism.of("exact")).eval(),
-    )
-    logs, labels = model(batch["images"]).log_softmax(-1), batch["targets"]
-    torch.testing.assert_close(
-        task.loss(model, batch), 0.9 * F.nll_loss(logs, labels) - 0.1 * logs.mean()
-    )
+    batch = next(iter(task.batches("train", Plan(6))))
+    model = task.build(Mechanism.of("exact")).eval()
+    logs = model(batch["images"]).log_softmax(-1)
+    labels = batch["targets"]
+    actual = task.loss(model, batch)
+    expected = 0.9 * F.nll_loss(logs, labels) - 0.1 * logs.mean()
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -286,16 +297,18 @@ def test_experiments_fit_their_models(name, folder):
     task = ImageNet(
         **{key: value for key, value in given.items() if key[0] != "_"} | {"data_dir": str(folder)}
     )
-    assert task.description.size == {"vit_1024": 1024, "crt_vit_steps": 1024}.get(name, 224)
+    expected = {"vit_1024": 1024, "crt_vit_steps": 1024}.get(name, 224)
+    assert task.description.size == expected
 
 
 def test_held_out_images_choose_the_weights(folder):
-    task, whole = task_of(folder, held_out=0.25), task_of(folder)
+    task = task_of(folder, held_out=0.25)
+    whole = task_of(folder)
     assert (task.validation, task.test) == ("held_out", "val")
-    assert (
-        task.length("train") + task.length("held_out") == whole.length("train")
-        and task.length("held_out") == 6
-    )
+    actual = task.length("train") + task.length("held_out")
+    expected = whole.length("train")
+    assert actual == expected
+    assert task.length("held_out") == 6
 
 
 # ---- task=mae --------------------------------------------------------------------------------------------------------
@@ -314,12 +327,18 @@ def test_a_new_model_knows_where_its_patches_are(folder):
 def test_masks_belong_to_the_row(folder):
     """Whatever batch it is in; the same at every evaluation, others in every epoch."""
     task = mae_of(folder)
-    four, six = (torch.cat([b["noise"] for b in task.batches("val", Plan(n))]) for n in (4, 6))
-    assert torch.equal(four, six) and four.shape == (12, 16) and not torch.equal(four[0], four[1])
-    train = [
-        torch.cat([b["noise"] for b in task.batches("train", Plan(8, epoch=e))]) for e in (0, 0, 1)
-    ]
-    assert torch.equal(train[0], train[1]) and not torch.equal(train[0], train[2])
+    both = []
+    for n in (4, 6):
+        both.append(torch.cat([b["noise"] for b in task.batches("val", Plan(n))]))
+    four, six = both
+    assert torch.equal(four, six)
+    assert four.shape == (12, 16)
+    assert not torch.equal(four[0], four[1])
+    train = []
+    for e in (0, 0, 1):
+        train.append(torch.cat([b["noise"] for b in task.batches("train", Plan(8, epoch=e))]))
+    assert torch.equal(train[0], train[1])
+    assert not torch.equal(train[0], train[2])
 
 
 # ---- images and options that do not fit ------------------------------------------------------------------------------

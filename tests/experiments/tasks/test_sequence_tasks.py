@@ -1,4 +1,4 @@
-"""task=lra, task=pixels and task=recall: rows by worked cases, the classifier's laws, metrics, what does not fit."""
+"""task=lra, task=pixels and task=recall: rows by worked cases, properties of the classifier, metrics, refusals."""
 
 import numpy as np
 import pytest
@@ -87,14 +87,26 @@ def test_generated_lists_keep_the_rules():
         "arguments": 4,
     }
     found = arena.generated("listops", rules, "small", None)
-    every = [tuple(arena.SYMBOLS[i] for i in row) for split in found for row in found[split].rows]
+    every = []
+    for split in found:
+        for row in found[split].rows:
+            every.append(tuple(arena.SYMBOLS[i] for i in row))
     labels = np.concatenate([part.labels for part in found.values()])
-    assert [len(found[split]) for split in found] == [300, 50, 50] and len(set(every)) == 400
+    actual = [len(found[split]) for split in found]
+    assert actual == [300, 50, 50]
+    assert len(set(every)) == 400
     for words, label in zip(every, labels):
-        assert 6 < len(words) < 30 and 0 <= arena.listops_value(words) == label <= 9
+        assert 6 < len(words) < 30
+        assert 0 <= arena.listops_value(words) == label <= 9
         nesting = np.cumsum([(word in arena.OPERATORS) - (word == "]") for word in words])
-        assert nesting.max() <= 2 and nesting[-1] == 0  # depth 3 holds digits alone
-    assert {word for words in every for word in words} == set(arena.SYMBOLS)
+        assert nesting.max() <= 2
+        assert nesting[-1] == 0  # depth 3 holds digits alone
+    actual = set()
+    for words in every:
+        for word in words:
+            actual.add(word)
+    expected = set(arena.SYMBOLS)
+    assert actual == expected
 
 
 # ---- Pathfinder ------------------------------------------------------------------------------------------------------
@@ -102,7 +114,8 @@ def test_generated_lists_keep_the_rules():
 
 def joined(grey, gap):
     """The answer by the rules: whether steps over at most `gap` empty pixels lead from one dot to the other."""
-    left, (first, last) = np.argwhere(grey > 0).tolist(), np.argwhere(grey == DOT)
+    left = np.argwhere(grey > 0).tolist()
+    first, last = np.argwhere(grey == DOT)
     going = [first]
     while going:
         here = going.pop()
@@ -116,15 +129,18 @@ def joined(grey, gap):
     "scale, count", [("small", 20), pytest.param("full", 40, marks=pytest.mark.slow)]
 )
 def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
-    changes, size = (
-        {"train": count, "validation": 1, "test": 1},
-        arena.PRESETS["pathfinder"][scale]["size"],
-    )
+    changes = {"train": count, "validation": 1, "test": 1}
+    size = arena.PRESETS["pathfinder"][scale]["size"]
     found = arena.generated("pathfinder", changes, scale, None)["train"]
     pictures = np.stack(found.rows).reshape(count, size, size)
-    assert found.labels.sum() == count // 2 and {*np.unique(pictures)} == {0, LINE, DOT}
-    assert all((picture == DOT).sum() == 2 for picture in pictures)
-    assert [joined(picture, gap=1) for picture in pictures] == found.labels.astype(bool).tolist()
+    assert found.labels.sum() == count // 2
+    actual = {*np.unique(pictures)}
+    assert actual == {0, LINE, DOT}
+    for picture in pictures:
+        assert (picture == DOT).sum() == 2
+    actual = [joined(picture, gap=1) for picture in pictures]
+    expected = found.labels.astype(bool).tolist()
+    assert actual == expected
     assert len({picture.tobytes() for picture in pictures}) == count
 
 
@@ -145,18 +161,26 @@ def classifier(name="favorpp", together=1):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["exact", "favorpp"])
 def test_padding_is_truncation(name):
-    model, tokens = classifier(name), torch.randint(11, (2, 20))
+    model = classifier(name)
+    tokens = torch.randint(11, (2, 20))
     keep = torch.arange(20) < torch.tensor([[13], [20]])
     found = model(torch.where(keep, tokens, 11), keep)
-    torch.testing.assert_close(found[:1], model(tokens[:1, :13]))
-    torch.testing.assert_close(found[1:], model(tokens[1:]))
+    actual = found[:1]
+    expected = model(tokens[:1, :13])
+    torch.testing.assert_close(actual, expected)
+    actual = found[1:]
+    expected = model(tokens[1:])
+    torch.testing.assert_close(actual, expected)
 
 
 @torch.no_grad()
 def test_pairs_are_read_one_by_one_and_compared():
-    model, tokens = classifier(together=2), torch.randint(11, (4, 20))
+    model = classifier(together=2)
+    tokens = torch.randint(11, (4, 20))
     assert model(tokens).shape == (2, 3)
-    torch.testing.assert_close(model(tokens)[1:], model(tokens[2:]))
+    actual = model(tokens)[1:]
+    expected = model(tokens[2:])
+    torch.testing.assert_close(actual, expected)
     assert not torch.allclose(model(tokens), model(tokens[[1, 0, 3, 2]]))
 
 
@@ -164,7 +188,8 @@ def test_rows_of_a_batch_and_their_labels():
     task = task_of()
     batch = next(iter(task.batches("train", Plan(8))))
     for row, label, keep in zip(batch["tokens"], batch["labels"], batch["key_mask"]):
-        assert arena.listops_value([arena.SYMBOLS[i] for i in row[keep]]) == label
+        actual = arena.listops_value([arena.SYMBOLS[i] for i in row[keep]])
+        assert actual == label
         assert (row[~keep] == len(arena.SYMBOLS)).all()
     short = task_of(max_length=9)
     assert short.row_length == 9 == next(iter(short.batches("test", Plan(20))))["tokens"].shape[1]
@@ -175,11 +200,13 @@ def test_rows_of_a_batch_and_their_labels():
 def test_majority_is_that_of_the_training_split():
     """The accuracy of its answer on a split in which another class is the most frequent one."""
     task = task_of()
-    train, test = task.arena.splits["train"].labels, task.arena.splits["test"].labels
+    train = task.arena.splits["train"].labels
+    test = task.arena.splits["test"].labels
     often = np.bincount(train).argmax()
     test[:] = np.where(np.arange(len(test)) < 5, often, (often + 1) % 10)
     found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task, batch=7))
-    assert found["examples"] == 20 and found["majority_accuracy"] == pytest.approx(5 / 20)
+    assert found["examples"] == 20
+    assert found["majority_accuracy"] == pytest.approx(5 / 20)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -193,8 +220,10 @@ def test_reviews_and_pairs(tmp_path):
             for i in range(5):
                 (folder / f"{i}_7.txt").write_text(f"{label} {i}")
     task = task_of(dataset="text", data_dir=str(tmp_path / "imdb"), rules={})
-    assert [task.length(split) for split in ("train", "validation", "test")] == [9, 1, 10]
-    assert bytes(task.arena.splits["test"].rows[7].tolist()) == b"pos 2"
+    actual = [task.length(split) for split in ("train", "validation", "test")]
+    assert actual == [9, 1, 10]
+    actual = bytes(task.arena.splits["test"].rows[7].tolist())
+    assert actual == b"pos 2"
     (tmp_path / "imdb" / "test" / "pos" / "0_7.txt").write_text("")
     with pytest.raises(DataError, match="expected folders neg and pos"):
         task_of(dataset="text", data_dir=str(tmp_path / "imdb"), rules={})
@@ -204,11 +233,9 @@ def test_reviews_and_pairs(tmp_path):
         )
     task = task_of(dataset="retrieval", data_dir=str(tmp_path), rules={})
     batch = next(iter(task.batches("test", Plan(4))))
-    assert (
-        batch["tokens"].shape == (8, 4)
-        and batch["labels"].shape == (4,)
-        and task.length("train") == 6
-    )
+    assert batch["tokens"].shape == (8, 4)
+    assert batch["labels"].shape == (4,)
+    assert task.length("train") == 6
     assert torch.isfinite(task.loss(task.build(Mechanism.of("favorpp", m=8)), batch))
     (tmp_path / "new_aan_pairs.eval.tsv").write_text("2\ta\tb\tone\ttwo\n")
     with pytest.raises(DataError, match="eval.tsv, line 1: expected a label"):
@@ -216,9 +243,14 @@ def test_reviews_and_pairs(tmp_path):
 
 
 def test_evaluated_examples_are_the_same_in_every_run():
-    task, whole = task_of(evaluated=7), task_of()
-    assert [task.length(split) for split in ("train", "validation", "test")] == [60, 7, 7]
-    few, every = ({bytes(row) for row in each.arena.splits["test"].rows} for each in (task, whole))
+    task = task_of(evaluated=7)
+    whole = task_of()
+    actual = [task.length(split) for split in ("train", "validation", "test")]
+    assert actual == [60, 7, 7]
+    both = []
+    for each in (task, whole):
+        both.append({bytes(row) for row in each.arena.splits["test"].rows})
+    few, every = both
     assert few < every
     assert task.row_length == whole.row_length
 
@@ -243,14 +275,21 @@ def test_values_come_row_by_row_with_the_channels_of_a_pixel_together(tmp_path):
     task = pixels_of(data_dir=str(root), size=8, held_out=0.25)
     batch = next(iter(task.batches("test", Plan(8))))
     values = np.asarray(Image.open(root / "val" / "a" / "0.png"))[:, 1:9]  # the middle square
-    assert task.row_length == 192 and batch["labels"].shape == (8, 192)
-    assert batch["labels"][0].tolist() == values.reshape(-1).tolist()
-    assert batch["tokens"][0].tolist() == [256, *values.reshape(-1)[:-1]]
+    assert task.row_length == 192
+    assert batch["labels"].shape == (8, 192)
+    actual = batch["labels"][0].tolist()
+    expected = values.reshape(-1).tolist()
+    assert actual == expected
+    actual = batch["tokens"][0].tolist()
+    expected = [256, *values.reshape(-1)[:-1]]
+    assert actual == expected
     grey = pixels_of(data_dir=str(root), size=8, channels=1, held_out=0.25)
-    assert grey.row_length == 64 and grey.vocabulary["channels"] == 1
+    assert grey.row_length == 64
+    assert grey.vocabulary["channels"] == 1
     grid = np.arange(256, dtype=np.uint8).reshape(16, 16)  # smaller images are means of the pixels
     means = grid.reshape(8, 2, 8, 2).mean((1, 3))
-    assert crop_square(Image.fromarray(grid), 8, 1, "")[..., 0] == pytest.approx(means, abs=0.5)
+    actual = crop_square(Image.fromarray(grid), 8, 1, "")[..., 0]
+    assert actual == pytest.approx(means, abs=0.5)
     with pytest.raises(DataError, match="train/a/0.png has 10 x 8 pixels"):
         pixels_of(data_dir=str(root), held_out=0.25)
 
@@ -266,11 +305,13 @@ def test_bits_are_those_of_the_values():
             for batch in task.batches("test", Plan(1))
         ]
     assert found["dimensions"] == 20 * 64
-    assert found["bits_per_dim"] == pytest.approx(np.mean(bits), rel=1e-5)
+    actual = found["bits_per_dim"]
+    expected = np.mean(bits)
+    assert actual == pytest.approx(expected, rel=1e-5)
     seen = np.concatenate([task.values("test", i) for i in range(20)])
-    assert found["unigram_bits_per_dim"] == pytest.approx(
-        -np.log2(task.unigram[seen]).mean(), rel=1e-6
-    )
+    actual = found["unigram_bits_per_dim"]
+    expected = -np.log2(task.unigram[seen]).mean()
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
 def test_images_are_drawn_and_completed(tmp_path):
@@ -288,9 +329,11 @@ def test_images_are_drawn_and_completed(tmp_path):
     assert infer.main([*words, f"prompt={tmp_path / 'half.png'}", "seed=5"]) == 0
     found = np.asarray(Image.open(tmp_path / "out.png"))
     first, *drawn = (found[2:98:12, left : left + 96 : 12, 0] for left in range(2, 4 * 98, 98))
-    assert (first == values).all() and (found[2:14, 2:14] == values[0, 0]).all()
+    assert (first == values).all()
+    assert (found[2:14, 2:14] == values[0, 0]).all()
     for image in drawn:  # the upper half is the image's, the lower one is drawn
-        assert (image[:4] == values[:4]).all() and (image[4:] != values[4:]).any()
+        assert (image[:4] == values[:4]).all()
+        assert (image[4:] != values[4:]).any()
 
 
 # ---- task=recall -----------------------------------------------------------------------------------------------------
@@ -301,11 +344,15 @@ def test_what_is_asked_was_said_before(length, pairs, queries):
     for i in range(20):
         tokens, labels = recall_row("train", i, length, 8, pairs, queries)
         asked = np.flatnonzero(labels >= 0)
-        assert len(tokens) == length and len(asked) == queries and tokens.max() < 16 + NOISE
+        assert len(tokens) == length
+        assert len(asked) == queries
+        assert tokens.max() < 16 + NOISE
         said = np.flatnonzero((tokens >= 8) & (tokens < 16) & (labels < 0))
         value = {tokens[at]: tokens[at + 1] for at in said}
-        assert len(said) == len(value) == pairs and said.max() < asked.min()
-        assert all(value[tokens[at]] == labels[at] == tokens[at + 1] < 8 for at in asked)
+        assert len(said) == len(value) == pairs
+        assert said.max() < asked.min()
+        for at in asked:
+            assert value[tokens[at]] == labels[at] == tokens[at + 1] < 8
     assert not np.array_equal(
         recall_row("train", 0, length, 8, pairs, queries)[0],
         recall_row("test", 0, length, 8, pairs, queries)[0],
@@ -314,10 +361,14 @@ def test_what_is_asked_was_said_before(length, pairs, queries):
 
 def test_a_model_that_knows_nothing_is_at_chance():
     task = recall_of()
-    assert not task.description.tied and task.predictable == 8
+    assert not task.description.tied
+    assert task.predictable == 8
     found = task.evaluate(task.build(Mechanism.of("uniform")).eval(), "test", Reader(task, batch=3))
-    assert found["queries"] == 24 and found["unigram_loss"] == pytest.approx(np.log(8))
-    assert {"tokens", "labels"} == set(next(iter(task.batches("train", Plan(4)))))
+    assert found["queries"] == 24
+    assert found["unigram_loss"] == pytest.approx(np.log(8))
+    actual = {"tokens", "labels"}
+    expected = set(next(iter(task.batches("train", Plan(4)))))
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
