@@ -17,8 +17,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 def pytest_collection_finish():
-    """What the collection made stays to the end: Python need not look through it each time it collects garbage, which
-    every run does when it lets go of its memory."""
+    """Exempt the collected tests from garbage collection, which each run triggers when it frees its memory."""
     gc.collect()
     gc.freeze()
 
@@ -85,7 +84,8 @@ def typed(monkeypatch, capsys, tmp_path):
         )
         if not torch.cuda.is_available():
             monkeypatch.setattr(memory, "clear_device_cache", lambda *_, **__: None)
-        code, _ = 0, capsys.readouterr()
+        code = 0
+        _ = capsys.readouterr()
         try:
             main()
         except SystemExit as stop:

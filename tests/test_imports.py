@@ -15,11 +15,9 @@ from crt_exp.registry import CONF, read_yaml
 
 PACKAGE = ROOT / "crt_exp"
 PICTURE = (ROOT / "docs" / "contributing.md").read_text()
-BOXES = {
-    part: box
-    for box, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M)
-    for part in parts.split(", ")
-}
+BOXES = {}
+for title, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M):
+    BOXES |= dict.fromkeys(parts.split(", "), title)
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
 COMMANDS = ("crt_exp.data", "crt_exp.report", "crt_exp.infer", "crt_exp.experiments.infer")
 PLAIN = ("samplers", "features", "attention", "nearfar")
@@ -62,22 +60,24 @@ def below(start):
 
 
 def test_imports_are_the_arrows_of_the_picture():
-    found = [(name, other) for name in MODULES if name != FRONT for other in sorted(imported(name))]
+    found = []
+    for name in MODULES:
+        if name != FRONT:
+            for other in sorted(imported(name)):
+                found.append((name, other))
     odd = [
         f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
         for name, other in found
         if box(other) not in below(box(name)) | {box(name)}
     ]
     assert not odd, "\n".join(odd)
-    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found} and len(
-        {*ARROWS}
-    ) == len(ARROWS)
-    implied = [
-        (begin, end)
-        for begin, end in ARROWS
-        for other in below(begin)
-        if other != end and end in below(other)
-    ]
+    assert set(ARROWS) <= {(box(name), box(other)) for name, other in found}
+    assert len({*ARROWS}) == len(ARROWS)
+    implied = []
+    for begin, end in ARROWS:
+        for other in below(begin):
+            if other != end and end in below(other):
+                implied.append((begin, end))
     assert not implied
 
 
@@ -89,7 +89,8 @@ def test_no_circle():
 
 def needed_by(part):
     """The modules that a part of the library imports, however indirectly, with its own."""
-    needed, left = set(), [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")]
+    needed = set()
+    left = [name for name in MODULES if f"{name}.".startswith(f"{FRONT}.{part}.")]
     while left:
         name = left.pop()
         needed.add(name)
@@ -100,7 +101,8 @@ def needed_by(part):
 @pytest.mark.parametrize("part", ["mechanism", "swap", "sampled_softmax", "estimators", *PLAIN])
 def test_the_library_needs_no_experiments(part):
     needed = needed_by(part)
-    assert needed and not {name for name in needed if name.startswith(f"{FRONT}.experiments")}
+    assert needed
+    assert not {name for name in needed if name.startswith(f"{FRONT}.experiments")}
 
 
 @pytest.mark.parametrize("part", PLAIN)
@@ -176,9 +178,9 @@ def test_the_library_needs_the_light_install_alone_and_its_import_loads_nothing(
         text=True,
     )
     first, *rest = done.stdout.splitlines()
-    assert done.returncode == 0 and first == "{'crt_exp'}" and "pandas" in "".join(rest), (
-        done.stdout + done.stderr
-    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert first == "{'crt_exp'}", done.stdout + done.stderr
+    assert "pandas" in "".join(rest), done.stdout + done.stderr
     names = {
         requirement.partition(">")[0].partition("<")[0] for requirement in project()["dependencies"]
     }
@@ -191,7 +193,8 @@ def test_files_are_read_as_omegaconf_reads_them():
         CONF / "config.yaml",
         *(path for group in groups for path in sorted((CONF / group).rglob("*.yaml"))),
     ]:
-        found, expected = read_yaml(path), OmegaConf.to_container(OmegaConf.load(path))
-        if path.name == "config.yaml":  # of whose last part the library reads nothing
+        found = read_yaml(path)
+        expected = OmegaConf.to_container(OmegaConf.load(path))
+        if path.name == "config.yaml":  # the library reads no Hydra section
             del found["hydra"], expected["hydra"]
         assert found == expected, path

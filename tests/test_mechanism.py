@@ -45,15 +45,19 @@ def encoder(layers=1):
 @pytest.mark.parametrize("name", choices("attention"))
 def test_every_attention_is_read_from_what_it_writes_and_works(name):
     made = parsed(name, seed=3)
-    assert made == Mechanism.of(name, seed=3) and str(made).split()[0] == name
-    assert made.is_exact == (name == "exact") and made.draws == (made.sampler is not None) == (
-        made.m is not None
-    )
-    assert made.with_projections(8) == (Mechanism.of(name, m=8, seed=3) if made.draws else made)
+    assert made == Mechanism.of(name, seed=3)
+    assert str(made).split()[0] == name
+    assert made.is_exact == (name == "exact")
+    assert made.draws == (made.sampler is not None) == (made.m is not None)
+    actual = made.with_projections(8)
+    expected = Mechanism.of(name, m=8, seed=3) if made.draws else made
+    assert actual == (expected)
     q = torch.randn(1, 2, 5, 8)
-    assert made.layer(2, 8, layer=3, causal=False)(q, q, q).shape == q.shape
+    actual = made.layer(2, 8, layer=3, causal=False)(q, q, q).shape
+    assert actual == q.shape
     if name != "linformer":
-        assert made.layer(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape == (
+        actual = made.layer(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape
+        assert actual == (
             1,
             4,
             5,
@@ -69,7 +73,8 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
 def test_every_map_alone_is_read_from_what_it_writes(name):
     made = Mechanism.of(features=name, m=12, sampler="simplex")
     kernel_map = Mechanism.kernel_map if made.own_kernel else Mechanism.map
-    assert Mechanism.parse(str(made)) == made and kernel_map(made) == kernel_map(parsed(str(made)))
+    assert Mechanism.parse(str(made)) == made
+    assert kernel_map(made) == kernel_map(parsed(str(made)))
     if name not in choices("attention"):
         assert parsed(f"{name} m=12 sampler=simplex") == made
 
@@ -94,7 +99,9 @@ def test_every_map_alone_is_read_from_what_it_writes(name):
     ],
 )
 def test_options_are_those_of_python(text, same_as):
-    assert parsed(text) == Mechanism.of(text.split()[0], **same_as)
+    actual = parsed(text)
+    expected = Mechanism.of(text.split()[0], **same_as)
+    assert actual == expected
 
 
 def test_options_reach_the_layer_from_numpy_too():
@@ -105,11 +112,15 @@ def test_options_reach_the_layer_from_numpy_too():
     same = parsed("favorpp m=32 sampler=simplex features=geom redraw_every=7 seed=5").layer(
         2, 8, layer=1
     )
-    assert torch.equal(layer.omega, same.omega) and type(layer.phi) is type(same.phi)
+    assert torch.equal(layer.omega, same.omega)
+    assert type(layer.phi) is type(same.phi)
     assert (layer.m, layer.redraw_every, layer.seed, layer.layer) == (32, 7, 5, 1)
-    assert parsed("generalized kernel=tanh").layer(2, 8).phi.f == "tanh"
-    assert parsed("linformer rank=3").layer(2, 8).key_projection.shape == (3, 512)
-    assert parsed("hrf_angular m=4 features.n=3").map().width(4) == 4 * 4 * 6
+    actual = parsed("generalized kernel=tanh").layer(2, 8).phi.f
+    assert actual == "tanh"
+    actual = parsed("linformer rank=3").layer(2, 8).key_projection.shape
+    assert actual == (3, 512)
+    actual = parsed("hrf_angular m=4 features.n=3").map().width(4)
+    assert actual == 4 * 4 * 6
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,8 @@ def test_options_reach_the_layer_from_numpy_too():
 def test_what_the_command_line_composes_is_written_and_saved(typed, text):
     cfg = compose(typed)
     made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
-    assert str(made) == text and parsed(text) == made
+    assert str(made) == text
+    assert parsed(text) == made
     assert Mechanism.from_saved(made.to_saved(), "run") == made
 
 
@@ -154,15 +166,15 @@ HERE = __name__
 
 def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     made = parsed(f"{HERE}.Shifted m=8 features.scale=0.5 sampler={HERE}.my_noise")
-    assert made.map() == Shifted(scale=0.5) and made.sampler is my_noise
-    assert made == Mechanism.of(features=Shifted(scale=0.5), m=8, sampler=my_noise)
+    assert made.map() == Shifted(scale=0.5)
+    assert made.sampler is my_noise
+    expected = Mechanism.of(features=Shifted(scale=0.5), m=8, sampler=my_noise)
+    assert made == expected
     assert parsed("favorp m=8 features=crt_exp.features.exponential.OPRF").map() == OPRF()
     layer = parsed(f"{HERE}.Narrow block=4").layer(2, 8, causal=True)
-    assert (
-        isinstance(layer, Narrow)
-        and layer.block == 4
-        and not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
-    )
+    assert isinstance(layer, Narrow)
+    assert layer.block == 4
+    assert not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
     assert Mechanism.parse("crt_exp.attention.Exact").is_exact
     saved = Mechanism.of("favorpp", m=8).to_saved()
     for change in (
@@ -190,11 +202,15 @@ def test_custom_names_and_those_of_the_papers(tmp_path):
         ("FAVOR++", "favorpp"),
         ("favor#", "favorsharp"),
     ):
-        assert Mechanism.parse(f"{name} m=8") == Mechanism.of(file, m=8)
+        actual = Mechanism.parse(f"{name} m=8")
+        expected = Mechanism.of(file, m=8)
+        assert actual == expected
 
 
 def test_arguments_stand_beside_the_text():
-    assert Mechanism.parse("favorpp m=8", m=None) == Mechanism.of("favorpp", m=8)
+    actual = Mechanism.parse("favorpp m=8", m=None)
+    expected = Mechanism.of("favorpp", m=8)
+    assert actual == expected
     with pytest.raises(ConfigError, match="attention 'favorpp m=8': m: given twice"):
         Mechanism.parse("favorpp m=8", m=16)
     texts = ["window block=8 first=2", "favorp m=4", "nearfar open=2", "favorpp sampler=iid"]
@@ -213,7 +229,10 @@ def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
         for i in range(3)
         if hasattr(model.layers[i].self_attn, "swapped")
     }
-    assert [*found] == swapped and all(layer.m == 4 and layer.seed == 3 for layer in found.values())
+    assert [*found] == swapped
+    for layer in found.values():
+        assert layer.m == 4
+        assert layer.seed == 3
 
 
 WRONG = [
@@ -281,7 +300,8 @@ def test_a_hostile_attention_runs_nothing_and_is_one_line(tmp_path, monkeypatch)
         start = time.perf_counter()
         with pytest.raises(ConfigError, match="^run = a: ") as caught:
             Mechanism.from_saved(saved, "run = a").layer(2, 4)
-        assert not sprung.exists() and time.perf_counter() - start < 1, name
+        assert not sprung.exists(), name
+        assert time.perf_counter() - start < 1, name
         hostile.check_one_line(caught.value)
 
 
