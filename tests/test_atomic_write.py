@@ -57,7 +57,8 @@ def test_a_full_disk_is_named_and_leaves_the_older_file(name, small_files, tmp_p
     with pytest.raises(OSError, match=r"(File too large|No space left).*free space") as error:
         (FILES | {MODEL: save_a_model})[name](path)
     small_files(resource.RLIM_INFINITY)
-    assert str(path) in str(error.value) and {each.name for each in tmp_path.iterdir()} <= {name}
+    assert str(path) in str(error.value)
+    assert {each.name for each in tmp_path.iterdir()} <= {name}
     assert (
         path.read_bytes() == b"older"
         if name in FILES
@@ -76,7 +77,9 @@ def test_other_errors_leave_nothing_either(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(name, tmp_path):
-    path, beside, elsewhere = tmp_path / name, tmp_path / f"{name}.tmp", tmp_path / "elsewhere"
+    path = tmp_path / name
+    beside = tmp_path / f"{name}.tmp"
+    elsewhere = tmp_path / "elsewhere"
     FILES[name](path)
     beside.touch()
     assert path.stat().st_mode == beside.stat().st_mode  # that of the user's umask
@@ -86,9 +89,12 @@ def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(nam
     path.unlink()
     path.symlink_to("elsewhere")
     FILES[name](path)
-    assert path.is_symlink() and elsewhere.read_bytes() != b"older" and beside.read_text() == "mine"
+    assert path.is_symlink()
+    assert elsewhere.read_bytes() != b"older"
+    assert beside.read_text() == "mine"
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o600
-    assert {each.name for each in tmp_path.iterdir()} == {name, beside.name, "elsewhere"}
+    actual = {each.name for each in tmp_path.iterdir()}
+    assert actual == {name, beside.name, "elsewhere"}
 
 
 def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
@@ -103,4 +109,6 @@ def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
             OSError, match=f"{path.name} cannot be written: expected a regular file"
         ):
             write_atomic(path, "text")
-    assert kinds == [stat.S_IFMT(path.lstat().st_mode) for path in paths] and len(kinds) == 6
+    expected = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
+    assert kinds == expected
+    assert len(kinds) == 6

@@ -53,7 +53,8 @@ def folder(tmp_path, monkeypatch):
 def words_of(text):
     """The commands of a block, without comments; a backslash at the end of a line continues it."""
     lines = text.replace("\\\n", " ").splitlines()
-    return [words for words in (tuple(shlex.split(line, comments=True)) for line in lines) if words]
+    commands = [tuple(shlex.split(line, comments=True)) for line in lines]
+    return [words for words in commands if words]
 
 
 def inline_commands(page):
@@ -64,23 +65,30 @@ def inline_commands(page):
     ]
 
 
-IN_BLOCKS = {
-    words for block in BLOCKS if block.language == "bash" for words in words_of(block.text)
-}
-IN_BLOCKS |= {
-    ("python", *words[words.index("-m") :])
-    for block in BLOCKS
-    if block.language == "sbatch"
-    for words in words_of(block.text)
-    if "crt_exp" in words
-}  # behind srun and torchrun
-OF_RECIPES = {
-    words
-    for block in RECIPES
-    if block.language == "bash" and re.match("An? ", block.section)
-    for words in words_of(block.text)
-}
-COMMANDS = sorted(IN_BLOCKS | {words for page in PAGES for words in inline_commands(page)})
+def commands_of_pages():
+    """Every command of the pages: of shell blocks, behind srun and torchrun, and of the prose."""
+    commands = set()
+    for block in BLOCKS:
+        if block.language == "bash":
+            commands |= {*words_of(block.text)}
+        if block.language == "sbatch":
+            jobs = [words for words in words_of(block.text) if "crt_exp" in words]
+            commands |= {("python", *words[words.index("-m") :]) for words in jobs}
+    for page in PAGES:
+        commands |= {*inline_commands(page)}
+    return commands
+
+
+def commands_of_recipes():
+    commands = set()
+    for block in RECIPES:
+        if block.language == "bash" and re.match("An? ", block.section):
+            commands |= {*words_of(block.text)}
+    return commands
+
+
+COMMANDS = sorted(commands_of_pages())
+OF_RECIPES = commands_of_recipes()
 
 
 def is_run(words):

@@ -27,12 +27,14 @@ def test_links_and_files_that_are_named_exist():
 
 def test_site_holds_every_page_and_every_task():
     nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(nav) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+    actual = sorted(nav)
+    expected = sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
+    assert actual == expected
     page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
-    assert sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == sorted(
-        choices("task")
-    )
+    actual = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
+    expected = sorted(choices("task"))
+    assert actual == expected
 
 
 def test_api_names_exist():
@@ -48,12 +50,11 @@ def test_api_names_exist():
 
 def test_numbers_beside_a_report_are_its_own():
     """Decimals and counts of three digits in a paragraph or a row stand in one of the pages that it links."""
-    paragraphs = [
-        (page, text)
-        for page in PAGES
-        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text())
-        if "outputs/report/" in text and not text.startswith("```")
-    ]
+    paragraphs = []
+    for page in PAGES:
+        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
+            if "outputs/report/" in text and not text.startswith("```"):
+                paragraphs.append((page, text))
     assert paragraphs
     for page, text in paragraphs:
         links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
@@ -73,11 +74,10 @@ def test_citation_and_version_agree():
     import crt_exp
 
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (
-        cited["version"] == project()["version"] == crt_exp.__version__
-        and cited["license"] == project()["license"]
-    )
-    assert all({"title", "authors", "year"} <= set(paper) for paper in cited["references"])
+    assert cited["version"] == project()["version"] == crt_exp.__version__
+    assert cited["license"] == project()["license"]
+    for paper in cited["references"]:
+        assert {"title", "authors", "year"} <= set(paper)
 
 
 # ---- the tables of README.md
@@ -94,11 +94,10 @@ METHODS = {
 def tables_of(head):
     """Rows of the front page's tables whose head begins with these words: {column: cell}."""
     for text in (ROOT / "README.md").read_text().split("\n\n"):
-        rows = [
-            [cell.strip() for cell in line.strip("| ").split(" | ")]
-            for line in text.splitlines()
-            if line.startswith("| ")
-        ]
+        rows = []
+        for line in text.splitlines():
+            if line.startswith("| "):
+                rows.append([cell.strip() for cell in line.strip("| ").split(" | ")])
         if rows and rows[0][0] == head:
             yield from (dict(zip(rows[0], row)) for row in rows[2:])
 
@@ -118,9 +117,8 @@ def test_cost_of_a_swap_is_that_of_the_page():
             )
             assert row[column] == f"{mean_ci(values):.3f}", (method, column)
         name = method.split()[0]
-        assert row.get("time of a training step", "") == (
-            f"{spent[name]:.2g}" if name in spent else ""
-        )
+        actual = row.get("time of a training step", "")
+        assert actual == (f"{spent[name]:.2g}" if name in spent else "")
 
 
 def test_accuracies_of_maps_are_those_of_the_page():
@@ -129,6 +127,6 @@ def test_accuracies_of_maps_are_those_of_the_page():
     page = (ROOT / "outputs/report/crt_uci.md").read_text()
     values = [value for name, value in row.items() if name != "128 columns"]
     numbers = [float(value.split()[0]) for value in values]
-    assert numbers == sorted(numbers, reverse=True) and all(
-        f"| {value} |" in page for value in values
-    )
+    assert numbers == sorted(numbers, reverse=True)
+    for value in values:
+        assert f"| {value} |" in page

@@ -15,7 +15,8 @@ from crt_exp.swap.interface import _is_causal
 
 X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 NOISE = samplers.iid(3, 4, torch.Generator().manual_seed(1))
-LINFORMER, REFORMER = Linformer(2, 4, length=4, rank=2), Reformer(2, 4, chunk=2, buckets=4)
+LINFORMER = Linformer(2, 4, length=4, rank=2)
+REFORMER = Reformer(2, 4, chunk=2, buckets=4)
 CALLS = {
     "noise of generalized features": (
         lambda: Generalized().phi_q(X),

@@ -117,7 +117,9 @@ def test_arguments_of_a_command():
         n: Count = 1
         top: Share | None = None
 
-    assert parse_arguments(Options, ["run=1e3", "n=3", "top=1e-1"]) == Options("1e3", 3, 0.1)
+    actual = parse_arguments(Options, ["run=1e3", "n=3", "top=1e-1"])
+    expected = Options("1e3", 3, 0.1)
+    assert actual == expected
     for words, message in [
         (["n=3"], "run: missing, expected a string"),
         (["run=a", "n=x"], "n=x: expected an integer"),
@@ -171,7 +173,8 @@ def test_redraws_store_nothing(name):
     known = adapter.cache_info().currsize
     for _ in range(5):
         layer(q, k, v)
-    assert int(layer.draws) == 6 and adapter.cache_info().currsize == known
+    assert int(layer.draws) == 6
+    assert adapter.cache_info().currsize == known
 
 
 def test_annotations_that_are_used_once_are_forgotten():
@@ -201,6 +204,6 @@ def test_values_are_read_as_they_are_written():
         ["a", None, 2.5],
     ):
         name, options = split_words(join_words("name", {"key": value}))
-        assert (
-            name == "name" and options == {"key": value} and type(options["key"]) is type(value)
-        ), value
+        assert name == "name", value
+        assert options == {"key": value}, value
+        assert type(options["key"]) is type(value), value

@@ -1,5 +1,5 @@
-"""Near-far attention equals its definition by all pairs, obeys the laws of its definition, and does not depend on the
-scale of keys against queries, copies of a key or sizes beyond the keys."""
+"""Near-far attention equals its definition by all pairs, has the properties of that definition, and does not depend on
+the scale of keys against queries, copies of a key or sizes beyond the keys."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from crt_exp.nearfar.choice import Sizes, centres_of
 from crt_exp.nearfar.decoding import RecallState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-S, D = 220, 16
+S = 220
+D = 16
 SMALL = Sizes(8, 4, 12, open=16, exact_until=32)
 ENGINES = [pytest.param(True, marks=needs_library, id="C"), pytest.param(False, id="PyTorch")]
 
@@ -41,7 +42,8 @@ def engine(request, monkeypatch):
 def test_outputs_and_gradients_are_those_of_all_pairs(sizes, options, masked):
     """In both directions, and to another sequence where S is given."""
     x, y, v, keep = tensors(**options)
-    cross, keep = "S" in options, keep if masked else None
+    cross = "S" in options
+    keep = keep if masked else None
     expected = all_pairs(x, y, v, keep, cross=cross, **dict(zip(Sizes._fields[:4], sizes)))
     out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=cross)
     if masked and not cross:  # what padded queries see depends on no law
@@ -68,7 +70,10 @@ def test_a_tangent_of_one_alone(which, causal):
 def test_derivatives_under_transforms(causal):
     """By PyTorch, of what C would otherwise compute."""
     inputs = [t.detach() for t in tensors(B=1, L=26, dtype=torch.float32)[:3]]
-    call = lambda *t: near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
+
+    def call(*t):
+        return near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
+
     expected = torch.autograd.grad(call(*(t.requires_grad_() for t in inputs)), inputs)
     for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(*inputs), expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -100,18 +105,15 @@ def test_each_key_is_in_one_set(causal):
     g = torch.Generator().manual_seed(0)
     for L, block, heavy, cells in torch.randint(1, 40, (12, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
-        keep, x, sizes = (
-            keep if L % 2 else None,
-            torch.zeros_like(x),
-            Sizes(1 + block // 4, heavy // 3, cells, open=3),
-        )
+        keep = keep if L % 2 else None
+        x = torch.zeros_like(x)
+        sizes = Sizes(1 + block // 4, heavy // 3, cells, open=3)
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
         close = (
             {"rtol": 0, "atol": 1e-6} if causal else {}
         )  # logits of cells deviate by MIN_SD at least
-        torch.testing.assert_close(
-            out, uniform_attention(x, y, v, causal=causal, key_mask=keep), **close
-        )
+        expected = uniform_attention(x, y, v, causal=causal, key_mask=keep)
+        torch.testing.assert_close(out, expected, **close)
 
 
 @torch.no_grad()
@@ -125,17 +127,20 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
         torch.cat([x, torch.ones_like(x[..., :1])], -1),
         torch.cat([y, (y * s).sum(-1, keepdim=True)], -1),
     )
-    torch.testing.assert_close(
-        near_far_attention(*more, v, Sizes(3, 4, 5)), shifted, rtol=1e-4, atol=1e-5
-    )
+    actual = near_far_attention(*more, v, Sizes(3, 4, 5))
+    torch.testing.assert_close(actual, shifted, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cross", [False, True])
 def test_a_shift_of_all_keys_changes_nothing(cross):
     x, y, v, _ = tensors(L=40)
-    call = lambda y: near_far_attention(x, y, v, Sizes(3, 4, 5, True), cross=cross)
-    torch.testing.assert_close(call(y + 7 * torch.randn(4).double()), call(y))
+
+    def call(y):
+        return near_far_attention(x, y, v, Sizes(3, 4, 5, True), cross=cross)
+
+    actual = call(y + 7 * torch.randn(4).double())
+    torch.testing.assert_close(actual, call(y))
 
 
 @torch.no_grad()
@@ -159,7 +164,8 @@ def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
         )
         return float(wide / narrow)
 
-    assert gain(True) == pytest.approx(4, rel=0.1) and gain(False) == pytest.approx(2, rel=0.1)
+    assert gain(True) == pytest.approx(4, rel=0.1)
+    assert gain(False) == pytest.approx(2, rel=0.1)
 
 
 @torch.no_grad()
@@ -178,11 +184,19 @@ def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
 def test_more_of_anything_is_nearer_to_exact(more, causal):
     """On average over heads of queries and keys that are alike in places, as those of models are."""
     g = torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randn(1, 16, n, 8, generator=g)
+
+    def draw(n):
+        return torch.randn(1, 16, n, 8, generator=g)
+
     base = draw(6)[:, :, torch.arange(192) // 8 % 6]
-    x, y, v = 1.2 * (base + 0.7 * draw(192)), 1.2 * (base + 0.7 * draw(192)), base + draw(192)
+    x = 1.2 * (base + 0.7 * draw(192))
+    y = 1.2 * (base + 0.7 * draw(192))
+    v = base + draw(192)
     exact = softmax_attention(x, y, v, causal=causal)
-    error = lambda out: float((out - exact).norm())
+
+    def error(out):
+        return float((out - exact).norm())
+
     few = Sizes(8, 4, 8, open=4)
     least, many = (
         error(near_far_attention(x, y, v, sizes, causal=causal))
@@ -210,13 +224,16 @@ def test_padding_is_truncation(causal, lead, dtype):
     keep[:] = True
     keep[0, :lead], keep[1, 17:] = False, False
     bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
-    call = lambda *t, **mask: near_far_attention(
-        *t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask
-    )
+
+    def call(*t, **mask):
+        return near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
+
     out = call(*bad, key_mask=keep)
     close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     rows = slice(lead, 24), slice(0, 17)
-    alone = [call(*(t[[i], :, at] for t in (x, y, v))) for i, at in enumerate(rows)]
+    alone = []
+    for i, at in enumerate(rows):
+        alone.append(call(*(t[[i], :, at] for t in (x, y, v))))
     same(
         torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2),
         torch.cat(alone, 2),
@@ -231,7 +248,10 @@ def test_queries_behind_the_padding_of_their_rows():
     x, y, v, keep = tensors(L=24)
     keep[:] = True
     keep[0, :7], keep[1, :2] = False, False
-    call = lambda x: near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep)
+
+    def call(x):
+        return near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep)
+
     same(call(x[:, :, 15:]), call(x)[:, :, 15:], (x, y, v))
 
 
@@ -244,8 +264,12 @@ def test_no_key_gives_no_output_and_no_gradient():
             x, y, v, Sizes(4, 2, 3, True, open=2), causal=causal, key_mask=keep
         )
         grads = torch.autograd.grad(out.square().sum(), (x, y, v))
-        assert (out[0] == 0).all() and all((g[0] == 0).all() and g.isfinite().all() for g in grads)
-        assert (out[1, :, :4] == 0).all() == causal
+        assert (out[0] == 0).all()
+        for g in grads:
+            assert (g[0] == 0).all()
+            assert g.isfinite().all()
+        actual = (out[1, :, :4] == 0).all()
+        assert actual == causal
 
 
 # ---- numbers and memory
@@ -261,11 +285,10 @@ def test_large_scores(causal, dtype):
     for sizes in (Sizes(4, 4, 5, open=3), Sizes(4, 4, 5, True, open=3), Sizes(40, 0, 1, open=1)):
         out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
-        assert (
-            out.dtype == dtype
-            and out.isfinite().all()
-            and all(t.grad.isfinite().all() for t in (x, y, v))
-        )
+        assert out.dtype == dtype
+        assert out.isfinite().all()
+        for t in (x, y, v):
+            assert t.grad.isfinite().all()
     expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
     torch.testing.assert_close(
         out.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-3
@@ -275,7 +298,10 @@ def test_large_scores(causal, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     x, y, v, keep = tensors(L=40, d=8, H=4, dtype=torch.float32)
-    call = lambda *t: near_far_attention(*t, Sizes(4, 4, 5, open=3), causal=causal, key_mask=keep)
+
+    def call(*t):
+        return near_far_attention(*t, Sizes(4, 4, 5, open=3), causal=causal, key_mask=keep)
+
     whole = call(x, y, v)
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
@@ -322,7 +348,10 @@ def gradients(x, y, v, scale, call):
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_times_a_number_and_queries_over_it(engine, causal):
     """Powers of 2 change no rounding, so that nothing may change at all but for what squares lose."""
-    call = lambda *t: attend(*t, SMALL, causal)
+
+    def call(*t):
+        return attend(*t, SMALL, causal)
+
     expected = gradients(*drawn(), 1, call)
     for scale in (2.0**-10, 2.0**10):
         for ours, own in zip(gradients(*drawn(), scale, call), expected):
@@ -346,7 +375,10 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
     g = torch.Generator().manual_seed(0)
     x, y, v = drawn()
     y = torch.randn(1, 2, 20, D, generator=g)[:, :, torch.randint(20, (S,), generator=g)]
-    run = lambda n: attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], SMALL)
+
+    def run(n):
+        return attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], SMALL)
+
     whole = run(S)
     for n in (S // 2, S - 1):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
@@ -364,7 +396,8 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
     for cells, there in ((64, 64), (100, 100), (min(128, 100 * copies), 100)):
         centres = centres_of(z, z.new_zeros(z.shape[:2]), cells)
         for head in centres:
-            assert len(head[head.abs().amax(-1) < 1e6].unique(dim=0)) == there
+            actual = len(head[head.abs().amax(-1) < 1e6].unique(dim=0))
+            assert actual == there
 
 
 @needs_library
@@ -373,12 +406,12 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     x, y, v = drawn()
     many, all_keys = (SMALL._replace(**{name: n}) for n in (size, S))
-    whole, state = attend(x, y, v, many), RecallState(many, 2)
+    whole = attend(x, y, v, many)
+    state = RecallState(many, 2)
     assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
-    parts = [
-        state.step(*(t[:, :, at] for t in (x, y, v)))
-        for at in (slice(0, 200), slice(200, 201), slice(201, S))
-    ]
+    parts = []
+    for at in (slice(0, 200), slice(200, 201), slice(201, S)):
+        parts.append(state.step(*(t[:, :, at] for t in (x, y, v))))
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
 
 

@@ -67,7 +67,8 @@ def test_a_mask_of_one_sequence_serves_the_batch():
     past = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
     pads = (torch.arange(L) < 6).expand(1, 1, 1, L)
     for make, mask in ((llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)):
-        model, ids = make(), tokens()
+        model = make()
+        ids = tokens()
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
         exact = swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state
         torch.testing.assert_close(exact, before, **CLOSE)
@@ -92,19 +93,17 @@ def test_causal_masks_are_kept_as_keys_alone():
         mask_function=masking_utils.bidirectional_mask_function,
         attention_mask=None,
     )
-    assert (
-        causal.shape == (B, 10**6)
-        and both.shape == (B, 1, 10**6, 10**6)
-        and both.untyped_storage().nbytes() == 1
-    )
+    assert causal.shape == (B, 10**6)
+    expected = (B, 1, 10**6, 10**6)
+    assert both.shape == expected
+    assert both.untyped_storage().nbytes() == 1
 
 
 @torch.no_grad()
 def test_other_patterns_are_refused_when_they_come():
-    model, (i, j) = (
-        swap_attention(llama(), "favorp", m=8),
-        (torch.arange(L)[:, None], torch.arange(L)),
-    )
+    model = swap_attention(llama(), "favorp", m=8)
+    i = torch.arange(L)[:, None]
+    j = torch.arange(L)
     for pattern in ((j <= i) & ((i < 4) == (j < 4)), (j < 3) | (j <= i), (j <= i) & (j > i - 3)):
         with pytest.raises(
             ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"
@@ -140,20 +139,23 @@ def test_the_refusal_names_the_layers_that_can_be_swapped():
 @torch.no_grad()
 def test_layers_with_a_window_stay_and_decode_beside_the_others():
     """The default of Gemma 3, whose cache holds a window for some layers: in parallel, in pieces, token by token."""
-    kinds, ids = ["sliding_attention", "full_attention"] * 2, tokens(length=20)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    ids = tokens(length=20)
     model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
     for name, options in (("exact", {}), ("favorp", {"m": 8})):
         swap_attention(model, name, layers="supported", **options)
-        assert describe_attention(model)["mechanism"].tolist() == ["unchanged", name] * 2
-        whole, past = model(input_ids=ids, use_cache=False).logits, None
+        actual = describe_attention(model)["mechanism"].tolist()
+        expected = ["unchanged", name] * 2
+        assert actual == expected
+        whole = model(input_ids=ids, use_cache=False).logits
+        past = None
         for start, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
             out = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
             past = out.past_key_values
             torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-6, atol=1e-6)
         if name == "exact":
-            torch.testing.assert_close(
-                whole, unswap_attention(model)(input_ids=ids, use_cache=False).logits, **CLOSE
-            )
+            expected = unswap_attention(model)(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(whole, expected, **CLOSE)
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
@@ -171,7 +173,8 @@ def test_what_changes_the_logits_is_refused_before_anything_changes():
         ValueError, match="this attention .*position bias.*which linear attention does not support"
     ):
         swap_attention(model, "favorp", m=8)
-    assert list(model.state_dict()) == keys and model.config._attn_implementation != "crt_exp"
+    assert list(model.state_dict()) == keys
+    assert model.config._attn_implementation != "crt_exp"
 
 
 # ---- torch.nn.MultiheadAttention
@@ -184,15 +187,18 @@ def test_what_changes_the_logits_is_refused_before_anything_changes():
 def test_multihead_attention_equals_torch(options):
     module = attention(**options)
     swap = swap_attention(copy.deepcopy(module), "exact")
-    time_first, kdim, vdim = (
-        not options.get("batch_first"),
-        options.get("kdim", 16),
-        options.get("vdim", 16),
-    )
-    q, k, v = torch.randn(B, 5, 16), torch.randn(B, 7, kdim), torch.randn(B, 7, vdim)
+    time_first = not options.get("batch_first")
+    kdim = options.get("kdim", 16)
+    vdim = options.get("vdim", 16)
+    q = torch.randn(B, 5, 16)
+    k = torch.randn(B, 7, kdim)
+    v = torch.randn(B, 7, vdim)
     padding = torch.zeros(B, 7, dtype=torch.bool)
     padding[0, 5:] = True
-    turn = lambda t: t.transpose(0, 1) if time_first else t
+
+    def turn(t):
+        return t.transpose(0, 1) if time_first else t
+
     for given in (
         {},
         {"key_padding_mask": padding},
@@ -211,7 +217,8 @@ def test_multihead_attention_equals_torch(options):
 @torch.no_grad()
 def test_causal_masks_of_torch():
     module = attention(batch_first=True)
-    swap, x = swap_attention(copy.deepcopy(module), "exact"), torch.randn(B, 6, 16)
+    swap = swap_attention(copy.deepcopy(module), "exact")
+    x = torch.randn(B, 6, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(6)
     padding = torch.arange(6) >= torch.tensor([[6], [3]])
     for given in (
@@ -222,7 +229,9 @@ def test_causal_masks_of_torch():
         {"attn_mask": torch.zeros(6, 6)},
         {"attn_mask": mask == -torch.inf, "key_padding_mask": padding},
     ):
-        torch.testing.assert_close(swap(x, x, x, **given)[0], module(x, x, x, **given)[0], **LOOSE)
+        actual = swap(x, x, x, **given)[0]
+        expected = module(x, x, x, **given)[0]
+        torch.testing.assert_close(actual, expected, **LOOSE)
     short = mask[:2]  # two queries, the first of six tokens
     for each in (True, False):
         torch.testing.assert_close(
@@ -247,7 +256,8 @@ def test_masks_of_torch_without_a_batch():
     keys = torch.zeros(L, 7, dtype=torch.bool)
     keys[:, 5:] = True  # the memory's padding, the same for all
     layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=True).double().eval()
-    decoder, given = nn.TransformerDecoder(layer, 2), (numbers(B, L, 16), numbers(B, 7, 16, seed=1))
+    decoder = nn.TransformerDecoder(layer, 2)
+    given = (numbers(B, L, 16), numbers(B, 7, 16, seed=1))
     before = decoder(*given, tgt_mask=past, memory_mask=keys)
     after = swap_attention(decoder, "exact")(*given, tgt_mask=past, memory_mask=keys)
     torch.testing.assert_close(after, before, **CLOSE)
@@ -256,10 +266,12 @@ def test_masks_of_torch_without_a_batch():
 @torch.no_grad()
 def test_encoder_in_eval_mode_is_swapped_and_restored():
     """Its fused path, which knows no swapped attention, is off until attention is its own again."""
-    model, ids = swap_models.made(Encoder), tokens()
+    model = swap_models.made(Encoder)
+    ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    before, nested = run(model, input_ids=ids, attention_mask=mask), model.inner.use_nested_tensor
+    before = run(model, input_ids=ids, attention_mask=mask)
+    nested = model.inner.use_nested_tensor
     swap_attention(model, "identity")
     assert not torch.allclose(run(model, input_ids=ids, attention_mask=mask), before)
     model.inner.layers[
@@ -268,5 +280,6 @@ def test_encoder_in_eval_mode_is_swapped_and_restored():
     with pytest.raises(TypeError):
         run(model, input_ids=ids)
     unswap_attention(model)
-    assert torch.equal(run(model, input_ids=ids, attention_mask=mask), before)
+    actual = run(model, input_ids=ids, attention_mask=mask)
+    assert torch.equal(actual, before)
     assert model.inner.use_nested_tensor == nested

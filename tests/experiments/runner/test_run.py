@@ -33,10 +33,10 @@ SHORT = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]"]
 
 
 def records(directory):
-    return [
-        {key: value for key, value in record.items() if key != "time_s"}
-        for record in read_records(directory / "metrics.jsonl")
-    ]
+    entries = []
+    for record in read_records(directory / "metrics.jsonl"):
+        entries.append({key: value for key, value in record.items() if key != "time_s"})
+    return entries
 
 
 def test_a_run_whose_classes_have_moved_is_continued(typed, tmp_path):
@@ -48,7 +48,8 @@ def test_a_run_whose_classes_have_moved_is_continued(typed, tmp_path):
     config.write_text(text.replace("crt_exp.experiments.", "crt_exp."))
     before = records(tmp_path / "run")
     code, _, err = typed(*args, "resume=auto")
-    assert code == 0 and records(tmp_path / "run") == before, err
+    assert code == 0, err
+    assert records(tmp_path / "run") == before, err
 
 
 def test_same_seed_same_numbers_and_resume(typed, tmp_path):
@@ -61,18 +62,22 @@ def test_same_seed_same_numbers_and_resume(typed, tmp_path):
         "task.sigmas=[0.2,0.5]",
     ]
     code, out, err = typed(*args, f"hydra.run.dir={tmp_path}/a")
-    assert (
-        code == 0 and "wine: accuracy 0." in out and "approximate sampler" not in out and err == ""
-    )
+    assert code == 0
+    assert "wine: accuracy 0." in out
+    assert "approximate sampler" not in out
+    assert err == ""
     whole = records(tmp_path / "a")
-    assert [r["split"] for r in whole] == ["split"] * 3 + ["test"] and whole[-1]["final"] is True
-    assert whole[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in whole[:3]) / 3)
+    actual = [r["split"] for r in whole]
+    expected = ["split"] * 3 + ["test"]
+    assert actual == expected
+    assert whole[-1]["final"] is True
+    actual = whole[-1]["accuracy"]
+    expected = sum(r["accuracy"] for r in whole[:3]) / 3
+    assert actual == pytest.approx(expected)
     versions = json.loads((tmp_path / "a" / "versions.json").read_text())
-    assert (
-        versions["seed"] == 3
-        and versions["packages"]["torch"]
-        and "seed=3" in versions["overrides"]
-    )
+    assert versions["seed"] == 3
+    assert versions["packages"]["torch"]
+    assert "seed=3" in versions["overrides"]
     assert re.fullmatch(
         r"[0-9a-f]{40}(\+changes)?", versions["commit"] or 40 * "0"
     )  # None outside a checkout
@@ -88,30 +93,32 @@ def test_same_seed_same_numbers_and_resume(typed, tmp_path):
 
 def test_bias_of_approximate_samplers_is_printed(typed, tmp_path):
     code, out, _ = typed("sampler=hadamard", *SHORT, f"hydra.run.dir={tmp_path}/a")
-    assert code == 0 and "approximate sampler: estimate / exact kernel" in out
+    assert code == 0
+    assert "approximate sampler: estimate / exact kernel" in out
     assert 0.5 < records(tmp_path / "a")[-1]["sampler_bias"] < 1.5
 
 
 def test_names_of_the_papers_stand_for_their_files(typed):
     preset = typed("attention=favor++", "features=geom", "--cfg", "job")[1]
-    assert "GeomRF" in preset and "samplers.orthogonal" in preset
+    assert "GeomRF" in preset
+    assert "samplers.orthogonal" in preset
     assert preset == typed("attention=favorpp", "features=geom", "--cfg", "job")[1]
 
 
 def test_help_is_of_what_stands_beside_it(typed):
     out = typed("task=mlm", "task.block=64", "attention=favorp", "--help")[1]
     groups = out.partition("Groups")[2].partition("Keys")[0]
-    assert "features: angular" in groups and "report" not in groups and "base" not in groups
+    assert "features: angular" in groups
+    assert "report" not in groups
+    assert "base" not in groups
     assert (
         "\ntask.block=64                           tokens of a block, [CLS] and [SEP] among them\n"
         in out
     )
     assert "\ntask.hub.*                              a set of the Hugging Face hub" in out
-    assert (
-        "\nattention.learn=none " in out
-        and "_target_" not in out
-        and max(map(len, out.splitlines())) <= 120
-    )
+    assert "\nattention.learn=none " in out
+    assert "_target_" not in out
+    assert max(map(len, out.splitlines())) <= 120
 
 
 BAD = [
@@ -146,15 +153,19 @@ def test_mistakes_are_refused_and_leave_nothing(args, message, typed, tmp_path, 
     """One clear message of a few lines, a non-zero exit, no traceback, nothing half-written."""
     monkeypatch.delenv("CRT_DATA", raising=False)
     code, _, err = typed(*args.split(), "logger=none")
-    assert code == 2 and message in err
-    assert "Traceback" not in err and len(err.splitlines()) <= 5
-    assert not list(tmp_path.rglob("*.*")) and not list(tmp_path.rglob("uci/*"))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) <= 5
+    assert not list(tmp_path.rglob("*.*"))
+    assert not list(tmp_path.rglob("uci/*"))
 
 
 def test_a_sweep_inside_torchrun_is_refused(typed, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     code, _, err = typed("-m", "seed=0,1")
-    assert code == 2 and "not supported inside torchrun" in err
+    assert code == 2
+    assert "not supported inside torchrun" in err
 
 
 # ---- the run directory -----------------------------------------------------------------------------------------------
@@ -182,10 +193,11 @@ def test_broken_files_are_named_and_stay_and_nothing_in_them_is_built(typed, tmp
     for name, content, message in broken:
         (tmp_path / "a" / name).write_bytes(content)
         code, _, err = typed(*args, "resume=auto")
-        assert code == 2 and f"{message}" in err and len(err.splitlines()) == 1, err
-        assert (tmp_path / "a" / name).read_bytes() == content and not (
-            tmp_path / "sprung"
-        ).exists()
+        assert code == 2, err
+        assert f"{message}" in err, err
+        assert len(err.splitlines()) == 1, err
+        assert (tmp_path / "a" / name).read_bytes() == content
+        assert not (tmp_path / "sprung").exists()
         (tmp_path / "a" / name).write_bytes(whole[name])
 
 
@@ -218,9 +230,12 @@ def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     args = [*SHORT, f"hydra.run.dir={run}"]
     with FileLock(run / LOCK):
         code, _, err = typed(*args)
-        assert code == 2 and f"{run}: in use by another run" in err and len(err.splitlines()) == 1
+        assert code == 2
+        assert f"{run}: in use by another run" in err
+        assert len(err.splitlines()) == 1
     (run / LOCK).touch()
-    assert typed(*args)[0] == 0 and not (run / LOCK).exists()
+    assert typed(*args)[0] == 0
+    assert not (run / LOCK).exists()
     assert typed(*args)[0] == 2  # not empty; a run that fails lets go of it, too
     assert typed(*args, "resume=auto")[0] == 0
 
@@ -303,16 +318,20 @@ def home(tmp_path, monkeypatch):
 def test_a_tilde_in_a_folder_of_hydra_is_refused(key, place, typed, home):
     sweep = ["-m", "seed=0,1"] if "sweep" in key else []
     code, _, err = typed(*sweep, *SHORT, f'{key}="{place}"')
-    assert code == 2 and err.count("\n") == 1
+    assert code == 2
+    assert err.count("\n") == 1
     assert f"{key}={place}: ~ is not expanded here; write $HOME" in err
     code, _, err = typed(*sweep, *SHORT, f"{key}={place}")
-    assert code == 2 and err.count("\n") == 1 and "write $HOME for ~" in err
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "write $HOME for ~" in err
 
 
 def test_a_tilde_in_the_folder_of_own_names_is_refused(typed, home):
     (home / "conf").mkdir()
     code, _, err = typed("--config-dir=~/conf", *SHORT)
-    assert code == 2 and "--config-dir=~/conf: ~ is not expanded here; write $HOME" in err
+    assert code == 2
+    assert "--config-dir=~/conf: ~ is not expanded here; write $HOME" in err
 
 
 def test_a_tilde_in_a_path_of_a_task_is_the_home_folder(typed, home):
@@ -320,7 +339,9 @@ def test_a_tilde_in_a_path_of_a_task_is_the_home_folder(typed, home):
     args = [*SHORT, "task.target=y", "hydra.run.dir=run"]
     assert typed(*args, 'task.csv="~/t.csv"')[0] == 0
     code, _, err = typed(*args, 'task.csv="~nosuch/t.csv"', "resume=auto")
-    assert code == 2 and err.count("\n") == 1 and "~NAME of a path names no user" in err
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "~NAME of a path names no user" in err
 
 
 def test_a_tilde_in_a_folder_that_is_written(home, capsys):
@@ -439,7 +460,8 @@ def test_a_folder_named_like_a_data_set_blocks_no_resume(typed, tmp_path, monkey
     Path("wine").mkdir()
     args = [*SHORT, "task.dataset=wine", f"hydra.run.dir={tmp_path / 'run'}"]
     assert typed(*args)[0] == 0
-    assert json.loads((tmp_path / "run" / "inputs.json").read_text()) == {}
+    actual = json.loads((tmp_path / "run" / "inputs.json").read_text())
+    assert actual == {}
     Path("wine", "notes.txt").write_text("notes")
     assert typed(*args, "resume=auto")[0] == 0
 
@@ -457,11 +479,14 @@ def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(typed, tmp_path)
     ]
     assert typed(*args)[0] == 0
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    content, changed = table.read_bytes(), table.stat().st_mtime_ns
+    content = table.read_bytes()
+    changed = table.stat().st_mtime_ns
     table.write_bytes(content[:-1] + b" \n")
     code, _, err = typed(*args, "resume=auto")
-    assert code == 2 and err.count("\n") == 1, err
-    assert "files changed since" in err and "inputs.json if only their times differ" in err
+    assert code == 2, err
+    assert err.count("\n") == 1, err
+    assert "files changed since" in err
+    assert "inputs.json if only their times differ" in err
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     table.write_bytes(content)
     os.utime(table, ns=(changed, changed))
@@ -472,20 +497,21 @@ def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
     write_librispeech(tmp_path, texts=("A", "B"))
     files = sorted(tmp_path.rglob("*.flac"))
     (tmp_path / "t.csv").write_text("audio,text\n" + "".join(f"{file},x\n" for file in files))
-    advise, speech = Advise.__new__(Advise), LibriSpeech.__new__(LibriSpeech)
+    advise = Advise.__new__(Advise)
+    speech = LibriSpeech.__new__(LibriSpeech)
     advise.audio = str(tmp_path / "t.csv")
     spoken = [Utterance("a", "A", (AudioPart(str(file), 1.0),)) for file in files]
     speech.splits = {"train": SpokenSplit(spoken, [], np.zeros(2))}
     assert advise.inputs() == list(speech.inputs()) == files
     (tmp_path / "uci").mkdir()
-    lines = [
-        f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)) for i in range(178)
-    ]
+    lines = []
+    for i in range(178):
+        lines.append(f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)))
     (tmp_path / "uci" / "wine.data").write_text("\n".join(lines))
     options = ("wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, [0.5])
-    assert UCI(*options, data_dir=str(tmp_path / "uci")).inputs() == [
-        tmp_path / "uci" / "wine.data"
-    ]
+    actual = UCI(*options, data_dir=str(tmp_path / "uci")).inputs()
+    expected = [tmp_path / "uci" / "wine.data"]
+    assert actual == expected
     assert UCI(*options).inputs() == [None]
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     for task in (ImageNet.__new__(ImageNet), Pixels.__new__(Pixels)):
@@ -509,7 +535,8 @@ def test_curves_are_those_of_the_records(tmp_path, monkeypatch):
         record(6, "validation", accuracy=0.7),
         record(6, "test", accuracy=0.6, final=True),
     ]
-    figures, save = [], crt_exp.experiments.drawing.save_figure
+    figures = []
+    save = crt_exp.experiments.drawing.save_figure
     monkeypatch.setattr(
         crt_exp.experiments.drawing,
         "save_figure",
@@ -517,7 +544,8 @@ def test_curves_are_those_of_the_records(tmp_path, monkeypatch):
     )
     draw_curves(lines, "accuracy", tmp_path)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.lines[0].get_xydata().tolist() for axes in figures[0].axes] == [
+    actual = [axes.lines[0].get_xydata().tolist() for axes in figures[0].axes]
+    assert actual == [
         [[1, 2], [3, 1]],
         [[3, 0.5], [6, 0.7]],
     ]
@@ -550,7 +578,8 @@ def test_wandb_gets_names_the_axis_and_the_group_of_a_sweep(typed, tmp_path):
         f"hydra.sweep.dir={tmp_path}/some-sweep",
     ]
     code, _, err = typed(*args)
-    assert code == 0 and "`wandb sync " in err, err
+    assert code == 0, err
+    assert "`wandb sync " in err, err
     noted = noted_by_wandb(tmp_path)
     for name in (b"some-team", b"some-name", b"some-job", b"tag-one", b"tag-two", b"test/accuracy"):
         assert name in noted
@@ -558,21 +587,18 @@ def test_wandb_gets_names_the_axis_and_the_group_of_a_sweep(typed, tmp_path):
     assert RunRecord(run_group="some-sweep").SerializeToString() in noted
     run = tmp_path / "some-sweep" / "0"
     own = (run / "wandb_id").read_text()
-    assert (
-        typed(*args, "resume=auto")[0] == 0 and (run / "wandb_id").read_text() == own
-    )  # a run keeps its id
-    assert {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")} == {
-        own.strip()
-    }
+    assert typed(*args, "resume=auto")[0] == 0
+    assert (run / "wandb_id").read_text() == own  # a run keeps its id
+    actual = {path.name.rpartition("-")[2] for path in run.glob("wandb/offline-run-*")}
+    expected = {own.strip()}
+    assert actual == expected
 
 
 def test_a_name_that_wandb_refuses_is_an_error(typed, tmp_path):
     code, _, err = typed(
         "logger=wandb", "logger.project=a/b", "task.repeats=1", f"hydra.run.dir={tmp_path}/a"
     )
-    assert (
-        code == 2
-        and "logger=wandb: Invalid project name 'a/b'" in err
-        and len(err.splitlines()) == 1
-    )
+    assert code == 2
+    assert "logger=wandb: Invalid project name 'a/b'" in err
+    assert len(err.splitlines()) == 1
     assert not (tmp_path / "a").exists()
