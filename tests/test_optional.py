@@ -73,7 +73,8 @@ def test_a_broken_torchaudio_leaves_other_tasks_alone(words, tmp_path):
 def test_a_task_names_the_broken_package_it_needs(name, task, tmp_path):
     write_broken(tmp_path, name)
     done = python(tmp_path, "-m", "crt_exp", f"task={task}", "logger=none")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     for part in (f"{name} ", "does not load with torch", "other_torch", "pip install"):
         assert part in done.stderr
 

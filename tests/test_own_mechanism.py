@@ -56,7 +56,8 @@ def test_python_takes_the_class(folder, capsys):
     (code,) = section("Use it everywhere", "python")
     exec(code, {"__name__": "__main__"})
     out = capsys.readouterr().out
-    assert "mine.attention.TopK k=4" in out and "'mine.attention.TopK', 'ShiftedRF'" in out
+    assert "mine.attention.TopK k=4" in out
+    assert "'mine.attention.TopK', 'ShiftedRF'" in out
     from mine.attention import TopK
     from mine.maps import ShiftedRF
 
@@ -65,16 +66,19 @@ def test_python_takes_the_class(folder, capsys):
         == Mechanism.parse("mine.attention.TopK k=4")
         == Mechanism.parse(TopK, k=4)
     )
-    assert swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k == 3
+    actual = swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k
+    assert actual == 3
     made = Mechanism.of(ShiftedRF, m=8, **{"features.share": 0.5})
     assert (
         made
         == Mechanism.of(ShiftedRF(share=0.5), m=8)
         == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
     )
-    assert Mechanism.of("favorp", features=ShiftedRF, m=8).map() == ShiftedRF()
+    actual = Mechanism.of("favorp", features=ShiftedRF, m=8).map()
+    assert actual == ShiftedRF()
     with own_names(["conf"]):
-        assert Mechanism.of("topk", k=3).layer(2, 4).k == 3
+        actual = Mechanism.of("topk", k=3).layer(2, 4).k
+        assert actual == 3
     layer = Mechanism.of("favorp", features=ClippedRF(), m=64).layer(
         heads=2, d=8, causal=True
     )  # no variance
@@ -99,7 +103,9 @@ def test_a_bad_value_names_the_option(folder, typed):
         "logger=none",
         "task.attentions=['topk k=0']",
     )
-    assert code == 2 and "attention.k=0: expected an integer >= 1" in err and "Traceback" not in err
+    assert code == 2
+    assert "attention.k=0: expected an integer >= 1" in err
+    assert "Traceback" not in err
 
 
 # ---- constructors
@@ -144,12 +150,11 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
         2,
     )
     made = Mechanism.of(Handing, k=np.int64(3))
-    assert (
-        str(made).endswith("Handing k=3")
-        and json.dumps(made.to_saved())
-        and Mechanism.parse(str(made)) == made
-    )
-    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing" and made.layer(2, 4).k == 3
+    assert str(made).endswith("Handing k=3")
+    assert json.dumps(made.to_saved())
+    assert Mechanism.parse(str(made)) == made
+    assert str(Mechanism.of(Handing)) == f"{__name__}.Handing"
+    assert made.layer(2, 4).k == 3
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,8 @@ def test_other_constructors_are_refused_in_a_line(make, words):
 
 def test_a_name_is_no_path():
     for name in ("../sampler/iid", "base/random_features", "/etc/passwd", "f" * 5000):
-        assert not is_known("attention", name) and not is_known("features", name)
+        assert not is_known("attention", name)
+        assert not is_known("features", name)
         with pytest.raises(ConfigError, match="unknown attention|cannot be imported"):
             Mechanism.of(name)
 
@@ -205,7 +211,8 @@ def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folde
         ("nowhere", "nowhere: expected a folder"),
     ):
         code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
-        assert code == 2 and words in err, err
+        assert code == 2, err
+        assert words in err, err
 
 
 def test_an_option_that_its_file_leaves_to_the_user(folder):
@@ -213,6 +220,7 @@ def test_an_option_that_its_file_leaves_to_the_user(folder):
         f"_target_: {__name__}.Wanting\n_partial_: true\nk: ???\n"
     )
     with own_names(["conf"]):
-        assert Mechanism.of("wanting", k=2).options["k"] == 2
+        actual = Mechanism.of("wanting", k=2).options["k"]
+        assert actual == 2
         with pytest.raises(ConfigError, match="attention.k=.*: expected an integer"):
             Mechanism.of("wanting")

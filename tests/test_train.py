@@ -50,16 +50,15 @@ def test_main_is_that_of_the_package_by_every_door(tmp_path):
     (tmp_path / "link.py").symlink_to(package / "train.py")
     expected = enter("-m", "crt_exp", "a=b", path=package.parent, cwd=tmp_path)
     found = json.loads(expected.stdout)
-    assert (
-        found["found"]
-        and found["main"] == "crt_exp.__main__"
-        and found["child"] == str(package / "__init__.py")
-    )
+    assert found["found"]
+    assert found["main"] == "crt_exp.__main__"
+    assert found["child"] == str(package / "__init__.py")
     for out in (
         enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
         enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path),
     ):
-        assert out.returncode == 0 and json.loads(out.stdout) == found, out.stderr
+        assert out.returncode == 0, out.stderr
+        assert json.loads(out.stdout) == found, out.stderr
 
 
 def test_missing_libraries_are_named_by_the_file(tmp_path):
@@ -67,10 +66,9 @@ def test_missing_libraries_are_named_by_the_file(tmp_path):
         "raise ModuleNotFoundError('No module named hydra', name='hydra')"
     )
     out = enter(FILE, *SHORT, path=tmp_path)
+    assert out.returncode == 2
     assert (
-        out.returncode == 2
-        and out.stderr
-        == "crt_exp: error: the command line needs hydra: pip install 'crt_exp[run]'\n"
+        out.stderr == "crt_exp: error: the command line needs hydra: pip install 'crt_exp[run]'\n"
     )
 
 
@@ -82,16 +80,21 @@ def test_the_console_script_finds_code_in_the_working_directory(tmp_path, monkey
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["crt_exp", "--version"])
     door.main()
-    assert sys.path[-1] == str(tmp_path) and capsys.readouterr().out.startswith("crt_exp ")
+    assert sys.path[-1] == str(tmp_path)
+    assert capsys.readouterr().out.startswith("crt_exp ")
 
 
 @pytest.mark.slow
 def test_a_run_by_the_file_is_that_of_the_module(tmp_path, typed):
     out = enter(FILE, *SHORT, f"hydra.run.dir={tmp_path}/a")
-    assert out.returncode == 0 and "wine: accuracy 0." in out.stdout and out.stderr == ""
+    assert out.returncode == 0
+    assert "wine: accuracy 0." in out.stdout
+    assert out.stderr == ""
     assert typed(*SHORT, f"hydra.run.dir={tmp_path}/b")[0] == 0
     found = [
         json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         for name in "ab"
     ]
-    assert found[0] | {"time_s": 0} == found[1] | {"time_s": 0}
+    actual = found[0] | {"time_s": 0}
+    expected = found[1] | {"time_s": 0}
+    assert actual == expected

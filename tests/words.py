@@ -39,7 +39,8 @@ def prose(text):
 
 def hits():
     for path in DOCS:
-        text, name = path.read_text(), path.relative_to(ROOT)
+        text = path.read_text()
+        name = path.relative_to(ROOT)
         for number, (line, whole) in enumerate(zip(prose(text).splitlines(), text.splitlines()), 1):
             if not EXCEPTIONS.search(whole):
                 yield from (f"{name}:{number}: {word}" for word in WORDS.findall(line))

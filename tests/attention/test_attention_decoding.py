@@ -34,7 +34,10 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
         state = DecodingState(phi, case.noise, case.params)
         assert_same([steps(state, case, cuts, masked=True)], [whole.detach()])
     width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
-    assert state.length == 11 and state.sums.numerator.numel() == 2 * 4 * width * 3
+    assert state.length == 11
+    actual = state.sums.numerator.numel()
+    expected = 2 * 4 * width * 3
+    assert actual == expected
 
 
 # float32: in C, where it is
@@ -82,7 +85,8 @@ def test_a_copy_of_a_state_is_a_point_to_come_back_to():
     steps(state, case, (0, 1))
     before = state.copy()
     expected = steps(state, case, (1, 2))
-    assert torch.equal(steps(before, case, (1, 2)), expected) and before.length == state.length == 2
+    assert torch.equal(steps(before, case, (1, 2)), expected)
+    assert before.length == state.length == 2
 
 
 def test_decoding_under_autocast_keeps_its_precision():
@@ -116,9 +120,10 @@ def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
 
 def test_state_follows_a_beam():
     case = Case(TrigRF())
-    step = lambda state, rows, t: state.step(
-        *(u[rows, :, t : t + 1] for u in (case.x, case.y, case.v))
-    )
+
+    def step(state, rows, t):
+        return state.step(*(u[rows, :, t : t + 1] for u in (case.x, case.y, case.v)))
+
     state = DecodingState(TrigRF(), case.noise)
     step(state, [0, 1], 0)
     state.select(torch.tensor([1, 1, 0]))
@@ -151,7 +156,8 @@ def states(name):
 def test_a_compiled_token_is_the_eager_step(name):
     """In one graph, which asks for no value."""
     ours, expected = states(name)
-    compiled, kept = torch.compile(ours.token, fullgraph=True, backend="aot_eager"), ours.kept
+    compiled = torch.compile(ours.token, fullgraph=True, backend="aot_eager")
+    kept = ours.kept
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(11):

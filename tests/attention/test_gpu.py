@@ -12,7 +12,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-B, H, L, D, M = 2, 4, 300, 64, 128
+B = 2
+H = 4
+L = 300
+D = 64
+M = 128
 
 
 def inputs(dtype, scale=0.28):
@@ -69,7 +73,8 @@ def test_near_far_attention_is_that_of_the_cpu(causal):
     for ours, theirs in zip((out, *(t.grad for t in tensors)), (expected, *(t.grad for t in cpu))):
         torch.testing.assert_close(ours.cpu(), theirs)
     low = layer(*(t.detach().bfloat16() for t in tensors))
-    assert low.dtype == torch.bfloat16 and (low.double() - out).norm() < 0.1 * out.norm()
+    assert low.dtype == torch.bfloat16
+    assert (low.double() - out).norm() < 0.1 * out.norm()
 
 
 @pytest.mark.parametrize("causal", [False, True])

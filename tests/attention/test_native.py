@@ -115,11 +115,9 @@ def assert_near_far_is_near():
 
 def assert_recall_is_its_twin(monkeypatch):
     x, y, v, grad = torch.randn(4, 1, 2, 600, 20, generator=torch.Generator().manual_seed(0))
-    inputs, sizes, found = (
-        [t.requires_grad_() for t in (x, y, v)],
-        Sizes(8, 3, 6, open=12, exact_until=60),
-        [],
-    )
+    inputs = [t.requires_grad_() for t in (x, y, v)]
+    sizes = Sizes(8, 3, 6, open=12, exact_until=60)
+    found = []
     for in_c in (True, False):
         if not in_c:
             monkeypatch.setattr(near_far, "applies", lambda *tensors: False)
@@ -147,7 +145,8 @@ def test_repeats_exactly(causal, threads):
     first = case.run(causal=causal)
     for n in (1, 2, 3, 8):
         threads(n)
-        assert all(torch.equal(a, b) for a, b in zip(case.run(causal=causal), first))
+        for a, b in zip(case.run(causal=causal), first):
+            assert torch.equal(a, b)
 
 
 @needs_library
@@ -259,7 +258,8 @@ def kept():
     It is not loaded: a process that has one by this name would not look at the file again."""
     file = native.compiled()
     content = file.read_bytes()
-    assert b"answer" in content and len(content) > 10_000
+    assert b"answer" in content
+    assert len(content) > 10_000
     return file
 
 
@@ -273,20 +273,23 @@ def test_without_a_compiler(compiler, reason, cache, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert_near(case.run(), case.run(torch.float64))
         case.run()
-    assert (
-        len(caplog.records) == 1 and reason in caplog.text and "Install a C compiler" in caplog.text
-    )
+    assert len(caplog.records) == 1
+    assert reason in caplog.text
+    assert "Install a C compiler" in caplog.text
     caplog.clear()
     native.library.cache_clear()
     monkeypatch.setenv("CRT_EXP_NATIVE", "0")
-    assert native.library() is None and not caplog.records
+    assert native.library() is None
+    assert not caplog.records
 
 
 def test_compiled_once_for_each_version_of_the_compiler(small, monkeypatch, tmp_path):
     made = kept()
     before = made.stat()
-    assert [f.name for f in small.iterdir()] == [made.name]
-    assert kept() == made and made.stat().st_ino == before.st_ino  # not even written again
+    actual = [f.name for f in small.iterdir()]
+    assert actual == [made.name]
+    assert kept() == made
+    assert made.stat().st_ino == before.st_ino  # not even written again
     compiler = tmp_path / "compiler"
 
     def named(version):
@@ -309,7 +312,8 @@ def test_many_processes_at_once(small):
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4
-    assert len(list(small.iterdir())) == 1 and kept().parent == small
+    assert len(list(small.iterdir())) == 1
+    assert kept().parent == small
 
 
 def test_the_library_fails_with_a_message(small, monkeypatch, caplog, tmp_path):
@@ -317,12 +321,12 @@ def test_the_library_fails_with_a_message(small, monkeypatch, caplog, tmp_path):
     native.SOURCES[0].write_text("int main(void) { return 0 }\n")
     (tmp_path / "file").write_text("not a folder")
     with caplog.at_level(logging.WARNING):
-        assert native.library() is None and native.library() is None and list(small.iterdir()) == []
+        assert native.library() is None
+        assert native.library() is None
+        assert list(small.iterdir()) == []
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         native.library.cache_clear()
         assert native.library() is None
-    assert (
-        len(caplog.records) == 2
-        and "error" in caplog.messages[0]
-        and "XDG_CACHE_HOME" in caplog.messages[1]
-    )
+    assert len(caplog.records) == 2
+    assert "error" in caplog.messages[0]
+    assert "XDG_CACHE_HOME" in caplog.messages[1]

@@ -13,25 +13,27 @@ from crt_exp.samplers.threads import threads
 
 @pytest.mark.parametrize("warm, turn, order", [(1, 0, "abc"), (0, 5, "cab"), (3, 1, "bca")])
 def test_methods_take_turns_and_rounds_that_warm_up_do_not_count(warm, turn, order):
-    calls, numbers = [], count()
+    calls = []
+    numbers = count()
 
     def measure(name):
         calls.append(name)
         return next(numbers)
 
     spent = times.in_turns({name: name for name in "abc"}, 2, measure=measure, warm=warm, turn=turn)
-    assert calls == [*order * (warm + 2)] and list(spent) == [
-        *"abc"
-    ]  # results in the order that was given
+    assert calls == [*order * (warm + 2)]
+    assert list(spent) == [*"abc"]  # results in the order that was given
     first = 3 * warm
-    assert spent == {
-        name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"
-    }
-    assert times.in_turns({}, 3) == {} and times.in_turns({"a": list}, 0) == {"a": []}
+    expected = {name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"}
+    assert spent == expected
+    assert times.in_turns({}, 3) == {}
+    actual = times.in_turns({"a": list}, 0)
+    assert actual == {"a": []}
 
 
 def test_a_ratio_is_taken_within_rounds():
-    assert times.ratio([2.0, 30.0, 2.2], [1.0, 10.0, 1.1]) == 2.0
+    actual = times.ratio([2.0, 30.0, 2.2], [1.0, 10.0, 1.1])
+    assert actual == 2.0
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,8 @@ def test_a_ratio_is_taken_within_rounds():
 def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
     made = []
     monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)
-    assert times.time_after_warmup(made.append, "call", **({"below": below} if below else {})) == ms
+    actual = times.time_after_warmup(made.append, "call", **({"below": below} if below else {}))
+    assert actual == ms
     assert made == ["call"] * calls
 
 
@@ -58,18 +61,19 @@ def test_a_gpu_is_waited_for(monkeypatch):
 def test_peaks_count_what_is_added():
     held = torch.ones(2**20)  # 4 MiB
     times.trim_memory()
-    assert (
-        60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100 and held.sum() == 2**20
-    )  # 64 MiB
+    assert 60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100
+    assert held.sum() == 2**20  # 64 MiB
 
 
 def test_peaks_on_a_gpu_are_of_its_tensors(monkeypatch):
-    held, done = iter([2**20, 3 * 2**20]), []
+    held = iter([2**20, 3 * 2**20])
+    done = []
     for name, step in (("synchronize", "wait"), ("reset_peak_memory_stats", "reset")):
         monkeypatch.setattr(torch.cuda, name, lambda device, step=step: done.append(step))
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: next(held))
-    assert times.peak_increase(partial(done.append, "call"), torch.device("cuda")) == 2.0
+    actual = times.peak_increase(partial(done.append, "call"), torch.device("cuda"))
+    assert actual == 2.0
     assert done == ["wait", "reset", "call", "wait"]
 
 
@@ -86,5 +90,7 @@ def test_a_training_step_moves_weights_and_leaves_no_gradient():
     before = model.weight.detach().clone()
     step = times.Update(model.eval(), lambda model: model(torch.ones(3)).sum())
     step()
-    assert model.training and not torch.equal(model.weight, before) and not model.weight.grad.any()
+    assert model.training
+    assert not torch.equal(model.weight, before)
+    assert not model.weight.grad.any()
     assert step.peak_increase() >= 0

@@ -43,7 +43,8 @@ def pair(d, scale=0.4, seed=0):
 def estimates(phi, x, y, params, m, draws, ensemble, seed=0):
     """hat K of one pair, (draws,), float64."""
     noise = SAMPLERS[ensemble](m, len(x), seeded(seed), batch=(draws,), dtype=torch.float64)
-    fx, fy = phi.phi_q(x[None], noise, params).exp(), phi.phi_k(y[None], noise, params).exp()
+    fx = phi.phi_q(x[None], noise, params).exp()
+    fy = phi.phi_k(y[None], noise, params).exp()
     return (fx * fy).sum((-1, -2))
 
 
@@ -76,14 +77,15 @@ def test_exact_variance_of_coupled_rows(phi, ensemble, size):
 def test_positive_covariance_is_1f1(s, d):
     """1F1(d; d/2; s/2) e^-s - 1, to 300 digits; a difference of 1 and near 1 where s is small."""
     getcontext().prec = 300
-    z, term, total = Decimal(s) / 2, Decimal(1), Decimal(1)
+    z = Decimal(s) / 2
+    term = Decimal(1)
+    total = Decimal(1)
     for k in range(2000):
         term = term * (d + k) * z / ((Decimal(d) / 2 + k) * (k + 1))
         total += term
     exact = float(total * (-Decimal(s)).exp() - 1)
-    assert positive_covariance(torch.tensor(s, dtype=torch.float64), d).item() == pytest.approx(
-        exact, rel=1e-11
-    )
+    actual = positive_covariance(torch.tensor(s, dtype=torch.float64), d).item()
+    assert actual == pytest.approx(exact, rel=1e-11)
 
 
 @pytest.mark.parametrize("d", [2, 33])
@@ -96,16 +98,17 @@ def test_covariance_by_two_dimensional_quadrature(d):
     for s in (0.3, 4.0):
         for cosine in (0.0, -1 / (d - 1), 0.3):
             square = {c: r[:, None] ** 2 + r**2 + 2 * c * np.outer(r, r) for c in (cosine, -cosine)}
-            moment = lambda sign, c, s=s, square=square: (
-                weights * hyp0f1(d / 2, sign * s / 4 * square[c])
-            ).sum()
+
+            def moment(sign, c, s=s, square=square):
+                return (weights * hyp0f1(d / 2, sign * s / 4 * square[c])).sum()
+
             s_s = torch.tensor(s, dtype=torch.float64)
             positive = (1 + positive_covariance(s_s, d, cosine)).item() * math.exp(s)
-            assert positive == pytest.approx(moment(1, cosine), rel=1e-9)
+            expected = moment(1, cosine)
+            assert positive == pytest.approx(expected, rel=1e-9)
             trig = (moment(-1, cosine) + moment(-1, -cosine)) / 2
-            assert trig_covariance(s_s, d, cosine).item() + math.exp(-s) == pytest.approx(
-                trig, abs=1e-9
-            )
+            actual = trig_covariance(s_s, d, cosine).item() + math.exp(-s)
+            assert actual == pytest.approx(trig, abs=1e-9)
 
 
 def test_ensembles_are_ordered_and_stable():
@@ -117,8 +120,10 @@ def test_ensembles_are_ordered_and_stable():
         iid, orthogonal, simplex = (
             ensemble_log_variance(phi, x, y, params, 20, e) for e in SAMPLERS
         )
-        torch.testing.assert_close(iid, phi.log_variance(x, y, params) - math.log(20))
-        assert (simplex <= orthogonal + 1e-12).all() and (orthogonal <= iid + 1e-12).all()
+        expected = phi.log_variance(x, y, params) - math.log(20)
+        torch.testing.assert_close(iid, expected)
+        assert (simplex <= orthogonal + 1e-12).all()
+        assert (orthogonal <= iid + 1e-12).all()
         assert ensemble_log_variance(phi, 20 * x, 20 * y, params, 8, "orthogonal").isfinite().all()
     assert ensemble_log_variance(TrigRF(), 10 * x, 10 * y, (), 8, "orthogonal").isfinite().all()
     assert ensemble_log_variance(PosRF(), x, -x, (), 8, "simplex").eq(-torch.inf).all()
@@ -129,9 +134,9 @@ def test_ensembles_are_ordered_and_stable():
         orthogonal <= simplex
     ).all()  # pairs +-omega: simplex rows also meet at the opposite cosine
     matrix = ensemble_log_variance(PosRF(), x[:, None], y[None], (), 8, "orthogonal")
-    torch.testing.assert_close(
-        matrix.diagonal(), ensemble_log_variance(PosRF(), x, y, (), 8, "orthogonal")
-    )
+    actual = matrix.diagonal()
+    expected = ensemble_log_variance(PosRF(), x, y, (), 8, "orthogonal")
+    torch.testing.assert_close(actual, expected)
 
 
 def test_refused_ensembles_and_maps():

@@ -1,4 +1,4 @@
-"""Hybrid random features: laws of their estimates, their algebra, complex exponential features."""
+"""Hybrid random features: properties of their estimates, their algebra, complex exponential features."""
 
 import pytest
 import torch
@@ -34,13 +34,17 @@ def at_angle(theta, r=1.0, d=3):
 
 @pytest.mark.parametrize("phi, d", in_turn(HYBRID, [3, 1]), ids=lambda value: repr(value))
 def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
-    cut = lambda t: (
-        0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)
-    )  # of long vectors the tails are too heavy
-    x, y, draws = cut(vectors(5, d)), cut(vectors(6, d, seed=1)), 15_000
+    def cut(t):
+        return 0.3 * t / t.norm(dim=-1, keepdim=True).clamp(min=0.5)
+
+    # of long vectors the tails are too heavy
+    x = cut(vectors(5, d))
+    y = cut(vectors(6, d, seed=1))
+    draws = 15_000
     params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, 1, d, (draws,), seed=2)
-    x, y = x[:2], y[:3]
+    x = x[:2]
+    y = y[:3]
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     exact = phi.log_kernel(x[:, None], y[None]).exp()
     sem = estimate.std(0) / draws**0.5
@@ -57,8 +61,12 @@ def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
 @pytest.mark.parametrize("phi", [AngularHybrid, GaussianHybrid], ids=lambda c: c.__name__)
 def test_mse_theorems(phi, shared):
     """n and m projections, vectors of unequal length, where shared projections and independent ones differ."""
-    phi, n, m, draws = phi(n=3, shared=shared), 3, 2, 120_000
-    x, y = vectors(2, 3, scale=0.3), vectors(2, 3, seed=1, scale=0.8)
+    phi = phi(n=3, shared=shared)
+    n = 3
+    m = 2
+    draws = 120_000
+    x = vectors(2, 3, scale=0.3)
+    y = vectors(2, 3, seed=1, scale=0.8)
     params = phi.fit(Statistics.of(x, y))
     noise = draw(phi, m, 3, (draws,), seed=3)
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
@@ -66,7 +74,8 @@ def test_mse_theorems(phi, shared):
     square = (estimate - log_exact.exp()).square()
     closed = (phi.log_relative_variance(x[:, None], y[None], params, n, m) + 2 * log_exact).exp()
     sem = square.std(0) / draws**0.5
-    assert (sem < 0.05 * closed).all() and ((square.mean(0) - closed).abs() < 5 * sem).all()
+    assert (sem < 0.05 * closed).all()
+    assert ((square.mean(0) - closed).abs() < 5 * sem).all()
 
 
 def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
@@ -74,12 +83,15 @@ def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
     x = vectors(1, 4).expand(3, 4)
     y = torch.stack([x[0], x[0].flip(0), -x[0]])
     for phi in (AngularHybrid(n=3), AngularHybrid(n=3, base="pos", shared=False)):
-        assert (phi.log_variance(x, y, phi.fit(None)) == -torch.inf).tolist() == [True, False, True]
+        actual = (phi.log_variance(x, y, phi.fit(None)) == -torch.inf).tolist()
+        assert actual == [True, False, True]
         noise = draw(phi, 2, 4)
         found = (
             phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()
         ).sum(-1)
-        torch.testing.assert_close(found[[0, 2]], (x * y).sum(-1).exp()[[0, 2]])
+        actual = found[[0, 2]]
+        expected = (x * y).sum(-1).exp()[[0, 2]]
+        torch.testing.assert_close(actual, expected)
 
 
 def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
@@ -87,32 +99,38 @@ def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
     x = 3 * torch.nn.functional.normalize(
         torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1
     )
-    y, phi = torch.cat([-x[:100], x[100:]]), AngularHybrid(n=8)
+    y = torch.cat([-x[:100], x[100:]])
+    phi = AngularHybrid(n=8)
     noise = phi.noise(
         16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m))
     )
     found = (
         phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()
     ).sum(-1)
-    torch.testing.assert_close(found, (x * y).sum(-1).exp(), rtol=2e-5, atol=0)
+    expected = (x * y).sum(-1).exp()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
 
 
 def test_gaussian_coefficients_are_never_clipped():
     """Estimates below 0 and above 1 occur, and their mean is lambda: clipped they would be biased."""
     phi = BipolarGaussianCoefficient(sigma=1.0, r=1.0)
     x, y = at_angle(torch.tensor(2.5, dtype=torch.float64))
-    params, noise = phi.fit(None), draw(phi, 1, 3, (40_000,))
+    params = phi.fit(None)
+    noise = draw(phi, 1, 3, (40_000,))
     found = (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp()).sum(
         -1
     )
-    exact, spread = float(phi.mean(x, y, params)), float(phi.variance(x, y, params))
+    exact = float(phi.mean(x, y, params))
+    spread = float(phi.variance(x, y, params))
     assert abs(found.mean() - exact) < 5 * (spread / len(found)) ** 0.5
     assert abs(found.clamp(0, 1).mean() - exact) > 20 * (spread / len(found)) ** 0.5
-    assert float(found.var()) == pytest.approx(spread, rel=0.05)
+    actual = float(found.var())
+    assert actual == pytest.approx(spread, rel=0.05)
 
 
 def test_zero_vectors_and_ties():
-    zero, x = torch.zeros(1, 3, dtype=torch.float64), vectors(4, 3)
+    zero = torch.zeros(1, 3, dtype=torch.float64)
+    x = vectors(4, 3)
     for phi in (AngularHybrid(), GaussianHybrid(), ClusteredHybrid()):
         params = phi.fit(Statistics.of(x, x))
         noise = draw(phi, 3, 3)
@@ -124,7 +142,8 @@ def test_zero_vectors_and_ties():
             )
         assert not phi.log_variance(zero, x, params).isnan().any()
     nothing = GaussianHybrid().fit(Statistics.of(zero, zero))[0][0]
-    assert nothing.norm == 1 and nothing.sigma == 1
+    assert nothing.norm == 1
+    assert nothing.sigma == 1
 
 
 # ---- the algebra -----------------------------------------------------------------------------------------------------
@@ -137,8 +156,10 @@ def test_zero_vectors_and_ties():
 )
 def test_a_hybrid_is_the_sum_of_its_products(phi):
     (coefficient,), bases = phi.components()
-    x, y = vectors(5, 3), vectors(6, 3, seed=1)
-    params, noise = phi.fit(Statistics.of(x, y)), draw(phi, 2, 3)
+    x = vectors(5, 3)
+    y = vectors(6, 3, seed=1)
+    params = phi.fit(Statistics.of(x, y))
+    noise = draw(phi, 2, 3)
 
     def weights(t, key):
         of = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
@@ -156,10 +177,10 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
 
 
 def test_ranks():
-    assert (
-        AngularHybrid(n=8).rank(8) == 4 * 8 * 9
-        and AngularHybrid(n=8, base="pos").rank(8) == 3 * 8 * 9
-    )
+    actual = AngularHybrid(n=8).rank(8)
+    assert actual == 4 * 8 * 9
+    actual = AngularHybrid(n=8, base="pos").rank(8)
+    assert actual == 3 * 8 * 9
     assert GaussianHybrid(n=4).rank(3) == GaussianHybrid(n=4).width(3) == 4 * 3 * 9
     assert ClusteredHybrid().rank(64) == ClusteredHybrid().width(64) == 256
 
@@ -180,11 +201,13 @@ def test_one_projection_serves_all_or_each_has_its_own():
 
 
 def test_complex_exponential_features_contain_the_others():
-    x, y = vectors(3, 4), vectors(5, 4, seed=1)
+    x = vectors(3, 4)
+    y = vectors(5, 4, seed=1)
     noise = samplers.iid(6, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
-    product = lambda f: (
-        f.phi_q(x, noise, f.fit(None)).exp() @ f.phi_k(y, noise, f.fit(None)).exp().mT
-    )
+
+    def product(f):
+        return f.phi_q(x, noise, f.fit(None)).exp() @ f.phi_k(y, noise, f.fit(None)).exp().mT
+
     for kernel in ("softmax", "gaussian"):
         for twin, options in (
             (PosRF, {"M": 1}),
@@ -193,55 +216,64 @@ def test_complex_exponential_features_contain_the_others():
             (TrigRF, {"M": [1j] * 4}),
             (PosRF, {"M": torch.eye(4)}),
         ):
-            phi, twin = CERF(kernel, **options), twin(kernel)
+            phi = CERF(kernel, **options)
+            twin = twin(kernel)
             torch.testing.assert_close(product(phi), product(twin))
-            torch.testing.assert_close(
-                phi.log_variance(x, y[:3], phi.fit(None)), twin.log_variance(x, y[:3])
-            )
+            actual = phi.log_variance(x, y[:3], phi.fit(None))
+            expected = twin.log_variance(x, y[:3])
+            torch.testing.assert_close(actual, expected)
 
 
 def test_variance_for_dense_complex_matrices():
     g = torch.Generator().manual_seed(2)
     M = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=g) + 0.4j * torch.randn(3, 3, generator=g)
-    phi, draws = CERF(M=M, antithetic=True), 50_000
-    x, y = vectors(2, 3, scale=0.3), vectors(3, 3, scale=0.3, seed=1)
+    phi = CERF(M=M, antithetic=True)
+    draws = 50_000
+    x = vectors(2, 3, scale=0.3)
+    y = vectors(3, 3, scale=0.3, seed=1)
     noise = draw(phi, 1, 3, (draws,))
     params = phi.fit(None)
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     square = (estimate - (x @ y.mT).exp()).square()
     closed = phi.log_variance(x[:, None], y[None], params).exp()
     sem = square.std(0) / draws**0.5
-    assert (sem < 0.1 * closed).all() and ((square.mean(0) - closed).abs() < 5 * sem).all()
+    assert (sem < 0.1 * closed).all()
+    assert ((square.mean(0) - closed).abs() < 5 * sem).all()
 
 
 def test_real_parts_that_cancel_are_not_enough_for_no_variance():
     """M = iI: Re(M) x + Re(M^-T) y = 0 for all pairs, but only w = 0 makes the estimate exact."""
-    x, y = vectors(1, 3), vectors(1, 3, seed=1)
+    x = vectors(1, 3)
+    y = vectors(1, 3, seed=1)
     phi = CERF(M=1j)
-    assert (
-        phi.log_variance(x, y, phi.fit(None)) > -20
-        and phi.log_variance(x, x, phi.fit(None)) == -torch.inf
-    )
+    assert phi.log_variance(x, y, phi.fit(None)) > -20
+    actual = phi.log_variance(x, x, phi.fit(None))
+    assert actual == -torch.inf
 
 
 def test_matrices_in_closed_form():
     """Of least |M r + M^-T t|^2 at the centres, and least on average over the pairs of two sets."""
-    r, t = torch.tensor([1.0, 2.0, 0.0, 0.0, 3.0]), torch.tensor([-4.0, 2.0, 0.0, 1.0, 0.0])
+    r = torch.tensor([1.0, 2.0, 0.0, 0.0, 3.0])
+    t = torch.tensor([-4.0, 2.0, 0.0, 1.0, 0.0])
     found = diagonal_by_centres(r, t)
-    assert found.size.tolist() == [2, 1, 1, 100, 0.01]
-    assert found.imaginary.tolist() == [False, True, False, False, False]
+    actual = found.size.tolist()
+    assert actual == [2, 1, 1, 100, 0.01]
+    actual = found.imaginary.tolist()
+    assert actual == [False, True, False, False, False]
     assert not diagonal_by_centres(r, t, "real").imaginary.any()
-    x, y = (
-        vectors(50, 4) + 0.3,
-        vectors(60, 4, seed=1) * torch.tensor([0.2, 1, 2, 3.0]) - torch.tensor([1, -1, 0, 0.5]),
-    )
-    mean = lambda t: (t.mean(0), t.square().mean(0))
+    x = vectors(50, 4) + 0.3
+    y = vectors(60, 4, seed=1) * torch.tensor([0.2, 1, 2, 3.0]) - torch.tensor([1, -1, 0, 0.5])
+
+    def mean(t):
+        return (t.mean(0), t.square().mean(0))
+
     for field in ("real", "complex"):
-        moments, centres = (
-            diagonal_by_moments(*mean(x), *mean(y), field),
-            diagonal_by_centres(x.mean(0), y.mean(0), field),
-        )
-        loss = lambda M: (M.matrix * x[:, None] + y / M.matrix).abs().square().mean((0, 1))
+        moments = diagonal_by_moments(*mean(x), *mean(y), field)
+        centres = diagonal_by_centres(x.mean(0), y.mean(0), field)
+
+        def loss(M):
+            return (M.matrix * x[:, None] + y / M.matrix).abs().square().mean((0, 1))
+
         assert (loss(moments) <= loss(centres) + 1e-9).all()
         for factor in (0.99, 1.01):
             assert (

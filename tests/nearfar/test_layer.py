@@ -31,25 +31,43 @@ def layer_of(causal=True, dtype=torch.float64, **options):
 @pytest.mark.parametrize("cross", [False, True])
 def test_short_sequences_are_exact(cross):
     """And no row's outputs depend on how long the others are."""
-    make = lambda until: (
-        NearFar(
-            4, 4, kv_heads=2, cross=cross, block=2, heavy=1, cells=2, scaling=1.0, exact_until=until
+
+    def make(until):
+        return (
+            NearFar(
+                4,
+                4,
+                kv_heads=2,
+                cross=cross,
+                block=2,
+                heavy=1,
+                cells=2,
+                scaling=1.0,
+                exact_until=until,
+            )
+            .double()
+            .eval()
         )
-        .double()
-        .eval()
-    )
+
     x, y, v, keep = tensors(H=4, L=9 if cross else 40, S=40)
     keep[0, 15:], keep[1] = False, True
     exact = softmax_attention(x, y, v, key_mask=keep)
     for until in (None, 40):
-        torch.testing.assert_close(make(until)(x, y, v, keep), exact)
-        torch.testing.assert_close(make(until)(x, y, v), softmax_attention(x, y, v))
+        actual = make(until)(x, y, v, keep)
+        torch.testing.assert_close(actual, exact)
+        actual = make(until)(x, y, v)
+        expected = softmax_attention(x, y, v)
+        torch.testing.assert_close(actual, expected)
     out = make(15)(x, y, v, keep)
     torch.testing.assert_close(out[0], exact[0])
-    torch.testing.assert_close(out[1], make(0)(x, y, v, keep)[1])
+    actual = out[1]
+    expected = make(0)(x, y, v, keep)[1]
+    torch.testing.assert_close(actual, expected)
     assert (out[1] - exact[1]).abs().max() > 1e-2
     (gradient,) = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
-    torch.testing.assert_close(gradient[0], torch.autograd.grad(exact.square().sum(), v)[0][0])
+    actual = gradient[0]
+    expected = torch.autograd.grad(exact.square().sum(), v)[0][0]
+    torch.testing.assert_close(actual, expected)
     at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
     torch.testing.assert_close(at_once[0], out)
 
@@ -62,8 +80,12 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     keep[:] = True
     keep[0, 15:] = False
     out = layer(x, y, v, keep)
-    torch.testing.assert_close(out[[0], :, :15], layer(*(t[[0], :, :15] for t in (x, y, v))))
-    torch.testing.assert_close(out[[1]], layer(*(t[[1]] for t in (x, y, v))))
+    actual = out[[0], :, :15]
+    expected = layer(*(t[[0], :, :15] for t in (x, y, v)))
+    torch.testing.assert_close(actual, expected)
+    actual = out[[1]]
+    expected = layer(*(t[[1]] for t in (x, y, v)))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
@@ -71,19 +93,24 @@ def test_across_a_query_depends_on_no_other_but_earlier_ones():
     q, k, v, keep = tensors(L=9, S=23)
     q, k, v = (t.detach().float() for t in (q, k, v))
     before = layer.eval()(q, k, v, keep)
-    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), before[:, :, 4:5])
+    actual = layer(q[:, :, 4:5], k, v, keep)
+    torch.testing.assert_close(actual, before[:, :, 4:5])
     layer.train()(q, k, v, keep), layer(q, k, v, keep)
     after = layer.eval()(q, k, v, keep)
-    assert layer.clusters.fits == 1 and not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer(q[:, :, 4:5], k, v, keep), after[:, :, 4:5])
+    assert layer.clusters.fits == 1
+    assert not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
+    actual = layer(q[:, :, 4:5], k, v, keep)
+    torch.testing.assert_close(actual, after[:, :, 4:5])
 
 
 def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
-    layer, (x, y, v, _) = NearFar(2, 4, cross=True, fit_steps=1, exact_until=0), tensors(L=5, S=20)
+    layer = NearFar(2, 4, cross=True, fit_steps=1, exact_until=0)
+    x, y, v, _ = tensors(L=5, S=20)
     with torch.inference_mode():
         for _ in range(3):
             layer.train()(*(t.float() for t in (x, y, v)))
-    assert int(layer.clusters.fits) == 2 and not any(t.is_inference() for t in layer.buffers())
+    assert int(layer.clusters.fits) == 2
+    assert not any(t.is_inference() for t in layer.buffers())
     layer.load_state_dict(layer.state_dict())
 
 
@@ -104,9 +131,13 @@ class Operators(TorchDispatchMode):
 def test_a_short_call_is_one_of_the_kernel(causal):
     """Nothing else that takes time, of PyTorch or of Python: the sum is how NaN is noticed."""
     layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
-    layer.path, called = "here", []
+    layer.path = "here"
+    called = []
     q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
-    call = lambda: attend(layer, q, k, v, causal=causal)
+
+    def call():
+        return attend(layer, q, k, v, causal=causal)
+
     with Operators() as seen:
         call()
     assert seen.names == [
@@ -129,9 +160,9 @@ def test_a_short_call_is_one_of_the_kernel(causal):
 def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     layer = Mechanism.of("nearfar").layer(4, 8, kv_heads=4, causal=causal).eval()
     q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
-    torch.testing.assert_close(
-        layer(q, k, v), exact_attention(q, k, v, causal=causal, scale=8**-0.5)
-    )
+    actual = layer(q, k, v)
+    expected = exact_attention(q, k, v, causal=causal, scale=8**-0.5)
+    torch.testing.assert_close(actual, expected)
     for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
         with pytest.raises(ValueError):
             layer(*wrong)
@@ -150,8 +181,10 @@ def test_an_empty_batch(causal):
     )
     out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
     out.sum().backward()
-    assert out.shape == q.shape and v.grad.shape == v.shape
-    assert RecallState(layer.sizes, 2).step(q.detach(), k.detach(), v.detach()).shape == q.shape
+    assert out.shape == q.shape
+    assert v.grad.shape == v.shape
+    actual = RecallState(layer.sizes, 2).step(q.detach(), k.detach(), v.detach()).shape
+    assert actual == q.shape
 
 
 def test_vmap_and_derivatives():
@@ -162,22 +195,24 @@ def test_vmap_and_derivatives():
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
     for given in ((q, k, v, keep), (q, k, v)):
-        torch.testing.assert_close(
-            torch.func.vmap(layer)(*given), torch.stack([layer(*row) for row in zip(*given)])
-        )
+        actual = torch.func.vmap(layer)(*given)
+        expected = torch.stack([layer(*row) for row in zip(*given)])
+        torch.testing.assert_close(actual, expected)
     causal = layer_of()
     with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
         torch.func.vmap(causal)(q, k, v, keep)
     out, tangent = torch.func.jvp(
         lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),)
     )
-    torch.testing.assert_close(out, causal(q[0], k[0], v[0]))
+    expected = causal(q[0], k[0], v[0])
+    torch.testing.assert_close(out, expected)
     torch.testing.assert_close(tangent, torch.ones_like(out))  # weights sum to 1
 
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_is_of_a_fixed_length(causal):
-    layer, inputs = layer_of(causal, block=4), [t.detach() for t in tensors(H=4, L=10)[:3]]
+    layer = layer_of(causal, block=4)
+    inputs = [t.detach() for t in tensors(H=4, L=10)[:3]]
     program = torch.export.export(layer, tuple(inputs), strict=False).module()
     torch.testing.assert_close(program(*inputs), layer(*inputs))
     if not causal:
@@ -191,19 +226,28 @@ def test_export_is_of_a_fixed_length(causal):
 def test_a_graph_for_any_length_ends_before_keys_are_opened():
     """It took minutes a length: blocks, renewals and parts were unrolled with a length that is left open."""
     torch.compiler.reset()
-    layer, graphs = layer_of(), CompileCounter()
+    layer = layer_of()
+    graphs = CompileCounter()
     compiled = torch.compile(layer, dynamic=True, backend=graphs)
     for L in (15, 22):
         x, y, v, _ = tensors(H=4, L=L)
-        torch.testing.assert_close(compiled(x, y, v), layer(x, y, v))
+        actual = compiled(x, y, v)
+        expected = layer(x, y, v)
+        torch.testing.assert_close(actual, expected)
     assert graphs.op_count < 100
     torch.compiler.reset()
 
 
 def test_names_and_sizes():
-    sizes = lambda **options: Mechanism.of("nearfar", **options).layer(2, 4).sizes
-    assert sizes(preset="quality") == Sizes(32, 64, 128, True, 256, 1536)
-    assert sizes(preset="cheap", block=8, heavy=0, open=5) == Sizes(8, 0, 16, False, 5, 1536)
+    def sizes(**options):
+        return Mechanism.of("nearfar", **options).layer(2, 4).sizes
+
+    actual = sizes(preset="quality")
+    expected = Sizes(32, 64, 128, True, 256, 1536)
+    assert actual == expected
+    actual = sizes(preset="cheap", block=8, heavy=0, open=5)
+    expected = Sizes(8, 0, 16, False, 5, 1536)
+    assert actual == expected
     with pytest.raises(ValueError, match="heavy"):
         sizes(heavy=-1)
     x, y, v, _ = tensors()
@@ -251,7 +295,9 @@ def test_a_swapped_decoder_generates_as_without_a_cache():
     mask[0, :37] = 0
     given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     text = model.generate(**given)
-    assert torch.equal(text, model.generate(**given, use_cache=False))
+    expected = model.generate(**given, use_cache=False)
+    assert torch.equal(text, expected)
     alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=12, do_sample=False)
     assert torch.equal(alone[0], text[0, 37:])
-    assert model.generate(**given, num_beams=3).shape == text.shape
+    actual = model.generate(**given, num_beams=3).shape
+    assert actual == text.shape

@@ -41,8 +41,14 @@ def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
     where queries are of another sequence."""
     L = L or S
     g = torch.Generator().manual_seed(0)
-    draw = lambda *size: torch.randn(Z, *size, generator=g)
-    x, y, v, grad = scale * draw(G, L, d), scale * (draw(S, d) + 0.3), draw(S, dv), draw(G, L, dv)
+
+    def draw(*size):
+        return torch.randn(Z, *size, generator=g)
+
+    x = scale * draw(G, L, d)
+    y = scale * (draw(S, d) + 0.3)
+    v = draw(S, dv)
+    grad = draw(G, L, dv)
     keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
     if masked:
         keep[0, -1], keep[1, : S // 2] = True, False
@@ -55,7 +61,8 @@ def gradients(out, inputs, grad):
 
 def assert_near(ours, expected, tolerance=1e-5):
     for a, b in zip(ours, expected, strict=True):
-        assert a.shape == b.shape and a.isfinite().all()
+        assert a.shape == b.shape
+        assert a.isfinite().all()
         assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max().clamp(min=1e-2)
 
 
@@ -67,13 +74,18 @@ def test_equals_float64(name):
     call = Both(sizes, "L" in shape, None)
     exact = [t.double().requires_grad_() for t in inputs]
     chosen = call.choose(*exact[:2], keep, slice(None))
-    assert not near_far.applies(*exact) and near_far.applies(*inputs)
-    single = lambda t: t.float() if t.is_floating_point() else t
-    double = lambda t: single(t).double() if t.is_floating_point() else t
-    sets = [
-        [kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)]
-        for to in (single, double)
-    ]
+    assert not near_far.applies(*exact)
+    assert near_far.applies(*inputs)
+
+    def single(t):
+        return t.float() if t.is_floating_point() else t
+
+    def double(t):
+        return single(t).double() if t.is_floating_point() else t
+
+    sets = []
+    for to in (single, double):
+        sets.append([kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)])
     out = call.attend(*exact, keep, ChosenSets(*sets[1]))
     if keep is not None:
         for t in inputs[1:]:
@@ -118,22 +130,29 @@ def repeated_keys(seed, across, masked, most):
     """Tensors at any shape whose keys are of few kinds, a mask with holes, and near-far sizes with at most `most` cells
     or, where None, as many as there are kinds."""
     g = torch.Generator().manual_seed(seed)
-    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
-    draw = lambda n, k: torch.randn(1, 2, n, k, generator=g)
-    d, dv, S, kinds = pick(2, 40), pick(1, 20), pick(150, 300), pick(3, 12)
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
+    def draw(n, k):
+        return torch.randn(1, 2, n, k, generator=g)
+
+    d = pick(2, 40)
+    dv = pick(1, 20)
+    S = pick(150, 300)
+    kinds = pick(3, 12)
     sizes = Sizes(
         pick(1, 6), pick(0, 16), kinds if most is None else pick(1, most), open=pick(1, 8)
     )
-    L, scale = pick(1, S) if across else S, (1, 3, 8)[seed % 3] * d**-0.25
+    L = pick(1, S) if across else S
+    scale = (1, 3, 8)[seed % 3] * d**-0.25
     kind = torch.cat(
         [torch.arange(kinds).repeat(2), torch.randint(kinds, (S - 2 * kinds,), generator=g)]
     )
-    x, y, v, weight = (
-        scale * draw(L, d),
-        scale * draw(kinds, d)[:, :, kind],
-        draw(S, dv),
-        draw(L, dv),
-    )
+    x = scale * draw(L, d)
+    y = scale * draw(kinds, d)[:, :, kind]
+    v = draw(S, dv)
+    weight = draw(L, dv)
     keep = torch.rand(1, S, generator=g) < 0.7 if masked else None
     if masked and not across:
         weight = weight * keep[:, None, :, None]
@@ -151,7 +170,9 @@ def repeated_keys(seed, across, masked, most):
 )
 def test_repeated_keys(way, masked, seed):
     """Of equal keys the first is heavy, and each kind has a centre: outputs and gradients."""
-    most, causal, across = 8 if seed % 2 else None, way == "causal", way == "across"
+    most = 8 if seed % 2 else None
+    causal = way == "causal"
+    across = way == "across"
     tensors, weight, keep, sizes = repeated_keys(seed, across, masked, most)
 
     def near_far(*t):
@@ -182,8 +203,13 @@ def attended(x, y, v, grad):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_factor_of_queries_and_keys(dtype):
     x, y, v, grad, _ = (None if t is None else t.to(dtype) for t in tensors(Z=3, S=70))
-    x, y, v = x.transpose(0, 1).requires_grad_(), y[None].requires_grad_(), v[None].requires_grad_()
-    call = lambda x, y, **options: near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options)
+    x = x.transpose(0, 1).requires_grad_()
+    y = y[None].requires_grad_()
+    v = v[None].requires_grad_()
+
+    def call(x, y, **options):
+        return near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options)
+
     found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
     grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
     for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
@@ -196,23 +222,28 @@ def test_no_batch_another_type_another_device(served, monkeypatch):
         monkeypatch.setattr(native, "library", lambda: None)
     x, y, v = torch.randn(3, 1, 2, 50, 8)
     sizes = Sizes(8, 4, 4)
-    assert near_far_attention(x[:0], y[:0], v[:0], sizes).shape == (0, 2, 50, 8)
+    actual = near_far_attention(x[:0], y[:0], v[:0], sizes).shape
+    assert actual == (0, 2, 50, 8)
     out = near_far_attention(x, y, v, sizes)
-    torch.testing.assert_close(
-        near_far_attention(x, y, v.double(), sizes), out.double(), rtol=1e-4, atol=1e-5
-    )
+    actual = near_far_attention(x, y, v.double(), sizes)
+    torch.testing.assert_close(actual, out.double(), rtol=1e-4, atol=1e-5)
     if served:
         with torch.device("meta"):
-            assert torch.equal(near_far_attention(x, y, v, sizes), out)
+            actual = near_far_attention(x, y, v, sizes)
+            assert torch.equal(actual, out)
 
 
 def test_repeats_exactly_for_any_threads():
     x, y, v, grad, _ = tensors(Z=6, S=90)
-    call = lambda: attended(x.transpose(0, 1), y[None], v[None], grad.transpose(0, 1))
+
+    def call():
+        return attended(x.transpose(0, 1), y[None], v[None], grad.transpose(0, 1))
+
     first = call()
     for n in (1, 2, 3, 8):
         torch.set_num_threads(n)
-        assert all(torch.equal(a, b) for a, b in zip(call(), first))
+        for a, b in zip(call(), first):
+            assert torch.equal(a, b)
 
 
 def test_any_strides():
@@ -231,9 +262,11 @@ def test_large_shifts_and_long_vectors():
     """Keys far from 0 and logits of thousands, whose exponentials no number holds."""
     x, y, v, grad, _ = tensors(Z=3, S=120, scale=20.0)
     inputs = x.transpose(0, 1), y[None] + 100, v[None], grad.transpose(0, 1)
-    ours, exact = attended(*inputs), attended(*(t.double() for t in inputs))
+    ours = attended(*inputs)
+    exact = attended(*(t.double() for t in inputs))
     assert_near(ours[:1], exact[:1], 5e-3)
-    assert all(t.isfinite().all() for t in ours)
+    for t in ours:
+        assert t.isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -243,11 +276,15 @@ def test_large_shifts_and_long_vectors():
 def test_queries_and_keys_of_few_directions(side, rank, causal):
     """What float32 rounds away of their second moments is more than their least eigenvalues, and sets are chosen."""
     g = torch.Generator().manual_seed(rank)
-    draw = lambda *size: torch.randn(*size, generator=g)
+
+    def draw(*size):
+        return torch.randn(*size, generator=g)
+
     few = draw(1, 2, 1, 48) + draw(1, 2, 800, rank) @ draw(1, 2, rank, 48) / 48**0.5
     many = draw(1, 2, 800, 48)
     x, y = (0.3 * few, many) if side == "queries" else (0.3 * many, 3 * few)
-    v, sizes = draw(1, 2, 800, 48), Sizes(16, 24, 32, open=16, exact_until=256 * causal)
+    v = draw(1, 2, 800, 48)
+    sizes = Sizes(16, 24, 32, open=16, exact_until=256 * causal)
     ours, wide = (
         near_far_attention(x.to(t), y.to(t), v.to(t), sizes, causal=causal)
         for t in (torch.float32, torch.float64)
@@ -264,10 +301,12 @@ def test_a_matrix_that_rounding_left_without_a_root_is_no_metric_of_half():
         [[[1.0, 2.0], [2.0, 1.0]], [[4.0, 2.0], [2.0, 3.0]]], dtype=torch.float64
     )
     roots = _root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
-    torch.testing.assert_close(roots[0], 4.0001**0.5 * torch.eye(2), check_dtype=False)
-    torch.testing.assert_close(
-        roots[1] @ roots[1].T, moments[1] + 1e-4 * torch.eye(2), check_dtype=False
-    )
+    actual = roots[0]
+    expected = 4.0001**0.5 * torch.eye(2)
+    torch.testing.assert_close(actual, expected, check_dtype=False)
+    actual = roots[1] @ roots[1].T
+    expected = moments[1] + 1e-4 * torch.eye(2)
+    torch.testing.assert_close(actual, expected, check_dtype=False)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -280,7 +319,8 @@ def test_squares_that_overflow_are_named(side):
 
 def test_what_it_leaves_to_pytorch(monkeypatch):
     x, y, v, *_ = tensors(Z=2, S=20)
-    assert near_far.applies(x, y, v) and near_far.applies(x.bfloat16(), y, v)
+    assert near_far.applies(x, y, v)
+    assert near_far.applies(x.bfloat16(), y, v)
     assert not near_far.applies(x, y.double(), v)
     with pytest.raises(NotImplementedError, match="torch.func"):
         x = x.transpose(0, 1).requires_grad_()
@@ -353,9 +393,12 @@ def test_nothing_is_read_or_written_beyond_its_end(tmp_path):
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc, whose sanitisers are used, is not there")
-    find = lambda name: subprocess.run(
-        [gcc, f"-print-file-name={name}"], capture_output=True, text=True
-    ).stdout.strip()
+
+    def find(name):
+        return subprocess.run(
+            [gcc, f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
+
     libraries = [find("libasan.so"), find("libubsan.so")]
     if not all(map(os.path.isabs, libraries)):
         pytest.skip("this gcc has no sanitisers")
@@ -374,4 +417,6 @@ def test_nothing_is_read_or_written_beyond_its_end(tmp_path):
         pytest.skip(
             "the address space is limited (ulimit -v): the sanitisers cannot reserve their shadow memory"
         )
-    assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-4000:]
+    actual = done.stdout.strip()
+    assert actual == "whole", done.stderr[-4000:]

@@ -21,7 +21,10 @@ SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 
 def drawn(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda heads, n, k: torch.randn(B, heads, n, k, generator=g, dtype=dtype)
+
+    def draw(heads, n, k):
+        return torch.randn(B, heads, n, k, generator=g, dtype=dtype)
+
     return draw(H, L or S, d), draw(kv_heads, S, d) + 0.5, draw(kv_heads, S, dv)
 
 
@@ -43,7 +46,9 @@ def mean_below(mu, sd, bar):
 def dense(x, y, v, sizes, keep):
     """One head of queries x (S, d) to keys y (S, d) by the matrix of all pairs; cells, heavy keys and what is read are
     those that were chosen."""
-    S, b, out = len(x), sizes.block, []
+    S = len(x)
+    b = sizes.block
+    out = []
     places = recall.renewals(sizes, S)
     _, epochs = recall.Causal(sizes).choose(x[None, None], y[None], keep[None], slice(None))
     for i in range(S):
@@ -54,8 +59,13 @@ def dense(x, y, v, sizes, keep):
             )
             continue
         epoch = next(e for e in epochs if e.start <= i < e.stop)
-        t, z = i // b, lambda k, e=epoch: (k - e.metric.shift[0]) @ e.metric.root[0]
-        near, heavy = past & (torch.arange(S) >= (t - 1) * b), torch.zeros(S, dtype=torch.bool)
+        t = i // b
+
+        def z(k, e=epoch):
+            return (k - e.metric.shift[0]) @ e.metric.root[0]
+
+        near = past & (torch.arange(S) >= (t - 1) * b)
+        heavy = torch.zeros(S, dtype=torch.bool)
         heavy[epoch.heavy[0][epoch.there[0]]] = True
         far = past & ~near & ~heavy
         read = retrieval.retrieved_positions(
@@ -67,12 +77,16 @@ def dense(x, y, v, sizes, keep):
             ~far, -torch.inf
         )
         best = look.topk(min(sizes.open, int(far.sum()))).indices
-        assert set(read.tolist()) == set(best.tolist())
-        assert len(read) <= sizes.open and len(read.unique()) == len(read)
+        actual = set(read.tolist())
+        expected = set(best.tolist())
+        assert actual == expected
+        assert len(read) <= sizes.open
+        assert len(read.unique()) == len(read)
         assert far[read].all()  # each key counts once
         is_read = torch.zeros(S, dtype=torch.bool)
         is_read[read] = True
-        logits, values = [x[i] @ y[near | heavy | is_read].T], [v[near | heavy | is_read]]
+        logits = [x[i] @ y[near | heavy | is_read].T]
+        values = [v[near | heavy | is_read]]
         cell = torch.cdist(z(y), epoch.centres[0]).argmin(-1)
         for k in range(len(epoch.centres[0])):
             mine = far & (cell == k)
@@ -108,13 +122,14 @@ def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
     same(attend(x, y, v), expected, (x, y, v))
 
 
-# ---- laws ----
+# ---- properties ----
 
 
 def test_future_never_leaks():
     x, y, v = (t.requires_grad_() for t in drawn(S=100))
     for grad in torch.autograd.grad(attend(x, y, v)[:, :, :60].sum(), (y, v)):
-        assert (grad[:, :, 60:] == 0).all() and (grad[:, :, :60] != 0).any()
+        assert (grad[:, :, 60:] == 0).all()
+        assert (grad[:, :, :60] != 0).any()
 
 
 @torch.no_grad()
@@ -126,9 +141,8 @@ def test_outputs_depend_on_places_and_past_alone():
         for n in (1, 9, 100):
             first = attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes)
             torch.testing.assert_close(first, whole[:, :, :n], rtol=0, atol=1e-10)
-            torch.testing.assert_close(
-                attend(x[:, :, -n:], y, v, sizes), whole[:, :, -n:], rtol=0, atol=1e-10
-            )
+            actual = attend(x[:, :, -n:], y, v, sizes)
+            torch.testing.assert_close(actual, whole[:, :, -n:], rtol=0, atol=1e-10)
     padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], 2) for t in (x, y, v)]
     padded = [
         torch.cat([p[:1], torch.cat([t[1:], t[1:, :, :7]], 2)]) for p, t in zip(padded, (x, y, v))
@@ -150,7 +164,10 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
     keep = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.8
     keep[0, :23], keep[1, :2], keep[:, 30] = False, False, True
     for mask in (None, keep):
-        whole, state, start, parts = attend(x, y, v, keep=mask), RecallState(SIZES, 2), 0, []
+        whole = attend(x, y, v, keep=mask)
+        state = RecallState(SIZES, 2)
+        start = 0
+        parts = []
         for n in (3, 40, 1, 1, 90, 1, 7, 120, 1, 66):
             at = slice(start, start + n)
             parts.append(
@@ -161,9 +178,8 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
             start += n
         real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
         for row in range(2):
-            torch.testing.assert_close(
-                torch.cat(parts, 2)[row][:, real[row]], whole[row][:, real[row]], rtol=0, atol=1e-10
-            )
+            actual = torch.cat(parts, 2)[row][:, real[row]]
+            torch.testing.assert_close(actual, whole[row][:, real[row]], rtol=0, atol=1e-10)
 
 
 @needs_library
@@ -172,14 +188,15 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     """Outputs and gradients; masks, groups, fewer queries than keys, more read than there are. Where two keys promise
     alike, the twins may read another."""
     g = torch.Generator().manual_seed(seed)
-    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
-    group, kv_heads, S, d, dv = (
-        pick(1, 3),
-        pick(1, 2),
-        pick(40, 1200 if seed > 5 else 700),
-        pick(1, 70),
-        pick(1, 70),
-    )
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
+    group = pick(1, 3)
+    kv_heads = pick(1, 2)
+    S = pick(40, 1200 if seed > 5 else 700)
+    d = pick(1, 70)
+    dv = pick(1, 70)
     open = pick(1, 90) if seed % 5 else 1000
     sizes = Sizes(
         8 * 2 ** pick(0, 3), pick(0, 20), pick(1, 80), open=open, exact_until=pick(0, 200)
@@ -187,7 +204,8 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     x, y, v = drawn(
         2, group * kv_heads, kv_heads, S, (S, pick(1, S), 1)[seed % 3], d, dv, seed, torch.float32
     )
-    inputs, found = [t.requires_grad_() for t in (x, y, v)], []
+    inputs = [t.requires_grad_() for t in (x, y, v)]
+    found = []
     keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
     for in_c in (True, False):
         if not in_c:
@@ -206,8 +224,12 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     monkeypatch.setattr(past, "LEAST_CAPACITY", 64)
     keep = torch.ones(3, LENGTH, dtype=torch.bool)
     keep[1, :5] = False
-    whole, first = attend(x, y, v, sizes, keep), RecallState(sizes, 1)
-    token = lambda t, i, rows=slice(None): t[rows, :, i : i + 1]
+    whole = attend(x, y, v, sizes, keep)
+    first = RecallState(sizes, 1)
+
+    def token(t, i, rows=slice(None)):
+        return t[rows, :, i : i + 1]
+
     out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])  # a prompt
     torch.testing.assert_close(out, whole[:, :, :150], **close)
     if in_c:  # what is known after it serves the next tokens
@@ -226,7 +248,8 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     first.select(rows)
     for i in range(202, 230):
         out = first.step(*(token(t, i, rows) for t in (x, y, v)))
-        torch.testing.assert_close(out, whole[rows, :, i : i + 1], **close)
+        expected = whole[rows, :, i : i + 1]
+        torch.testing.assert_close(out, expected, **close)
         if i == 215:  # a copy that goes on does not change what is here
             ahead = first.copy()
             for j in range(216, 226):
@@ -240,15 +263,18 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
 def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     """One row with few heads for 16 threads, then four."""
     x, y, v = drawn(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
-    whole, state = attend(x, y, v), RecallState(SIZES, 3)
+    whole = attend(x, y, v)
+    state = RecallState(SIZES, 3)
     torch.set_num_threads(before)
     for at in (slice(0, 250), slice(250, 251)):
-        torch.testing.assert_close(state.step(*(t[:, :, at] for t in (x, y, v))), whole[:, :, at])
+        actual = state.step(*(t[:, :, at] for t in (x, y, v)))
+        torch.testing.assert_close(actual, whole[:, :, at])
     state.select(torch.zeros(4, dtype=torch.long))
     torch.set_num_threads(after)
     for i in range(251, 270):
         out = state.step(*(t[:, :, i : i + 1].expand(4, -1, -1, -1) for t in (x, y, v)))
-        torch.testing.assert_close(out, whole[:, :, i : i + 1].expand_as(out))
+        expected = whole[:, :, i : i + 1].expand_as(out)
+        torch.testing.assert_close(out, expected)
 
 
 # ---- what is found ----
@@ -257,15 +283,26 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
 @torch.no_grad()
 def test_one_key_of_many_is_found():
     """Every query asks for a key of its own, with 0.9 of its weight: cells alone lose it."""
-    g, S, d = torch.Generator().manual_seed(0), 1024, 32
-    y, v = torch.randn(1, 2, S, d, generator=g), torch.randn(1, 2, S, d, generator=g)
+    g = torch.Generator().manual_seed(0)
+    S = 1024
+    d = 32
+    y = torch.randn(1, 2, S, d, generator=g)
+    v = torch.randn(1, 2, S, d, generator=g)
     target = (torch.rand(2, S, generator=g) * (torch.arange(S) - 96).clamp(min=1)).long()
     x = 0.45 * y[0].gather(1, target.unsqueeze(-1).expand(-1, -1, d))[None]
-    late = lambda out: out[:, :, 512:]
+
+    def late(out):
+        return out[:, :, 512:]
+
     exact = late(exact_attention(x, y, v, causal=True))
-    error = lambda out: float((late(out) - exact).norm() / exact.norm())
+
+    def error(out):
+        return float((late(out) - exact).norm() / exact.norm())
+
     few, many = (error(attend(x, y, v, Sizes(open=open, exact_until=128))) for open in (8, 128))
-    assert few < 0.25 and many < 0.15 and error(uniform_attention(x, y, v, causal=True)) > 0.9
+    assert few < 0.25
+    assert many < 0.15
+    assert error(uniform_attention(x, y, v, causal=True)) > 0.9
 
 
 def test_centres_are_of_keys_from_everywhere():
@@ -273,9 +310,12 @@ def test_centres_are_of_keys_from_everywhere():
     for keys in (5, 63, 64, 200, 1024, 4096, 5000):
         places = recall.sample(keys, CENTRE_SAMPLES * 4, torch.device("cpu"))
         assert len(places.unique()) == len(places) >= min(keys, CENTRE_SAMPLES * 4)
-        assert places.min() >= 0 and places.max() < keys and len(places) < 2 * CENTRE_SAMPLES * 4
+        assert places.min() >= 0
+        assert places.max() < keys
+        assert len(places) < 2 * CENTRE_SAMPLES * 4
         if len(places) > 3:
-            assert all(len((places % period).unique()) > 1 for period in (2, 3, 4))
+            for period in (2, 3, 4):
+                assert len((places % period).unique()) > 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -284,10 +324,8 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
     keep = torch.ones(y.shape[:2], dtype=torch.bool)
     keep[:, 1:7] = not masked  # a block without a key beside one with one
     sizes = SIZES._replace(exact_until=200)
-    metric, far = (
-        recall.metric_of(y, keep if masked else None, sizes),
-        recall.renewals(sizes, 0)[0] - sizes.block,
-    )
+    metric = recall.metric_of(y, keep if masked else None, sizes)
+    far = recall.renewals(sizes, 0)[0] - sizes.block
     for z in range(len(y)):
         apart = torch.cat(
             [
@@ -298,9 +336,9 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
         )
         moments = apart.T @ apart
         moments += RIDGE * moments.diagonal().mean() * torch.eye(y.shape[-1])
-        torch.testing.assert_close(
-            metric.root[z] @ metric.root[z].T, moments / torch.linalg.matrix_norm(moments)
-        )
+        actual = metric.root[z] @ metric.root[z].T
+        expected = moments / torch.linalg.matrix_norm(moments)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_tokens_that_do_not_fit_a_state_are_refused():
@@ -324,9 +362,8 @@ def test_numbers_are_those_of_the_definition(d):
     )
     numbers, step = retrieval.Integers.of(t)
     expected, width = as_integers(t)
-    assert (numbers - expected).abs().max() <= 1 and (
-        numbers != expected
-    ).double().mean() < 1e-3  # at halves alone
+    assert (numbers - expected).abs().max() <= 1
+    assert (numbers != expected).double().mean() < 1e-3  # at halves alone
     torch.testing.assert_close(step.double(), width, rtol=1e-6, atol=0)
     assert numbers.abs().amax(-1).eq(127).all()
 
@@ -334,8 +371,10 @@ def test_numbers_are_those_of_the_definition(d):
 def test_scores_are_near_to_logits():
     """Of outliers too: without turning, a column that is 30 times the others would leave these 4 bits."""
     g = torch.Generator().manual_seed(0)
-    q, y = torch.randn(1, 400, 64, generator=g), torch.randn(1, 500, 64, generator=g)
-    q[..., 7], y[..., 7] = 30 * q[..., 7], 30 * y[..., 7]
+    q = torch.randn(1, 400, 64, generator=g)
+    y = torch.randn(1, 500, 64, generator=g)
+    q[..., 7] = 30 * q[..., 7]
+    y[..., 7] = 30 * y[..., 7]
     step = retrieval.Integers.of(q).step.unsqueeze(-1) / 64  # turning makes vectors 8 times as long
     logits = retrieval.eight_bit_scores(q, y) * step
     size = torch.linalg.vector_norm(q, dim=-1).unsqueeze(-1) * torch.linalg.vector_norm(
@@ -346,19 +385,23 @@ def test_scores_are_near_to_logits():
 
 def vectors(kind, Z, G, S, d, seed):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *size: torch.randn(*size, generator=g)
-    x, y, v = draw(Z, G, S, d), draw(Z, S, d), draw(Z, S, 5)
+
+    def draw(*size):
+        return torch.randn(*size, generator=g)
+
+    x = draw(Z, G, S, d)
+    y = draw(Z, S, d)
+    v = draw(Z, S, 5)
     if kind == "equal keys":
         y = y[:, :1].expand(-1, S, -1).contiguous()
     elif kind == "few different":
         y = y[:, torch.randint(0, 7, (S,), generator=g)]
     elif kind == "huge and tiny":
-        x, y = (
-            x * 10.0 ** (20 * draw(Z, G, S, 1)).clamp(-12, 12),
-            y * 10.0 ** (20 * draw(Z, S, 1)).clamp(-12, 12),
-        )
+        x = x * 10.0 ** (20 * draw(Z, G, S, 1)).clamp(-12, 12)
+        y = y * 10.0 ** (20 * draw(Z, S, 1)).clamp(-12, 12)
     elif kind == "zeros":
-        x[:, :, ::3], y[:, ::2] = 0, 0
+        x[:, :, ::3] = 0
+        y[:, ::2] = 0
     elif kind == "one far":
         y[:, 3] = 50 * x[:, 0, -1]
     return x, y, v
@@ -368,30 +411,38 @@ def vectors(kind, Z, G, S, d, seed):
 def test_more_keys_are_read_of_a_longer_past():
     """The root of it more than `open`, from 2304 tokens on: in C, in PyTorch, and as a state goes on."""
     sizes = Sizes(16, 2, 3, open=50, exact_until=2900)
-    assert [sizes.opens(place) for place in (0, 2304, 2912, 9216, 2**40)] == [
+    actual = [sizes.opens(place) for place in (0, 2304, 2912, 9216, 2**40)]
+    expected = [
         50,
         50,
         56,
         100,
         50 * 2**20 // 48,
     ]
+    assert actual == expected
     x, y, v = vectors("normal", 1, 1, 2960, 8, seed=0)
     ours, theirs = choices(x, y, v, sizes)
-    assert torch.equal(ours, theirs) and ours.shape[-1] == 56 and (ours >= 0).all()
-    call, state = recall.Causal(sizes, native=True), RecallState(sizes, 1)
+    assert torch.equal(ours, theirs)
+    assert ours.shape[-1] == 56
+    assert (ours >= 0).all()
+    call = recall.Causal(sizes, native=True)
+    state = RecallState(sizes, 1)
     whole = call.attend(x, y, v, None, call.choose(x, y, None, slice(None)))
-    parts = [
-        state.step(x[:, :, at], y[:, None, at], v[:, None, at])
-        for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960)))
-    ]
-    torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=0, atol=2e-4)
+    parts = []
+    for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960))):
+        parts.append(state.step(x[:, :, at], y[:, None, at], v[:, None, at]))
+    actual = torch.cat(parts, 2)
+    torch.testing.assert_close(actual, whole, rtol=0, atol=2e-4)
 
 
 @needs_library
 @pytest.mark.parametrize("seed", SEEDS)
 def test_c_and_pytorch_choose_the_same_keys(seed):
     g = torch.Generator().manual_seed(seed)
-    pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
+
+    def pick(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
     sizes = Sizes(8 * 2 ** pick(0, 3), 0, pick(1, 30), open=pick(1, 120), exact_until=pick(0, 200))
     kind = ("normal", "few different", "huge and tiny", "zeros", "equal keys", "one far")[seed % 6]
     S = pick(300, 2500) if seed > 5 else 210 + 10 * seed

@@ -1,4 +1,4 @@
-"""Sampled softmax: laws of the samplers, unbiased normalisers, tables that follow updates, bad input."""
+"""Sampled softmax: properties of the samplers, unbiased normalisers, tables that follow updates, bad input."""
 
 import copy
 import io
@@ -26,7 +26,9 @@ from crt_exp.sampled_softmax import (
 )
 from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 
-V, D, B = 300, 4, 3
+V = 300
+D = 4
+B = 3
 POSITIVE = [OPRF(), PosRF(antithetic=True), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
 SIGNED = [PoisRF(), Sum(TrigRF(), PosRF()), Product(TrigRF("gaussian"), OPRF())]
 DRAWS = 40_000
@@ -82,33 +84,43 @@ def follows(ids, q):
     return chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
 
 
-# ---- laws
+# ---- properties
 
 
 @pytest.mark.parametrize("phi", POSITIVE, ids=repr)
 def test_a_positive_map_down_the_tree_has_the_dense_law(phi, head, queries, targets):
-    tree, dense = built(TreeFeatures, phi, head, queries), built(DenseFeatures, phi, head, queries)
+    tree = built(TreeFeatures, phi, head, queries)
+    dense = built(DenseFeatures, phi, head, queries)
     q = dense.log_q(queries, all_classes()).exp()
     assert torch.allclose(tree.log_q(queries, all_classes()).exp(), q, rtol=1e-4)
     for without in (None, targets):
         ids = tree.draw(queries, without, DRAWS).ids
         expected = q if without is None else q.scatter(1, targets[:, None], 0.0)
-        assert all(follows(*each) for each in zip(ids, expected))
+        for each in zip(ids, expected):
+            assert follows(*each)
 
 
 @pytest.mark.parametrize("number", range(9))
 def test_draws_have_the_probabilities_that_come_with_them(number, head, queries, targets):
     sampler = samplers(head, queries)[number]
     q = sampler.log_q(queries, all_classes()).exp()
-    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and bool((q > 0).all())
+    actual = q.sum(1)
+    expected = torch.ones(B)
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert bool((q > 0).all())
     drawn = sampler.draw(queries, targets, DRAWS)
     assert not bool((drawn.ids == targets[:, None]).any())
-    assert torch.allclose(drawn.target_log_q.exp(), q.gather(1, targets[:, None])[:, 0], rtol=1e-4)
+    actual = drawn.target_log_q.exp()
+    expected = q.gather(1, targets[:, None])[:, 0]
+    assert torch.allclose(actual, expected, rtol=1e-4)
     found = torch.zeros(B, V).scatter_(
         1, drawn.ids, drawn.log_q.exp()
     )  # the probability that came with each class
-    assert torch.allclose(found.sum(1), torch.ones(B), atol=0.02)
-    assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
+    actual = found.sum(1)
+    expected = torch.ones(B)
+    assert torch.allclose(actual, expected, atol=0.02)
+    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*each)
 
 
 @pytest.mark.parametrize("phi", SIGNED, ids=repr)
@@ -116,9 +128,13 @@ def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets)
     """Also below nodes where no estimate is positive."""
     sampler = built(TreeFeatures, phi, head, queries, m=2, temperature=0.2)
     q = sampler.log_q(queries, all_classes()).exp()
-    assert torch.allclose(q.sum(1), torch.ones(B), atol=1e-5) and float(q.min()) >= 0.99 * 0.05 / V
+    actual = q.sum(1)
+    expected = torch.ones(B)
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert float(q.min()) >= 0.99 * 0.05 / V
     drawn = sampler.draw(queries, targets, 2000)
-    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == targets[:, None]).any())
+    assert bool(drawn.log_q.isfinite().all())
+    assert not bool((drawn.ids == targets[:, None]).any())
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -138,7 +154,8 @@ def test_the_normaliser_is_unbiased(number, head, queries, targets):
 def test_all_levels_of_a_deep_tree_follow_the_law(head):
     """Of more nodes than are inverted at once, the target left out on the way down."""
     count = 5 * 2**12
-    head, query = nn.Linear(2, count), torch.randn(1, 2)
+    head = nn.Linear(2, count)
+    query = torch.randn(1, 2)
     sampler = built(TreeFeatures, OPRF(), head, query, m=4)
     q = sampler.log_q(query, torch.arange(count)[None])[0].exp()
     target = q.argmax()[None]
@@ -150,7 +167,8 @@ def test_all_levels_of_a_deep_tree_follow_the_law(head):
 
 
 def test_the_batch_by_classes_matrix_is_never_formed():
-    count, batch = 20_000, 64
+    count = 20_000
+    batch = 64
     assert largest_tensor(TreeFeatures, OPRF(), count, batch) < batch * count / 4
     assert largest_tensor(TreeFeatures, TrigRF(), count, batch) < batch * count / 2
     assert (
@@ -160,7 +178,8 @@ def test_the_batch_by_classes_matrix_is_never_formed():
 
 def largest_tensor(kind, phi, count, batch):
     """Entries of the largest tensor that a draw makes: views of tables are not made."""
-    weight, query = torch.randn(count, 4), torch.randn(batch, 4)
+    weight = torch.randn(count, 4)
+    query = torch.randn(batch, 4)
     sampler = kind(phi, count, 4, m=8)
     sampler.rebuild(weight, None, query)
     with Largest() as largest:
@@ -215,12 +234,13 @@ def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
         head.bias[rows] -= 0.3
     assert behind(sampler, head) > 0.01
     sampler.update(rows, head.weight, head.bias)
-    assert behind(sampler, head) < 1e-6 and sum_error(sampler.tree) < (
-        1e-12 if phi == OPRF() else 1e-5
-    )
+    assert behind(sampler, head) < 1e-6
+    assert sum_error(sampler.tree) < (1e-12 if phi == OPRF() else 1e-5)
     for number, old in enumerate(before):  # what does not lie above the changed rows is not touched
         changed = (sampler.tree.level(number) != old).any(1).nonzero().flatten()
-        assert changed.tolist() == (rows // FAN**number).unique().tolist()
+        actual = changed.tolist()
+        expected = (rows // FAN**number).unique().tolist()
+        assert actual == expected
 
 
 def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
@@ -231,9 +251,9 @@ def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
         tree.set(rows, torch.rand(len(rows), 3) * 10 ** (6 * torch.rand(1)))
     assert 0 < sum_error(tree) < 1e-9
     tree.resum()
-    assert sum_error(tree) == 0 and torch.allclose(
-        tree.total, tree.leaves.double().sum(0), rtol=1e-12
-    )
+    assert sum_error(tree) == 0
+    expected = tree.leaves.double().sum(0)
+    assert torch.allclose(tree.total, expected, rtol=1e-12)
 
 
 def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries):
@@ -242,13 +262,18 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
         head.bias[3] = 60.0
     sampler.update(torch.tensor([3]), head.weight, head.bias)
     q = sampler.log_q(queries, all_classes()).exp()
-    assert torch.allclose(q[:, 3], torch.ones(B)) and sum_error(sampler.tree) == 0
+    actual = q[:, 3]
+    expected = torch.ones(B)
+    assert torch.allclose(actual, expected)
+    assert sum_error(sampler.tree) == 0
     drawn = sampler.draw(
         queries, torch.full((B,), 3), 20_000
-    )  # what is left lies below rounding: uniform, and said so
-    assert bool(drawn.log_q.isfinite().all()) and not bool((drawn.ids == 3).any())
+    )  # the rest is below rounding: uniform, with a warning
+    assert bool(drawn.log_q.isfinite().all())
+    assert not bool((drawn.ids == 3).any())
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
-    assert all(follows(*each) for each in zip(drawn.ids, found + (found == 0) * 1e-9))
+    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*each)
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
@@ -256,7 +281,9 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
     with torch.no_grad():
         head.bias[1] = 60.0  # every hundredth class is looked at
     q = built(TreeFeatures, OPRF(), head, queries).log_q(queries, all_classes()).exp()
-    assert torch.allclose(q[:, 1], torch.ones(B))
+    actual = q[:, 1]
+    expected = torch.ones(B)
+    assert torch.allclose(actual, expected)
 
 
 def test_what_updates_have_to_follow_stays_bounded_and_takes_rows_that_moved_for_other_reasons(
@@ -286,11 +313,10 @@ def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, querie
         sampler.update(torch.tensor([7, 9]), head.weight, head.bias)
     with pytest.raises(ValueError, match="class 9: .* not finite"):
         sampler.rebuild(head.weight, head.bias)
-    assert all(
-        torch.equal(torch.as_tensor(value), before[name])
-        for name, value in sampler.state_dict().items()
-        if isinstance(value, torch.Tensor)
-    )
+    for name, value in sampler.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            actual = torch.as_tensor(value)
+            assert torch.equal(actual, before[name])
 
 
 # ---- the loss
@@ -299,9 +325,11 @@ def test_nan_in_an_update_is_refused_and_nothing_changes(kind, phi, head, querie
 def test_exact_proposals_give_the_full_loss(head, queries, targets):
     """Every term of Z^ is then what is sought of Z, so that the estimate does not vary."""
     softmax = SampledSoftmax(ExactSoftmax(head), head, negatives=3)
+    actual = softmax.losses(queries, targets)
+    expected = F.cross_entropy(head(queries), targets, reduction="none")
     assert torch.allclose(
-        softmax.losses(queries, targets),
-        F.cross_entropy(head(queries), targets, reduction="none"),
+        actual,
+        expected,
         atol=1e-5,
     )
 
@@ -312,9 +340,9 @@ def test_eval_mode_is_the_full_softmax(head, targets):
     for one in (head, nn.Embedding(V, D)):
         softmax = SampledSoftmax(OPRF(), one, m=4).eval()
         logits = F.linear(queries, one.weight, getattr(one, "bias", None))
-        assert torch.allclose(
-            softmax(queries, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        )
+        actual = softmax(queries, targets)
+        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        assert torch.allclose(actual, expected)
         assert softmax.losses(queries, targets).shape == targets.shape
 
 
@@ -326,7 +354,8 @@ def test_sparse_gradients_are_the_dense_ones(head, queries, targets):
         SampledSoftmax(OPRF(), one, m=4, sparse=sparse)(queries, targets).backward()
         assert one.weight.grad.is_sparse == one.bias.grad.is_sparse == sparse
         grads.append([p.grad.to_dense() if sparse else p.grad for p in one.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(*grads))
+    for a, b in zip(*grads):
+        assert torch.allclose(a, b, atol=1e-7)
 
 
 @pytest.mark.parametrize("proposal", ["favorpp", Mechanism.of(features="trig", m=16)], ids=str)
@@ -334,7 +363,8 @@ def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
     options = {} if isinstance(proposal, Mechanism) else {"m": 16}
     softmax = SampledSoftmax(proposal, head, negatives=20, sparse=True, rebuild_every=30, **options)
     optimiser = torch.optim.SGD(softmax.parameters(), 0.5)
-    queries, targets = torch.randn(64, D), torch.randint(V, (64,))
+    queries = torch.randn(64, D)
+    targets = torch.randint(V, (64,))
     begin = softmax.eval()(queries, targets).item()
     softmax.train()
     for _ in range(40):
@@ -343,7 +373,8 @@ def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
         optimiser.step()
         softmax.update()
     assert behind(softmax.sampler, head) < 1e-5
-    assert int(softmax.updates) == 40 and softmax.eval()(queries, targets).item() < begin - 0.3
+    assert int(softmax.updates) == 40
+    assert softmax.eval()(queries, targets).item() < begin - 0.3
 
 
 def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
@@ -359,7 +390,9 @@ def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
             losses.append(loss.item())
         return losses
 
-    make = lambda: SampledSoftmax(OPRF(), nn.Linear(D, V), m=8, rebuild_every=5)
+    def make():
+        return SampledSoftmax(OPRF(), nn.Linear(D, V), m=8, rebuild_every=5)
+
     first = make()
     trained(first, 3)
     file = io.BytesIO()
@@ -384,7 +417,8 @@ def test_tables_of_another_m_are_refused(head, queries):
 
 
 def test_bad_input_is_refused(head, queries, targets):
-    softmax, tree = SampledSoftmax(OPRF(), head, m=4), built(TreeFeatures, OPRF(), head, queries)
+    softmax = SampledSoftmax(OPRF(), head, m=4)
+    tree = built(TreeFeatures, OPRF(), head, queries)
     refused = [
         (lambda: SampledSoftmax(OPRF(), head, negatives=V), "negatives=300: expected at most 299"),
         (lambda: SampledSoftmax(Uniform(V + 1), head), "301 classes, expected 300"),
@@ -414,7 +448,8 @@ def test_bad_input_is_refused(head, queries, targets):
 def test_no_queries_get_no_draws(head, queries):
     for sampler in samplers(head, queries):
         for targets in (None, torch.zeros(0, dtype=torch.long)):
-            assert sampler.draw(queries[:0], targets, 4).ids.shape == (0, 4)
+            actual = sampler.draw(queries[:0], targets, 4).ids.shape
+            assert actual == (0, 4)
 
 
 @pytest.mark.parametrize("proposal", [OPRF(), "exact"], ids=str)
@@ -428,14 +463,16 @@ def test_a_head_in_half_precision_keeps_its_tables(proposal, head, queries, targ
             ExactSoftmax(own) if proposal == "exact" else proposal, own, 40
         ).to(dtype)
         losses.append(softmax(queries.to(dtype), targets).item())
-        assert own.weight.dtype == dtype and all(
-            b.dtype != torch.bfloat16 for b in softmax.buffers()
-        )
+        assert own.weight.dtype == dtype
+        for b in softmax.buffers():
+            assert b.dtype != torch.bfloat16
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
 
 
 def test_the_quadratic_kernel(head, queries):
-    law = lambda sampler: sampler.log_q(queries, all_classes()).double()
+    def law(sampler):
+        return sampler.log_q(queries, all_classes()).double()
+
     expected = 100 * head(queries).double().square() + 1
     torch.testing.assert_close(
         law(Quadratic(head)),
@@ -456,7 +493,8 @@ def test_the_quadratic_kernel(head, queries):
 def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(count, bias):
     """Where nothing but rounding is left, the way down ends in a row that there is."""
     torch.manual_seed(0)
-    weight, of_classes = torch.randn(count, 8), torch.zeros(count)
+    weight = torch.randn(count, 8)
+    of_classes = torch.zeros(count)
     of_classes[5] = bias
     sampler = TreeFeatures(OPRF(), count, 8, m=16)
     sampler.rebuild(weight, of_classes)
@@ -467,7 +505,10 @@ def test_a_target_that_holds_all_of_a_column_leads_to_no_row_behind_the_last(cou
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
 def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queries, targets):
     softmax = SampledSoftmax(built(TreeFeatures, phi, head, queries), head, 5)
-    loss = lambda h: (torch.manual_seed(3), softmax(h, targets))[1]
+
+    def loss(h):
+        return (torch.manual_seed(3), softmax(h, targets))[1]
+
     found = torch.func.grad(loss)(queries)
     torch.testing.assert_close(found, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
 
@@ -492,7 +533,10 @@ def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are
 )
 def test_times_have_a_value_for_each_round(what, methods):
     rows = [*SamplingTimes(what, methods, 1000, 16, 2).rows(None, 0)]
-    assert [row["method"].removesuffix(" m=16") for row in rows] == methods
-    assert all(len(row["ms"]) == 2 and min(row["ms"]) > 0 for row in rows)
+    actual = [row["method"].removesuffix(" m=16") for row in rows]
+    assert actual == methods
+    for row in rows:
+        assert len(row["ms"]) == 2
+        assert min(row["ms"]) > 0
     with pytest.raises(ValueError, match="method"):
         [*SamplingTimes(what, ["trees"], 1000, 16, 2).rows(None, 0)]

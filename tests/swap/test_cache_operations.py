@@ -40,7 +40,8 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 # ---- operations
 
-PROMPT, LENGTH = 20, 30
+PROMPT = 20
+LENGTH = 30
 ROWS = [2, 1, 1]
 
 
@@ -66,10 +67,10 @@ def prompted(model, ids, mask):
 
 def check_kind(cache, state, dtype):
     """What is tested is what is meant: keys, a state, and near-far's by the engine in C or by PyTorch."""
-    assert all(
-        (state in CONTROLS) != (isinstance(layer, RecurrentLayer) and layer.state is not None)
-        for layer in cache.layers
-    )
+    for layer in cache.layers:
+        assert (state in CONTROLS) != (
+            isinstance(layer, RecurrentLayer) and layer.state is not None
+        )
     known = [
         known
         for layer in cache.layers
@@ -104,8 +105,11 @@ CASES = (
 @torch.no_grad()
 def test_operations_give_what_is_left(state, dtype, padded):
     """Each on a copy of one cache, which no use of a copy changes."""
-    model, ids, mask = swapped(*STATES[state], dtype), tokens(), masks(padded)
-    whole, kept = called(model, ids, mask), prompted(model, ids, mask)
+    model = swapped(*STATES[state], dtype)
+    ids = tokens()
+    mask = masks(padded)
+    whole = called(model, ids, mask)
+    kept = prompted(model, ids, mask)
     check_kind(kept, state, dtype)
     cache = copy.deepcopy(kept)
     cache.reorder_cache(torch.tensor(ROWS))
@@ -128,14 +132,14 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
         found = model.generate(ids, **given, **options)
         expected = model.generate(ids, use_cache=False, **given, **(options if beams else {}))
         assert torch.equal(found.sequences, expected.sequences)
-        assert all(
-            isinstance(layer, RecurrentLayer) == beams for layer in found.past_key_values.layers
-        )
+        for layer in found.past_key_values.layers:
+            assert isinstance(layer, RecurrentLayer) == beams
 
 
 # ---- a static cache
 
-SHORT, ROOM = 15, 24
+SHORT = 15
+ROOM = 24
 PIECES = {"pieces": [9, 12, 15], "tokens": [1, 2, 9, 10, 11, 12, 13, 14, 15]}
 
 
@@ -158,13 +162,16 @@ def check_pieces(model, ids, mask, whole, *makers):
                 called(model, ids[:, :stop], mask[:, :stop], cache, start)
                 for start, stop in zip([0, *stops], stops)
             ]
-            torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], **CLOSE)
+            actual = torch.cat(parts, 1)[real]
+            torch.testing.assert_close(actual, whole[real], **CLOSE)
 
 
 @pytest.mark.parametrize("name, padded", in_turn(DECODE, ["sides", "ends", "not"]))
 @torch.no_grad()
 def test_room_changes_nothing(name, padded):
-    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks(padded)
+    model = swapped(*DECODE[name], layers=1)
+    ids = tokens(length=SHORT)
+    mask = short_masks(padded)
     check_pieces(
         model,
         ids,
@@ -182,7 +189,9 @@ def test_room_changes_nothing(name, padded):
 @torch.no_grad()
 def test_room_changes_nothing_in_masks_of_pairs(name, padded):
     """Those of transformers itself, which a model keeps that holds attention of other kinds."""
-    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks(padded)
+    model = swapped(*DECODE[name], layers=1)
+    ids = tokens(length=SHORT)
+    mask = short_masks(padded)
     whole = called(model, ids, mask)
     for implementation in AS_BEFORE.values():
         model.config._attn_implementation_internal = implementation
@@ -193,7 +202,9 @@ def test_room_changes_nothing_in_masks_of_pairs(name, padded):
 @torch.no_grad()
 def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
     """One token and its padding see the same keys, as the tokens of a prefix do."""
-    model, ids, mask = swapped(*DECODE[name], layers=1), tokens(length=SHORT), short_masks("ends")
+    model = swapped(*DECODE[name], layers=1)
+    ids = tokens(length=SHORT)
+    mask = short_masks("ends")
     for implementation in AS_BEFORE.values():
         model.config._attn_implementation_internal = implementation
         cache = StaticCache(model.config, max_cache_len=ROOM)
@@ -205,29 +216,34 @@ def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
 @torch.no_grad()
 def test_a_prefix_in_a_static_cache_is_one_sequence():
     """Its tokens see each other, as those of an image before a text: the room after them is left out."""
-    model, ids = swapped(*DECODE["window"], layers=1), tokens(length=SHORT)
+    model = swapped(*DECODE["window"], layers=1)
+    ids = tokens(length=SHORT)
     prefix = torch.zeros(3, 1, SHORT, ROOM, dtype=torch.bool)
     prefix[..., :SHORT] = True
     found = model(
         ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)
     ).logits
-    torch.testing.assert_close(
-        found, model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits
-    )
+    expected = model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits
+    torch.testing.assert_close(found, expected)
 
 
 @torch.no_grad()
 def test_layers_that_are_not_swapped_see_what_they_saw():
-    model, ids, mask = swapped("exact", {}), tokens(length=SHORT), short_masks("sides")
+    model = swapped("exact", {})
+    ids = tokens(length=SHORT)
+    mask = short_masks("sides")
     before = called(unswap_attention(model), ids, mask)
     check_pieces(swap_attention(model, "exact", layers=[1]), ids, mask, before)
 
 
 @torch.no_grad()
 def test_reformer_takes_a_prompt_alone():
-    model, ids, mask = swapped(*CAUSAL["reformer"]), tokens(length=SHORT), short_masks("not")
+    model = swapped(*CAUSAL["reformer"])
+    ids = tokens(length=SHORT)
+    mask = short_masks("not")
     for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)):
         out = called(model, ids[:, :14], mask[:, :14], cache)
-        torch.testing.assert_close(out, called(model, ids[:, :14], mask[:, :14]))
+        expected = called(model, ids[:, :14], mask[:, :14])
+        torch.testing.assert_close(out, expected)
         with pytest.raises(ValueError, match="reformer.*use_cache=False"):
             called(model, ids, mask, cache, 14)

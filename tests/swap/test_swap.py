@@ -1,4 +1,4 @@
-"""Attention of whole models swapped: exact attention is the original, and the laws of linear attention hold."""
+"""Attention of whole models swapped: exact attention equals the original; linear attention keeps its properties."""
 
 import copy
 import inspect
@@ -54,15 +54,19 @@ pytestmark = [
 @each(ALL)
 @torch.no_grad()
 def test_exact_is_the_original_and_unswap_restores_it(make):
-    model, batch = made(make), inputs(make)
-    before, keys = run(model, **batch), list(model.state_dict())
+    model = made(make)
+    batch = inputs(make)
+    before = run(model, **batch)
+    keys = list(model.state_dict())
     assert swap_attention(model, "exact") is model
-    torch.testing.assert_close(run(model, **batch), before, **LOOSE)
+    actual = run(model, **batch)
+    torch.testing.assert_close(actual, before, **LOOSE)
     assert list(model.state_dict()) == keys
     swap_attention(model, "favorpp", m=8)
     assert not torch.allclose(run(model, **batch), before, rtol=1e-4, atol=1e-5)
     unswap_attention(model)
-    assert torch.equal(run(model, **batch), before) and list(model.state_dict()) == keys
+    assert torch.equal(run(model, **batch), before)
+    assert list(model.state_dict()) == keys
 
 
 @each(ALL)
@@ -83,30 +87,36 @@ def test_padding_is_truncation(make):
     mask[:, 6:] = 0
     for name in ("exact", "favorpp"):
         model = swapped(make, name)
-        cut, whole = run(model, input_ids=short), run(model, input_ids=padded, attention_mask=mask)
+        cut = run(model, input_ids=short)
+        whole = run(model, input_ids=padded, attention_mask=mask)
         torch.testing.assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
 @torch.no_grad()
 def test_returned_matrices_are_those_of_the_attention(make):
-    model, seen = swapped(make), []
+    model = swapped(make)
+    seen = []
     for path, module in model.named_modules():
         if path.endswith(".swapped"):
             module.register_forward_hook(lambda _, given, out: seen.append((given[2], out)))
     matrices = model(**inputs(make), output_attentions=True).attentions
     assert len(matrices) == len(seen) == 2
     for matrix, (v, out) in zip(matrices, seen):
-        torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]), **LOOSE)
+        actual = matrix.sum(-1)
+        expected = torch.ones_like(matrix[..., 0])
+        torch.testing.assert_close(actual, expected, **LOOSE)
         v = v.repeat_interleave(out.shape[1] // v.shape[1], 1)
-        torch.testing.assert_close(matrix @ v[..., :4], out[..., :4], **LOOSE)
+        actual = matrix @ v[..., :4]
+        torch.testing.assert_close(actual, out[..., :4], **LOOSE)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
 @torch.no_grad()
 def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
     """Of swapped and of untouched layers."""
-    model, real = made(make), torch.arange(L) < torch.tensor([[L], [6]])
+    model = made(make)
+    real = torch.arange(L) < torch.tensor([[L], [6]])
     batch = inputs(make) | {"attention_mask": real.long()}
     model.set_attn_implementation("eager")
     before = model(**batch, output_attentions=True)
@@ -114,19 +124,19 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
         found = swap_attention(model, "exact", layers=layers)(**batch, output_attentions=True)
         torch.testing.assert_close(found[0][real], before[0][real], **LOOSE)
         for one, two in zip(found.attentions, before.attentions):
-            torch.testing.assert_close(
-                one.transpose(1, 2)[real], two.transpose(1, 2)[real], **LOOSE
-            )
+            actual = one.transpose(1, 2)[real]
+            expected = two.transpose(1, 2)[real]
+            torch.testing.assert_close(actual, expected, **LOOSE)
         unswap_attention(model)
 
 
 @torch.no_grad()
 def test_swapping_twice_replaces_and_layers_mix():
-    model, batch = made(bert), inputs(bert)
+    model = made(bert)
+    batch = inputs(bert)
     once = run(swap_attention(copy.deepcopy(model), "relu", m=8), **batch)
-    assert torch.equal(
-        run(swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8), **batch), once
-    )
+    actual = run(swap_attention(swap_attention(model, "favorpp", m=32), "relu", m=8), **batch)
+    assert torch.equal(actual, once)
     swap_attention(model, "favorp", m=8, layers=[1])
     found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
     assert found == ["relu", "favorp"]
@@ -138,14 +148,12 @@ def test_models_of_one_configuration_are_apart():
     first, second = (transformers.BertModel(config).eval() for _ in range(2))
     before = run(second, **inputs(bert))
     swap_attention(first, "favorpp", m=8)
-    assert config._attn_implementation != "crt_exp" and torch.equal(
-        run(second, **inputs(bert)), before
-    )
+    assert config._attn_implementation != "crt_exp"
+    actual = run(second, **inputs(bert))
+    assert torch.equal(actual, before)
     assert not hasattr(second.config, "crt_exp")
-    assert (
-        unswap_attention(copy.deepcopy(first)).config._attn_implementation
-        == config._attn_implementation
-    )
+    actual = unswap_attention(copy.deepcopy(first)).config._attn_implementation
+    assert actual == config._attn_implementation
     assert first.config._attn_implementation == "crt_exp"
 
 
@@ -180,7 +188,8 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
 )
 @torch.no_grad()
 def test_dropout_of_training_is_that_of_the_attention(make, name):
-    model, values = swapped(make), []
+    model = swapped(make)
+    values = []
     attention = next(part for part in model.modules() if "swapped" in part._modules)
     setattr(attention, name, 0.5 if make is Encoder else nn.Dropout(0.5))
     attention.swapped.register_forward_hook(lambda _, given, out: values.append(given[2]))
@@ -190,7 +199,8 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
     whole, dropped = values
     lost = (dropped == 0).all(-1)
     assert 0 < lost.float().mean() < 1
-    torch.testing.assert_close(dropped, torch.where(lost[..., None], 0, 2 * whole))
+    expected = torch.where(lost[..., None], 0, 2 * whole)
+    torch.testing.assert_close(dropped, expected)
 
 
 @torch.no_grad()
@@ -206,7 +216,8 @@ def test_half_precision():
 def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     """Compiled modules do not note their calls."""
     torch._dynamo.reset()
-    model, batch = swapped(bert), inputs(bert)
+    model = swapped(bert)
+    batch = inputs(bert)
     batch["attention_mask"] = (torch.arange(L) < torch.tensor([[7], [L]])).long()
     expected = run(model, **batch)
     compiled = swap_attention(torch.compile(made(bert), backend="eager"), "favorpp", m=32)
@@ -228,16 +239,22 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
     def maker(heads, d, sampler=samplers.orthogonal, seed=0, **sizes):
         return RandomFeatureAttention(phi, sampler, m, heads, d, seed=seed, **sizes)
 
-    model, batch = swap_layers(made(make), maker, "composed"), inputs(make)
+    model = swap_layers(made(make), maker, "composed")
+    batch = inputs(make)
     if make is llama:
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
     out = run(model, **batch)
     model.save_pretrained(tmp_path)
     other = type(model).from_pretrained(tmp_path).eval()
-    anew = lambda heads, d, **sizes: maker(heads, d, samplers.iid, 9, **sizes)
-    assert torch.equal(run(swap_layers(other, anew, "composed"), **batch), out)
+
+    def anew(heads, d, **sizes):
+        return maker(heads, d, samplers.iid, 9, **sizes)
+
+    actual = run(swap_layers(other, anew, "composed"), **batch)
+    assert torch.equal(actual, out)
     if make is llama:
-        cached, new = model(**batch, use_cache=True), torch.tensor([[5], [6]])
+        cached = model(**batch, use_cache=True)
+        new = torch.tensor([[5], [6]])
         assert type(cached.past_key_values.layers[0]).__name__ == "RecurrentLayer"
         whole = run(model, input_ids=torch.cat([batch["input_ids"], new], 1))[:, -1:]
         stepped = model(
@@ -291,7 +308,8 @@ def test_attention_of_other_kinds_is_named():
     rows = describe_attention(model)
     assert rows["mechanism"].tolist() == ["favorpp", "cannot be swapped", "cannot be swapped"]
     assert rows["path"].tolist() == ["known", "own", "wrapper.0"]
-    assert rows["layer"].isna().tolist() == [False, True, True]
+    actual = rows["layer"].isna().tolist()
+    assert actual == [False, True, True]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_attention(Mixed(), "favorpp", m=8, layers=[0])  # who chooses layers knows
@@ -309,7 +327,8 @@ class ByHand(nn.Module):
 
 
 def test_modules_that_a_pass_does_not_reach_are_named_once():
-    model, x = swap_attention(ByHand(), "favorp", m=8), torch.randn(B, L, 16)
+    model = swap_attention(ByHand(), "favorp", m=8)
+    x = torch.randn(B, L, 16)
     with pytest.warns(
         UserWarning, match=r"1 swapped modules were not called: left \(SwappedMultiheadAttention\)"
     ):
@@ -317,8 +336,10 @@ def test_modules_that_a_pass_does_not_reach_are_named_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x)
-    assert describe_attention(model)["reached"].tolist() == ["yes", "no"]
-    assert not model._forward_hooks and not unswap_attention(model)._forward_hooks
+    actual = describe_attention(model)["reached"].tolist()
+    assert actual == ["yes", "no"]
+    assert not model._forward_hooks
+    assert not unswap_attention(model)._forward_hooks
 
 
 def test_another_implementation_cannot_undo_a_swap_unseen():
@@ -336,7 +357,8 @@ def test_another_implementation_cannot_undo_a_swap_unseen():
 )
 def test_adapters_of_peft_stay_and_train(make, targets, first):
     peft = pytest.importorskip("peft")
-    model, batch = made(make), inputs(make)
+    model = made(make)
+    batch = inputs(make)
     if first == "swap":
         swap_attention(model, "exact")
     adapted = peft.get_peft_model(
@@ -345,29 +367,37 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     with torch.no_grad():
         before = run(adapted, **batch)
         assert not torch.allclose(before, run(made(make), **batch))
-        torch.testing.assert_close(run(swap_attention(adapted, "exact"), **batch), before, **LOOSE)
+        actual = run(swap_attention(adapted, "exact"), **batch)
+        torch.testing.assert_close(actual, before, **LOOSE)
     swap_attention(adapted, "nearfar")
     run(adapted.train(), **batch).square().mean().backward()
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    assert trained and all(
-        ".lora_" in name and bool(p.grad.isfinite().all()) for name, p in trained.items()
-    )
+    assert trained
+    for name, p in trained.items():
+        assert ".lora_" in name
+        assert bool(p.grad.isfinite().all())
     with torch.no_grad():
-        torch.testing.assert_close(run(unswap_attention(adapted).eval(), **batch), before, **LOOSE)
+        actual = run(unswap_attention(adapted).eval(), **batch)
+        torch.testing.assert_close(actual, before, **LOOSE)
 
 
 @torch.no_grad()
 def test_layers_that_stay_keep_their_implementation_and_get_their_configuration_back():
     model = made(bert)
-    own, name = [part.self.config for part in attentions(model)], model.config._attn_implementation
-    assert all(config is model.config for config in own)
+    own = [part.self.config for part in attentions(model)]
+    name = model.config._attn_implementation
+    for config in own:
+        assert config is model.config
     swap_attention(model, "exact", layers=[0])
     first, second = (part.self.config for part in attentions(model))
-    assert first is model.config and second._attn_implementation == name
+    assert first is model.config
+    assert second._attn_implementation == name
     swap_attention(model, "exact", layers=[1])
-    assert all(part.self.config is model.config for part in attentions(model))
+    for part in attentions(model):
+        assert part.self.config is model.config
     unswap_attention(model)
-    assert all(part.self.config is model.config for part in attentions(model))
+    for part in attentions(model):
+        assert part.self.config is model.config
     assert model.config._attn_implementation == name
 
 
@@ -433,10 +463,15 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
         for call in (cached, called):
             model = swap_attention(made(llama), f"{name} m=4")
             found = [each for each in warnings_of(call) if "no statistics" in each[-1]]
-            assert found and all(each[-1].startswith(f"{name}: no stat") for each in found), found
-            assert all(each[0] == __file__ and each[1].startswith("model") for each in found), found
+            assert found, found
+            for file, line, message in found:
+                assert message.startswith(f"{name}: no stat"), found
+                assert file == __file__, found
+                assert line.startswith("model"), found
     cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
     for call, message in cases:
         found = [each for each in warnings_of(call) if message in each[-1]]
-        assert found and all(each[0] == __file__ for each in found), (message, found)
-        assert all(each[1] in inspect.getsource(call) for each in found)
+        assert found, (message, found)
+        for file, line, _ in found:
+            assert file == __file__, (message, found)
+            assert line in inspect.getsource(call)

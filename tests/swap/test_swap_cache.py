@@ -82,20 +82,23 @@ def test_generate_gives_the_tokens_of_the_whole_sequence(make, name, options):
     with_state, without = generated(
         swapped(make, name), ids, attention_mask=left_padded(ids), **options
     )
-    assert torch.equal(with_state, without) and with_state.shape[1] == 18
+    assert torch.equal(with_state, without)
+    assert with_state.shape[1] == 18
 
 
 def test_a_prompt_in_chunks():
-    model, ids = swapped(llama), tokens(11)
+    model = swapped(llama)
+    ids = tokens(11)
     options = {"attention_mask": left_padded(ids), "max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(
-        model.generate(ids, prefill_chunk_size=4, **options), generated(model, ids, **options)[1]
-    )
+    actual = model.generate(ids, prefill_chunk_size=4, **options)
+    expected = generated(model, ids, **options)[1]
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
 def test_generation_goes_on_from_a_returned_cache():
-    model, ids = swapped(llama), tokens(6)
+    model = swapped(llama)
+    ids = tokens(6)
     options = {"do_sample": False, "return_dict_in_generate": True}
     first = model.generate(ids, max_new_tokens=5, **options)
     more = torch.cat([first.sequences, tokens(3, seed=3)], 1)
@@ -114,11 +117,13 @@ def test_generation_goes_on_from_a_returned_cache():
 @pytest.mark.parametrize("make, name", [(gpt2, "favorpp"), (llama, "favor"), (neox, "favorpp")])
 @torch.no_grad()
 def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
-    model, ids = swapped(make, name), tokens(14)
+    model = swapped(make, name)
+    ids = tokens(14)
     mask = left_padded(ids)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     whole = model(ids, attention_mask=mask, position_ids=positions).logits
-    past, logits = None, []
+    past = None
+    logits = []
     for a, b in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
         out = model(
             ids[:, a:b],
@@ -128,19 +133,25 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
             use_cache=True,
         )
         past = out.past_key_values
-        assert recurrent(past) == 2 and past.get_seq_length() == b
+        assert recurrent(past) == 2
+        assert past.get_seq_length() == b
         logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], whole[mask.bool()], **CLOSE)
+    actual = torch.cat(logits, 1)[mask.bool()]
+    expected = whole[mask.bool()]
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 @torch.no_grad()
 def test_the_cache_does_not_grow():
-    model, ids = swapped(llama), tokens(40)
-    past, sizes = None, []
+    model = swapped(llama)
+    ids = tokens(40)
+    past = None
+    sizes = []
     for a, b in ((0, 8), (8, 9), (9, 38), (38, 39), (39, 40)):
         past = model(ids[:, a:b], past_key_values=past, use_cache=True).past_key_values
         sizes.append([layer.nbytes() for layer in past.layers])
-    assert all(size == sizes[0] for size in sizes)
+    for size in sizes:
+        assert size == sizes[0]
     assert [layer.state.kept.sums.numel() for layer in past.layers] == [
         2 * 4 * 32 * (4 + 1)
     ] * 2  # B H M (dv + 1)
@@ -148,7 +159,8 @@ def test_the_cache_does_not_grow():
 
 @torch.no_grad()
 def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
-    model, ids = swapped(llama), tokens(9, batch=3)
+    model = swapped(llama)
+    ids = tokens(9, batch=3)
     past = model(ids[:, :7], use_cache=True).past_key_values
     for change in (
         lambda: past.crop(-1),
@@ -158,9 +170,9 @@ def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
         with pytest.raises(ValueError, match=r"the recurrent cache .*DynamicCache"):
             change()
     past.reset()
-    torch.testing.assert_close(
-        model(ids, past_key_values=past, use_cache=True).logits, model(ids).logits, **CLOSE
-    )
+    actual = model(ids, past_key_values=past, use_cache=True).logits
+    expected = model(ids).logits
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 # ---- where all keys are kept, as before
@@ -168,7 +180,8 @@ def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
 
 @torch.no_grad()
 def test_a_cache_of_ones_own_keeps_all_keys():
-    model, ids = swapped(gpt2), tokens(9)
+    model = swapped(gpt2)
+    ids = tokens(9)
     whole = model(ids).logits
     # None: not asked for
     for given in (
@@ -177,14 +190,15 @@ def test_a_cache_of_ones_own_keeps_all_keys():
         None,
     ):
         past = model(ids[:, :6], past_key_values=given).past_key_values
-        assert recurrent(past) == 0 and past.layers[0].keys.shape[2] == 6
-        torch.testing.assert_close(
-            model(ids[:, 6:], past_key_values=past).logits, whole[:, 6:], **CLOSE
-        )
+        assert recurrent(past) == 0
+        assert past.layers[0].keys.shape[2] == 6
+        actual = model(ids[:, 6:], past_key_values=past).logits
+        torch.testing.assert_close(actual, whole[:, 6:], **CLOSE)
 
 
 def test_training_and_gradients_keep_all_keys():
-    model, ids = swapped(llama), tokens(9)
+    model = swapped(llama)
+    ids = tokens(9)
     first = model(ids[:, :6], use_cache=True)
     assert recurrent(first.past_key_values) == 0
     second = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
@@ -204,11 +218,13 @@ def test_training_and_gradients_keep_all_keys():
 
 @torch.no_grad()
 def test_attention_matrices_need_all_keys():
-    model, ids = swapped(gpt2), tokens()
+    model = swapped(gpt2)
+    ids = tokens()
     out = model.generate(
         ids, max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True
     )
-    assert recurrent(out.past_key_values) == 0 and out.attentions[-1][0].shape == (2, 4, 1, 9)
+    assert recurrent(out.past_key_values) == 0
+    assert out.attentions[-1][0].shape == (2, 4, 1, 9)
     past = model(ids, use_cache=True).past_key_values
     with pytest.raises(
         ValueError, match="output_attentions=True; pass past_key_values=DynamicCache"
@@ -248,10 +264,12 @@ def diffllama():
 @pytest.mark.parametrize("make", [deepseek, diffllama])
 @torch.no_grad()
 def test_modules_that_work_on_cached_keys_keep_them(make):
-    model, ids = swapped(make, "favorp"), tokens()
+    model = swapped(make, "favorp")
+    ids = tokens()
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     out, without = (model.generate(ids, use_cache=use, **options) for use in (True, False))
-    assert recurrent(out.past_key_values) == 0 and torch.equal(out.sequences, without.sequences)
+    assert recurrent(out.past_key_values) == 0
+    assert torch.equal(out.sequences, without.sequences)
 
 
 @torch.no_grad()
@@ -260,7 +278,9 @@ def test_keys_that_serve_two_attentions_are_kept():
     layer, q, k, v = RecurrentLayer(), *torch.randn(3, 2, 4, 5, 4)
     keys, values = layer.update(k[:, :2], v[:, :2])
     first, second = (layer.attend(swap, q, keys, values, **CALL)[0] for _ in range(2))
-    assert layer.whole and torch.equal(first, second) and torch.equal(layer.keys, k[:, :2])
+    assert layer.whole
+    assert torch.equal(first, second)
+    assert torch.equal(layer.keys, k[:, :2])
 
 
 # ---- what a state cannot give is refused
@@ -268,13 +288,19 @@ def test_keys_that_serve_two_attentions_are_kept():
 
 @torch.no_grad()
 def test_a_mask_that_changes_the_past_is_refused():
-    model, ids = swapped(llama), tokens(9)
+    model = swapped(llama)
+    ids = tokens(9)
     mask = left_padded(ids)
-    call = lambda mask, past: model(
-        ids[:, 6:8], attention_mask=mask, past_key_values=past, use_cache=True
-    )
-    start = lambda mask: model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
-    before, now, all_kept = mask[:, :6], mask[:, :8], torch.ones_like(mask[:, :8])
+
+    def call(mask, past):
+        return model(ids[:, 6:8], attention_mask=mask, past_key_values=past, use_cache=True)
+
+    def start(mask):
+        return model(ids[:, :6], attention_mask=mask, use_cache=True).past_key_values
+
+    before = mask[:, :6]
+    now = mask[:, :8]
+    all_kept = torch.ones_like(mask[:, :8])
     message = "layers.0.self_attn: .* changed masks"
     for first, then in ((before, None), (None, now), (before, now.flip(0)), (before, all_kept)):
         with pytest.raises(ValueError, match=message):
@@ -308,10 +334,12 @@ def test_new_keys_are_of_no_other_use():
     model = swapped(llama)
     layer_cache = model(tokens(), use_cache=True).past_key_values
     keys, values = layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
-    assert isinstance(keys, NewKeys) and keys.shape == (2, 2, 1, 4)
+    assert isinstance(keys, NewKeys)
+    assert keys.shape == (2, 2, 1, 4)
     with pytest.raises(ValueError, match="the recurrent cache .*DynamicCache"):
         torch.cat([values, values])
-    layer, swap = layer_cache.layers[0], model.model.layers[0].self_attn.swapped
+    layer = layer_cache.layers[0]
+    swap = model.model.layers[0].self_attn.swapped
     with pytest.raises(ValueError, match="self_attn: .* reused keys"):
         layer.attend(swap, torch.ones(2, 4, 1, 4), keys, keys, **CALL)
     with pytest.raises(ValueError, match="no swapped attention used the new keys"):
@@ -323,7 +351,8 @@ def test_new_keys_are_of_no_other_use():
 
 @torch.no_grad()
 def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
-    model, ids = swap_attention(swapped(gpt2), "favorp", m=16), tokens()
+    model = swap_attention(swapped(gpt2), "favorp", m=16)
+    ids = tokens()
     expected = generated(model, ids)[1]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(generated(other, ids)[0], expected)

@@ -74,7 +74,8 @@ def swapped(make, name="favorpp", calibrated=True):
 )
 def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibrated):
     """Also where the decoder's prefix is as long as the encoder's sequence, or one token. Leaks are above 1e-2."""
-    model, batch = swapped(make, name, calibrated), inputs(make, length=L + 3)
+    model = swapped(make, name, calibrated)
+    batch = inputs(make, length=L + 3)
     whole = run(model, batch)
     for length in (1, 4, L, L + 1):
         part = run(model, batch | {"decoder_input_ids": batch["decoder_input_ids"][:, :length]})
@@ -84,24 +85,31 @@ def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibr
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_future_never_leaks_in_training(make):
     """The statistics of a training pass come from earlier ones."""
-    model, batch = swapped(make, "geom_plus", calibrated=False).train(), inputs(make)
+    model = swapped(make, "geom_plus", calibrated=False).train()
+    batch = inputs(make)
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         for name in ("dropout", "activation_dropout"):
             setattr(part, name, 0.0) if isinstance(getattr(part, name, None), float) else None
     run(model, inputs(make, 1))
-    other, tokens = copy.deepcopy(model), batch["decoder_input_ids"].clone()
+    other = copy.deepcopy(model)
+    tokens = batch["decoder_input_ids"].clone()
     tokens[:, 4:] = 42 - tokens[:, 4:]
-    before, after = run(model, batch), run(other, batch | {"decoder_input_ids": tokens})
+    before = run(model, batch)
+    after = run(other, batch | {"decoder_input_ids": tokens})
     torch.testing.assert_close(before[:, :4], after[:, :4], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
 @each(HF_SEQ2SEQ)
 def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
-    model, batch = swapped(make), inputs(make)
-    whole, tokens, cache, found = run(model, batch), batch.pop("decoder_input_ids"), None, []
+    model = swapped(make)
+    batch = inputs(make)
+    whole = run(model, batch)
+    tokens = batch.pop("decoder_input_ids")
+    cache = None
+    found = []
     for part in (slice(0, 3), slice(3, 4), slice(4, T)):
         with torch.no_grad():
             out = model(
@@ -109,16 +117,17 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
             )
         cache = out.past_key_values
         found.append(out.logits)
-    assert all(
-        isinstance(layer, RecurrentLayer) and layer.state
-        for layer in cache.self_attention_cache.layers
-    )
-    torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-10, atol=1e-10)
+    for layer in cache.self_attention_cache.layers:
+        assert isinstance(layer, RecurrentLayer)
+        assert layer.state
+    actual = torch.cat(found, 1)
+    torch.testing.assert_close(actual, whole, rtol=1e-10, atol=1e-10)
 
 
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_padding_of_the_encoder_counts_nowhere(make):
-    cut, padded = inputs(make, 5), inputs(make, 5)
+    cut = inputs(make, 5)
+    padded = inputs(make, 5)
     cut["input_ids"], cut["attention_mask"] = cut["input_ids"][:, :6], None
     padded["attention_mask"][:, 6:] = 0
     for length in (
@@ -137,23 +146,24 @@ def test_padding_of_the_encoder_counts_nowhere(make):
     "make, name, options", [(bart, "favorp", {"num_beams": 3}), (whisper, "favorpp", {})]
 )
 def test_generate_with_and_without_cache(make, name, options):
-    model, given = swapped(make, name), {"max_new_tokens": 6, "do_sample": False} | options
+    model = swapped(make, name)
+    given = {"max_new_tokens": 6, "do_sample": False} | options
     with_cache, without = (
         model.generate(**source(make), use_cache=use, **given) for use in (True, False)
     )
-    assert torch.equal(with_cache, without) and with_cache.shape[1] >= 6
+    assert torch.equal(with_cache, without)
+    assert with_cache.shape[1] >= 6
 
 
 @torch.no_grad()
 def test_padded_keys_have_no_part_in_the_matrices_of_cross_attention():
     out = swapped(bart)(**inputs(bart), output_attentions=True)
-    assert [
+    actual = [
         len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
-    ] == [1, 2, 2]
-    assert (
-        out.cross_attentions[0].shape == (B, 4, T, L)
-        and (out.cross_attentions[0][1, ..., 6:] == 0).all()
-    )
+    ]
+    assert actual == [1, 2, 2]
+    assert out.cross_attentions[0].shape == (B, 4, T, L)
+    assert (out.cross_attentions[0][1, ..., 6:] == 0).all()
 
 
 @torch.no_grad()
@@ -163,9 +173,9 @@ def test_marian_comes_back_under_other_names(tmp_path):
     loaded = swap_attention(
         transformers.MarianMTModel.from_pretrained(tmp_path, dtype=torch.float64), "favorpp", m=64
     )
-    torch.testing.assert_close(
-        run(model, inputs(marian)), run(loaded.eval(), inputs(marian)), rtol=1e-12, atol=1e-12
-    )
+    actual = run(model, inputs(marian))
+    expected = run(loaded.eval(), inputs(marian))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- which attention is one to another sequence
@@ -192,12 +202,14 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
         .eval()
     )
     x = numbers(6, 16)
-    own, other = module(x, x, x)[0], module(x, x.clone(), x)[0]
+    own = module(x, x, x)[0]
+    other = module(x, x.clone(), x)[0]
     assert not torch.allclose(own, other)
     torch.testing.assert_close(
         module(x, x.detach(), x)[0], own
     )  # the same memory is the same sequence
-    torch.testing.assert_close(module(x[:, :2], x, x)[0], other[:, :2])
+    actual = module(x[:, :2], x, x)[0]
+    torch.testing.assert_close(actual, other[:, :2])
 
 
 # ---- statistics
@@ -205,7 +217,8 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
 
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_calibration_fills_the_queries_of_cross_attention(make):
-    model, seen = swap_attention(made(make), "favorpp", m=16), {}
+    model = swap_attention(made(make), "favorpp", m=16)
+    seen = {}
     for part in model.modules():
         if isinstance(part, RandomFeatureAttention):
             part.register_forward_pre_hook(
@@ -216,7 +229,8 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
     assert len(cross) == 2
     for part in cross:
         expected = torch.cat(seen[part]).square().mean((0, 2)) * part.scale**2
-        assert float(part.running_weight) == 1 and int(part.folds) == 2
+        assert float(part.running_weight) == 1
+        assert int(part.folds) == 2
         torch.testing.assert_close(part.running_x_mean_sq, expected, check_dtype=False)
 
 
@@ -226,24 +240,31 @@ def cross_layer(**options):
 
 def test_cross_attention_is_fitted_to_its_keys_and_earlier_queries():
     layer = cross_layer(cross=True).double().eval()
-    q, earlier = numbers(4, 5, 8), numbers(4, 5, 8, seed=1)
-    k, v = 2 * numbers(4, 5, 8, seed=2), numbers(4, 5, 8, seed=3)
-    root, fit = 8**-0.25, layer.phi.fit
+    q = numbers(4, 5, 8)
+    earlier = numbers(4, 5, 8, seed=1)
+    k = 2 * numbers(4, 5, 8, seed=2)
+    v = numbers(4, 5, 8, seed=3)
+    root = 8**-0.25
+    fit = layer.phi.fit
     alone = fit(Statistics.of(torch.cat([k, -k], 2), k, scale=root))
-    torch.testing.assert_close(
-        layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, alone, scale=root)
-    )
+    actual = layer(q, k, v)
+    expected = attention(q, k, v, layer.phi, layer.noise, alone, scale=root)
+    torch.testing.assert_close(actual, expected)
     with layer.calibration():
         layer(earlier, numbers(4, 5, 8, seed=9), v)
     x = earlier.transpose(0, 1).flatten(1, 2).expand(B, -1, -1, -1)
     fitted = fit(Statistics.of(x, k, scale=root))
-    torch.testing.assert_close(
-        layer(q, k, v), attention(q, k, v, layer.phi, layer.noise, fitted, scale=root)
-    )
+    actual = layer(q, k, v)
+    expected = attention(q, k, v, layer.phi, layer.noise, fitted, scale=root)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_other_numbers_of_queries_and_keys_are_cross_attention():
     layer = cross_layer().double().eval()
-    q, k, v = numbers(4, 5, 8), numbers(4, 9, 8, seed=1), numbers(4, 9, 8, seed=2)
-    torch.testing.assert_close(layer(q, k, v)[:, :, :3], layer(q[:, :, :3], k, v))
+    q = numbers(4, 5, 8)
+    k = numbers(4, 9, 8, seed=1)
+    v = numbers(4, 9, 8, seed=2)
+    actual = layer(q, k, v)[:, :, :3]
+    expected = layer(q[:, :, :3], k, v)
+    torch.testing.assert_close(actual, expected)
     assert not layer.keeps_statistics

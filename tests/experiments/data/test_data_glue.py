@@ -1,4 +1,4 @@
-"""Laws of the GLUE readers: the official layouts, refusals of other files, and batches."""
+"""GLUE readers: the official layouts, refusals of other files, and batches."""
 
 from dataclasses import replace
 
@@ -39,13 +39,15 @@ def spelling(name, i):
 
 def rows_of(name, split="train", n=7):
     """Made-up rows in the official layout, the header among them where there is one. Text i of column c is 'c" i'."""
-    task, header = TASKS[name], HEADERS[name]
+    task = TASKS[name]
+    header = HEADERS[name]
     if name == "mnli" and split.startswith("dev"):
         header = [*header[:-1], *(f"label{i}" for i in range(2, 6)), "gold_label"]
-    rows = [
-        [spelling(name, i) if column == task.label else f'{column}" {i}' for column in header]
-        for i in range(n)
-    ]
+    rows = []
+    for i in range(n):
+        rows.append(
+            [spelling(name, i) if column == task.label else f'{column}" {i}' for column in header]
+        )
     return rows if task.headless else [header, *rows]
 
 
@@ -66,8 +68,12 @@ def refusal(*arguments, **options):
 @pytest.mark.parametrize(("name", "split"), PARTS)
 def test_official_layout(name, split, tmp_path):
     write(tmp_path, name, split)
-    found, task = load(name, split, tmp_path), TASKS[name]
-    assert found.texts == [[f'{column}" {i}' for i in range(7)] for column in task.columns]
+    found = load(name, split, tmp_path)
+    task = TASKS[name]
+    expected = []
+    for column in task.columns:
+        expected.append([f'{column}" {i}' for i in range(7)])
+    assert found.texts == expected
     classes = (
         [i % len(task.names) for i in range(7)]
         if task.names
@@ -86,10 +92,8 @@ def test_line_ends_blank_lines_and_byte_order_mark_do_not_matter(name, tmp_path)
 
 def test_broken_rows_that_are_published(tmp_path, caplog):
     write(tmp_path, "qqp", rows=rows_of("qqp", n=2000) + [["97931", "cut"]])
-    assert (
-        len(load("qqp", data_dir=tmp_path).labels) == 2000
-        and "skipped 1 broken rows" in caplog.text
-    )
+    assert len(load("qqp", data_dir=tmp_path).labels) == 2000
+    assert "skipped 1 broken rows" in caplog.text
 
 
 def test_subsample_is_deterministic_and_nested(tmp_path):
@@ -97,27 +101,27 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
     whole = load("sst2", data_dir=tmp_path)
     small, large = (whole.subsample(n, 3) for n in (50, 90))
     assert small == whole.subsample(50, 3) != whole.subsample(50, 4)
-    assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]} and len(small.labels) == 50
+    assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]}
+    assert len(small.labels) == 50
     places = [whole.texts[0].index(text) for text in small.texts[0]]
-    assert places == sorted(places) and small.labels == [whole.labels[i] for i in places]
+    assert places == sorted(places)
+    assert small.labels == [whole.labels[i] for i in places]
     assert whole.subsample(4).texts[0] == [
         f'sentence" {i}' for i in (40, 186, 225, 310)
     ]  # the same on every machine
     train, apart = whole.hold_out(50, 3)
-    assert (
-        apart == small and {*train.texts[0]}.isdisjoint(apart.texts[0]) and len(train.labels) == 350
-    )
+    assert apart == small
+    assert {*train.texts[0]}.isdisjoint(apart.texts[0])
+    assert len(train.labels) == 350
 
 
 # --------------------------------------------------------------------------------------------------- bad input
 def test_a_missing_file_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
     message = refusal("rte", "dev", source="files")
-    assert (
-        "CRT_DATA" in message
-        and "python -m crt_exp data fetch glue/RTE" in message
-        and "dev.tsv" in message
-    )
+    assert "CRT_DATA" in message
+    assert "python -m crt_exp data fetch glue/RTE" in message
+    assert "dev.tsv" in message
     assert "task.source=hub" in message
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     assert str(tmp_path / "glue/MNLI/dev_mismatched.tsv") in refusal(
@@ -131,7 +135,8 @@ def test_rows_of_another_width_are_refused(change, tmp_path):
     rows[3] = change(rows[3])
     path = write(tmp_path, "rte", rows=rows)
     message = refusal("rte", data_dir=tmp_path)
-    assert f"{path}, line 4: expected" in message and "fetch glue/" in message
+    assert f"{path}, line 4: expected" in message
+    assert "fetch glue/" in message
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,9 @@ def hub_set(name, labels, names=None):
     features = datasets.Features(
         {column: datasets.Value("string") for column in columns} | {"label": kind}
     )
-    rows = {column: [f"{column} {i}" for i in range(len(labels))] for column in columns}
+    rows = {}
+    for column in columns:
+        rows[column] = [f"{column} {i}" for i in range(len(labels))]
     return datasets.Dataset.from_dict(rows | {"label": labels}, features=features)
 
 
@@ -182,17 +189,18 @@ def test_the_copy_on_the_hub(monkeypatch):
     assert mnli.texts == [
         ["premise 0", "premise 1"],
         ["hypothesis 0", "hypothesis 1"],
-    ] and mnli.labels == [2, 0]
-    assert load("stsb", "dev", source="hub").labels == [2.5, 5.0] and asked[0] == "nyu-mll/glue"
+    ]
+    assert mnli.labels == [2, 0]
+    actual = load("stsb", "dev", source="hub").labels
+    assert actual == [2.5, 5.0]
+    assert asked[0] == "nyu-mll/glue"
     assert "expected the classes" in refusal("rte", source="hub")
     monkeypatch.undo()
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = refusal("rte", source="hub")
-    assert (
-        "network" in message
-        and "python -m crt_exp data fetch glue/RTE" in message
-        and "CRT_DATA" in message
-    )
+    assert "network" in message
+    assert "python -m crt_exp data fetch glue/RTE" in message
+    assert "CRT_DATA" in message
 
 
 # ---------------------------------------------------------------------------------------------------- encoding
@@ -215,10 +223,11 @@ def test_encoding_and_batches_equal_the_tokenizers_own(name, tokenizer, tmp_path
         own = tokenizer(
             *examples.texts, truncation=True, max_length=length, padding=True, return_tensors="pt"
         )
-        assert batch.keys() == {*own, "labels"} and all(
-            torch.equal(batch[key], own[key]) for key in own
-        )
-        assert batch["labels"].tolist() == pytest.approx(examples.labels)
+        assert batch.keys() == {*own, "labels"}
+        for key in own:
+            assert torch.equal(batch[key], own[key])
+        actual = batch["labels"].tolist()
+        assert actual == pytest.approx(examples.labels)
         assert batch["labels"].dtype == (torch.float32 if name == "stsb" else torch.int64)
     with pytest.raises(DataError, match="task.max_length=2: expected more than"):
         encode(examples, tokenizer, 2, True)
@@ -231,25 +240,29 @@ LENGTHS = np.random.default_rng(0).integers(3, 100, 1003)
 def test_bucketed_batches_hold_the_rows_of_the_plan():
     plan = Plan(batch=8, seed=1, epoch=2)
     batches = [*bucketed(LENGTHS, plan, pool=20)]
-    assert {len(batch) for batch in batches} == {8} and len(batches) == 125
-    assert sorted(np.concatenate(batches)) == sorted(np.concatenate([*plan.rows(1003, "train")]))
-    assert np.array_equal(batches, [*bucketed(LENGTHS, plan, pool=20)])
+    assert {len(batch) for batch in batches} == {8}
+    assert len(batches) == 125
+    actual = sorted(np.concatenate(batches))
+    expected = sorted(np.concatenate([*plan.rows(1003, "train")]))
+    assert actual == expected
+    expected = [*bucketed(LENGTHS, plan, pool=20)]
+    assert np.array_equal(batches, expected)
     assert not np.array_equal(batches, [*bucketed(LENGTHS, replace(plan, epoch=3), pool=20)])
-    assert np.array_equal(batches[77:], [*bucketed(LENGTHS, replace(plan, start=77), pool=20)])
+    actual = batches[77:]
+    expected = [*bucketed(LENGTHS, replace(plan, start=77), pool=20)]
+    assert np.array_equal(actual, expected)
 
 
 def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
     whole = [*bucketed(LENGTHS, Plan(batch=8))]
     parts = [[*bucketed(LENGTHS, Plan(batch=8, micro=2, rank=rank, world=2))] for rank in range(2)]
-    assert np.array_equal(
-        whole, np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1)
-    )
+    expected = np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1)
+    assert np.array_equal(whole, expected)
 
 
 def test_bucketing_saves_padding():
     plan = Plan(batch=10)
-    padded = [
-        sum(10 * LENGTHS[rows].max() for rows in order)
-        for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train"))
-    ]
+    padded = []
+    for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train")):
+        padded.append(sum(10 * LENGTHS[rows].max() for rows in order))
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]

@@ -1,4 +1,4 @@
-"""Laws of protein data: FASTA files, their index, splits, rows and masks."""
+"""Protein data: FASTA files, their index, splits, rows and masks."""
 
 import dataclasses
 import gzip
@@ -19,14 +19,13 @@ def name(i):
 
 def write(path, sequences, kind="tr", width=10, end="\n"):
     """A FASTA file with lines of `width` letters, packed where its name says so."""
-    lines = [
-        line
-        for i, s in enumerate(sequences)
+    lines = []
+    for i, s in enumerate(sequences):
         for line in (
             f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
             *(s[j : j + width] for j in range(0, len(s), width)),
-        )
-    ]
+        ):
+            lines.append(line)
     content = "".join(line + end for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
@@ -51,7 +50,9 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     wanted = sequences(20)
     found = list(entries(write(tmp_path / file, wanted, kind, end=end)))
     assert [decode(tokens) for _, tokens in found] == wanted
-    assert [accession.decode() for accession, _ in found] == [name(i) for i in range(20)]
+    actual = [accession.decode() for accession, _ in found]
+    expected = [name(i) for i in range(20)]
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,8 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
 )
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
-    assert [found.decode() for found, _ in entries(tmp_path / "a.fasta")] == [accession]
+    actual = [found.decode() for found, _ in entries(tmp_path / "a.fasta")]
+    assert actual == [accession]
 
 
 GOOD = ">tr|A00000|X_Y\nACD\n"
@@ -86,7 +88,8 @@ def test_malformed_files_are_refused(content, words, tmp_path):
     path.write_text(content)
     with pytest.raises(DataError) as error:
         read_files([path], tmp_path / "cache")
-    assert all(word in str(error.value) for word in [str(path), *words]), error.value
+    for word in [str(path), *words]:
+        assert word in str(error.value), error.value
     assert all(
         each.suffix == ".lock" for each in (tmp_path / "cache").iterdir()
     )  # nothing half-written
@@ -100,22 +103,29 @@ def test_a_truncated_gz_is_refused(tmp_path):
 
 
 def test_files_are_read_once_and_mapped(tmp_path, monkeypatch):
-    first, second = sequences(30), sequences(20, seed=1)
+    first = sequences(30)
+    second = sequences(20, seed=1)
     files = [write(tmp_path / "a.fasta", first), write(tmp_path / "b.fasta.gz", second)]
     monkeypatch.setattr(protein, "BLOCK", 7)
     for cache in (tmp_path / "cache", None):
         found = read_files(files, cache)
-        assert [decode(found[i]) for i in range(50)] == first + second
-        assert isinstance(found.tokens, np.memmap) and found.names == ("a", "b")
-        assert found.files.tolist() == [0] * 30 + [1] * 20 and found.lengths.tolist() == [
-            *map(len, first + second)
-        ]
+        actual = [decode(found[i]) for i in range(50)]
+        assert actual == first + second
+        assert isinstance(found.tokens, np.memmap)
+        assert found.names == ("a", "b")
+        actual = found.files.tolist()
+        expected = [0] * 30 + [1] * 20
+        assert actual == expected
+        actual = found.lengths.tolist()
+        expected = [*map(len, first + second)]
+        assert actual == expected
     monkeypatch.setattr(protein, "write_arrays", lambda *_: pytest.fail("read again"))
     assert len(read_files(files, tmp_path / "cache")) == 50
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
-    path, cache = write(tmp_path / "a.fasta", ["ACDE", "FGH"]), tmp_path / "cache"
+    path = write(tmp_path / "a.fasta", ["ACDE", "FGH"])
+    cache = tmp_path / "cache"
     read_files([path], cache)
     write(path, ["ACDE", "FGK"])  # of the same size
     os.utime(path, ns=(1, 1))
@@ -132,27 +142,32 @@ def index_of(tmp_path, n):
 def test_splits_depend_on_the_letters_alone(tmp_path):
     """Each sequence in one split, in the same one whatever else there is and whatever it is called, in about the shares
     that are asked for; of equal sequences one, which is held out where one of them is."""
-    made, found = [*dict.fromkeys(sequences(2000))], []
+    made = [*dict.fromkeys(sequences(2000))]
+    found = []
     for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
         index = read_files([write(tmp_path / f"{name}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
         found.append(
             {split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()}
         )
-        assert sorted(sum(found[-1].values(), [])) == sorted(made)
+        actual = sorted(sum(found[-1].values(), []))
+        assert actual == sorted(made)
     whole, repeated = found
-    assert "ood" not in whole and set(repeated["ood"]) == set(made[950:1000])
-    assert (
-        abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
-        and abs(len(whole["test"]) / 2000 - 0.2) < 0.04
-    )
-    assert all({*repeated[split]} == {*whole[split]} - {*repeated["ood"]} for split in whole)
+    assert "ood" not in whole
+    actual = set(repeated["ood"])
+    expected = set(made[950:1000])
+    assert actual == expected
+    assert abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
+    assert abs(len(whole["test"]) / 2000 - 0.2) < 0.04
+    for split in whole:
+        assert {*repeated[split]} == {*whole[split]} - {*repeated["ood"]}
 
 
 def test_held_out_families(tmp_path, monkeypatch):
     """Pfam's table has a line for each region, and is read in parts."""
     monkeypatch.setattr(protein, "LINES", 3)
-    path, table = tmp_path / "a.fasta", tmp_path / "regions.tsv"
+    path = tmp_path / "a.fasta"
+    table = tmp_path / "regions.tsv"
     path.write_text("".join(f">tr|{name(i)}{'-2' * (i == 21)}|X\nACD\n" for i in range(50)))
     rows = [
         f"{name(i)}\t1\tcrc\t{'PF18369' if i % 7 == 0 else 'PF183690'}\t3\t9"
@@ -178,7 +193,9 @@ def test_held_out_files(tmp_path):
     assert (
         protein.held_out_by_file(index, None).tolist() == [False] * 3 + [True] * 3
     )  # the last of several
-    assert protein.held_out_by_file(index, ["a"]).tolist() == [True] * 3 + [False] * 3
+    actual = protein.held_out_by_file(index, ["a"]).tolist()
+    expected = [True] * 3 + [False] * 3
+    assert actual == expected
     assert not protein.held_out_by_file(index, []).any()
     for names in (["c"], ["a", "b"]):
         with pytest.raises(
@@ -195,7 +212,8 @@ def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
     index = read_files([path] * 65_600)
     assert index.files.tolist() == list(range(65_600))
     last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
-    assert np.flatnonzero(protein.held_out_by_file(last, None)).tolist() == [65_599]
+    actual = np.flatnonzero(protein.held_out_by_file(last, None)).tolist()
+    assert actual == [65_599]
 
 
 BASES = "".join(np.random.default_rng(0).choice([*"ACGT"], 300))
@@ -225,7 +243,8 @@ def test_dna_is_no_protein(letters, ending, tmp_path):
 )
 def test_proteins_of_few_letters_are_read(letters, tmp_path):
     """Antifreeze protein and silk."""
-    assert len(read_files([write(tmp_path / "a.fasta", [letters])])) == 1
+    actual = len(read_files([write(tmp_path / "a.fasta", [letters])]))
+    assert actual == 1
 
 
 def test_some_dna_among_proteins_is_named(tmp_path, caplog):
@@ -239,14 +258,16 @@ def test_files_of_every_ending(tmp_path):
     taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
     for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
         write(tmp_path / file, ["ACD"])
-    assert protein.uniprot(str(tmp_path), None).names == tuple("abcdf")
+    actual = protein.uniprot(str(tmp_path), None).names
+    assert actual == tuple("abcdf")
 
 
 def test_links_list_no_file_twice(tmp_path):
     write(tmp_path / "a.fasta", ["ACD"])
     (tmp_path / "b.fasta").symlink_to("a.fasta")
     (tmp_path / "up").symlink_to("..")
-    assert protein.uniprot(str(tmp_path), None).names == ("a",)
+    actual = protein.uniprot(str(tmp_path), None).names
+    assert actual == ("a",)
 
 
 # ---- rows and batches ------------------------------------------------------------------------------------------------
@@ -260,37 +281,54 @@ def test_chains_are_all_sequences_with_ends_between(longest, tmp_path):
     rows = Chains(index, chosen, longest)
     assert len(rows) == len(chain) // longest
     for i in range(len(rows)):
-        assert rows[i].tolist() == chain[i * longest : (i + 1) * longest].tolist()
+        actual = rows[i].tolist()
+        expected = chain[i * longest : (i + 1) * longest].tolist()
+        assert actual == expected
 
 
 def test_each_token_is_predicted_from_those_before_it():
     rows = [np.uint8([3, 4, 5]), np.uint8([6, 7, 8, 9, 1])]
     batch = protein.next_tokens(rows, 5)
-    B, E, P, i = protein.BEGIN, protein.END, protein.PAD, protein.IGNORED
-    assert batch["tokens"].tolist() == [[B, 3, 4, 5, P], [B, 6, 7, 8, 9]]
-    assert batch["labels"].tolist() == [[3, 4, 5, E, i], [6, 7, 8, 9, 1]]
-    assert batch["key_mask"].tolist() == [[True] * 4 + [False], [True] * 5]
+    B = protein.BEGIN
+    E = protein.END
+    P = protein.PAD
+    i = protein.IGNORED
+    actual = batch["tokens"].tolist()
+    assert actual == [[B, 3, 4, 5, P], [B, 6, 7, 8, 9]]
+    actual = batch["labels"].tolist()
+    assert actual == [[3, 4, 5, E, i], [6, 7, 8, 9, 1]]
+    actual = batch["key_mask"].tolist()
+    expected = [[True] * 4 + [False], [True] * 5]
+    assert actual == expected
     assert "key_mask" not in protein.next_tokens(rows[:1], 5)
 
 
 def test_masks_of_a_row_are_its_own(tmp_path):
     """The same in every batch; letters alone are masked, and become letters; 15% of them are."""
     index = index_of(tmp_path, 300)
-    rows, masking, plan = Singles(index, np.arange(300), 30), protein.masking(0.15), Plan(8)
-    assert all(
-        rows[i].tolist() == index[i][:30].tolist() and rows.lengths[i] == len(rows[i])
-        for i in range(300)
-    )
-    take = lambda numbers: protein.masked_tokens(
-        [rows[i] for i in numbers], map(plan.rng, numbers), masking
-    )
-    alone, among = take([4]), take([9, 4, 200])
+    rows = Singles(index, np.arange(300), 30)
+    masking = protein.masking(0.15)
+    plan = Plan(8)
+    for i in range(300):
+        assert rows[i].tolist() == index[i][:30].tolist()
+        assert rows.lengths[i] == len(rows[i])
+
+    def take(numbers):
+        return protein.masked_tokens([rows[i] for i in numbers], map(plan.rng, numbers), masking)
+
+    alone = take([4])
+    among = take([9, 4, 200])
     n = len(rows[4])
-    assert among["tokens"][1, :n].tolist() == alone["tokens"][0].tolist()
-    assert among["labels"][1, :n].tolist() == alone["labels"][0].tolist()
+    actual = among["tokens"][1, :n].tolist()
+    expected = alone["tokens"][0].tolist()
+    assert actual == expected
+    actual = among["labels"][1, :n].tolist()
+    expected = alone["labels"][0].tolist()
+    assert actual == expected
     batch = take(range(300))
     chosen = batch["labels"] != protein.IGNORED
-    assert (batch["labels"][chosen] < len(LETTERS)).all() and chosen.any(1).all()
+    assert (batch["labels"][chosen] < len(LETTERS)).all()
+    assert chosen.any(1).all()
     assert abs(chosen.sum() / rows.lengths.sum() - 0.15) < 0.03
     shown = batch["tokens"][chosen]
     assert ((shown < len(LETTERS)) | (shown == protein.MASK)).all()

@@ -85,18 +85,23 @@ def test_losses_of_text_are_those_of_their_definition():
     found = own.losses(Mechanism.of("window", block=16, first=4))
     swap_attention(model, "window", block=16, first=4)
     row = own.rows[1:2]
-    assert found["loss"][1] == pytest.approx(float(model(row, labels=row).loss), abs=1e-5)
+    actual = found["loss"][1]
+    expected = float(model(row, labels=row).loss)
+    assert actual == pytest.approx(expected, abs=1e-5)
     twice = torch.cat([row[:, :32], row[:, :32]], 1)
     logits = model(twice).logits[0, 32 + 15 : -1]
-    assert found["repeated"][1] == pytest.approx(
-        float(cross_entropy(logits, twice[0, 32 + 16 :])), abs=1e-5
-    )
+    actual = found["repeated"][1]
+    expected = float(cross_entropy(logits, twice[0, 32 + 16 :]))
+    assert actual == pytest.approx(expected, abs=1e-5)
 
 
 def test_losses_of_dictionaries_are_those_that_the_model_returns():
-    model, pieces = llama(), [{"input_ids": row, "labels": row} for row in ids(256).view(4, 1, 64)]
+    model = llama()
+    pieces = [{"input_ids": row, "labels": row} for row in ids(256).view(4, 1, 64)]
     found = BatchBench(model, pieces[:3], pieces[3:]).losses(None)["loss"]
-    assert found[1] == pytest.approx(model(**pieces[1]).loss.item(), abs=1e-5)
+    actual = found[1]
+    expected = model(**pieces[1]).loss.item()
+    assert actual == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
@@ -104,24 +109,28 @@ def test_masked_models_hide_the_same_words_from_all():
     model = bert()
     bench = bench_of(model)
     first, again = (bench.losses(Mechanism.of("uniform")) for _ in range(2))
-    assert first == again and not first["repeated"]
+    assert first == again
+    assert not first["repeated"]
     hidden = bench._places(0)
-    assert 1 <= hidden.sum() <= 20 and not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
+    assert 1 <= hidden.sum() <= 20
+    assert not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
     logits = model(torch.where(hidden, 4, bench.rows[0])[None]).logits[0]
     own = bench.losses(None)["loss"][0]
-    assert own == pytest.approx(
-        float(cross_entropy(logits[hidden], bench.rows[0][hidden])), abs=1e-5
-    )
+    expected = float(cross_entropy(logits[hidden], bench.rows[0][hidden]))
+    assert own == pytest.approx(expected, abs=1e-5)
 
 
 @torch.no_grad()
 def test_losses_of_images_are_those_of_their_definition():
-    model, x, labels = vit(), images(), torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    model = vit()
+    x = images()
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
     pieces = x.split(1)
     labelled = BatchBench(model, pieces[:5], pieces[5:], labels=labels.split(1))
     bare = BatchBench(model, pieces[:5], pieces[5:])
     assert list(bare.timed) == [17]  # 16 patches and a token
-    own, arm = model(x[3:4]), Mechanism.of("window", block=4, first=1)
+    own = model(x[3:4])
+    arm = Mechanism.of("window", block=4, first=1)
     found, divergence = (bench.losses(arm)["loss"][3] for bench in (labelled, bare))
     divergence -= bare.losses(None)["loss"][3]
     swapped = swap_attention(model, "window", block=4, first=1)(x[3:4])
@@ -129,12 +138,14 @@ def test_losses_of_images_are_those_of_their_definition():
     expected = kl_div(
         swapped.log_softmax(-1), own.log_softmax(-1), log_target=True, reduction="sum"
     )
-    assert divergence == pytest.approx(float(expected), abs=1e-4) and divergence > 1e-3
+    assert divergence == pytest.approx(float(expected), abs=1e-4)
+    assert divergence > 1e-3
 
 
 def test_losses_by_position_are_those_of_the_places_asked_for():
     ids, labels = bench.next_token_labels(torch.randint(5, 40, (1, 64)))
-    assert labels[0, -1] == IGNORED and torch.equal(labels[0, :-1], ids[0, 1:])
+    assert labels[0, -1] == IGNORED
+    assert torch.equal(labels[0, :-1], ids[0, 1:])
     logits = torch.randn(2, 700, 9)
     labels = torch.randint(9, (2, 700)).masked_fill(torch.rand(2, 700) < 0.5, IGNORED)
     expected = cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
@@ -165,7 +176,8 @@ def stands(model):
 
 def test_the_model_is_itself_again_also_after_an_error():
     bench = bench_of(llama())
-    before, own = stands(bench.model), bench.losses(None)
+    before = stands(bench.model)
+    own = bench.losses(None)
     for mechanism in (
         None,
         Mechanism.of("favorpp", m=8),
@@ -174,10 +186,12 @@ def test_the_model_is_itself_again_also_after_an_error():
         with bench.swapped(mechanism) as states:
             assert len(states) == (0 if mechanism is None else 2)
             learning = isinstance(mechanism, Mechanism)
-            assert all(getattr(state, "learns", False) == learning for state in states.values())
+            for state in states.values():
+                assert getattr(state, "learns", False) == learning
         with pytest.raises(ZeroDivisionError), bench.swapped(mechanism):
             raise ZeroDivisionError
-        assert stands(bench.model) == before and bench.losses(None) == own
+        assert stands(bench.model) == before
+        assert bench.losses(None) == own
     with (
         pytest.raises(ValueError, match="batches: empty"),
         Bench(bench.model).swapped(Mechanism.of("favorpp", m=8)),
@@ -185,23 +199,29 @@ def test_the_model_is_itself_again_also_after_an_error():
         pass
     assert stands(bench.model) == before
     times = bench.times({"exact": None, "window": Mechanism.of("window")}, bench.rows[:1], 2)
-    assert list(times) == ["exact", "window"] and all(
-        len(each) == 2 and min(each) > 0 for each in times.values()
-    )
+    assert list(times) == ["exact", "window"]
+    for each in times.values():
+        assert len(each) == 2
+        assert min(each) > 0
     with pytest.raises(ValueError, match="already swapped"):
         Bench(swap_attention(bench.model, "uniform"))
 
 
 def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
     """Each layer as it is calibrated; what has nothing to fit reads nothing."""
-    build = lambda mechanism: Transformer(2, 2, 32, 16, mechanism.layer, causal=True)
-    x, model = torch.randn(2, 24, 16), build(Mechanism.of("favorpp", m=8))
+
+    def build(mechanism):
+        return Transformer(2, 2, 32, 16, mechanism.layer, causal=True)
+
+    x = torch.randn(2, 24, 16)
+    model = build(Mechanism.of("favorpp", m=8))
     layers = bench.calibrated_layers(model, [x])
-    assert [part.attention for part in model.blocks] == layers and all(
-        each.measured.error > 0 for each in layers
-    )
+    assert [part.attention for part in model.blocks] == layers
+    for each in layers:
+        assert each.measured.error > 0
     fresh = bench.fit_attention(build(Mechanism.of("favorpp", m=8)), [x])
-    assert all(float(block.attention.running_weight) for block in fresh.blocks)
+    for block in fresh.blocks:
+        assert float(block.attention.running_weight)
     bench.fit_attention(build(Mechanism.of("window")), (pytest.fail("read") for _ in range(1)))
 
 
@@ -220,13 +240,11 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
         attentions=["favorpp", "nearfar preset=cheap", "exact", "uniform"],
     )
     after = model.state_dict()
-    assert after.keys() == before.keys() and all(
-        torch.equal(after[name], t) for name, t in before.items()
-    )
-    assert (
-        bool((model.lm_head.weight.grad == 1).all())
-        and not model.model.embed_tokens.weight.requires_grad
-    )
+    assert after.keys() == before.keys()
+    for name, t in before.items():
+        assert torch.equal(after[name], t)
+    assert bool((model.lm_head.weight.grad == 1).all())
+    assert not model.model.embed_tokens.weight.requires_grad
     assert not hasattr(model.config, "crt_exp")
     assert [row.attention for row in advice.rows] == [
         "exact",
@@ -234,13 +252,19 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
         "nearfar preset=cheap",
         "uniform",
     ]
-    assert advice.rows[0].above == 0 and advice.rows[0].speedup == 1
+    assert advice.rows[0].above == 0
+    assert advice.rows[0].speedup == 1
     assert [row.fitted for row in advice.rows] == [False, True, False, False]
-    assert all(row.mib is not None and row.repeated is not None for row in advice.rows)
-    assert advice.sentence in str(advice) and capsys.readouterr().err.count("advise: ") == 5
+    for row in advice.rows:
+        assert row.mib is not None
+        assert row.repeated is not None
+    assert advice.sentence in str(advice)
+    assert capsys.readouterr().err.count("advise: ") == 5
     advice.save(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"advise.csv", "advise.md", "advise.png"}
-    assert len(list(csv.DictReader((tmp_path / "advise.csv").open()))) == 4
+    actual = {path.name for path in tmp_path.iterdir()}
+    assert actual == {"advise.csv", "advise.md", "advise.png"}
+    actual = len(list(csv.DictReader((tmp_path / "advise.csv").open())))
+    assert actual == 4
     advice = crt_exp.advise(
         vit(), images(), samples=5, calibration=2, rounds=1, attentions=["nearfar", "uniform"]
     )
@@ -282,7 +306,8 @@ def test_the_sentence_follows_the_numbers():
     )
     assert found.code == 'swap_attention(model, "nearfar preset=cheap")'
     slow = advice_of(row("nearfar", 0.004, ms=(9, 18, 40)))
-    assert slow.chosen is None and "its speed is 0.80 times that of exact" in slow.sentence
+    assert slow.chosen is None
+    assert "its speed is 0.80 times that of exact" in slow.sentence
     far = advice_of(row("favorpp", 0.4, repeated=3.0))
     assert far.sentence.startswith(
         "Keep exact: the closest, favorpp, costs 0.4000 ± 0.0010 nats and 3.0000 ± 0.0010"
@@ -295,41 +320,39 @@ def test_the_sentence_follows_the_numbers():
         advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None
     )  # repetition does not help
     alone = Advice([Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)], 64, 3, 2.0, None, 0.02)
-    assert (
-        alone.chosen is None and "only exact and uniform attention were measured" in alone.sentence
-    )
+    assert alone.chosen is None
+    assert "only exact and uniform attention were measured" in alone.sentence
 
 
 def test_what_is_never_advised():
     """Attention whose loss is not finite, and exact attention under another name: it is not faster, but the same."""
     found = advice_of(row("favorpp", math.nan), row("window", 0.5))
     assert "the closest, window, costs 0.5000" in found.sentence
-    assert "not finite" in str(found) and "nan" not in str(found)
-    same, near = (
-        row("nearfar", 0.0, 0.0, ms=(1, 4, 16), exact_to=2048),
-        row("favorpp", 0.001, ms=(1, 5, 20)),
-    )
+    assert "not finite" in str(found)
+    assert "nan" not in str(found)
+    same = row("nearfar", 0.0, 0.0, ms=(1, 4, 16), exact_to=2048)
+    near = row("favorpp", 0.001, ms=(1, 5, 20))
     found = advice_of(same)
-    assert found.chosen is None and found.notes == [
-        "nearfar computes exact attention at 512 tokens."
-    ]
+    assert found.chosen is None
+    assert found.notes == ["nearfar computes exact attention at 512 tokens."]
     assert advice_of(same, near).chosen is near
 
 
 def test_a_model_that_only_copies_is_judged_on_repeated_passages():
-    forgets, keeps = (
-        row("window", -1.4, repeated=3.8, ms=(1, 2, 3)),
-        row("nearfar", 0.0, ms=(1, 4, 16)),
-    )
+    forgets = row("window", -1.4, repeated=3.8, ms=(1, 2, 3))
+    keeps = row("nearfar", 0.0, ms=(1, 4, 16))
     copying = {"loss": 5.2, "repeated": 0.1, "uniform": (-0.6, 4.6)}
     found = advice_of(forgets, keeps, **copying)
-    assert found.chosen is keeps and "on repeated passages" in found.sentence
+    assert found.chosen is keeps
+    assert "on repeated passages" in found.sentence
     assert advice_of(forgets, **copying).chosen is None
 
 
 def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
-    assert pays_from({128: 0.5, 256: 1.05, 512: 2.1}) == 256
-    assert pays_from({128: 2.0, 256: 2.1, 512: 2.1}) == 128
+    actual = pays_from({128: 0.5, 256: 1.05, 512: 2.1})
+    assert actual == 256
+    actual = pays_from({128: 2.0, 256: 2.1, 512: 2.1})
+    assert actual == 128
     assert pays_from({128: 2.0, 256: 2.1, 512: 0.9}) is None
 
 
@@ -337,7 +360,8 @@ def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
 
 
 def test_candidates_and_bad_inputs():
-    assert list(mechanisms(None)) == ["exact", "nearfar", "window", "favorpp", "uniform"]
+    actual = list(mechanisms(None))
+    assert actual == ["exact", "nearfar", "window", "favorpp", "uniform"]
     for model, given, message in (
         (llama(), {"texts": "one text"}, "tokenizer=None"),
         (llama(), {"length": 1000}, "expected 32 to 256"),
@@ -421,8 +445,10 @@ def test_labels_of_text_and_labels_in_dictionaries_are_refused():
 
 
 def test_labels_come_from_folders():
-    assert label_of("val/class1/a/3.png", CLASSES) == 1 and label_of("mine/3.png", CLASSES) is None
-    assert label_of("class0/class2/3.png", CLASSES) == 2 and label_of("class1.png", CLASSES) is None
+    assert label_of("val/class1/a/3.png", CLASSES) == 1
+    assert label_of("mine/3.png", CLASSES) is None
+    assert label_of("class0/class2/3.png", CLASSES) == 2
+    assert label_of("class1.png", CLASSES) is None
 
 
 # ---- the command line
@@ -496,12 +522,15 @@ PIECES = ["task.samples=6", "task.attentions=[nearfar,uniform]"]
 def test_the_task_reads_files_and_writes_the_table(model, words, noun, place, typed, tmp_path):
     code, out, err = typed(*command(place, model, *words), f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
-    assert "loss increase" in out and noun in err + (tmp_path / "run" / "advise.md").read_text()
+    assert "loss increase" in out
+    assert noun in err + (tmp_path / "run" / "advise.md").read_text()
     records = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert records[-1]["final"] and records[-1]["advice"] in out
-    assert len(records[0]["loss"]) == (3 if model == "llama" else 6)
+    assert records[-1]["final"]
+    assert records[-1]["advice"] in out
+    actual = len(records[0]["loss"])
+    assert actual == (3 if model == "llama" else 6)
     assert (tmp_path / "run" / "advise.png").stat().st_size > 10_000
 
 
@@ -516,7 +545,8 @@ def test_a_run_is_judged_on_its_own_blocks(place, typed, tmp_path):
     )
     code, out, err = typed(*words, f"task.model={run}", f"hydra.run.dir={tmp_path / 'run'}")
     assert code == 0, err
-    assert "timed 40 tokens" in err and "window computes exact attention" in out
+    assert "timed 40 tokens" in err
+    assert "window computes exact attention" in out
 
 
 @pytest.mark.parametrize(

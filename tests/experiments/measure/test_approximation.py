@@ -74,30 +74,26 @@ def mechanism(features="oprf", sampler="orthogonal"):
     "phi, causal", [(OPRF(), True), (PosRF(), False), (GeomRF(), True)], ids=repr
 )
 def test_matrix_is_attention_to_unit_vectors(phi, causal):
-    x, y = (
-        torch.randn(2, 4, 5, 8, dtype=torch.float64),
-        torch.randn(2, 4, 7, 8, dtype=torch.float64),
-    )
-    noise, params = orthogonal(16, 8), phi.fit(Statistics.of(x, y))
+    x = torch.randn(2, 4, 5, 8, dtype=torch.float64)
+    y = torch.randn(2, 4, 7, 8, dtype=torch.float64)
+    noise = orthogonal(16, 8)
+    params = phi.fit(Statistics.of(x, y))
     eye = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7)
     matrix = attention_matrix(x, y, phi, noise, params, causal=causal)
-    torch.testing.assert_close(
-        matrix, attention_reference(x, y, eye, phi, noise, params, causal=causal)
-    )
-    torch.testing.assert_close(
-        attention_matrix(x, y, causal=causal), softmax_attention(x, y, eye, causal=causal)
-    )
+    expected = attention_reference(x, y, eye, phi, noise, params, causal=causal)
+    torch.testing.assert_close(matrix, expected)
+    actual = attention_matrix(x, y, causal=causal)
+    expected = softmax_attention(x, y, eye, causal=causal)
+    torch.testing.assert_close(actual, expected)
     rows = torch.tensor([0, 3])
-    torch.testing.assert_close(
-        attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows), matrix[:, :, rows]
-    )
+    actual = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+    torch.testing.assert_close(actual, matrix[:, :, rows])
     if not phi.fitted:
         grouped = attention_matrix(
             x, y[:, :2], phi, noise, params
         )  # heads 0, 1 and 2, 3 share keys
-        torch.testing.assert_close(
-            grouped, attention_matrix(x, y[:, [0, 0, 1, 1]], phi, noise, params)
-        )
+        expected = attention_matrix(x, y[:, [0, 0, 1, 1]], phi, noise, params)
+        torch.testing.assert_close(grouped, expected)
 
 
 # ---- what is captured
@@ -108,10 +104,10 @@ def test_matrix_is_attention_to_unit_vectors(phi, causal):
 def test_captured_tensors_give_the_models_own_attention(folder, name):
     source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS)
     layers = source.layers(0, 0)
-    assert len(layers) == len(source.exact[0].states) == 3 and layers[0].causal == (
-        name in ("gpt2", "llama")
-    )
-    given, end = [], {"gpt2": "attn.c_proj", "llama": "o_proj"}.get(name, "attention.output.dense")
+    assert len(layers) == len(source.exact[0].states) == 3
+    assert layers[0].causal == (name in ("gpt2", "llama"))
+    given = []
+    end = {"gpt2": "attn.c_proj", "llama": "o_proj"}.get(name, "attention.output.dense")
     ends = [part for path, part in source.model.named_modules() if path.endswith(end)]
     hooks = [part.register_forward_pre_hook(lambda _, args: given.append(args[0])) for part in ends]
     hidden = source.run(source.rows).hidden_states[1:]
@@ -119,9 +115,8 @@ def test_captured_tensors_give_the_models_own_attention(folder, name):
         hook.remove()
     assert len(given) == 3
     for layer, own in zip(layers, given):
-        torch.testing.assert_close(
-            layer.output.transpose(1, 2).flatten(2), own, rtol=1e-4, atol=1e-5
-        )
+        actual = layer.output.transpose(1, 2).flatten(2)
+        torch.testing.assert_close(actual, own, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(list(hidden), source.exact[0].states, rtol=1e-4, atol=1e-5)
     assert not any("swapped" in path for path, _ in source.model.named_modules())
 
@@ -130,7 +125,9 @@ def test_captured_tensors_give_the_models_own_attention(folder, name):
 def test_errors_go_through_the_chosen_layers_only(folder, name):
     source = Pretrained(str(folder / name), str(folder / "text.txt"), length=TOKENS, layers=[1])
     errors = source.hidden_errors(mechanism(), 2, 0)
-    assert errors.shape == (2, 3) and (errors[:, 0] == 0).all() and (errors[:, 1:] > 1e-4).all()
+    assert errors.shape == (2, 3)
+    assert (errors[:, 0] == 0).all()
+    assert (errors[:, 1:] > 1e-4).all()
     assert not torch.equal(errors[0], errors[1])  # other noise
     torch.testing.assert_close(
         source.hidden_errors(mechanism(), 2, 0), errors
@@ -141,14 +138,16 @@ def test_errors_go_through_the_chosen_layers_only(folder, name):
 def test_synthetic_queries_have_the_scale_that_is_asked_for():
     for scale in (0.5, 2.0):
         layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
-        assert [layer.x.std() * 2, layer.y.std() * 2] == pytest.approx([scale] * 2, rel=0.03)
+        actual = [layer.x.std() * 2, layer.y.std() * 2]
+        assert actual == pytest.approx([scale] * 2, rel=0.03)
 
 
 # ---- the records
 
 
 def test_records_resume_and_hold_what_they_say():
-    task, other = Approximation(**SMALL, length=64), Approximation(**SMALL, length=64)
+    task = Approximation(**SMALL, length=64)
+    other = Approximation(**SMALL, length=64)
     whole = list(task.records(mechanism(), 3))
     assert [r["split"] for r in whole] == [
         "heads",
@@ -157,26 +156,29 @@ def test_records_resume_and_hold_what_they_say():
         "depth",
         "depth",
         "test",
-    ] and whole[-1]["final"]
+    ]
+    assert whole[-1]["final"]
     for done in (4,):
-        assert list(other.records(mechanism(), 3, whole[:done])) == whole[done:]
-    assert json.loads(json.dumps(whole, allow_nan=False)) == whole
+        actual = list(other.records(mechanism(), 3, whole[:done]))
+        assert actual == whole[done:]
+    actual = json.loads(json.dumps(whole, allow_nan=False))
+    assert actual == whole
     heads, few, many = whole[:3]
-    assert (
-        heads["mean_sq_sum"] == pytest.approx([2 * 8**0.5] * 2, rel=0.2) and len(heads["best"]) == 2
-    )
+    actual = heads["mean_sq_sum"]
+    expected = [2 * 8**0.5] * 2
+    assert actual == pytest.approx(expected, rel=0.2)
+    assert len(heads["best"]) == 2
     without = {"hedgehog", "mixture", "matern", "laplace", "rational_quadratic", "arc_cosine"}
-    assert (
-        heads["log_relative_mse"].keys()
-        == {p.stem for p in (CONF / "features").glob("*.yaml")} - without
-    )
-    assert many["output_error"] < few["output_error"] and many["matrix_error"] < few["matrix_error"]
-    assert (
-        whole[-1]["output_error"] == many["output_error"]
-        and whole[-1]["hidden_error"] == whole[4]["hidden_error"]
-    )
+    actual = heads["log_relative_mse"].keys()
+    expected = {p.stem for p in (CONF / "features").glob("*.yaml")} - without
+    assert actual == expected
+    assert many["output_error"] < few["output_error"]
+    assert many["matrix_error"] < few["matrix_error"]
+    assert whole[-1]["output_error"] == many["output_error"]
+    assert whole[-1]["hidden_error"] == whole[4]["hidden_error"]
     assert len(whole[4]["hidden_error_by_layer"]) == 3
-    assert "predict best" in task.summary(whole) and "layer" in task.summary(whole)
+    assert "predict best" in task.summary(whole)
+    assert "layer" in task.summary(whole)
     with pytest.raises(ValueError, match="attention=exact"):
         next(task.records(Mechanism.of("exact"), 0))
 
@@ -216,11 +218,9 @@ def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_t
     assert few["uniform_error"] == pytest.approx(expected.item(), rel=1e-5)
     assert many["output_error"] < few["uniform_error"] < few["output_error"]
     told = weak.summary(records)
-    assert (
-        "WARNING" in told
-        and "in 1 of 1 layers with m = 2\n" in told
-        and "uniform" in told.splitlines()[0]
-    )
+    assert "WARNING" in told
+    assert "in 1 of 1 layers with m = 2\n" in told
+    assert "uniform" in told.splitlines()[0]
     assert weak.warning([many]) == ""
 
 
@@ -231,19 +231,19 @@ def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_t
 
 
 def test_command(folder, typed, tmp_path):
-    run = lambda *args: typed(
-        "task=approximation",
-        "logger=none",
-        f"hydra.run.dir={tmp_path}/run",
-        f"task.model={folder}/llama",
-        *args,
-    )
+    def run(*args):
+        return typed(
+            "task=approximation",
+            "logger=none",
+            f"hydra.run.dir={tmp_path}/run",
+            f"task.model={folder}/llama",
+            *args,
+        )
+
     code, _, err = run()
-    assert (
-        code == 2
-        and "task.model and task.text: expected both" in err
-        and not (tmp_path / "run").exists()
-    )
+    assert code == 2
+    assert "task.model and task.text: expected both" in err
+    assert not (tmp_path / "run").exists()
     code, out, err = run(
         f"task.text={folder}/text.txt",
         f"task.length={TOKENS}",
@@ -253,11 +253,14 @@ def test_command(folder, typed, tmp_path):
         "sampler=hadamard",
     )
     assert code == 0, err
-    assert "relative error of the output" in out and "approximate sampler" in out
+    assert "relative error of the output" in out
+    assert "approximate sampler" in out
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert lines[-1]["final"] and len([r for r in lines if r["split"] == "layer"]) == 2 * 3
+    assert lines[-1]["final"]
+    actual = len([r for r in lines if r["split"] == "layer"])
+    assert actual == 2 * 3
 
 
 # ---- the reports
@@ -273,17 +276,22 @@ def head_errors(text, ms, turn=0.3, **sizes):
 def test_errors_of_heads_are_over_those_of_uniform_attention():
     """With few features the mean of V is nearer; with many, and where attention matters, the map is."""
     few, many = head_errors("oprf", [2, 4096], sum=16)
-    assert np.min(few) > np.max(many) and np.max(many) < 1
-    assert head_errors("uniform", [8]) == [pytest.approx([1.0] * 3)]
+    assert np.min(few) > np.max(many)
+    assert np.max(many) < 1
+    actual = head_errors("uniform", [8])
+    expected = [pytest.approx([1.0] * 3)]
+    assert actual == expected
 
 
 def test_matched_queries_lie_near_the_keys_at_their_positions():
     cos = {}
     for turn in (None, 0.3):
         layer = Synthetic(512, 2, 16, 1.0, 0, turn).layers(0, 0)[0]
-        x, y = layer.x[0], layer.y[0]
+        x = layer.x[0]
+        y = layer.y[0]
         cos[turn] = torch.cosine_similarity(x, y, -1).mean().item()
         assert x.square().sum(-1).mean().item() == pytest.approx(4.0, rel=0.1)  # the same lengths
-    assert cos[None] == pytest.approx(0, abs=0.05) and cos[0.3] == pytest.approx(
-        math.cos(0.3), abs=0.03
-    )
+    assert cos[None] == pytest.approx(0, abs=0.05)
+    actual = cos[0.3]
+    expected = math.cos(0.3)
+    assert actual == pytest.approx(expected, abs=0.03)

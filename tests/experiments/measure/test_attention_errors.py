@@ -37,9 +37,12 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
     monkeypatch.setattr(attention_errors, "official_file", lambda *_: text)
     monkeypatch.chdir(tmp_path)
     task = ErrorByLayer(**SIZES | {"length": 12}, init=given)
-    uniform, pos = errors(task, "uniform"), errors(task, "pos m=8")
-    assert len(uniform) == len(pos) == 3 and min(uniform + pos) > 1e-4
-    assert pos != errors(task, "pos m=8", 0) and errors(task, "pos m=8") == pos
+    uniform = errors(task, "uniform")
+    pos = errors(task, "pos m=8")
+    assert len(uniform) == len(pos) == 3
+    assert min(uniform + pos) > 1e-4
+    assert pos != errors(task, "pos m=8", 0)
+    assert errors(task, "pos m=8") == pos
     assert not [name for name, _ in task.source.model.named_modules() if "swapped" in name]
 
 
@@ -48,7 +51,8 @@ def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
         KernelBias(16, 4000).rows(Mechanism.parse(f"pos sampler={sampler}"), 0)
         for sampler in ("hadamard sampler.blocks=1", "orthogonal")
     )
-    assert biased["at_unit"] < 0.7 and abs(exact["at_unit"] - 1) < 4 * exact["at_unit_error"]
+    assert biased["at_unit"] < 0.7
+    assert abs(exact["at_unit"] - 1) < 4 * exact["at_unit_error"]
 
 
 def protein_task(direction="bidirectional"):
@@ -75,27 +79,30 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
     shares[:, 3] = 2 * shares[:, 2]  # E always gets twice what D gets
     found = similarity(shares)
     assert found[2, 3] == pytest.approx(1) == found[attention_errors.PAIRS].max()
-    np.testing.assert_allclose(similarity(shares * rng.random(20)), found, atol=1e-9)
+    actual = similarity(shares * rng.random(20))
+    np.testing.assert_allclose(actual, found, atol=1e-9)
     with pytest.raises(ValueError, match="8 heads or sequences, equal in ACDEFGHIKLMNPQRSTVWY"):
         similarity(np.full((8, 20), 0.05))
 
 
 def test_permutations_move_rows_and_columns_alike():
     """p is smallest for a matrix with itself, and uniform for independent ones, also where pairs are dependent."""
-    rng, matrix = np.random.default_rng(0), blosum62()
+    rng = np.random.default_rng(0)
+    matrix = blosum62()
     r, p = correlation(matrix, matrix, permutations=999).values()
-    assert r == pytest.approx(1) and p == 1 / 1000
+    assert r == pytest.approx(1)
+    assert p == 1 / 1000
     assert correlation(-matrix, matrix, permutations=99)["p"] > 0.9
     first, second = rng.random((2, 20, 20))
     r = correlation(first + first.T, second + second.T)["r"]
-    assert r == pytest.approx(
-        np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1]
-    )
+    expected = np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1]
+    assert r == pytest.approx(expected)
     ps = []
     for _ in range(100):  # a matrix of distances: its pairs are far from independent
         one, two = (similarity(rng.random((4, 20))) for _ in range(2))
         ps.append(correlation(one, two, permutations=99)["p"])
-    assert np.mean(np.array(ps) <= 0.05) <= 0.12 and abs(np.mean(ps) - 0.5) < 0.1
+    assert np.mean(np.array(ps) <= 0.05) <= 0.12
+    assert abs(np.mean(ps) - 0.5) < 0.1
 
 
 # ---- matrices
@@ -109,17 +116,20 @@ def test_matrices_of_a_sequence_model(causal, one_thread):
     tokens = torch.randint(20, (1, 12))
     exact = task.build(Mechanism.of("exact")).eval()
     found = attention_matrices(exact, tokens)
-    block, x = exact.body.blocks[0], exact.symbol(tokens) + exact.place(torch.arange(12))
+    block = exact.body.blocks[0]
+    x = exact.symbol(tokens) + exact.place(torch.arange(12))
     q, k, _ = block.qkv(block.norm1(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
     logits = q @ k.mT / 8**0.5
     if causal:
         logits = logits.masked_fill(torch.ones(12, 12).triu(1) > 0, -torch.inf)
-    assert len(found) == 2 and torch.allclose(found[0], logits.softmax(-1), atol=1e-6)
+    assert len(found) == 2
+    actual = found[0]
+    expected = logits.softmax(-1)
+    assert torch.allclose(actual, expected, atol=1e-6)
     uniform = attention_matrices(task.build(Mechanism.of("uniform")).eval(), tokens)[1]
     seen = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
-    assert torch.allclose(
-        uniform, (seen / seen.sum(1, keepdim=True)).expand(1, 2, -1, -1), atol=1e-6
-    )
+    expected = (seen / seen.sum(1, keepdim=True)).expand(1, 2, -1, -1)
+    assert torch.allclose(uniform, expected, atol=1e-6)
 
 
 @torch.no_grad()
@@ -136,7 +146,8 @@ def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
 @torch.no_grad()
 def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     """Errors and matrices of uniform attention, similarity of exact attention; a wrong entry is refused."""
-    rng, folder = np.random.default_rng(0), tmp_path / "protein"
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "protein"
     folder.mkdir()
     (folder / "made.fasta").write_text(
         "".join(f">sp|P{i:05d}|X\n{''.join(rng.choice([*STANDARD], 40))}\n" for i in range(20))
@@ -148,11 +159,10 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     task = attention_errors.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(Mechanism.of("uniform"), 0)
     assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]
-    assert (
-        drawn[0]["row"][0].split() == ["0.0625"] * 16
-        and last["layer"] == [0, 1]
-        and min(last["error"]) > 0
-    )
+    actual = drawn[0]["row"][0].split()
+    assert actual == ["0.0625"] * 16
+    assert last["layer"] == [0, 1]
+    assert min(last["error"]) > 0
     rows = [*task.rows(Mechanism.of("exact"), 0)]
     assert [row["by"] for row in rows if "r" in row] == [
         "attention",
@@ -160,10 +170,8 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
         "composition",
         "frequency",
     ]
-    assert (
-        rows[-1]["mean_error"] == 0
-        and len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
-    )
+    assert rows[-1]["mean_error"] == 0
+    assert len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
     task.entry = "nobody"
     with pytest.raises(DataError, match="no entry nobody"):
         next(task.rows(Mechanism.of("exact"), 0))

@@ -75,15 +75,18 @@ def subject(folder, name, **options):
 def test_exact_attention_has_no_error(folder, name):
     """And a window as wide as the text is exact; uniform attention is not."""
     source = subject(folder, name)
-    assert source.predicts == {"gpt2": "next", "llama": "next", "bare": None}.get(name, "masked")
-    assert all(len(calls) == 2 for calls in source.calls)
+    expected = {"gpt2": "next", "llama": "next", "bare": None}.get(name, "masked")
+    assert source.predicts == expected
+    for calls in source.calls:
+        assert len(calls) == 2
     for text, true in {"exact": True, "window block=32": True, "uniform": False}.items():
         found = source.measured(Mechanism.parse(text))
         assert found["hidden"].shape == found["attention"].shape == (3, 2)
-        assert ((found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()) == true
-        assert np.allclose(found["cosine"], 1, atol=1e-6) == true and ("above" in found) == (
-            name != "bare"
-        )
+        actual = (found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()
+        assert (actual) == true
+        actual = np.allclose(found["cosine"], 1, atol=1e-6)
+        assert actual == true
+        assert ("above" in found) == (name != "bare")
         assert name == "bare" or np.allclose(found["above"], 0, atol=1e-4) == true
     assert not any("swapped" in path for path, _ in source.model.named_modules())
 
@@ -93,15 +96,21 @@ def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
     source = subject(folder, "bert")
     found = source.measured(Mechanism.of("favorpp", m=8, seed=5))
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert").eval()
-    ids, (inputs, labels) = source.rows[1:2], source.inputs_and_labels(1)
-    assert (labels != -100).sum() >= 1 and (inputs != ids)[labels == -100].sum() == 0
+    ids = source.rows[1:2]
+    inputs, labels = source.inputs_and_labels(1)
+    assert (labels != -100).sum() >= 1
+    actual = (inputs != ids)[labels == -100].sum()
+    assert actual == 0
     exact = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
     swap_attention(model, "favorpp", m=8, seed=5, saved=False)
     now = model(ids, output_hidden_states=True).hidden_states, model(inputs, labels=labels).loss
-    assert found["above"][1] == pytest.approx(float(now[1] - exact[1]), abs=1e-5)
+    actual = found["above"][1]
+    expected = float(now[1] - exact[1])
+    assert actual == pytest.approx(expected, abs=1e-5)
     for layer in (1, 2):
         error = (now[0][layer] - exact[0][layer]).norm() / exact[0][layer].norm()
-        assert found["hidden"][1, layer - 1] == pytest.approx(float(error), rel=1e-4)
+        actual = found["hidden"][1, layer - 1]
+        assert actual == pytest.approx(float(error), rel=1e-4)
     cosine = torch.cosine_similarity(now[0][-1].mean(1), exact[0][-1].mean(1))
     assert found["cosine"][1] == pytest.approx(float(cosine), abs=1e-5)
 
@@ -118,7 +127,9 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # layers beyond uniform attention
         calibrate_attention(model, list(source.training))
-    assert found["above"][0] == pytest.approx(float(model(ids, labels=ids).loss) - exact, abs=1e-4)
+    actual = found["above"][0]
+    expected = float(model(ids, labels=ids).loss) - exact
+    assert actual == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="task.calibration"):
         subject(folder, "gpt2").measured(Mechanism.of("favorpp", m=8))
     assert "above" in subject(folder, "gpt2").measured(
@@ -155,15 +166,21 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
         "logger=none",
         f"hydra.run.dir={tmp_path / 'run'}",
     )
-    assert code == 0 and "hidden_error" in out, err
+    assert code == 0, err
+    assert "hidden_error" in out, err
     texts, *layers, last = map(
         json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     )
-    assert len(texts["above"]) == 3 and [row["layer"] for row in layers] == [0, 1]
-    assert last["cost"] == pytest.approx(np.mean(texts["above"]))
+    assert len(texts["above"]) == 3
+    assert [row["layer"] for row in layers] == [0, 1]
+    actual = last["cost"]
+    expected = np.mean(texts["above"])
+    assert actual == pytest.approx(expected)
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
     both = [source.measured(Mechanism.of("favorpp", m=8, seed=seed))["above"] for seed in (0, 1)]
-    np.testing.assert_allclose(texts["above"], np.mean(both, 0), atol=1e-6)
+    actual = texts["above"]
+    expected = np.mean(both, 0)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_what_is_refused(folder, tmp_path):
@@ -204,10 +221,11 @@ def test_a_saved_run_on_its_own_text(typed, tmp_path, monkeypatch):
     probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
     for method, seed in (("exact", 0), ("favorpp m=8", 1)):
         texts, *layers, last = probe.rows(Mechanism.parse(method), seed)
-        assert len(texts["above"]) == len(texts["cosine"]) == 3 and [
-            row["layer"] for row in layers
-        ] == [0, 1]
-        assert last["cost"] == pytest.approx(np.mean(texts["above"]))
+        assert len(texts["above"]) == len(texts["cosine"]) == 3
+        assert [row["layer"] for row in layers] == [0, 1]
+        actual = last["cost"]
+        expected = np.mean(texts["above"])
+        assert actual == pytest.approx(expected)
         assert (max(texts["hidden_error"]) < 1e-6) == ("loss" in last) == (method == "exact")
 
 
@@ -231,13 +249,15 @@ def test_a_saved_run_with_another_attention(typed, one_thread):
         "hydra.run.dir=start",
     )
     assert code == 0, errors
-    found = lambda name, offset, seed, **own: [
-        *SwapLoss("start", ["val"], offset).rows(Mechanism.of(name, **own), seed)
-    ][0]
+
+    def found(name, offset, seed, **own):
+        return [*SwapLoss("start", ["val"], offset).rows(Mechanism.of(name, **own), seed)][0]
+
     own = read_records(Path("start/metrics.jsonl"))[-1]
-    exact, swapped = found("exact", 0, 0), found("favorpp", 2, 1, m=8)
-    assert exact["accuracy"] == pytest.approx(own["accuracy"]) and exact["split"] == "val"
-    assert exact["loss"] != pytest.approx(swapped["loss"]) and swapped == found(
-        "favorpp", 0, 3, m=8
-    )
+    exact = found("exact", 0, 0)
+    swapped = found("favorpp", 2, 1, m=8)
+    assert exact["accuracy"] == pytest.approx(own["accuracy"])
+    assert exact["split"] == "val"
+    assert exact["loss"] != pytest.approx(swapped["loss"])
+    assert swapped == found("favorpp", 0, 3, m=8)
     assert swapped != found("favorpp", 0, 1, m=8)

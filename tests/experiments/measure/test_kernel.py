@@ -68,7 +68,8 @@ def test_measured_errors_are_those_of_the_closed_form(made):
     x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
     params = phi.fit(Statistics.of(x, y))
     found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
-    closed, error = log_relative_mse(phi, x, y, params, made.m).exp(), found.std(0) / 40**0.5
+    closed = log_relative_mse(phi, x, y, params, made.m).exp()
+    error = found.std(0) / 40**0.5
     assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
     assert (error < 0.2 * closed + 1e-12).all()  # the test has power
 
@@ -78,13 +79,18 @@ def test_pointwise_errors_vanish_where_the_maps_are_exact():
         name: next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0))
         for name in ("trig", "hyp", "angular")
     }
-    zero = {name: [error < 1e-12 for error in r["error"]] for name, r in of.items()}
-    assert zero == {
+    zero = {}
+    for name, r in of.items():
+        zero[name] = [error < 1e-12 for error in r["error"]]
+    expected = {
         "trig": [True] + [False] * 4,
         "hyp": [False] * 4 + [True],
         "angular": [True, *[False] * 3, True],
     }
-    assert of["trig"]["largest_error"] == max(of["trig"]["error"])
+    assert zero == expected
+    actual = of["trig"]["largest_error"]
+    expected = max(of["trig"]["error"])
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,9 @@ def test_pointwise_closed_forms(name, variance):
 
 def test_qmc_errors():
     task = QMC("wine", "standard", 1.0, 200, 10, 20)
-    assert torch.allclose(task.data.square().sum(-1).mean().sqrt(), torch.tensor(1.0).double())
+    actual = task.data.square().sum(-1).mean().sqrt()
+    expected = torch.tensor(1.0).double()
+    assert torch.allclose(actual, expected)
     x, y = task.random_pairs(generator(0))
     assert ((x - y).norm(dim=-1) > 0).all()
     iid, orthogonal = (
@@ -114,7 +122,8 @@ def test_qmc_errors():
     )
     error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
     assert abs(iid["mse"] - iid["closed_form"]) < 5 * error < 0.5 * iid["closed_form"]
-    assert orthogonal["mse"] < iid["mse"] and "sampler_bias" not in iid
+    assert orthogonal["mse"] < iid["mse"]
+    assert "sampler_bias" not in iid
     assert "sampler_bias" in next(
         QMC("iris", "none", 1.0, 5, 1, 2).records(mechanism("trig", 4, "hadamard"), 0)
     )
@@ -124,11 +133,11 @@ def test_qmc_errors():
 def test_studies_resume(name):
     probe = probes()[name]
     whole = list(probe.records(mechanism("angular"), 0))
-    assert (
-        list(probe.records(mechanism("angular"), 0, whole[:-1])) == whole[-1:]
-        and whole[-1]["final"]
-    )
-    assert probe.metric in whole[-1] and probe.summary(whole)
+    actual = list(probe.records(mechanism("angular"), 0, whole[:-1]))
+    assert actual == whole[-1:]
+    assert whole[-1]["final"]
+    assert probe.metric in whole[-1]
+    assert probe.summary(whole)
     with pytest.raises(ValueError, match="attention=exact: expected an approximation"):
         next(probe.records(Mechanism.of("exact"), 0))
 
@@ -138,11 +147,15 @@ def test_studies_resume(name):
 
 def test_flops_are_those_of_the_formula():
     """Products count two for a multiply-add, other operations one for a number; what is done once counts nothing."""
-    x, W = torch.ones(3, 4), torch.ones(5, 4)
-    assert kernel.count(lambda: (x @ W.mT).exp()) == 2 * 3 * 4 * 5 + 3 * 5
-    cost = lambda made, counted="features": kernel.flops(
-        made.map(), made, made.map().fit(None), 16, counted
-    )
+    x = torch.ones(3, 4)
+    W = torch.ones(5, 4)
+    actual = kernel.count(lambda: (x @ W.mT).exp())
+    expected = 2 * 3 * 4 * 5 + 3 * 5
+    assert actual == expected
+
+    def cost(made, counted="features"):
+        return kernel.flops(made.map(), made, made.map().fit(None), 16, counted)
+
     one, two = (cost(mechanism("trig", m)) for m in (8, 16))
     assert two - one == 8 * (2 * 16 + 4)  # a projection, its cos and sin, each times h(x)
     plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
@@ -159,7 +172,8 @@ def test_flops_are_those_of_the_formula():
 
 def test_the_most_that_a_budget_allows():
     for budget, most in ((0.5, 0), (1, 1), (7, 3), (1000, 334)):
-        assert kernel.most_within(lambda m: 3 * m - 2, budget) == most
+        actual = kernel.most_within(lambda m: 3 * m - 2, budget)
+        assert actual == most
 
 
 # ---- the softmax over words
@@ -172,10 +186,8 @@ def vectors(n=7, V=60, d=8):
 def estimated(name, x, y, m=16):
     mechanism = Mechanism.of(name, m=m)
     phi = mechanism.map("softmax")
-    noise, params = (
-        mechanism.noise(x.shape[1], torch.Generator().manual_seed(0)),
-        phi.fit(Statistics.of(x, y)),
-    )
+    noise = mechanism.noise(x.shape[1], torch.Generator().manual_seed(0))
+    params = phi.fit(Statistics.of(x, y))
     dense = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     return estimator(phi, noise, params, y), dense
 
@@ -184,8 +196,12 @@ def estimated(name, x, y, m=16):
 def test_estimates_are_in_proportion_to_the_features_products(name):
     x, y = vectors()
     estimate, dense = estimated(name, x, y)
-    share = lambda t: t / t.abs().sum(-1, keepdim=True)
-    torch.testing.assert_close(share(estimate(x)), share(dense), atol=1e-5, rtol=1e-4)
+
+    def share(t):
+        return t / t.abs().sum(-1, keepdim=True)
+
+    actual = share(estimate(x))
+    torch.testing.assert_close(actual, share(dense), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["favor", "favorp"])
@@ -193,8 +209,10 @@ def test_distances_are_those_of_scipy(name):
     """A query at a time, whatever the block; estimates below 0 are counted, and set to 0."""
     x, y = vectors()
     estimate, dense = estimated(name, x, y)
-    p, q = torch.softmax(x @ y.T, -1).numpy(), dense.clamp(min=0)
-    q, classes = (q / q.sum(-1, keepdim=True)).numpy(), np.arange(len(y))
+    p = torch.softmax(x @ y.T, -1).numpy()
+    q = dense.clamp(min=0)
+    q = (q / q.sum(-1, keepdim=True)).numpy()
+    classes = np.arange(len(y))
     apart = np.abs(np.cumsum(p - q, 1))
     expected = {
         "w1": np.mean([wasserstein_distance(classes, classes, a, b) for a, b in zip(p, q)]),
@@ -212,7 +230,8 @@ def test_the_exact_softmax_has_no_distance_and_many_features_come_near():
     with pytest.raises(ValueError, match="expected finite values"):
         distances(x, y, lambda part: torch.full((len(part), len(y)), torch.nan))
     few, many = (distances(x, y, estimated("favorp", x, y, m)[0]) for m in (8, 4096))
-    assert all(many[name] < few[name] / 2 for name in ("w1", "ks"))
+    for name in ("w1", "ks"):
+        assert many[name] < few[name] / 2
 
 
 def test_the_task(monkeypatch):
@@ -224,7 +243,8 @@ def test_the_task(monkeypatch):
     monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), *vectors(40)))
     monkeypatch.setattr(sampling, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
     task = ClassDistributions("run", 5, [16, 64])
-    asked, with_projections = [], Mechanism.with_projections
+    asked = []
+    with_projections = Mechanism.with_projections
     monkeypatch.setattr(
         Mechanism,
         "with_projections",
@@ -256,8 +276,11 @@ def test_poles_are_no_numbers(name):
     """Trigonometric features have no variance at x = y, positive features none at x = -y."""
     rows = VarianceByAngle(1.0, 5).rows(Mechanism.of(features=name), 0)
     ratios = {row["angle"]: row["log_ratio"] for row in rows}
-    assert [angle for angle, ratio in ratios.items() if ratio is None] == [-180, 0, 180]
-    assert all(math.isfinite(ratio) for ratio in ratios.values() if ratio is not None)
+    actual = [angle for angle, ratio in ratios.items() if ratio is None]
+    assert actual == [-180, 0, 180]
+    for ratio in ratios.values():
+        if ratio is not None:
+            assert math.isfinite(ratio)
 
 
 def test_the_ratio_is_that_of_the_closed_forms():
@@ -267,8 +290,11 @@ def test_the_ratio_is_that_of_the_closed_forms():
         for row in VarianceByAngle(1.0, 90).rows(Mechanism.of(features="pos"), 0)
         if row["angle"] == 90
     )
-    trig, pos = math.exp(2) * (1 - math.exp(-2)) ** 2 / 2, math.exp(2) - 1
-    assert row["log_ratio"] == pytest.approx(math.log(trig / pos))
+    trig = math.exp(2) * (1 - math.exp(-2)) ** 2 / 2
+    pos = math.exp(2) - 1
+    actual = row["log_ratio"]
+    expected = math.log(trig / pos)
+    assert actual == pytest.approx(expected)
 
 
 def test_variances_of_pairs_are_those_of_the_closed_forms():
@@ -289,7 +315,8 @@ def test_variances_of_pairs_are_those_of_the_closed_forms():
                 record["log_variance_std"],
                 *record.get("of_pairs", pairs),
             ]
-            np.testing.assert_allclose(found, [pairs.mean(), pairs.std(), *pairs], rtol=1e-6)
+            expected = [pairs.mean(), pairs.std(), *pairs]
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
         assert ["of_pairs" in record for record in records] == [False, True]
 
 
@@ -318,18 +345,19 @@ def test_the_gain_of_the_best_parameter_at_every_length():
         )
         return moment - math.exp(s / 2)
 
-    gains = {
-        name: {
+    gains = {}
+    for name in ("pos", "oprf"):
+        gains[name] = {
             row["sum"]: row["gain"]
             for row in VarianceByLength(8, 9).rows(Mechanism.of(features=name), 0)
         }
-        for name in ("pos", "oprf")
-    }
     least = {
         s: minimize_scalar(variance, bounds=(-5, 0), args=(s,), method="bounded").fun
         for s in range(1, 10)
     }
-    assert gains["pos"] == dict.fromkeys(range(1, 10), 0)
-    assert gains["oprf"] == pytest.approx(
-        {s: math.log(least[s] / variance(0, s)) for s in least}, rel=1e-5
-    )
+    actual = gains["pos"]
+    expected = dict.fromkeys(range(1, 10), 0)
+    assert actual == expected
+    actual = gains["oprf"]
+    expected = {s: math.log(least[s] / variance(0, s)) for s in least}
+    assert actual == pytest.approx(expected, rel=1e-5)

@@ -35,17 +35,15 @@ def read(arm, kind, length=512, seed=0, dtype=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_that_sees_all_loses_nothing(reader, kind):
     """Other attention differs, and the model is restored."""
-    exact, uniform = read("exact", kind), read("uniform", kind)
-    assert (
-        exact["above"] == 0
-        and exact["agrees"] == 1
-        and uniform["above"] != 0 != read("favorpp m=8", kind)["above"]
-    )
+    exact = read("exact", kind)
+    uniform = read("uniform", kind)
+    assert exact["above"] == 0
+    assert exact["agrees"] == 1
+    assert uniform["above"] != 0 != read("favorpp m=8", kind)["above"]
     for arm in ("nearfar", "window block=1024"):
         found = read(arm, kind)
-        assert found["above"] == pytest.approx(0, abs=1e-5) and found["nats"] == pytest.approx(
-            exact["nats"], abs=1e-5
-        )
+        assert found["above"] == pytest.approx(0, abs=1e-5)
+        assert found["nats"] == pytest.approx(exact["nats"], abs=1e-5)
     pretrained.exact_reading.cache_clear()
     assert read("exact", kind) == exact
 
@@ -53,24 +51,29 @@ def test_attention_that_sees_all_loses_nothing(reader, kind):
 def test_another_precision_differs_a_little_and_is_a_copy(reader):
     """Places are told apart: frequencies of 8 bits would turn places 300 and 301 into one."""
     found = read("exact", "new", dtype="bfloat16")
-    assert 0 < abs(found["above"]) < 0.1 and found["agrees"] > 0.8
+    assert 0 < abs(found["above"]) < 0.1
+    assert found["agrees"] > 0.8
     copy = pretrained.in_type(reader, "bfloat16")
-    assert {each.dtype for each in copy.parameters()} == {torch.bfloat16}
+    actual = {each.dtype for each in copy.parameters()}
+    assert actual == {torch.bfloat16}
     assert copy.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert {each.dtype for each in reader.parameters()} == {torch.float32}
+    actual = {each.dtype for each in reader.parameters()}
+    assert actual == {torch.float32}
 
 
 def test_above_is_against_the_loss_of_the_whole_model(reader):
     found = read("exact", "new")
     ids = pretrained.passage("", "valid", 0, 512)[None]
-    assert found["nats"] == pytest.approx(
-        float(reader(input_ids=ids, labels=ids).loss.detach()), abs=1e-5
-    )
+    actual = found["nats"]
+    expected = float(reader(input_ids=ids, labels=ids).loss.detach())
+    assert actual == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_row_repeats_its_first_half(reader):
     again = pretrained.repeated("", 512, 0)
-    assert torch.equal(again.ids[0, again.places], again.ids[0, again.places - 256])
+    actual = again.ids[0, again.places]
+    expected = again.ids[0, again.places - 256]
+    assert torch.equal(actual, expected)
     assert again.places[0] == 256 + pretrained.MIN_CONTEXT
 
 
@@ -103,7 +106,9 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
     for text in ("train", "code"):
         [found] = pretrained.SwapEmbeddings("", 128, 3, 4, text).rows(Mechanism.parse(arm), 0)
-        assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
+        assert len(found["cosine"]) == 3
+        actual = min(found["cosine"]) > 1 - 1e-5
+        assert (actual) == (arm == "exact")
 
 
 @pytest.mark.parametrize("arm", ["exact", "favormix m=8"])
@@ -122,7 +127,9 @@ def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
     }
     monkeypatch.setattr(pretrained.images, "load", lambda dataset: digits)
     [found] = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4).rows(Mechanism.parse(arm), 0)
-    assert len(found["cosine"]) == 3 and (min(found["cosine"]) > 1 - 1e-5) == (arm == "exact")
+    assert len(found["cosine"]) == 3
+    actual = min(found["cosine"]) > 1 - 1e-5
+    assert (actual) == (arm == "exact")
 
 
 @pytest.mark.parametrize("arm", ["uniform", "favorpp m=8", "bfloat16"])
@@ -131,7 +138,8 @@ def test_speech_is_heard_with_each_attention(speaker, arm):
     probe = whisper.SwapSpeech("", "train", 2, dtype, 1)
     mechanism = Mechanism.parse("exact" if dtype else arm)
     [found] = probe.rows(mechanism, 1)
-    assert found["wer"] > 0 and [found] == [*probe.rows(mechanism, 1)]
+    assert found["wer"] > 0
+    assert [found] == [*probe.rows(mechanism, 1)]
 
 
 @pytest.mark.parametrize("model", ["minilm", "smollm2-135m"])
@@ -151,13 +159,13 @@ def test_dictation_is_the_transcript_of_exact_attention(speaker):
         [*Dictation("", "train", 2, 1).rows(Mechanism.parse(method), 1)]
         for method in ("exact", "uniform")
     )
-    assert exact["above"] == pytest.approx(0, abs=1e-6) and all(
-        other["above"] != 0 for (other,) in others
-    )
+    assert exact["above"] == pytest.approx(0, abs=1e-6)
+    for (other,) in others:
+        assert other["above"] != 0
     tokens, nats = exact_transcript("", "train", "2")
-    assert (
-        nats.shape == (tokens.shape[1] - 1,) and int(tokens[0, 0]) == 1 and int(tokens[0, -1]) == 2
-    )
+    assert nats.shape == (tokens.shape[1] - 1,)
+    assert int(tokens[0, 0]) == 1
+    assert int(tokens[0, -1]) == 2
     with pytest.raises(ValueError, match="seed=2: expected a group of task.count=2"):
         [*Dictation("", "train", 2, 1).rows(Mechanism.parse("exact"), 2)]
 
@@ -183,7 +191,8 @@ def test_a_query_gives_its_far_key_the_weight_that_is_said():
         (q @ k.mT).masked_fill(torch.arange(512) > places.unsqueeze(1), -torch.inf).softmax(-1)
     )
     most, at = weights.max(-1)
-    assert_close(most, torch.full_like(most, 0.9), rtol=1e-3, atol=0)
+    expected = torch.full_like(most, 0.9)
+    assert_close(most, expected, rtol=1e-3, atol=0)
     assert (places - at >= 96).all()
 
 
@@ -212,25 +221,30 @@ def heads():
 
 @pytest.mark.parametrize("baseline", CAUSAL)
 def test_baselines_are_exact_on_all_keys_weigh_to_one_and_see_no_later_token(heads, baseline):
-    attend, (q, k, v) = CAUSAL[baseline], heads
-    assert_close(attend(*heads, 160), exact_attention(*heads, causal=True))
+    attend = CAUSAL[baseline]
+    q, k, v = heads
+    actual = attend(*heads, 160)
+    expected = exact_attention(*heads, causal=True)
+    assert_close(actual, expected)
     ones = torch.ones_like(v)
     for count in (0, 16):
         assert_close(attend(q, k, ones, count), ones)
         if baseline != "clusters":  # whose centroids are of the whole sequence
-            assert_close(
-                attend(q, k, v, count)[:, :, :96], attend(*(t[:, :, :96] for t in heads), count)
-            )
+            actual = attend(q, k, v, count)[:, :, :96]
+            expected = attend(*(t[:, :, :96] for t in heads), count)
+            assert_close(actual, expected)
 
 
 def test_clusters_are_their_means(heads):
     """Where no keys are read each cluster counts as often as it has keys, at its centroid, with their mean value."""
     q, k, v = heads
     centres, cell = recall.kmeans(k, recall.clusters_at(160))
-    i, h = 159, 0
+    i = 159
+    h = 0
     past = torch.arange(160)
     near = (past > i - recall.NEAR) | (past < 16)
-    logits, values = [q[0, h, i] @ k[0, h, near].T], [v[0, h, near]]
+    logits = [q[0, h, i] @ k[0, h, near].T]
+    values = [v[0, h, near]]
     for c in range(centres.shape[2]):
         mine = (cell[0, h] == c) & ~near
         if mine.any():
@@ -255,7 +269,9 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
     text = torch.randint(50, (8, 160), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
     rows = recall.passages("", "test", 160, 3)
-    assert torch.equal(rows, recall.passages("", "test", 160, 3)) and rows.shape == (
+    expected = recall.passages("", "test", 160, 3)
+    assert torch.equal(rows, expected)
+    assert rows.shape == (
         recall.ROWS,
         160,
     )
@@ -275,5 +291,7 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
             for each in ("largest keys=160", "clusters keys=160 first=16", "pages keys=160")
         ),
     ):
-        assert all(np.allclose(found[kind], exact[kind], atol=1e-5) for kind in exact)
-    assert losses("uniform")["new"] != exact["new"] and losses("exact") == exact
+        for kind in exact:
+            assert np.allclose(found[kind], exact[kind], atol=1e-5)
+    assert losses("uniform")["new"] != exact["new"]
+    assert losses("exact") == exact

@@ -27,15 +27,21 @@ def rows(what, methods, length=16, rounds=2, run="exact"):
 
 def test_a_row_for_each_length_method_and_round(one_thread):
     made = [*Speed("small", [16, 32], 2, ["exact", "favorpp m=8"]).rows(None, 0)]
-    assert [(row["length"], row["method"]) for row in made] == [
-        (length, name) for length in (16, 32) for name in ("exact", "favorpp m=8") for _ in range(2)
-    ]
-    assert all(row["training"] > 0 < row["inference"] for row in made)
+    actual = [(row["length"], row["method"]) for row in made]
+    expected = []
+    for length in (16, 32):
+        for name in ("exact", "favorpp m=8"):
+            for _ in range(2):
+                expected.append((length, name))
+    assert actual == expected
+    for row in made:
+        assert row["training"] > 0 < row["inference"]
 
 
 def test_the_attention_of_the_run_where_no_method_is_named(one_thread):
     (row,) = rows("one_head", None, 32, 1, run="favorpp m=8")
-    assert row["method"] == "favorpp m=8" and row["ms"] > 0
+    assert row["method"] == "favorpp m=8"
+    assert row["ms"] > 0
 
 
 @pytest.mark.parametrize("length", [3, 16, 37])
@@ -62,19 +68,22 @@ def test_times_leave_nothing_behind(one_thread):
     for name in ("favorpp causal", "hrf_cluster m=4", "exact", "nearfar"):
         work = attention_work(name, 16)
         work.times()
-        assert all(t.grad is None for t in work.forward.args)
+        for t in work.forward.args:
+            assert t.grad is None
     work = speed.transformer("small", "favorpp", 16)
     work.times()
-    assert work.model.training and all(p.grad is None for p in work.model.parameters())
+    assert work.model.training
+    for p in work.model.parameters():
+        assert p.grad is None
 
 
 def test_every_vision_transformer_has_its_own_attention(one_thread):
     """In every layer; exact attention and that which forms its matrix agree."""
     for name in ("exact", FORMED, "favorpp", "uniform"):
         model, image = speed.vit(name, 16)
-        assert sum(hasattr(block.attn, "swapped") for block in model.blocks) == (
-            0 if name.startswith("exact") else 12
-        )
+        actual = sum(hasattr(block.attn, "swapped") for block in model.blocks)
+        expected = 0 if name.startswith("exact") else 12
+        assert actual == (expected)
     outputs = [
         model.eval()(image) for model, image in (speed.vit(name, 16) for name in ("exact", FORMED))
     ]
@@ -96,6 +105,7 @@ def test_peaks_of_memory():
     ]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         short, long, formed, fused = pool.map(peak, *zip(*asked))
-    assert short > 16 and long == pytest.approx(4 * short, rel=0.25)  # MiB of features, and more
+    assert short > 16
+    assert long == pytest.approx(4 * short, rel=0.25)  # MiB of features, and more
     matrices = 12 * 3 * 577**2 * 4 / 2**20
     assert matrices < formed - fused < 2 * matrices, (formed, fused)

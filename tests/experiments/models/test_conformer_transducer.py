@@ -94,16 +94,15 @@ def alone(batch, i):
     "attention, norm", [("exact", "batch"), ("favorpp", "frame"), ("favor", "batch")]
 )
 def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
-    model, batch = (
-        model_of(attention, norm=norm).eval().double(),
-        batch_of(),
-    )  # trig features lose digits of float32
+    model = model_of(attention, norm=norm).eval().double()
+    batch = batch_of()  # trig features lose digits of float32
     losses, found = model(**batch, search=greedy)
     encoded, lengths = model.encoder(batch["audio"], batch["samples"])
     for i in range(len(losses)):
         one, (own,) = model(**alone(batch, i), search=greedy)
         torch.testing.assert_close(losses[i], one[0], rtol=2e-5, atol=0)
-        assert found[i].symbols == own.symbols and found[i].frames == own.frames
+        assert found[i].symbols == own.symbols
+        assert found[i].frames == own.frames
         single = model.encoder(
             batch["audio"][i : i + 1, : batch["samples"][i]], batch["samples"][i : i + 1]
         )[0]
@@ -112,13 +111,16 @@ def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
 
 @pytest.mark.parametrize("attention", ["favorpp"])
 def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(attention):
-    model, batch = model_of(attention).train(), batch_of()
+    model = model_of(attention).train()
+    batch = batch_of()
     model(**batch).sum().backward()
     together = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     losses = [model(**alone(batch, i)) for i in range(3)]
     torch.cat(losses).sum().backward()
-    torch.testing.assert_close(model(**batch), torch.cat(losses), rtol=2e-5, atol=0)
+    actual = model(**batch)
+    expected = torch.cat(losses)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=0)
     largest = max(grad.abs().max() for grad in together.values())
     for name, p in model.named_parameters():
         torch.testing.assert_close(
@@ -128,11 +130,14 @@ def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(att
 
 def test_batch_norm_counts_real_frames_alone():
     """In training: the statistics, running ones too, of the real frames one after another."""
-    norm, plain = MaskedBatchNorm(4), nn.BatchNorm1d(4)
-    x, lengths = torch.randn(3, 4, 7) * 3 + 1, torch.tensor([7, 4, 2])
+    norm = MaskedBatchNorm(4)
+    plain = nn.BatchNorm1d(4)
+    x = torch.randn(3, 4, 7) * 3 + 1
+    lengths = torch.tensor([7, 4, 2])
     keep = frame_mask(lengths, 7)
     joined = torch.cat([row[:, :n] for row, n in zip(x, lengths)], 1)[None]  # (1, 4, 13)
-    found, expected = norm(x, keep), plain(joined)[0]
+    found = norm(x, keep)
+    expected = plain(joined)[0]
     torch.testing.assert_close(
         torch.cat([row[:, :n] for row, n in zip(found, lengths)], 1), expected
     )
@@ -141,14 +146,14 @@ def test_batch_norm_counts_real_frames_alone():
 
 
 def test_layer_is_torchaudios_where_nothing_is_padded():
-    ours, theirs = (
-        model_of(norm="batch").encoder.layers[0].eval(),
-        ConformerLayer(16, 32, 2, 7).eval(),
-    )
+    ours = model_of(norm="batch").encoder.layers[0].eval()
+    theirs = ConformerLayer(16, 32, 2, 7).eval()
     assert isinstance(model_of().encoder.layers[0].conv_module.sequential[3], FrameNorm)
     theirs.load_state_dict(ours.state_dict())  # the names are those of torchaudio
     x = torch.randn(9, 2, 16)
-    torch.testing.assert_close(ours(x, torch.ones(2, 9, dtype=torch.bool)), theirs(x, None))
+    actual = ours(x, torch.ones(2, 9, dtype=torch.bool))
+    expected = theirs(x, None)
+    torch.testing.assert_close(actual, expected)
 
 
 # ---- front end ---------------------------------------------------------------------------------------------
@@ -156,7 +161,8 @@ def test_layer_is_torchaudios_where_nothing_is_padded():
 
 def test_the_shortest_audio_with_a_frame(rate=16000):
     samples = round((WINDOW + 6 * HOP) * rate)
-    assert encoder_frames(samples, rate) == 1 and encoder_frames(samples - 1, rate) == 0
+    assert encoder_frames(samples, rate) == 1
+    assert encoder_frames(samples - 1, rate) == 0
     step = round(STEP * rate)
     assert encoder_frames(samples + 10 * step, rate) == 11
 
@@ -165,8 +171,12 @@ def test_features_are_normalised_over_the_real_frames():
     features = LogMel(RATE, 16)
     x, frames = features(batch_of()["audio"], SAMPLES)
     for row, n in zip(x, frames):
-        torch.testing.assert_close(row[:n].mean(0), torch.zeros(16), atol=1e-5, rtol=0)
-        torch.testing.assert_close(row[:n].std(0, correction=0), torch.ones(16), atol=1e-3, rtol=0)
+        actual = row[:n].mean(0)
+        expected = torch.zeros(16)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        actual = row[:n].std(0, correction=0)
+        expected = torch.ones(16)
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
         assert (row[n:] == 0).all()
     assert (
         features(torch.zeros(1, 4000, dtype=torch.int16), torch.tensor([4000]))[0].isfinite().all()
@@ -175,14 +185,13 @@ def test_features_are_normalised_over_the_real_frames():
 
 def test_masks_set_their_bands_and_spans_to_the_mean():
     x = torch.ones(2, 6, 5)
-    bands, spans = torch.tensor([[[1, 3]], [[0, 0]]]), torch.tensor([[[0, 0]], [[4, 6]]])
+    bands = torch.tensor([[[1, 3]], [[0, 0]]])
+    spans = torch.tensor([[[0, 0]], [[4, 6]]])
     found = apply_spec_augment(x, bands, spans)
-    assert (
-        (found[0, :, 1:3] == 0).all()
-        and found[0].sum() == 18
-        and (found[1, 4:] == 0).all()
-        and found[1].sum() == 20
-    )
+    assert (found[0, :, 1:3] == 0).all()
+    assert found[0].sum() == 18
+    assert (found[1, 4:] == 0).all()
+    assert found[1].sum() == 20
 
 
 # ---- losses and searches by their definitions --------------------------------------------------------------
@@ -195,7 +204,8 @@ def log_probability(model, encoded, symbols):
     logs = model.joiner(model.joiner.heard(encoded)[:, None], said[None]).log_softmax(
         -1
     )  # (T, U + 1, V)
-    T, U = len(encoded), len(symbols)
+    T = len(encoded)
+    U = len(symbols)
     alpha = {}
     for t, u in itertools.product(range(T), range(U + 1)):
         ways = []
@@ -208,9 +218,11 @@ def log_probability(model, encoded, symbols):
 
 
 def test_loss_is_the_sum_over_alignments():
-    model, batch = model_of().eval(), batch_of()
+    model = model_of().eval()
+    batch = batch_of()
     with torch.no_grad():
-        losses, (encoded, lengths) = model(**batch), model.encoder(batch["audio"], batch["samples"])
+        losses = model(**batch)
+        encoded, lengths = model.encoder(batch["audio"], batch["samples"])
         for i in range(3):
             symbols = batch["targets"][i, : batch["target_lengths"][i]].tolist()
             expected = log_probability(model, encoded[i, : lengths[i]], symbols)
@@ -218,7 +230,8 @@ def test_loss_is_the_sum_over_alignments():
 
 
 def test_ctc_of_the_encoder_is_added_in_training_alone():
-    model, batch = model_of(), batch_of()
+    model = model_of()
+    batch = batch_of()
     plain = model_of(ctc=0.0)
     plain.load_state_dict(
         {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("ctc.")}
@@ -233,8 +246,11 @@ def test_ctc_of_the_encoder_is_added_in_training_alone():
             F.ctc_loss(logs[i, :n], batch["targets"][i, :u].long(), n, u.long(), model.blank, "sum")
             for i, (n, u) in enumerate(zip(lengths, LENGTHS))
         ]
-        torch.testing.assert_close(model.train()(**batch), transducer + 0.5 * torch.stack(own))
-        torch.testing.assert_close(model.eval()(**batch), transducer)
+        actual = model.train()(**batch)
+        expected = transducer + 0.5 * torch.stack(own)
+        torch.testing.assert_close(actual, expected)
+        actual = model.eval()(**batch)
+        torch.testing.assert_close(actual, transducer)
 
 
 def test_a_transcript_with_more_symbols_than_frames_has_a_loss_and_a_gradient():
@@ -242,8 +258,11 @@ def test_a_transcript_with_more_symbols_than_frames_has_a_loss_and_a_gradient():
     batch = batch_of(torch.tensor([1000]), torch.tensor([20], dtype=torch.int32))
     loss = model(**batch)
     loss.sum().backward()
-    assert encoder_frames(1000, RATE) < 20 and loss.isfinite().all() and loss > 0
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert encoder_frames(1000, RATE) < 20
+    assert loss.isfinite().all()
+    assert loss > 0
+    for p in model.parameters():
+        assert p.grad is None or p.grad.isfinite().all()
 
 
 def quieter(model):
@@ -255,21 +274,29 @@ def quieter(model):
 
 
 def test_greedy_search_takes_the_best_symbol_at_each_step():
-    model, batch = quieter(model_of()).eval(), batch_of()
+    model = quieter(model_of()).eval()
+    batch = batch_of()
     with torch.no_grad():
         _, found = model(batch["audio"], batch["samples"], search=greedy)
         encoded, lengths = model.encoder(batch["audio"], batch["samples"])
         for i, hypothesis in enumerate(found):
-            symbols, frames, t, here = [], [], 0, 0
+            symbols = []
+            frames = []
+            t = 0
+            here = 0
             while t < lengths[i]:
                 said = model.predictor(torch.tensor([[model.blank, *symbols]]))[0][0, -1]
                 logits = model.joiner(model.joiner.heard(encoded[i, t]), model.joiner.said(said))
                 best = int(logits.argmax())
                 if best == model.blank or here == 8:
-                    t, here = t + 1, 0
+                    t = t + 1
+                    here = 0
                 else:
-                    symbols, frames, here = [*symbols, best], [*frames, t], here + 1
-            assert (hypothesis.symbols, hypothesis.frames) == (symbols, frames) and symbols
+                    symbols = [*symbols, best]
+                    frames = [*frames, t]
+                    here = here + 1
+            assert (hypothesis.symbols, hypothesis.frames) == (symbols, frames)
+            assert symbols
 
 
 def test_an_untrained_model_comes_to_an_end():
@@ -277,7 +304,8 @@ def test_an_untrained_model_comes_to_an_end():
     with torch.no_grad():
         model.joiner.out.bias[0] = 100.0  # always says something
     _, (found,) = model(**alone(batch_of(), 2), search=greedy)
-    assert set(found.symbols) == {0} and len(found.symbols) == 8 * encoder_frames(2400, RATE)
+    assert set(found.symbols) == {0}
+    assert len(found.symbols) == 8 * encoder_frames(2400, RATE)
 
 
 # ---- sizes, attention, precision ---------------------------------------------------------------------------

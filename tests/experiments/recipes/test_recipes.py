@@ -46,11 +46,12 @@ def test_decay_rates_of_adam_are_those_of_bert_hrf_and_performers():
 
 @recipes
 def test_full_size_is_the_papers(name):
-    cfg, row = composed(name), PAPERS[name]
+    cfg = composed(name)
+    row = PAPERS[name]
     check_plain(plain_config(cfg))
-    assert cfg.trainer.steps == number(row["steps"]) and cfg.trainer.lr == pytest.approx(
-        float(row["lr"])
-    )
+    assert cfg.trainer.steps == number(row["steps"])
+    expected = float(row["lr"])
+    assert cfg.trainer.lr == pytest.approx(expected)
     assert cfg.trainer.steps or cfg.trainer.epochs == number(row["epochs"])
     assert row["batch"] == "" or cfg.trainer.batch == int(row["batch"])
     preset = cfg.task.get("preset")
@@ -66,7 +67,8 @@ def test_full_size_is_the_papers(name):
             sizes.get("d", sizes.get("dim")),
             sizes.get("d_ff", sizes.get("ffn")),
         ]
-        assert made == [int(row[key]) for key in ("layers", "heads", "width", "ffn")]
+        expected = [int(row[key]) for key in ("layers", "heads", "width", "ffn")]
+        assert made == expected
     assert row["source"].startswith(
         {"crt": "CRT", "hrf": "HRF", "performers": "Performers"}[name.split("_")[0]]
     )
@@ -100,15 +102,15 @@ KEPT = {
 def test_small_recipes_have_other_sizes_steps_and_data():
     for name in PAPERS:
         small = OmegaConf.to_container(OmegaConf.load(FOLDER / f"{name}_small.yaml"))
-        assert small["defaults"] == [name, "_self_"] and small.keys() <= {
+        assert small["defaults"] == [name, "_self_"]
+        assert small.keys() <= {
             "defaults",
             "task",
             "trainer",
             "features",
         }
-        assert small.get("trainer", {}).keys() <= MAY_DIFFER and small.get(
-            "features", {}
-        ).keys() <= {"m"}, name
+        assert small.get("trainer", {}).keys() <= MAY_DIFFER, name
+        assert small.get("features", {}).keys() <= {"m"}, name
         assert not small.get("task", {}).keys() & KEPT, name
 
 
@@ -124,7 +126,8 @@ BEFORE = {
 FAST = ("performers_trembl",)
 FAVORPP = ["attention=favorpp", "features.m=8"]
 TEXT = ["task.text=wordnet", "trainer.batch=4"]  # in place of WikiText-2
-BERT, PIECES = [*TEXT, "task.vocabulary_size=500"], [*TEXT, "task.vocabulary_size=600"]
+BERT = [*TEXT, "task.vocabulary_size=500"]
+PIECES = [*TEXT, "task.vocabulary_size=600"]
 SPEECH = ["task.strings.train=40", "task.strings.validation=4", "task.strings.test=4"]
 SHORT = [
     "trainer.steps=2",
@@ -193,4 +196,5 @@ def test_two_steps_of_the_small_recipe(name, typed, tmp_path):
     records = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     ]
-    assert records[-1]["final"] and records[-1]["step"] == 2
+    assert records[-1]["final"]
+    assert records[-1]["step"] == 2

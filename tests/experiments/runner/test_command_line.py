@@ -49,4 +49,5 @@ MISTAKES = {
 def test_a_mistake_is_answered_with_what_to_type(args, message):
     with pytest.raises(ConfigError) as found:
         check_command_line(args.split())
-    assert message in str(found.value) and "\n" not in str(found.value)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)

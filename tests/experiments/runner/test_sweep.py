@@ -262,7 +262,7 @@ def test_optuna_looks_for_the_best(typed, tmp_path):
 @needs_plugins
 @pytest.mark.slow
 def test_submitit_queues_a_stopped_run_again(tmp_path):
-    """SIGUSR2, by which SLURM's jobs are told that their time ends:
+    """SLURM sends SIGUSR2 to a job whose time ends:
     the run checkpoints, is queued again, and goes on."""
     command = [
         sys.executable,

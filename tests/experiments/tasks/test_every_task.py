@@ -1,4 +1,4 @@
-"""Laws of every trained task, by its command line: the run, its resume, where weights go, what is refused."""
+"""Properties of every trained task on the command line: the run, its resume, where weights go, what is refused."""
 
 import csv
 import json
@@ -215,7 +215,9 @@ def finished(run, folder):
     def go(name):
         if not (folder / name).exists():
             code, out, err = run(name, directory=name, root=folder)
-            assert code == 0 and err == "" and f"[{folder / name}]" in out, err
+            assert code == 0, err
+            assert err == "", err
+            assert f"[{folder / name}]" in out, err
         return folder / name
 
     return go
@@ -223,18 +225,19 @@ def finished(run, folder):
 
 def records(directory):
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key != "time_s"} for line in lines
-    ]
+    entries = []
+    for line in lines:
+        entries.append({key: value for key, value in json.loads(line).items() if key != "time_s"})
+    return entries
 
 
 def same_run(one, two):
     assert records(one) == records(two)
     for file in (one / "model").glob("*.safetensors"):
         here, there = (checkpoint.load_tensors(run / "model" / file.name) for run in (one, two))
-        assert here.keys() == there.keys() and all(
-            torch.equal(here[key], there[key]) for key in here
-        ), file.name
+        assert here.keys() == there.keys(), file.name
+        for key in here:
+            assert torch.equal(here[key], there[key]), file.name
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -274,18 +277,17 @@ LOAD = dict.fromkeys(KEPT, lambda directory: language.load(directory, "run").bui
 def test_kept_model_gives_the_recorded_metrics(name, finished, data):
     """Metrics of the last record, of the model that is loaded anew, in batches of another size."""
     found = records(finished(name))
-    assert (
-        found[-1]["final"]
-        and found[-1]["step"] == 6
-        and {record["split"] for record in found} > {"train"}
-    )
+    assert found[-1]["final"]
+    assert found[-1]["step"] == 6
+    assert {record["split"] for record in found} > {"train"}
     if name in LOAD:
         task = instantiate(OmegaConf.load(finished(name) / "config.yaml").task)
         with torch.no_grad():
             metrics = task.evaluate(
                 LOAD[name](finished(name)).eval(), found[-1]["split"], Reader(task, batch=5)
             )
-        assert metrics.keys() <= found[-1].keys() and task.metric in metrics
+        assert metrics.keys() <= found[-1].keys()
+        assert task.metric in metrics
         for key, value in metrics.items():
             assert found[-1][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
@@ -353,15 +355,17 @@ def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
         processes=processes,
     )
     assert code == 0, err
-    whole, parts = (
-        [record["loss"] for record in records(tmp_path / each)] for each in ("run", "parts")
-    )
+    both = []
+    for each in ("run", "parts"):
+        both.append([record["loss"] for record in records(tmp_path / each)])
+    whole, parts = both
     assert parts == pytest.approx(whole, rel=1e-4)
 
 
 def test_histograms_hold_every_query_and_every_key(finished):
     rows = [*csv.DictReader((finished("ptb") / "lengths.csv").read_text().splitlines())]
-    assert sum(int(r["queries"]) for r in rows) == 60 and sum(int(r["keys"]) for r in rows) == 12
+    assert sum(int(r["queries"]) for r in rows) == 60
+    assert sum(int(r["keys"]) for r in rows) == 12
     assert (finished("ptb") / "lengths.png").stat().st_size > 5000
 
 
@@ -379,7 +383,10 @@ def test_histograms_hold_every_query_and_every_key(finished):
 def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, run):
     """Exit code 3, step and layer, as where the loss shows it."""
     code, _, err = run("glue", *args, "trainer.warmup=0")
-    assert code == 3 and place in err and len(err.splitlines()) == 1 and "checkpoint" in err, err
+    assert code == 3, err
+    assert place in err, err
+    assert len(err.splitlines()) == 1, err
+    assert "checkpoint" in err, err
 
 
 def trained(task, attention, steps, lr, batch=10):
@@ -473,7 +480,8 @@ def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_threa
     words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
     task = instantiate(compose(words).task)
     (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
-    assert is_part and not is_whole
+    assert is_part
+    assert not is_whole
     assert str(sample) == str(again) != str(first)
 
 
@@ -493,19 +501,22 @@ def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finishe
             checkpoint.load_tensors(each / "model" / file.name)
             for each in (finished(name), tmp_path / "run")
         )
-        assert all(torch.equal(one[key], two[key]) for key in one)
+        for key in one:
+            assert torch.equal(one[key], two[key])
 
 
 def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, run, tmp_path):
     """The keys that differ are named, and the way that the message names works."""
-    before, glue = finished("mlm"), ["trainer.steps=0", "attention=favorp", "features.m=16"]
+    before = finished("mlm")
+    glue = ["trainer.steps=0", "attention=favorp", "features.m=16"]
     code, _, err = run(
         "glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)
     )
-    assert code == 2 and "features.m (it was 8, now 16)" in err and len(err.splitlines()) == 1
-    assert (
-        f"task.init=uptrain task.model={before}/model" in err and not (tmp_path / "wrong").exists()
-    )
+    assert code == 2
+    assert "features.m (it was 8, now 16)" in err
+    assert len(err.splitlines()) == 1
+    assert f"task.init=uptrain task.model={before}/model" in err
+    assert not (tmp_path / "wrong").exists()
     code, _, err = run("glue", *glue, "task.init=uptrain", f"task.model={before}")
     assert code == 0, err
 
@@ -533,7 +544,8 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
     for m in (4, 512):
         found = task.build(Mechanism.of("favorpp", m=m)).eval()
         state = found.state_dict()
-        assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(state[key], tensor)
         losses[m] = float(task.loss(found, batch))
     assert 0 < abs(losses[512] - losses["exact"]) < abs(losses[4] - losses["exact"]), losses
 
@@ -623,7 +635,8 @@ def test_stand_ins_are_named_first_and_last(task, untrained, data, tmp_path):
     found = re.fullmatch(
         r"no .+ here: .+ \(task\.\S+=\S+ after `python -m crt_exp data fetch (\S+)`\)", first
     )
-    assert select(found[1]) and f"; {first}  [" in last
+    assert select(found[1])
+    assert f"; {first}  [" in last
 
 
 def test_data_of_the_name_are_no_stand_in(untrained, data):

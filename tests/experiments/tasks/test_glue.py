@@ -32,21 +32,28 @@ def test_metrics_are_their_definitions():
     accuracy, f1, mcc, pearson, spearman = (
         METRICS[each] for each in ("accuracy", "f1", "mcc", "pearson", "spearman")
     )
-    tp, fp, fn, tn = 3, 1, 1, 3
+    tp = 3
+    fp = 1
+    fn = 1
+    tn = 3
     assert accuracy(*CLASSES) == (tp + tn) / 8
-    assert f1(*CLASSES) == pytest.approx(2 * tp / (2 * tp + fp + fn))
-    assert f1([0, 0, 0, 1], [0, 0, 0, 0]) == 0 and f1([1, 1, 0], [1, 1, 1]) == pytest.approx(
-        0.8
-    )  # of class 1
-    assert mcc(*CLASSES) == pytest.approx(
-        (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
-    )
+    actual = f1(*CLASSES)
+    expected = 2 * tp / (2 * tp + fp + fn)
+    assert actual == pytest.approx(expected)
+    actual = f1([0, 0, 0, 1], [0, 0, 0, 0])
+    assert actual == 0
+    assert f1([1, 1, 0], [1, 1, 1]) == pytest.approx(0.8)  # of class 1
+    actual = mcc(*CLASSES)
+    expected = (tp * tn - fp * fn) / np.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    assert actual == pytest.approx(expected)
     assert mcc([0, 1, 2, 1], [0, 1, 2, 1]) == pytest.approx(1)  # more than two classes
-    assert pearson(*SCORES) == pytest.approx(np.corrcoef(*SCORES)[0, 1])
+    actual = pearson(*SCORES)
+    expected = np.corrcoef(*SCORES)[0, 1]
+    assert actual == pytest.approx(expected)
     # ties: the mean rank
-    assert spearman(*SCORES) == pytest.approx(
-        np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1]
-    )
+    actual = spearman(*SCORES)
+    expected = np.corrcoef([1, 2.5, 2.5, 5, 4], [1, 2, 3, 5, 4])[0, 1]
+    assert actual == pytest.approx(expected)
     assert pearson([1e9, 1e9 + 1e-6, 1e9 + 2e-6], [0, 1, 2]) == pytest.approx(
         1, abs=0.02
     )  # under a large offset
@@ -55,8 +62,12 @@ def test_metrics_are_their_definitions():
 def test_error_rates_count_each_kind_of_error():
     parts = ("substitutions", "deletions", "insertions")
     found = error_rates(["one two three four", "five"], ["one too three", "five six"])
-    assert found["wer"] == pytest.approx(3 / 5) and all(found[part] == 1 / 5 for part in parts)
-    assert found["cer"] == pytest.approx(sum(found[f"character_{part}"] for part in parts))
+    assert found["wer"] == pytest.approx(3 / 5)
+    for part in parts:
+        assert found[part] == 1 / 5
+    actual = found["cer"]
+    expected = sum(found[f"character_{part}"] for part in parts)
+    assert actual == pytest.approx(expected)
     assert error_rates(["one two three"], ["one"])["deletions"] == pytest.approx(
         2 / 3
     )  # per word of the reference
@@ -72,7 +83,8 @@ def test_constant_vectors_have_no_correlation(name):
 def test_metrics_take_any_kind_of_vector_and_refuse_bad_ones():
     for name, metric in METRICS.items():
         for kind in (tuple, np.array, torch.tensor):
-            assert metric(kind(CLASSES[0]), kind(CLASSES[1])) == metric(*CLASSES), name
+            actual = metric(kind(CLASSES[0]), kind(CLASSES[1]))
+            assert actual == metric(*CLASSES), name
         for predictions, labels in (([], []), ([1, 0], [1]), ([[1, 0]], [[1, 0]])):
             with pytest.raises(ValueError, match="one length"):
                 metric(predictions, labels)
@@ -83,27 +95,35 @@ def test_metrics_take_any_kind_of_vector_and_refuse_bad_ones():
 
 def test_tasks_report_the_papers_metric_first():
     first = {name: next(iter(glue_metrics(name, *CLASSES))) for name in TASKS}
-    assert (
-        first.pop("cola") == "mcc" and first.pop("mrpc") == "f1" and first.pop("stsb") == "spearman"
-    )
+    assert first.pop("cola") == "mcc"
+    assert first.pop("mrpc") == "f1"
+    assert first.pop("stsb") == "spearman"
     assert set(first.values()) == {"accuracy"}
-    assert glue_metrics("stsb", *SCORES) == {
-        name: METRICS[name](*SCORES) for name in ("spearman", "pearson")
-    }
+    actual = glue_metrics("stsb", *SCORES)
+    expected = {name: METRICS[name](*SCORES) for name in ("spearman", "pearson")}
+    assert actual == expected
 
 
 def test_jackknife_values_give_the_interval_over_examples():
     """Of an accuracy they are those of the parts; of a correlation their interval is that of fresh samples."""
-    right, labels = [1, 0, 0, 1, 1, 0, 0, 1, 0], [1] * 9
-    assert jackknife_values("accuracy", right, labels, 3) == pytest.approx([2 / 3, 2 / 3, 0])
-    generator, means, widths = np.random.default_rng(0), [], []
+    right = [1, 0, 0, 1, 1, 0, 0, 1, 0]
+    labels = [1] * 9
+    actual = jackknife_values("accuracy", right, labels, 3)
+    expected = [2 / 3, 2 / 3, 0]
+    assert actual == pytest.approx(expected)
+    generator = np.random.default_rng(0)
+    means = []
+    widths = []
     for _ in range(60):
         labels = generator.normal(size=480)
         parts = jackknife_values("pearson", labels + generator.normal(size=480), labels, 24)
         means.append(np.mean(parts))
         widths.append(np.std(parts, ddof=1) / 24**0.5)
-    assert np.mean(means) == pytest.approx(0.5**0.5, abs=0.02)
-    assert np.mean(widths) == pytest.approx(np.std(means), rel=0.3)
+    actual = np.mean(means)
+    assert actual == pytest.approx(0.5**0.5, abs=0.02)
+    actual = np.mean(widths)
+    expected = np.std(means)
+    assert actual == pytest.approx(expected, rel=0.3)
 
 
 # ---- GLUE ------------------------------------------------------------------------------------------------------------
@@ -142,54 +162,69 @@ def test_every_task_has_its_metrics_on_dev(name, task_of):
     """Both dev splits of MNLI; parts of dev alone, whose mean is its accuracy."""
     task = task_of(dataset=name, parts=3)
     found = task.evaluate(task.build(Mechanism.of("favorpp", m=8)).eval(), "dev", Reader(task))
-    metrics, parts = TASKS[name].metrics, [key for key in found if "_part" in key]
-    assert {*metrics, "loss"} <= found.keys() and ("accuracy_mismatched" in found) == (
-        name == "mnli"
-    )
-    assert task.metric == metrics[0] and parts == [f"{metrics[0]}_part{i}" for i in range(3)]
+    metrics = TASKS[name].metrics
+    parts = [key for key in found if "_part" in key]
+    assert {*metrics, "loss"} <= found.keys()
+    assert ("accuracy_mismatched" in found) == (name == "mnli")
+    assert task.metric == metrics[0]
+    assert parts == [f"{metrics[0]}_part{i}" for i in range(3)]
     if metrics[0] == "accuracy":
-        assert np.mean([found[key] for key in parts]) == pytest.approx(found["accuracy"])
+        actual = np.mean([found[key] for key in parts])
+        assert actual == pytest.approx(found["accuracy"])
 
 
 def test_no_example_that_is_held_out_is_trained_on(task_of):
     """It stands in for dev until the end, without parts and without the second dev split."""
-    whole, task = (
-        task_of(dataset="mnli").texts["train"],
-        task_of(dataset="mnli", held_out=16, parts=3),
-    )
-    train, held_out = task.texts["train"], task.texts["held_out"]
-    pairs = lambda texts: sorted(zip(*texts.texts, texts.labels))
-    assert (len(train), len(held_out)) == (32, 16) and pairs(whole) == sorted(
-        pairs(train) + pairs(held_out)
-    )
+    whole = task_of(dataset="mnli").texts["train"]
+    task = task_of(dataset="mnli", held_out=16, parts=3)
+    train = task.texts["train"]
+    held_out = task.texts["held_out"]
+
+    def pairs(texts):
+        return sorted(zip(*texts.texts, texts.labels))
+
+    actual = (len(train), len(held_out))
+    assert actual == (32, 16)
+    actual = pairs(whole)
+    expected = sorted(pairs(train) + pairs(held_out))
+    assert actual == expected
     assert (task.validation, task.test) == ("held_out", "dev")
     with torch.no_grad():
         found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "held_out", Reader(task))
-    assert "accuracy" in found and not {"accuracy_mismatched", "accuracy_part0"} & found.keys()
+    assert "accuracy" in found
+    assert not {"accuracy_mismatched", "accuracy_part0"} & found.keys()
     assert task_of(examples=16).length("train") == 16
 
 
 def test_batches_are_the_rows_of_the_plan(task_of):
     """Padded to the longest; evaluation sees every example once; like lengths together where it is asked for."""
     task = task_of(dataset="sst2")
-    data, plan = task.encoded["train"], Plan(8, seed=3)
+    data = task.encoded["train"]
+    plan = Plan(8, seed=3)
     for batch, rows in zip(task.batches("train", plan), plan.rows(48, "train")):
         expected = collate([data[i] for i in rows], 0)
-        assert (
-            all(torch.equal(batch[key], expected[key]) for key in expected)
-            and batch["attention_mask"].any(0).all()
-        )
-    seen = [label for batch in task.batches("dev", Plan(5)) for label in batch["labels"].tolist()]
+        for key in expected:
+            assert torch.equal(batch[key], expected[key])
+        assert batch["attention_mask"].any(0).all()
+    seen = []
+    for batch in task.batches("dev", Plan(5)):
+        for label in batch["labels"].tolist():
+            seen.append(label)
     assert sorted(seen) == sorted(task.texts["dev"].labels)
-    size = lambda task: sum(batch["input_ids"].numel() for batch in task.batches("train", plan))
+
+    def size(task):
+        return sum(batch["input_ids"].numel() for batch in task.batches("train", plan))
+
     assert size(task_of(dataset="sst2", bucketed=True)) < size(task)
 
 
 @torch.no_grad()
 def test_answers_belong_to_their_examples(task_of, monkeypatch):
     """Evaluation reads by length, padded; each score is that of its example alone."""
-    task, answers = task_of(dataset="stsb"), []
-    model, texts = task.build(Mechanism.of("exact")).eval(), task.texts["dev"].texts
+    task = task_of(dataset="stsb")
+    answers = []
+    model = task.build(Mechanism.of("exact")).eval()
+    texts = task.texts["dev"].texts
     lengths = [len(row["input_ids"]) for row in task.encoded["dev"]]
     assert np.any(np.diff(lengths) < 0)
     monkeypatch.setattr(
@@ -268,9 +303,14 @@ GIVEN = {
 
 def test_scaling_is_that_of_the_training_part():
     train, *others = UCI(**GIVEN, draws=1, baseline=None).divide(0, 1)[0]
-    assert train.mean(0) == pytest.approx(np.zeros(13), abs=1e-5)
-    assert train.std(0) == pytest.approx(np.ones(13), rel=1e-4)
-    assert all(np.abs(part.mean(0)).max() > 1e-3 for part in others)
+    actual = train.mean(0)
+    expected = np.zeros(13)
+    assert actual == pytest.approx(expected, abs=1e-5)
+    actual = train.std(0)
+    expected = np.ones(13)
+    assert actual == pytest.approx(expected, rel=1e-4)
+    for part in others:
+        assert np.abs(part.mean(0)).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -279,6 +319,9 @@ def test_scaling_is_that_of_the_training_part():
 def test_the_last_record_has_each_split_in_percent(baseline, draws):
     records = [*UCI(**GIVEN, draws=2, baseline=baseline).records(Mechanism.parse("exact"), 0)]
     splits = np.reshape([100 * record["accuracy"] for record in records[:-1]], (2, draws))
-    assert records[-1]["accuracy_percent"] == pytest.approx(splits.mean(1))
-    assert 100 * records[-1]["accuracy"] == pytest.approx(splits.mean())
+    actual = records[-1]["accuracy_percent"]
+    expected = splits.mean(1)
+    assert actual == pytest.approx(expected)
+    actual = 100 * records[-1]["accuracy"]
+    assert actual == pytest.approx(splits.mean())
     assert (splits > 50).all() == (baseline != "majority")

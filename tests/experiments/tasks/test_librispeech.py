@@ -80,15 +80,15 @@ def test_error_rates_follow_from_the_transcripts(digits, tmp_path):
     head, *rows = [
         line.split("\t") for line in (tmp_path / "transcripts.tsv").read_text().splitlines()
     ]
-    assert (
-        head == ["split", "utterance", "transcript", "greedy"]
-        and len({row[1] for row in rows}) == 9
-    )
-    assert (
-        found["wer"] == jiwer.wer([row[2] for row in rows], [row[3] for row in rows])
-        and found["utterances"] == 9
-    )
-    assert found["cer"] == jiwer.cer([row[2] for row in rows], [row[3] for row in rows])
+    assert head == ["split", "utterance", "transcript", "greedy"]
+    assert len({row[1] for row in rows}) == 9
+    actual = found["wer"]
+    expected = jiwer.wer([row[2] for row in rows], [row[3] for row in rows])
+    assert actual == expected
+    assert found["utterances"] == 9
+    actual = found["cer"]
+    expected = jiwer.cer([row[2] for row in rows], [row[3] for row in rows])
+    assert actual == expected
 
 
 # ---- order and processes ------------------------------------------------------------------------------
@@ -104,13 +104,17 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     task = spoken(digits)
     whole = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2))]
     assert len(whole) == task.epoch_steps(Plan(batch=8)) > 2
-    assert [
+    actual = [
         contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
-    ] == whole[1:]
+    ]
+    assert actual == whole[1:]
     by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
     assert [contents(batch) for batch in by_workers] == whole[1:]
     other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
-    assert other != whole and sorted(row for b in other for row in b["rows"]) == list(range(24))
+    assert other != whole
+    actual = sorted(row for b in other for row in b["rows"])
+    expected = list(range(24))
+    assert actual == expected
 
 
 def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
@@ -119,12 +123,17 @@ def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
     two = [
         list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))) for rank in (0, 1)
     ]
-    assert one == [contents(batch) for step in zip(*two) for batch in step]
+    expected = []
+    for step in zip(*two):
+        for batch in step:
+            expected.append(contents(batch))
+    assert one == expected
 
 
 def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
     """Whatever else is in its batch."""
-    task, wide = spoken(digits), spoken(digits, batch_seconds=24.0)
+    task = spoken(digits)
+    wide = spoken(digits, batch_seconds=24.0)
     drawn = []
     for each in (task, wide):
         found = {}
@@ -136,11 +145,13 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
                     batch["spans"][i].tolist(),
                 )
         drawn.append(found)
-    assert drawn[0] == drawn[1] and len(drawn[0]) == 24
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 24
     own = task.splits["train"].utterances
-    assert {
+    actual = {
         round(8000 * own[row].seconds / samples, 1) for row, (samples, *_) in drawn[0].items()
-    } == {0.9, 1.0, 1.1}
+    }
+    assert actual == {0.9, 1.0, 1.1}
 
 
 def test_seconds_of_a_batch_bound_its_audio(books):
@@ -154,7 +165,8 @@ def test_seconds_of_a_batch_bound_its_audio(books):
 
 
 def test_weights_of_a_run_need_the_same_symbols_and_sizes(digits, tmp_path):
-    exact, init = spoken(digits), {"init": str(tmp_path)}
+    exact = spoken(digits)
+    init = {"init": str(tmp_path)}
     model = exact.build(Mechanism.of("exact"))
     exact.export(model, model.state_dict(), tmp_path)
     with pytest.raises(
@@ -195,7 +207,8 @@ def test_a_symbol_outside_the_vocabulary(books, tmp_path):
         DataError, match="test utterances: 1 unusable, 1 usable: 7-9-0001: its transcript: 'É'"
     ):
         read(books, **given)
-    assert read(books, **given, bad="skip").length("test") == 1
+    actual = read(books, **given, bad="skip").length("test")
+    assert actual == 1
 
 
 def test_splits_share_no_recording(tmp_path):
@@ -209,7 +222,7 @@ def test_splits_share_no_recording(tmp_path):
 
 
 def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
-    """A FLAC's header does not tell: an error, or left out of its batch and said."""
+    """A FLAC header does not reveal it: the file is an error, or is left out of its batch with a message."""
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
         write_librispeech(tmp_path, subset)
     truncated = tmp_path / "train-clean-100" / "7" / "9" / "7-9-0002.flac"
@@ -218,20 +231,26 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     with pytest.raises(DataError, match="7-9-0002.flac: not readable"):
         list(LibriSpeech(**options(data_dir=str(tmp_path), workers=1)).batches("train", plan))
     task = LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", sizes=SIZES))
-    assert sum(len(batch["rows"]) for batch in task.batches("train", plan)) == len(TEXTS) - 1
+    actual = sum(len(batch["rows"]) for batch in task.batches("train", plan))
+    expected = len(TEXTS) - 1
+    assert actual == expected
     data = task.splits["train"]
     alone, _ = task.batch(data, None, [[each.name for each in data.utterances].index("7-9-0002")])
-    assert (
-        task.weight(alone) == 0 and task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
-    )
+    assert task.weight(alone) == 0
+    assert task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
 
 
 def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
     """On two processes too, by hand: the shares joined are the whole."""
     task = spoken(digits)
-    rows = [row for batch in Reader(task).batches("test") for row in batch["rows"]]
+    rows = []
+    for batch in Reader(task).batches("test"):
+        for row in batch["rows"]:
+            rows.append(row)
     readers = [Reader(task, rank=rank, world=2) for rank in (0, 1)]
-    shares = [
-        row for reader in readers for batch in reader.batches("test") for row in batch["rows"]
-    ]
+    shares = []
+    for reader in readers:
+        for batch in reader.batches("test"):
+            for row in batch["rows"]:
+                shares.append(row)
     assert sorted(rows) == sorted(shares) == list(range(9))

@@ -58,7 +58,10 @@ POLICY = ImplicitPolicy(1, 4, 1, 2, patch=2, d=4, heads=1, top=1)
 class Field:
     """A world for tests: a bright pixel in a corner, and the reward is how near the action comes to it."""
 
-    channels, size, states, actions = 1, 4, 1, 2
+    channels = 1
+    size = 4
+    states = 1
+    actions = 2
     lead = np.array([[[6.0, 0], [0, 6], [0, 0]]])
 
     def __init__(self, spoiled: int | None = None):
@@ -100,11 +103,14 @@ def test_patches_are_ranked_by_the_sums_of_columns(name, m):
     )
     with torch.no_grad():
         whole = layer(q, k, torch.eye(9).expand(3, 2, 9, 9))
-    torch.testing.assert_close(column_sums(layer, q, k), whole.sum(-2), rtol=1e-4, atol=1e-4)
+    actual = column_sums(layer, q, k)
+    expected = whole.sum(-2)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_policy_reads_only_what_it_attends_to():
-    policy, images = ImplicitPolicy(1, 8, 0, 2, patch=2, d=4, top=3), torch.rand(5, 1, 8, 8)
+    policy = ImplicitPolicy(1, 8, 0, 2, patch=2, d=4, top=3)
+    images = torch.rand(5, 1, 8, 8)
     theta = policy.initial(torch.Generator().manual_seed(0), torch.ones(1, 3, 2)).repeat(5, 1)
     assert theta.shape[1] == policy.parameters == 2 * 4 * 4 + 4 * 2
     for name in ("exact", "uniform"):
@@ -120,29 +126,35 @@ def test_the_policy_reads_only_what_it_attends_to():
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
     assert kept[:, 0, :3].all()  # of equal ranks the first: uniform attention looks at one place
     average = ImplicitPolicy(1, 8, 0, 2, looks="average")
-    assert average.parameters == 8 and average.selected_patches(None, theta, images).all()
+    assert average.parameters == 8
+    assert average.selected_patches(None, theta, images).all()
 
 
 # ---- the strategy
 
 
 def test_pairs_are_antithetic_and_directions_orthogonal():
-    theta, eps = torch.randn(40), directions(3, 1, 8, 40)
+    theta = torch.randn(40)
+    eps = directions(3, 1, 8, 40)
     both = members(theta, eps, 0.5).view(8, 2, 40)
-    torch.testing.assert_close(both.mean(1), theta.expand(8, 40))
-    torch.testing.assert_close(both[:, 0] - theta, 0.5 * eps)
+    actual = both.mean(1)
+    expected = theta.expand(8, 40)
+    torch.testing.assert_close(actual, expected)
+    actual = both[:, 0] - theta
+    torch.testing.assert_close(actual, 0.5 * eps)
     gram = eps @ eps.T
     assert (gram - gram.diagonal().diag()).abs().max() < 1e-4
-    assert torch.equal(eps, directions(3, 1, 8, 40)) and not torch.equal(
-        eps, directions(3, 2, 8, 40)
-    )
+    expected = directions(3, 1, 8, 40)
+    assert torch.equal(eps, expected)
+    assert not torch.equal(eps, directions(3, 2, 8, 40))
 
 
 def test_ranks_take_the_place_of_returns():
-    assert centered_ranks([1.0, 100.0, -5.0, 7.0]).tolist() == pytest.approx(
-        [-1 / 6, 0.5, -0.5, 1 / 6]
-    )
-    assert centered_ranks([2.0, 2.0]).tolist() == [0, 0]
+    actual = centered_ranks([1.0, 100.0, -5.0, 7.0]).tolist()
+    expected = [-1 / 6, 0.5, -0.5, 1 / 6]
+    assert actual == pytest.approx(expected)
+    actual = centered_ranks([2.0, 2.0]).tolist()
+    assert actual == [0, 0]
     assert centered_ranks([1.0, float("nan"), 3.0, 2.0]).tolist() == [
         0,
         0,
@@ -150,9 +162,8 @@ def test_ranks_take_the_place_of_returns():
         -0.5,
     ]  # a pair with a dropped one
     eps = torch.eye(2, 3)
-    assert gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist() == pytest.approx(
-        [2.5, -2.5, 0]
-    )
+    actual = gradient(torch.tensor([0.5, -0.5, -0.5, 0.5]), eps, 0.1).tolist()
+    assert actual == pytest.approx([2.5, -2.5, 0])
 
 
 @pytest.mark.slow
@@ -171,10 +182,17 @@ def test_it_learns_where_to_look():
 def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
     records = list(evolve(PLAN, player(), 5, 0, tmp_path))
     assert [r["split"] for r in records] == ["train", "train", "validation", "train", "test"]
-    seeds = [seed for r in records for seed in r["seeds"]]
+    seeds = []
+    for r in records:
+        for seed in r["seeds"]:
+            seeds.append(seed)
     assert len(seeds) == len({*seeds}) == 3 * 2 + 2 + 3
-    assert records[0]["seeds"] == seeds_of("train", 5, 0, 2)
-    assert [len(r["returns"]) for r in records] == [4, 4, 2, 4, 3] and records[-1]["final"]
+    actual = records[0]["seeds"]
+    expected = seeds_of("train", 5, 0, 2)
+    assert actual == expected
+    actual = [len(r["returns"]) for r in records]
+    assert actual == [4, 4, 2, 4, 3]
+    assert records[-1]["final"]
     assert play(player(), torch.zeros(1, POLICY.parameters), records[-1]["seeds"][:1]) != [0]
 
 
@@ -184,17 +202,18 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     run = evolve(PLAN, player(), 0, 0, tmp_path / "cut")
     first = [next(run) for _ in range(stop)]
     run.close()
-    assert first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut")) == whole
+    actual = first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut"))
+    assert actual == whole
     states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
-    assert torch.equal(states[0].theta, states[1].theta) and torch.equal(
-        states[0].moments, states[1].moments
-    )
+    assert torch.equal(states[0].theta, states[1].theta)
+    assert torch.equal(states[0].moments, states[1].moments)
 
 
 def test_a_damaged_state_is_set_aside(tmp_path, capsys):
     whole = list(evolve(PLAN, player(), 0, 0, tmp_path))
     (tmp_path / "checkpoints/step-3/evolution.safetensors").write_bytes(b"")
-    assert list(evolve(PLAN, player(), 0, 3, tmp_path)) == whole[3:]
+    actual = list(evolve(PLAN, player(), 0, 3, tmp_path))
+    assert actual == whole[3:]
     assert "checkpoints/step-3: damaged" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="restore the file"):
         next(evolve(PLAN, player(), 0, 2, tmp_path))  # a state without its records
@@ -204,19 +223,28 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
 def test_two_processes_are_one():
     thetas = torch.randn(8, POLICY.parameters, generator=torch.Generator().manual_seed(0))
     returns = [play_all(player(), thetas, [1, 2, 3], 2, workers) for workers in (1, 2)]
-    assert returns[0] == returns[1] and np.shape(returns[0]) == (8, 3)
+    assert returns[0] == returns[1]
+    assert np.shape(returns[0]) == (8, 3)
 
 
 def test_rollouts_that_are_not_finite_are_dropped_and_counted():
     seeds = seeds_of("train", 0, 0, 2)
     spoiled = player(spoiled=seeds[0] % 2)
     returns = play(spoiled, torch.zeros(2, POLICY.parameters), seeds)
-    assert np.isnan(returns[0]) and np.isfinite(returns[1]) == (seeds[1] % 2 != seeds[0] % 2)
+    assert np.isnan(returns[0])
+    actual = np.isfinite(returns[1])
+    expected = seeds[1] % 2 != seeds[0] % 2
+    assert actual == (expected)
     plan = replace(PLAN, rollouts=4, evaluated=6, tested=6)
     records = list(evolve(plan, player(spoiled=0), 1, 0, None))
     train = [r for r in records if r["split"] == "train"]
-    lost = [sum(value is None for row in r["returns"] for value in row) for r in train]
-    assert sum(lost) > 0 and [r["dropped"] for r in train] == np.cumsum(lost).tolist()
+    lost = []
+    for r in train:
+        lost.append(sum(value is None for row in r["returns"] for value in row))
+    assert sum(lost) > 0
+    actual = [r["dropped"] for r in train]
+    expected = np.cumsum(lost).tolist()
+    assert actual == expected
     assert records[-1]["dropped"] == 6 - len(records[-1]["returns"]) > 0
     json.dumps(records, allow_nan=False)
     with pytest.raises(ValueError, match="no finite return"):
@@ -233,7 +261,8 @@ class NotFinite(Field):
 
 @pytest.mark.parametrize("world", [SteppingStones, Sweeping])
 def test_a_rollout_depends_on_its_seed_alone(world):
-    one, other = world(), world()
+    one = world()
+    other = world()
     other.reset(8)
     other.step(np.ones(world.actions))
     for each in (one, other):
@@ -241,15 +270,13 @@ def test_a_rollout_depends_on_its_seed_alone(world):
         each.played = [each.step(np.full(world.actions, 0.3)) for _ in range(3)]
     assert np.array_equal(one.seen_first.image, other.seen_first.image)
     for (a, reward, _), (b, other_reward, _) in zip(one.played, other.played):
-        assert (
-            np.array_equal(a.image, b.image)
-            and np.array_equal(a.state, b.state)
-            and reward == other_reward
-        )
-    assert a.image.shape == (world.channels, 16, 16) and a.state.shape == (world.states,)
-    assert np.isfinite(a.image).all() and not np.array_equal(
-        one.reset(9).image, one.seen_first.image
-    )
+        assert np.array_equal(a.image, b.image)
+        assert np.array_equal(a.state, b.state)
+        assert reward == other_reward
+    assert a.image.shape == (world.channels, 16, 16)
+    assert a.state.shape == (world.states,)
+    assert np.isfinite(a.image).all()
+    assert not np.array_equal(one.reset(9).image, one.seen_first.image)
 
 
 def test_the_ant_walks_where_it_is_led():
@@ -260,39 +287,47 @@ def test_the_ant_walks_where_it_is_led():
         world.reset(0)
         ended = [world.step(np.array(action, float))[2] for _ in range(4)]
         ways[name] = world.data.qpos[:2].copy()
-        assert not any(ended) and abs(world.yaw) < 0.3
-    assert ways["ahead"][0] > 0.35 and abs(ways["ahead"][1]) < 0.15
-    assert ways["left"][1] > 0.2 and ways["right"][1] < -0.2
+        assert not any(ended)
+        assert abs(world.yaw) < 0.3
+    assert ways["ahead"][0] > 0.35
+    assert abs(ways["ahead"][1]) < 0.15
+    assert ways["left"][1] > 0.2
+    assert ways["right"][1] < -0.2
     world.reset(0)
     count = next(i for i in range(100) if world.step(np.array([-1.0, 1.0]))[2])
-    assert count < world.decisions - 1 and world.data.qpos[2] < 0.3
+    assert count < world.decisions - 1
+    assert world.data.qpos[2] < 0.3
 
 
 def test_the_height_map_is_that_of_the_stones():
     stones = course(np.random.default_rng(0))
     image = heights(stones, 0, 0, 0, 16)
-    assert (image[:5] == 0).all() and image.min() == -4
+    assert (image[:5] == 0).all()
+    assert image.min() == -4
     side = np.sign(stones[1, 1])  # that the second stone lies to, where left is 1
     off = heights(stones, stones[1, 0] - 1, 0, 0, 16)[6:10]
-    assert (off[:, 15 if side > 0 else 0] == -4).all() and (
-        off[:, 0 if side > 0 else 15] > -1
-    ).all()
+    assert (off[:, 15 if side > 0 else 0] == -4).all()
+    assert (off[:, 0 if side > 0 else 15] > -1).all()
     ends = stones[:, 0] + stones[:, 3]
     assert (stones[1:, 0] - stones[1:, 3] - ends[:-1] >= 0.05 - 1e-9).all()
-    assert np.array_equal(heights(stones, 2, 1, 0.3, 16).shape, (16, 16))
+    actual = heights(stones, 2, 1, 0.3, 16).shape
+    assert np.array_equal(actual, (16, 16))
 
 
 def test_arms_sweep_a_heap_into_the_bowl():
     world = Sweeping()
     seen = world.reset(3)
-    assert seen.image[0].sum() > 6 and world.within == 0
+    assert seen.image[0].sum() > 6
+    assert world.within == 0
     way = world.places.mean(0) - BOWL
     begin = world.places.mean(0) + 0.15 * way / np.linalg.norm(way) + [[-0.07, 0], [0.07, 0]]
     from crt_exp.experiments.evolution.environments import CENTRE, RANGE
 
     _, reward, _ = world.step(((begin - CENTRE) / RANGE).flatten())
-    assert world.within > 0.3 and reward == pytest.approx(world.within / 3)
-    assert (np.linalg.norm(world.places - BOWL, axis=1) <= RADIUS).mean() == world.within
+    assert world.within > 0.3
+    assert reward == pytest.approx(world.within / 3)
+    actual = (np.linalg.norm(world.places - BOWL, axis=1) <= RADIUS).mean()
+    assert actual == world.within
 
 
 # ---- the command line
@@ -323,17 +358,18 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
         f"hydra.run.dir={tmp_path / 'run'}",
     ]
     code, out, err = typed(*run)
-    assert code == 0 and f"{task}: return" in out, err
+    assert code == 0, err
+    assert f"{task}: return" in out, err
     assert (tmp_path / "run/film.gif").read_bytes()[:3] == b"GIF"
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [r["split"] for r in records] == ["train", "train", "validation", "test"] and records[
-        -1
-    ]["final"]
+    assert [r["split"] for r in records] == ["train", "train", "validation", "test"]
+    assert records[-1]["final"]
     (tmp_path / "run/metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))
     code, out, err = typed(*run, "resume=auto")
     again = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
-    assert code == 0 and again["returns"] == records[-1]["returns"], err
+    assert code == 0, err
+    assert again["returns"] == records[-1]["returns"], err
 
 
 @pytest.mark.parametrize(

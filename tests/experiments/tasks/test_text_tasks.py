@@ -92,15 +92,19 @@ def ptb(files, monkeypatch, one_thread):
 def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     """They are the last ones of the text; masks of an evaluation are the same each time, others in every epoch."""
     task = mlm(causal=causal)
-    train, validation = task.blocks["train"], task.blocks["validation"]
+    train = task.blocks["train"]
+    validation = task.blocks["validation"]
     whole = running_blocks(
         files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else ""
     )
-    assert len(validation) == -(-len(whole) // 50) and task.test is None
-    assert np.array_equal(np.concatenate([train, validation]), whole)
-    labels = lambda split, **plan: [
-        batch["labels"] for batch in task.batches(split, Plan(4, **plan))
-    ]
+    assert len(validation) == -(-len(whole) // 50)
+    assert task.test is None
+    actual = np.concatenate([train, validation])
+    assert np.array_equal(actual, whole)
+
+    def labels(split, **plan):
+        return [batch["labels"] for batch in task.batches(split, Plan(4, **plan))]
+
     assert all(map(torch.equal, labels("validation"), labels("validation")))
     assert not torch.equal(labels("train", epoch=0)[0], labels("train", epoch=1)[0])
 
@@ -119,7 +123,8 @@ def test_logits_of_the_masked_tokens_alone(kind):
         sizes = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
     config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
     model = transformers.AutoModelForMaskedLM.from_config(config).eval()
-    ids, chosen = torch.randint(5, 50, (3, 9)), torch.rand(3, 9) < 0.3
+    ids = torch.randint(5, 50, (3, 9))
+    chosen = torch.rand(3, 9) < 0.3
     labels = torch.where(chosen, ids, -100)
     whole = model(input_ids=ids, labels=labels)
     whole.loss.backward()
@@ -135,7 +140,8 @@ def test_logits_of_the_masked_tokens_alone(kind):
 def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     """Architecture and tokenizer of task.model, random weights; the loss is the mean over all next tokens."""
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
-    assert following(ids).tolist() == [[4, 5, IGNORED], [7, 8, IGNORED]]
+    actual = following(ids).tolist()
+    assert actual == [[4, 5, IGNORED], [7, 8, IGNORED]]
     mlm(causal=True).tokenizer.save_pretrained(tmp_path)
     config = transformers.LlamaConfig(
         vocab_size=300, num_key_value_heads=1, pad_token_id=None, **SIZES
@@ -146,12 +152,14 @@ def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     batch = next(iter(Reader(task, batch=4).batches("validation")))
     logits, labels = model(**batch)
     whole = model.model(batch["input_ids"], labels=batch["input_ids"])
-    torch.testing.assert_close(logits, whole.logits[:, :-1].flatten(0, 1))
-    torch.testing.assert_close(task.loss(model, batch), whole.loss)
+    expected = whole.logits[:, :-1].flatten(0, 1)
+    torch.testing.assert_close(logits, expected)
+    actual = task.loss(model, batch)
+    torch.testing.assert_close(actual, whole.loss)
     F.cross_entropy(logits, labels).backward()
-    assert type(model.model).__name__ == "LlamaForCausalLM" and all(
-        p.grad is not None for p in model.parameters()
-    )
+    assert type(model.model).__name__ == "LlamaForCausalLM"
+    for p in model.parameters():
+        assert p.grad is not None
 
 
 def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
@@ -166,7 +174,8 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
         == task.blocks["train"]
     ).all()
     found = task.build(Mechanism.of("exact")).state_dict()
-    assert all(torch.equal(found[key], tensor) for key, tensor in model.state_dict().items())
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(found[key], tensor)
     for count, check in (
         (0, lambda weights: max(weights) == 0),
         (2, lambda weights: min(weights) > 0),
@@ -181,17 +190,18 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
 
 def test_repeated_rows_say_the_first_half_again(mlm):
     """With repeat = 1 each row's second half is its first one from some place on; which ones depends on the seed."""
-    task, plain = mlm(causal=True, repeat=1.0, block=15), mlm(causal=True, block=15)
-    batch, whole = (
-        next(task.batches("train", Plan(40))),
-        next(plain.batches("train", Plan(40)))["input_ids"],
-    )
+    task = mlm(causal=True, repeat=1.0, block=15)
+    plain = mlm(causal=True, block=15)
+    batch = next(task.batches("train", Plan(40)))
+    whole = next(plain.batches("train", Plan(40)))["input_ids"]
     ids = batch["input_ids"]
-    starts = {
-        int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8])))
-        for row in ids
-    }
-    assert len(starts) > 3 and torch.equal(batch["labels"][:, :-1], ids[:, 1:])
+    starts = set()
+    for row in ids:
+        starts.add(
+            int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8])))
+        )
+    assert len(starts) > 3
+    assert torch.equal(batch["labels"][:, :-1], ids[:, 1:])
     assert torch.equal(ids[:, :7], whole[:, :7])
     some = next(mlm(causal=True, repeat=0.3, block=15).batches("train", Plan(40)))["input_ids"]
     assert 20 <= (some == whole).all(1).sum() <= 36
@@ -242,9 +252,9 @@ def books(text, *words):
 def test_perplexity_of_a_word_is_that_of_its_tokens(rows, files):
     task = books(files / "text.txt", f"task.rows={rows}", "task.evaluated=8")
     found = task.evaluate(task.build(Mechanism.of("exact")).eval(), "test", Reader(task))
-    assert found["word_perplexity"] == pytest.approx(
-        np.exp(found["loss"] * found["tokens_per_word"]), rel=1e-6
-    )
+    actual = found["word_perplexity"]
+    expected = np.exp(found["loss"] * found["tokens_per_word"])
+    assert actual == pytest.approx(expected, rel=1e-6)
     assert 7 * 16 < found["tokens"] <= 8 * 16 or rows == "apart"  # the last row is a part of one
 
 
@@ -258,10 +268,8 @@ def test_masked_tokens_are_those_of_both_sides(files):
         chosen = batch["labels"] != IGNORED
         assert 0.1 < chosen[batch.get("key_mask", chosen | True)].float().mean() < 0.25
         assert (batch["tokens"][chosen] == task.predictable).float().mean() > 0.6
-        assert (
-            not (batch["labels"] == task.end).any()
-            and (batch["tokens"][~chosen] < task.predictable).all()
-        )
+        assert not (batch["labels"] == task.end).any()
+        assert (batch["tokens"][~chosen] < task.predictable).all()
     assert torch.equal(batches[0]["labels"], batches[1]["labels"])
 
 
@@ -272,13 +280,10 @@ def test_books_are_written_with_the_tokenizer_of_the_run(files, tmp_path, capsys
         model = task.build(Mechanism.of("favorp", m=8))
         task.export(model, model.state_dict(), tmp_path)
         code = infer.main([f"run={tmp_path}", "prompt=a bird", "n=2", "length=12"])
-        assert (code, capsys.readouterr().out.count("a bird") >= 2) == (
-            (2, False) if words else (0, True)
-        )
-        assert (
-            books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary
-            == task.vocabulary
-        )
+        actual = (code, capsys.readouterr().out.count("a bird") >= 2)
+        assert actual == ((2, False) if words else (0, True))
+        actual = books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary
+        assert actual == task.vocabulary
     with pytest.raises(ConfigError, match="trained with other symbols; expected"):
         books(files / "text.txt", f"task.init={tmp_path}")
     with pytest.raises(DataError, match="task.max_length=20000.*has only"):
@@ -304,49 +309,63 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
         mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
         whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
         outputs, _ = model.body(torch.from_numpy(whole[0]))
+        expected = F.cross_entropy(
+            (outputs @ model.body.embedding.weight.T).flatten(0, 1),
+            torch.from_numpy(whole[1]).flatten(),
+        ).detach()
         torch.testing.assert_close(
             mean,
-            F.cross_entropy(
-                (outputs @ model.body.embedding.weight.T).flatten(0, 1),
-                torch.from_numpy(whole[1]).flatten(),
-            ).detach(),
+            expected,
         )
-        assert task.state_dict().keys() == set("01"[:parts]) and len(
-            batches
-        ) == parts * task.epoch_steps(plan)
+        actual = task.state_dict().keys()
+        expected = set("01"[:parts])
+        assert actual == expected
+        assert len(batches) == parts * task.epoch_steps(plan)
         task.load_state_dict({})
 
 
 def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
-    task, other = ptb(), ptb(bptt=50)
+    task = ptb()
+    other = ptb(bptt=50)
     model = built(task).eval()
     with torch.no_grad():
         expected = task.evaluate(model, "validation", Reader(task))
         found = other.evaluate(model, "validation", Reader(other, batch=3))
-    assert found == pytest.approx(expected, rel=1e-6) and found["words"] == 60
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found["words"] == 60
 
 
 def test_processes_share_columns(ptb):
     """In an evaluation each word is in one process; in training they read the micro-batches of one."""
     task = ptb(eval_columns=5)
     parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
-    rows = [torch.cat([batch["labels"] for batch in part], 1) for part in parts]
+    rows = []
+    for part in parts:
+        rows.append(torch.cat([batch["labels"] for batch in part], 1))
     joined = torch.cat([row.flatten() for row in rows])
-    assert joined[joined != IGNORED].tolist() == task.text.parts["test"].tolist()
-    assert [len(row) for row in rows] == [1, 2, 2]
-    assert [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))] == []
+    actual = joined[joined != IGNORED].tolist()
+    expected = task.text.parts["test"].tolist()
+    assert actual == expected
+    actual = [len(row) for row in rows]
+    assert actual == [1, 2, 2]
+    actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
+    assert actual == []
     halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
-    both = [batch for pair in zip(*halves) for batch in pair]
+    both = []
+    for pair in zip(*halves):
+        for batch in pair:
+            both.append(batch)
     for one, two in zip(ptb().batches("train", Plan(4, micro=2)), both, strict=True):
-        assert torch.equal(one["tokens"], two["tokens"]) and torch.equal(
-            one["labels"], two["labels"]
-        )
+        assert torch.equal(one["tokens"], two["tokens"])
+        assert torch.equal(one["labels"], two["labels"])
 
 
 def test_lengths_and_temperature_of_the_loss(ptb):
     task = ptb(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
-    model, batch = built(task), next(task.batches("train", Plan(4)))
-    outputs, e = model.body(batch["tokens"])[0].flatten(0, 1), model.body.embedding.weight
+    model = built(task)
+    batch = next(task.batches("train", Plan(4)))
+    outputs = model.body(batch["tokens"])[0].flatten(0, 1)
+    e = model.body.embedding.weight
     cost = (
         0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
     )
@@ -364,7 +383,8 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     found = (
         ptb(init=str(tmp_path), softmax="unigram").build(Mechanism.of("exact")).body.state_dict()
     )
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.body.state_dict().items())
+    for name, tensor in model.body.state_dict().items():
+        assert torch.equal(found[name], tensor)
     for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
             ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))

@@ -35,7 +35,8 @@ ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"lea
 )
 def test_a_taught_model_is_the_exact_one(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
-    plain, batch = made(make), inputs(make)
+    plain = made(make)
+    batch = inputs(make)
     with torch.no_grad():
         expected = plain(**batch)[0]
     model = swap_attention(made(make), name, m=8, **ARMS[name])
@@ -49,19 +50,23 @@ def test_a_taught_model_is_the_exact_one(make, name):
             for parameter in layer_parameters(swapped_layers(model)[:1]):
                 parameter.mul_(1.5)
         again, _ = taught(**batch)
-    assert errors.shape == (2,) and (errors > 0).all()
-    assert again[0] != errors[0] and torch.equal(again[1], errors[1])
+    assert errors.shape == (2,)
+    assert (errors > 0).all()
+    assert again[0] != errors[0]
+    assert torch.equal(again[1], errors[1])
     ours = layer_parameters(swapped_layers(model))
-    assert all(p.grad is not None and p.requires_grad for p in ours)
-    assert all(p.grad is None for p in model.parameters() if not any(p is own for own in ours))
+    for p in ours:
+        assert p.grad is not None
+        assert p.requires_grad
+    for p in model.parameters():
+        if not any(p is own for own in ours):
+            assert p.grad is None
 
 
 @pytest.mark.parametrize("make", [gpt2, vit], ids=["gpt2", "vit"])
 def test_transfer_brings_any_model_nearer_to_exact(make):
-    model, batches = (
-        swap_attention(made(make), "hedgehog", m=8),
-        [inputs(make, seed=seed) for seed in range(4)],
-    )
+    model = swap_attention(made(make), "hedgehog", m=8)
+    batches = [inputs(make, seed=seed) for seed in range(4)]
     passes = []
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     with torch.no_grad():
@@ -77,18 +82,21 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
     assert len(passes) == 4  # each batch is read once
     with torch.no_grad():
         then = sum(TransferModel(model)(**batch)[0] for batch in batches)
-    assert (then < 0.7 * first).all() and not model.training
+    assert (then < 0.7 * first).all()
+    assert not model.training
     assert wanted == [name for name, _ in model.named_parameters()]
 
 
 def test_padding_teaches_nothing():
     model = swap_attention(made(bert), "hedgehog", m=4)
-    batch, keep = inputs(bert), torch.ones(2, 9, dtype=torch.long)
+    batch = inputs(bert)
+    keep = torch.ones(2, 9, dtype=torch.long)
     keep[:, 6:] = 0
     taught = TransferModel(model)
     one, _ = taught(**batch, attention_mask=keep)
     batch["input_ids"][:, 6:] = 5
-    assert_close(taught(**batch, attention_mask=keep)[0], one)
+    actual = taught(**batch, attention_mask=keep)[0]
+    assert_close(actual, one)
 
 
 def test_what_is_no_swapped_model_or_no_batch_is_refused():
@@ -174,7 +182,9 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
         "trainer.lr=3e-2",
         "trainer.eval_every=6",
     )
-    assert code == 0 and err == "" and "of exact attention, worst layer" in out, err
+    assert code == 0, err
+    assert err == "", err
+    assert "of exact attention, worst layer" in out, err
     found = records(tmp_path / "run")
     errors = [
         line["error"] for line in found if line["split"] == "validation" and not line.get("final")
@@ -187,15 +197,16 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
         "trainer.steps=0",
         directory="exact",
     )
-    assert code == 0 and found[-1]["exact_loss"] == pytest.approx(
-        records(tmp_path / "exact")[-1]["loss"], rel=1e-5
-    )
+    assert code == 0
+    actual = found[-1]["exact_loss"]
+    expected = records(tmp_path / "exact")[-1]["loss"]
+    assert actual == pytest.approx(expected, rel=1e-5)
     code, _, err = run(
         "mlm", f"task.init={tmp_path / 'run'}", *HEDGEHOG, "trainer.steps=0", directory="on"
     )
-    assert code == 0 and records(tmp_path / "on")[-1]["loss"] == pytest.approx(
-        found[-1]["loss"], rel=1e-5
-    ), err
+    assert code == 0, err
+    actual = records(tmp_path / "on")[-1]["loss"]
+    assert actual == pytest.approx(found[-1]["loss"], rel=1e-5), err
     pytest.importorskip("peft")
     code, _, err = run(
         "mlm",
@@ -213,9 +224,11 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
     )
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys()
-    assert moved == {
-        f"transformer.h.{i}.attn.{name}.weight" for i in range(2) for name in ("c_attn", "c_proj")
-    }
+    expected = set()
+    for i in range(2):
+        for name in ("c_attn", "c_proj"):
+            expected.add(f"transformer.h.{i}.attn.{name}.weight")
+    assert moved == expected
 
 
 def test_peft_loads_the_adapters_onto_the_swapped_model(run, exact, tmp_path):
@@ -240,15 +253,12 @@ def test_peft_loads_the_adapters_onto_the_swapped_model(run, exact, tmp_path):
         assert not torch.allclose(loaded(ids).logits, before, atol=1e-4)
     kept = checkpoint.load_tensors(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     state = loaded.state_dict()
-    assert all(
-        torch.equal(state[name.replace(".weight", ".default.weight")], t)
-        for name, t in kept.items()
-    )
+    for name, t in kept.items():
+        actual = state[name.replace(".weight", ".default.weight")]
+        assert torch.equal(actual, t)
     code, _, err = run("mlm", f"task.init={tmp_path / 'run'}", *favorp, directory="on")
-    assert (
-        code == 2
-        and "only adapters are saved (adapter/); run it with trainer.lora.merge=true" in err
-    )
+    assert code == 2
+    assert "only adapters are saved (adapter/); run it with trainer.lora.merge=true" in err
 
 
 def test_a_new_head_is_trained_with_the_adapters():
@@ -261,7 +271,8 @@ def test_a_new_head_is_trained_with_the_adapters():
         {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["query"], "also": [], "merge": False},
     )
     assert {"classifier.weight", "classifier.bias"}.isdisjoint(adapters.stay)
-    assert all(p.requires_grad for p in model["classifier"].parameters())
+    for p in model["classifier"].parameters():
+        assert p.requires_grad
 
 
 def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
@@ -273,7 +284,8 @@ def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
         "trainer.eval_every=3",
         "trainer.lr=3e-2",
     )
-    assert code == 0 and "of exact attention, worst layer" in out, err
+    assert code == 0, err
+    assert "of exact attention, worst layer" in out, err
     found = records(tmp_path / "run")
     errors = [line["error"] for line in found if line["split"] == "val" and not line.get("final")]
     assert errors[-1] < errors[0]
@@ -281,14 +293,13 @@ def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
         "imagenet", f"task.init={tmp_path / 'run'}", *HEDGEHOG, "trainer.steps=0", directory="on"
     )
     last = records(tmp_path / "on")[-1]
-    assert code == 0 and last["loss"] == pytest.approx(found[-1]["loss"], rel=1e-5), err
+    assert code == 0, err
+    assert last["loss"] == pytest.approx(found[-1]["loss"], rel=1e-5), err
     code, _, err = run(
         "transfer_vision", f"task.init={tmp_path / 'run'}", *HEDGEHOG, directory="again"
     )
-    assert (
-        code == 2
-        and f"task.init={tmp_path / 'run'}: expected exact attention; different keys" in err
-    )
+    assert code == 2
+    assert f"task.init={tmp_path / 'run'}: expected exact attention; different keys" in err
 
 
 @pytest.mark.parametrize(
@@ -312,5 +323,7 @@ def test_what_is_refused(task, args, words, run, exact, tmp_path):
         else [f"task.init={exact / ('text' if task == 'transfer' else 'images')}"]
     )
     code, _, err = run(task, *start, *args, "trainer.steps=1")
-    assert code == 2 and words in err and len(err.strip().splitlines()) == 1, err
+    assert code == 2, err
+    assert words in err, err
+    assert len(err.strip().splitlines()) == 1, err
     assert not (tmp_path / "run").exists()

@@ -61,12 +61,18 @@ def test_unigram_is_that_of_the_training_letters():
     model = task.build(Mechanism.of("exact")).eval()
     with torch.no_grad():
         found = task.evaluate(model, "validation", Reader(task))
-    count = lambda split: np.bincount(np.concatenate([*task.rows[split]]), minlength=25)
-    shares, seen = (count("train") + 1) / (count("train") + 1).sum(), count("validation")
-    assert found["unigram_perplexity"] == pytest.approx(
-        np.exp(-(seen * np.log(shares)).sum() / seen.sum())
-    )
-    assert found["unigram_accuracy"] == pytest.approx(seen[shares.argmax()] / seen.sum())
+
+    def count(split):
+        return np.bincount(np.concatenate([*task.rows[split]]), minlength=25)
+
+    shares = (count("train") + 1) / (count("train") + 1).sum()
+    seen = count("validation")
+    actual = found["unigram_perplexity"]
+    expected = np.exp(-(seen * np.log(shares)).sum() / seen.sum())
+    assert actual == pytest.approx(expected)
+    actual = found["unigram_accuracy"]
+    expected = seen[shares.argmax()] / seen.sum()
+    assert actual == pytest.approx(expected)
     assert found["letters"] == seen.sum()
 
 
@@ -74,7 +80,10 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     task = task_of(bucketed=False)
     model = task.build(Mechanism.of("exact")).eval()
     batch = next(iter(task.batches("train", Plan(8))))
-    assert "key_mask" in batch and task.weight(batch) == (batch["labels"] != -100).sum()
+    assert "key_mask" in batch
+    actual = task.weight(batch)
+    expected = (batch["labels"] != -100).sum()
+    assert actual == expected
     rows = [
         protein.next_tokens([task.rows["train"][i]], 16)
         for i in next(Plan(8).rows(task.length("train"), "train"))
@@ -82,7 +91,8 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
         map(task.weight, rows)
     )
-    torch.testing.assert_close(task.loss(model, batch), total)
+    actual = task.loss(model, batch)
+    torch.testing.assert_close(actual, total)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -113,7 +123,8 @@ def test_files_with_held_out_families(tmp_path):
 def test_runs_of_other_splits_are_refused(tmp_path):
     """Their test sequences may be trained on: a resumed run's, and those of the run that a run starts from."""
     given = {"dataset": "uniprot", "data_dir": str(fasta(tmp_path / "data").parent)}
-    task, config = task_of(**given), tmp_path / "model" / "config.json"
+    task = task_of(**given)
+    config = tmp_path / "model" / "config.json"
     model = task.build(Mechanism.of("exact"))
     task.export(model, model.state_dict(), tmp_path)
     assert task.state_dict() == {"split": "letters"}
@@ -129,7 +140,8 @@ def test_runs_of_other_splits_are_refused(tmp_path):
 
 def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
     """Also where the copy that the table does not name is the first one in the file."""
-    path, table = fasta(tmp_path / "data", 60), tmp_path / "families.tsv"
+    path = fasta(tmp_path / "data", 60)
+    table = tmp_path / "families.tsv"
     sequences = [
         entry.split("\n", 1)[1].replace("\n", "") for entry in path.read_text().split(">")[1:]
     ]
@@ -182,7 +194,5 @@ def test_what_a_run_cannot_be_started_from(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             task_of(init=str(tmp_path), **{"sizes": {}} | options)
-    assert (
-        task_of(init=str(tmp_path), sizes={"layers": 1}, positions="learned").description
-        == task.description
-    )
+    actual = task_of(init=str(tmp_path), sizes={"layers": 1}, positions="learned").description
+    assert actual == task.description

@@ -44,7 +44,9 @@ def read(path: Path) -> tuple[str, dict[str, np.ndarray]]:
                 raise DataError(
                     f"{path.name} is of version {version} of CTranslate2's format, not {VERSION}"
                 )
-            kind, _, count = _string(stream), _number(stream, "<I"), _number(stream, "<I")
+            kind = _string(stream)
+            _ = _number(stream, "<I")
+            count = _number(stream, "<I")
             return kind, dict(_variable(stream) for _ in range(count))
     except (struct.error, ValueError, KeyError, UnicodeDecodeError) as error:
         raise DataError(f"{path.name} is no whole file of CTranslate2 ({error})") from None
@@ -59,9 +61,11 @@ def _string(stream: BinaryIO) -> str:
 
 
 def _variable(stream: BinaryIO) -> tuple[str, np.ndarray]:
-    name, rank = _string(stream), _number(stream, "<B")
+    name = _string(stream)
+    rank = _number(stream, "<B")
     shape = [_number(stream, "<I") for _ in range(rank)]
-    kind, size = TYPES[_number(stream, "<B")], _number(stream, "<I")
+    kind = TYPES[_number(stream, "<B")]
+    size = _number(stream, "<I")
     return name, np.frombuffer(stream.read(size), kind).reshape(shape)
 
 
@@ -128,7 +132,8 @@ def _named(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if not middle or not middle[0].startswith("layer_") or middle[0] == "layer_norm":
         inner = OUTER.get(middle[0], middle[0]) if middle else end
         return [(f"{part}.{inner}.{end}", tensor)]
-    layer, inner = f"{part}.layers.{middle[0].removeprefix('layer_')}", "/".join(middle[1:])
+    layer = f"{part}.layers.{middle[0].removeprefix('layer_')}"
+    inner = "/".join(middle[1:])
     if inner not in FUSED:
         return [(f"{layer}.{LAYER[inner]}.{end}", tensor)]
     attention, letters = FUSED[inner]

@@ -15,14 +15,27 @@ from torch import Tensor
 
 from crt_exp.experiments.data import DataError
 
-GRAPH, NODE, INITIALIZER = 7, 1, 5  # fields of a model and of its graph
-INPUT, NODE_NAME = 1, 3  # of a node
-DIMS, TYPE, TENSOR_NAME, RAW = 1, 2, 8, 9  # of a tensor
-VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types
+GRAPH = 7
+NODE = 1
+INITIALIZER = 5  # fields of a model and of its graph
+INPUT = 1
+NODE_NAME = 3  # of a node
+DIMS = 1
+TYPE = 2
+TENSOR_NAME = 8
+RAW = 9  # of a tensor
+VARINT = 0
+EIGHT = 1
+BYTES = 2
+FOUR = 5  # wire types
 FLOAT = 1  # the type of a tensor of float32
 MATRIX = "/MatMul"  # ends the name of a linear layer's node
-DEPTH, WIDTH, PATCH, SIDE = 12, 384, 14, 37  # of the small one; patches of 14 pixels, 37 a side
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+DEPTH = 12
+WIDTH = 384
+PATCH = 14
+SIDE = 37  # of the small one; patches of 14 pixels, 37 a side
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)  # of ImageNet
 LAYER = {
     "norm1": "norm1",
     "norm2": "norm2",
@@ -45,7 +58,8 @@ def read(path: Path) -> Graph:
         graph = next(
             value for number, value in fields(memoryview(path.read_bytes())) if number == GRAPH
         )
-        weights, users = {}, {}
+        weights = {}
+        users = {}
         for number, value in fields(graph):
             if number == INITIALIZER:
                 weights |= tensor(value)
@@ -78,7 +92,8 @@ def fields(message: memoryview) -> Iterator[tuple[int, Any]]:
             size, at = varint(message, at) if wire == BYTES else ({EIGHT: 8, FOUR: 4}.get(wire), at)
             if size is None or at + size > len(message):
                 raise ValueError(f"a field of wire type {wire} at byte {at}")
-            value, at = message[at : at + size], at + size
+            value = message[at : at + size]
+            at = at + size
         yield key >> 3, value
 
 
@@ -87,7 +102,8 @@ def varint(message: memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         value |= (message[at] & 127) << shift
-        shift, at = shift + 7, at + 1
+        shift = shift + 7
+        at = at + 1
         if message[at - 1] < 128:
             return value, at
 
@@ -98,7 +114,11 @@ def tensor(message: memoryview) -> dict[str, np.ndarray]:
     facts = dict(given)
     if facts.get(TYPE) != FLOAT or RAW not in facts:
         return {}
-    shape = [size for number, value in given if number == DIMS for size in sizes(value)]
+    shape = []
+    for number, value in given:
+        if number == DIMS:
+            for size in sizes(value):
+                shape.append(size)
     return {bytes(facts[TENSOR_NAME]).decode(): np.frombuffer(facts[RAW], "<f4").reshape(shape)}
 
 
@@ -106,7 +126,8 @@ def sizes(value: int | memoryview) -> list[int]:
     """Of one field of `dims`: a number, or several packed together."""
     if isinstance(value, int):
         return [value]
-    found, at = [], 0
+    found = []
+    at = 0
     while at < len(value):
         size, at = varint(value, at)
         found.append(size)

@@ -26,7 +26,8 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     assert sorted(p.name for p in directory.iterdir()) == FILES
     assert_close(records(directory), records(plain))
     state = checkpoint.load_state(directory / "checkpoints" / "step-12")
-    assert len(state["rng"]) == 2 and state["rng"][0] != state["rng"][1]
+    assert len(state["rng"]) == 2
+    assert state["rng"][0] != state["rng"][1]
 
 
 def test_each_process_continues_with_its_own_random_numbers(tmp_path):
@@ -34,7 +35,8 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 6)).sum().backward()
     optimizer.step()
-    states, expected = [], []
+    states = []
+    expected = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         states.append(rng_state())
@@ -70,7 +72,8 @@ def test_two_processes_stop_and_resume(strategy, plain, tmp_path):
         "task.pause=0.05",
         "trainer.keep=20",
     ]
-    whole, run = tmp_path / "whole", tmp_path / "a b"
+    whole = tmp_path / "whole"
+    run = tmp_path / "a b"
     assert torchrun(*args, f"hydra.run.dir={whole}").returncode == 0
     assert_close(records(whole), records(plain))
     one, two = (
@@ -91,17 +94,18 @@ def test_two_processes_stop_and_resume(strategy, plain, tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     err = process.communicate()[1]
-    assert process.returncode and err.count("stopped by SIGTERM") == 1, err
+    assert process.returncode, err
+    assert err.count("stopped by SIGTERM") == 1, err
     assert torchrun(*args, f"hydra.run.dir={run}", "resume=auto").returncode == 0
     assert records(run) == records(whole)
 
 
 def test_states_of_processes_are_compared():
     one, two = ({"a": torch.tensor([float(i)]), "n": 1, "s": None} for i in (1, 2))
-    assert checkpoint.same_state(one, dict(one)) and not checkpoint.same_state(one, two)
-    assert not checkpoint.same_state(one, one | {"n": 2}) and not checkpoint.same_state(
-        one, one | {"b": 1}
-    )
+    assert checkpoint.same_state(one, dict(one))
+    assert not checkpoint.same_state(one, two)
+    assert not checkpoint.same_state(one, one | {"n": 2})
+    assert not checkpoint.same_state(one, one | {"b": 1})
 
 
 @pytest.mark.slow
@@ -111,23 +115,21 @@ def test_a_state_of_two_processes(typed, tmp_path):
     assert out.returncode == 0, out.stderr
     path = tmp_path / "run" / "checkpoints" / "step-6"
     kept = checkpoint.load_tensors(path / "task.safetensors")
-    assert not torch.equal(kept["0.seen"], kept["1.seen"]) and torch.equal(
-        kept["0.table"], kept["1.table"]
-    )
+    assert not torch.equal(kept["0.seen"], kept["1.seen"])
+    assert torch.equal(kept["0.table"], kept["1.table"])
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     # as if it had been stopped before the final record
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
     code, _, err = typed(*CARRYING, "resume=auto")
-    assert code == 2 and "has task states of 2 processes" in err
+    assert code == 2
+    assert "has task states of 2 processes" in err
 
 
 @pytest.mark.slow
 def test_two_processes_print_an_error_once(tmp_path):
     out = torchrun(*BASE, "task.poison=5", "trainer=fsdp", cwd=tmp_path)
-    assert (
-        out.returncode == 1
-        and out.stderr.count("first not finite: output of inner.0 (Linear)") == 1
-    ), out.stderr
+    assert out.returncode == 1, out.stderr
+    assert out.stderr.count("first not finite: output of inner.0 (Linear)") == 1, out.stderr
 
 
 def test_only_a_later_interrupt_stops_at_once(interruptible):

@@ -46,15 +46,15 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
     with stop_signal(toy.Toy, 7, signum):  # in the middle of the first epoch, between two records
         found, _, err = typed(*ARGS)
-    assert (
-        found == code
-        and "resume=auto" in err
-        and signal.Signals(signum).name in err
-        and len(err.splitlines()) == 1
-    )
+    assert found == code
+    assert "resume=auto" in err
+    assert signal.Signals(signum).name in err
+    assert len(err.splitlines()) == 1
     assert checkpoints(tmp_path / "run") == [5, 7]
     found, out, err = typed(*ARGS, "resume=auto")
-    assert found == 0 and "continuing from" in out and "step-7" in out
+    assert found == 0
+    assert "continuing from" in out
+    assert "step-7" in out
     assert_same(tmp_path / "run", whole)
     assert signal.getsignal(signum) in (
         signal.SIG_DFL,
@@ -97,9 +97,9 @@ def test_resume_is_exact_whatever_the_options(task, step, options, typed, tmp_pa
     steps = (
         toy.Carrying().epoch_steps(Plan(8, 2)) if task == "Carrying" else 12
     )  # an epoch by cost has its own number
-    assert records(tmp_path / "run")[-1]["step"] == (
-        30 if "trainer.steps=30" in options else 2 * steps
-    )
+    actual = records(tmp_path / "run")[-1]["step"]
+    expected = 30 if "trainer.steps=30" in options else 2 * steps
+    assert actual == (expected)
 
 
 def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
@@ -113,7 +113,9 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
     )
     assert kept.keys() == {"0.seen", "0.table"}
     assert torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
-    assert checkpoint.load_state(path)["task"] == [{"count": 6}] and checkpoint.damage(path) is None
+    actual = checkpoint.load_state(path)["task"]
+    assert actual == [{"count": 6}]
+    assert checkpoint.damage(path) is None
     (path / "task.safetensors").unlink()
     assert "task.safetensors" in checkpoint.damage(path)
     with pytest.raises(ValueError, match="Carrying: has state_dict but no load_state_dict"):
@@ -126,32 +128,33 @@ def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
     run = shutil.copytree(cut, tmp_path / "run")
     assert checkpoints(run) == [10, 12, 13]
     code, _, err = typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1")
+    assert code == 2
     assert (
-        code == 2
-        and "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)"
+        "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)"
         in err
     )
     code, _, err = typed(*ARGS)
-    assert code == 2 and "set resume=auto" in err
+    assert code == 2
+    assert "set resume=auto" in err
     with monkeypatch.context() as patch:  # the configuration is the same, the model is not
         patch.setattr(toy.Toy, "build", lambda self, _: toy.Network(self.dim, self.width + 1, 0.0))
         code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2 and "inner.0.bias has shape (16,), expected (17,)" in err
+    assert code == 2
+    assert "inner.0.bias has shape (16,), expected (17,)" in err
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])
     code, _, err = typed(*ARGS, "resume=auto")
+    assert code == 2
     assert (
-        code == 2
-        and f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file"
-        in err
+        f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file" in err
     )
     assert (run / "metrics.jsonl").read_text() == lines[0]
     (run / "metrics.jsonl").write_text("".join(lines))
     os.truncate(run / "checkpoints" / "step-13" / "optimizer.safetensors", 100)
     code, out, _ = typed(*ARGS, "resume=auto", "trainer.prefetch=0")  # these may differ
-    assert (
-        code == 0 and "step-13: damaged (optimizer.safetensors differs" in out and "step-12" in out
-    )
+    assert code == 0
+    assert "step-13: damaged (optimizer.safetensors differs" in out
+    assert "step-12" in out
     assert records(run) == records(whole)
 
 
@@ -166,7 +169,9 @@ def test_a_full_disk_leaves_nothing_half_written(
         during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", full)),
     ):
         code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2 and "No space left on device" in err and len(err.splitlines()) == 1
+    assert code == 2
+    assert "No space left on device" in err
+    assert len(err.splitlines()) == 1
     assert break_at > 2 or re.search(
         r"step 15: .*resume=auto.*; remaining steps: \[10, 12, 13\]", err
     ), err
@@ -180,7 +185,8 @@ def test_a_full_disk_leaves_nothing_half_written(
 )
 def test_overrides_hold_any_path(path):
     found = OverridesParser.create().parse_override(override("hydra.run.dir", path)).value()
-    assert OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir == path
+    actual = OmegaConf.create({"dir": found if isinstance(found, str) else str(found)}).dir
+    assert actual == path
 
 
 # ---- killed ----------------------------------------------------------------------------------------------------------
@@ -211,17 +217,16 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
         return checkpoints(run), metrics.stat().st_mtime_ns if metrics.exists() else 0
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    context, rng, steps, run = (
-        get_context("forkserver"),
-        random.Random(2),
-        set(),
-        tmp_path / "killed",
-    )
+    context = get_context("forkserver")
+    rng = random.Random(2)
+    steps = set()
+    run = tmp_path / "killed"
     context.set_forkserver_preload(
         ["toy", "crt_exp.experiments.runner.trainer", "crt_exp.train", "accelerate", "hydra"]
     )
     for _ in range(10):
-        before, process = written(), started()
+        before = written()
+        process = started()
         while written() == before and process.exitcode is None:
             time.sleep(0.01)
         process.join(rng.uniform(0, 0.3))
@@ -230,7 +235,8 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
         steps.add(max(checkpoints(run), default=0))
     process = started()
     process.join()
-    assert process.exitcode == 0 and len(steps) > 3, steps  # it was hit at different points
+    assert process.exitcode == 0, steps
+    assert len(steps) > 3, steps  # it was hit at different points
     toy.run(tmp_path / "whole", *LONG)
     assert_same(run, tmp_path / "whole")
 
@@ -260,18 +266,17 @@ def write(root, step, best=None, model=None):
 
 
 def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
-    model, other = Tied(), Tied()
+    model = Tied()
+    other = Tied()
     path = write(tmp_path, 7, model=model)
     checkpoint.load_model(other, checkpoint.load_tensors(path / "model.safetensors"), path)
-    assert all(
-        torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items()
-    )
+    for key, value in model.state_dict().items():
+        actual = other.state_dict()[key]
+        assert torch.equal(actual, value)
     assert other.b.weight is other.a.weight
-    assert (
-        path.name == "step-7"
-        and checkpoint.load_state(path)["step"] == 7
-        and checkpoint.damage(path) is None
-    )
+    assert path.name == "step-7"
+    assert checkpoint.load_state(path)["step"] == 7
+    assert checkpoint.damage(path) is None
     files = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert sorted(p.name for p in path.iterdir()) == files
     assert (path / "model.safetensors").stat().st_size < 1000  # the shared weight is there once
@@ -285,7 +290,9 @@ def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
     loaded = checkpoint.load_tensors(
         checkpoint.save(tmp_path, 8, {"model": tensors}, {}) / "model.safetensors"
     )
-    assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in tensors.items())
+    for k, v in tensors.items():
+        assert torch.equal(loaded[k], v)
+        assert loaded[k].dtype == v.dtype
 
 
 def test_round_trip_of_samples_between_two_fits(tmp_path):
@@ -302,7 +309,8 @@ def test_round_trip_of_samples_between_two_fits(tmp_path):
         layer(q, k, v)
     assert int(layers[0].clusters.fits) == 1
     for name, found in layers[0].state_dict().items():
-        assert torch.equal(found, layers[1].state_dict()[name]), name
+        expected = layers[1].state_dict()[name]
+        assert torch.equal(found, expected), name
 
 
 def flip(path):
@@ -330,12 +338,12 @@ def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process
     assert checkpoint.newest(tmp_path) == tmp_path / "step-5" == checkpoint.newest(tmp_path)
     (printed,) = capsys.readouterr().out.splitlines()
-    assert (
-        "step-10: damaged" in printed and reason in printed and "removed, trying step-5" in printed
-    )
-    assert [p.name for p in tmp_path.iterdir()] == ["step-5"] and checkpoint.newest(
-        tmp_path / "absent"
-    ) is None
+    assert "step-10: damaged" in printed
+    assert reason in printed
+    assert "removed, trying step-5" in printed
+    actual = [p.name for p in tmp_path.iterdir()]
+    assert actual == ["step-5"]
+    assert checkpoint.newest(tmp_path / "absent") is None
 
 
 READS = [
@@ -382,9 +390,11 @@ def test_a_run_whose_checkpoints_cannot_be_read_stays_as_it_is(
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "file_digest", failing(errno.EMFILE))
         code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2 and "step-13: cannot be read (Too many open files)" in err
+    assert code == 2
+    assert "step-13: cannot be read (Too many open files)" in err
     assert len(err.splitlines()) == 1
-    assert checkpoints(run) == [10, 12, 13] and (run / "metrics.jsonl").read_bytes() == lines
+    assert checkpoints(run) == [10, 12, 13]
+    assert (run / "metrics.jsonl").read_bytes() == lines
     assert typed(*ARGS, "resume=auto")[0] == 0
     assert_same(run, whole)
 

@@ -47,56 +47,53 @@ CONFIG = {
 
 
 def test_the_best_weights_are_tested_with_the_state_of_their_step(typed, tmp_path, monkeypatch):
-    """And a run that is done has nothing left to do; without its final record and with damaged weights it is told."""
+    """A finished run has nothing left to do; a missing final record with damaged weights is an error."""
     monkeypatch.setattr("crt_exp.experiments.runner.loggers.EVERY", 0.0)
-    counts, real = [], toy.Carrying.evaluate
+    counts = []
+    real = toy.Carrying.evaluate
     monkeypatch.setattr(
         toy.Carrying, "evaluate", lambda self, *args: counts.append(self.count) or real(self, *args)
     )
-    args, run = (
-        ["task._target_=helpers.toy.Carrying", "trainer.keep=1", *OVERSHOT],
-        tmp_path / "run",
-    )
+    args = ["task._target_=helpers.toy.Carrying", "trainer.keep=1", *OVERSHOT]
+    run = tmp_path / "run"
     code, out, err = typed(*args)
-    assert (
-        code == 0
-        and "carrying: accuracy 0." in out
-        and "step 4 of 20, evaluating validation: " in err
-    )
-    assert all(
-        re.match(
+    assert code == 0
+    assert "carrying: accuracy 0." in out
+    assert "step 4 of 20, evaluating validation: " in err
+    for line in err.splitlines():
+        assert re.match(
             r"step \d+ of 20, (loss \S+, (accuracy \S+, )?\S+ samples/s, 0\S+ left|evaluating \w+: \d+ "
             r"batches)$",
             line,
-        )
-        for line in err.splitlines()
-    ), err
+        ), err
     lines = records(run)
     validation = [r for r in lines if r["split"] == "validation"]
     best = max(validation, key=lambda r: r["accuracy"])["step"]  # the first of equals
-    assert [r["step"] for r in lines if r["split"] == "train"] == list(range(3, 20, 3))
-    assert (
-        counts == [r["step"] for r in validation] + [best] == [4, 8, 12, 16, 20, best] and best < 20
-    )
-    assert (
-        lines[-1]["final"] is True
-        and lines[-1]["split"] == "test"
-        and lines[-1]["best_step"] == best
-    )
-    assert {best, 20} <= set(checkpoints(run)) and sorted(p.name for p in run.iterdir()) == FILES
-    path, task = run / "checkpoints" / f"step-{best}", toy.Carrying()
+    actual = [r["step"] for r in lines if r["split"] == "train"]
+    expected = list(range(3, 20, 3))
+    assert actual == expected
+    assert counts == [r["step"] for r in validation] + [best] == [4, 8, 12, 16, 20, best]
+    assert best < 20
+    assert lines[-1]["final"] is True
+    assert lines[-1]["split"] == "test"
+    assert lines[-1]["best_step"] == best
+    assert {best, 20} <= set(checkpoints(run))
+    assert sorted(p.name for p in run.iterdir()) == FILES
+    path = run / "checkpoints" / f"step-{best}"
+    task = toy.Carrying()
     model = task.build(None).eval()
     checkpoint.load_model(model, checkpoint.load_tensors(path / "model.safetensors"), path)
     with torch.no_grad():
         found = real(task, model, "test", Reader(task, batch=8))
-    assert found == {key: pytest.approx(lines[-1][key], abs=1e-6) for key in found}
-    assert typed(*args, "resume=auto")[0] == 0 and records(run) == lines
+    expected = {key: pytest.approx(lines[-1][key], abs=1e-6) for key in found}
+    assert found == expected
+    assert typed(*args, "resume=auto")[0] == 0
+    assert records(run) == lines
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
     (path / "model.safetensors").write_bytes(b"")
     code, _, err = typed(*args, "resume=auto")
-    assert (
-        code == 2 and f"step-{best}: best checkpoint is damaged (model.safetensors differs" in err
-    )
+    assert code == 2
+    assert f"step-{best}: best checkpoint is damaged (model.safetensors differs" in err
 
 
 def test_the_best_validation_ends_a_run_without_test_split(typed, tmp_path):
@@ -110,34 +107,37 @@ def test_the_best_validation_ends_a_run_without_test_split(typed, tmp_path):
     assert typed(*args)[0] == 0
     lines = records(tmp_path / "run")
     validations = [r["accuracy"] for r in lines if r["split"] == "validation" and "final" not in r]
-    assert max(validations) == lines[-1]["accuracy"] > 0.6 and lines[-1]["split"] == "validation"
+    assert max(validations) == lines[-1]["accuracy"] > 0.6
+    assert lines[-1]["split"] == "validation"
     weights = checkpoint.load_tensors(
         tmp_path / "run" / "checkpoints" / "step-24" / "model.safetensors"
     )
-    assert {t.dtype for t in weights.values()} == {torch.float32}
+    actual = {t.dtype for t in weights.values()}
+    assert actual == {torch.float32}
 
 
 @pytest.mark.slow
 def test_compiled_models_learn_and_the_last_weights_can_be_tested(typed, tmp_path):
     assert typed("trainer.epochs=3", "trainer.compile=true", "trainer.select=last")[0] == 0
     last = records(tmp_path / "run")[-1]
-    assert last["accuracy"] > 0.5 and "best_step" not in last
+    assert last["accuracy"] > 0.5
+    assert "best_step" not in last
 
 
 def test_evaluation_alone_on_a_part_of_the_data(typed, tmp_path):
     _, out, _ = typed("trainer.steps=0", "trainer.evaluate=2")
     (only,) = records(tmp_path / "run")
-    assert (
-        only["split"] == "test"
-        and only["evaluated_batches"] == 2
-        and checkpoints(tmp_path / "run") == []
-    )
+    assert only["split"] == "test"
+    assert only["evaluated_batches"] == 2
+    assert checkpoints(tmp_path / "run") == []
     assert "; on a random sample of 2 batches only" in out
 
 
 def test_micro_batches_and_read_ahead_change_nothing(plain, typed, tmp_path, monkeypatch):
     """Also where the mean of the loss runs over parts of different size; attention keeps its draw within a step."""
-    build, loss, continued = toy.Toy.build, toy.Toy.loss, []
+    build = toy.Toy.build
+    loss = toy.Toy.loss
+    continued = []
 
     def built(self, mechanism):
         model = build(self, mechanism)
@@ -150,9 +150,8 @@ def test_micro_batches_and_read_ahead_change_nothing(plain, typed, tmp_path, mon
 
     monkeypatch.setattr(toy.Toy, "build", built)
     monkeypatch.setattr(toy.Toy, "loss", noted)
-    assert (
-        typed(*PLAIN, "trainer.accumulate=4", "trainer.prefetch=0", "trainer.eval_batch=31")[0] == 0
-    )
+    actual = typed(*PLAIN, "trainer.accumulate=4", "trainer.prefetch=0", "trainer.eval_batch=31")[0]
+    assert actual == 0
     assert_close(records(tmp_path / "run"), records(plain))
     assert continued == 12 * [False, True, True, True]
 
@@ -161,17 +160,17 @@ def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    whole, before = Trainer.fit, threading.enumerate()
+    whole = Trainer.fit
+    before = threading.enumerate()
     with monkeypatch.context() as patch:
         patch.setattr(
             Trainer, "fit", lambda self: (whole(self), patch.setattr(fit, "draw_curves", refuse))
         )
         code, _, err = typed("trainer.steps=3")
-    assert code == 2 and "No space left on device" in err, err
-    assert (
-        typed("trainer.steps=3", "resume=auto")[0] == 0
-        and (tmp_path / "run" / "curves.png").is_file()
-    )
+    assert code == 2, err
+    assert "No space left on device" in err, err
+    assert typed("trainer.steps=3", "resume=auto")[0] == 0
+    assert (tmp_path / "run" / "curves.png").is_file()
     for thread in threading.enumerate():
         if "ThreadPool" in thread.name and thread not in before:
             thread.join(30)
@@ -184,8 +183,10 @@ def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch):
 def test_infinite_input_names_the_layer(typed, tmp_path):
     row = list(Plan(8).rows(96, "train"))[7][0]  # read in step 8
     code, _, err = typed(f"task.poison={row}", "trainer.save_every=3", "trainer.epochs=1")
-    assert code == 3 and len(err.splitlines()) == 1
-    assert "step 8: loss nan" in err and "first not finite: output of inner.0 (Linear)" in err
+    assert code == 3
+    assert len(err.splitlines()) == 1
+    assert "step 8: loss nan" in err
+    assert "first not finite: output of inner.0 (Linear)" in err
     assert "the checkpoint of step 6 is the last good one" in err
     assert checkpoints(tmp_path / "run") == [6]
 
@@ -208,7 +209,8 @@ def test_infinite_input_names_the_layer(typed, tmp_path):
 )
 def test_a_layer_that_refuses_its_numbers_is_a_divergence(args, calls, told, typed, monkeypatch):
     """Here after so many calls in training, as the fit of a feature map does."""
-    seen, forward = [], nn.Linear.forward
+    seen = []
+    forward = nn.Linear.forward
 
     def refusing(self, x):
         seen.append(self.training)
@@ -218,7 +220,9 @@ def test_a_layer_that_refuses_its_numbers_is_a_divergence(args, calls, told, typ
 
     monkeypatch.setattr(nn.Linear, "forward", refusing)
     code, _, err = typed(*args)
-    assert code == 3 and told in err and len(err.splitlines()) == 1, err
+    assert code == 3, err
+    assert told in err, err
+    assert len(err.splitlines()) == 1, err
 
 
 def broken_bias(model):
@@ -232,12 +236,14 @@ def test_weights_that_are_not_finite_are_never_scored(typed, monkeypatch):
         toy.Toy, "updated", lambda self, model, step: step == 12 and broken_bias(model)
     )
     code, _, err = typed("trainer.save_every=6")
-    assert code == 3 and "step 12: checkpoint; first not finite: parameter outer.bias" in err
+    assert code == 3
+    assert "step 12: checkpoint; first not finite: parameter outer.bias" in err
     assert "the checkpoint of step 6 is the last good one" in err
 
 
 def test_gradient_and_parameter_are_named(typed, monkeypatch):
-    forward, build = toy.Network.forward, toy.Toy.build
+    forward = toy.Network.forward
+    build = toy.Toy.build
 
     def infinite_gradient(self, x):
         return (
@@ -247,16 +253,16 @@ def test_gradient_and_parameter_are_named(typed, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(toy.Network, "forward", infinite_gradient)
         code, _, err = typed("trainer.epochs=1")
-    assert (
-        code == 3
-        and "gradient of inner.0.weight" in err
-        and "there is no checkpoint before it" in err
-    )
+    assert code == 3
+    assert "gradient of inner.0.weight" in err
+    assert "there is no checkpoint before it" in err
     monkeypatch.setattr(
         toy.Toy, "build", lambda self, mechanism: broken_bias(build(self, mechanism))
     )
     code, _, err = typed("trainer.epochs=1", directory="other")
-    assert code == 3 and "step 1: loss nan" in err and "parameter outer.bias" in err
+    assert code == 3
+    assert "step 1: loss nan" in err
+    assert "parameter outer.bias" in err
 
 
 LORA = "trainer.adapt=lora trainer.lora.targets="
@@ -284,8 +290,11 @@ BAD = [
 @pytest.mark.parametrize("args, message", BAD, ids=[a for a, _ in BAD])
 def test_options_that_make_no_run_are_refused(args, message, typed, tmp_path):
     code, _, err = typed(*args.split())
-    assert code == 2 and message in err, err
-    assert "Traceback" not in err and len(err.splitlines()) <= 3 and not (tmp_path / "run").exists()
+    assert code == 2, err
+    assert message in err, err
+    assert "Traceback" not in err
+    assert len(err.splitlines()) <= 3
+    assert not (tmp_path / "run").exists()
 
 
 # ---- the rows of steps -----------------------------------------------------------------------------------------------
@@ -295,13 +304,15 @@ def test_options_that_make_no_run_are_refused(args, message, typed, tmp_path):
 def test_plan_divides_the_steps_of_one_process(world, micro):
     """A plan that starts later gives the rest of them."""
     plans = [Plan(8, micro, seed=3, epoch=1, rank=r, world=world) for r in range(world)]
-    shares = [[list(rows) for rows in plan.rows(30, "train")] for plan in plans]
+    shares = []
+    for plan in plans:
+        shares.append([list(rows) for rows in plan.rows(30, "train")])
     single = [list(rows) for rows in Plan(8, seed=3, epoch=1).rows(30, "train")]
     for step, rows in enumerate(single):
-        assert (
-            sum((part for share in shares for part in share[step * micro : (step + 1) * micro]), [])
-            == rows
+        actual = sum(
+            (part for share in shares for part in share[step * micro : (step + 1) * micro]), []
         )
+        assert actual == rows
     assert len(set(sum(single, []))) == 24
     assert single != [list(rows) for rows in Plan(8, seed=3, epoch=2).rows(30, "train")]
     later = [
@@ -313,7 +324,13 @@ def test_plan_divides_the_steps_of_one_process(world, micro):
 
 def test_plan_reads_every_row_once_for_evaluation():
     parts = [list(Plan(4, rank=r, world=3).rows(10, "test")) for r in range(3)]
-    assert [int(i) for part in parts for rows in part for i in rows] == list(range(10))
+    actual = []
+    for part in parts:
+        for rows in part:
+            for i in rows:
+                actual.append(int(i))
+    expected = list(range(10))
+    assert actual == expected
     plans = Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1)
     draws = [plan.rng(3).random() for plan in plans]
     assert draws[0] == draws[1] != draws[2]
@@ -329,40 +346,45 @@ def test_by_cost_reads_every_row_once_within_the_budget(n, world, micro):
     ]
     steps = Plan(1, micro, world=world).steps(costs, 25)
     assert {len(share) for share in shares} == {steps * micro}
-    assert sorted(np.concatenate(sum(shares, []))) == list(range(n))
-    assert all(
-        len(rows) * costs[rows].max() <= 25 and len(rows) for share in shares for rows in share
-    )
+    actual = sorted(np.concatenate(sum(shares, [])))
+    expected = list(range(n))
+    assert actual == expected
+    for share in shares:
+        for rows in share:
+            assert len(rows) * costs[rows].max() <= 25
+            assert len(rows)
     single = [*Plan(1, micro * world, 3, 1).by_cost(costs, 25, "train")]
     for i, rows in enumerate(single):
         step, place = divmod(i, micro * world)
-        assert np.array_equal(rows, shares[place // micro][step * micro + place % micro])
+        expected = shares[place // micro][step * micro + place % micro]
+        assert np.array_equal(rows, expected)
     for start in range(steps + 1):
         later = [*Plan(1, micro, 3, 1, start, world=world).by_cost(costs, 25, "train")]
-        assert len(later) == (steps - start) * micro and all(
-            map(np.array_equal, later, shares[0][start * micro :])
-        )
-    assert {Plan(1, micro, 3, epoch, world=world).steps(costs, 25) for epoch in range(5)} == {steps}
+        assert len(later) == (steps - start) * micro
+        assert all(map(np.array_equal, later, shares[0][start * micro :]))
+    actual = {Plan(1, micro, 3, epoch, world=world).steps(costs, 25) for epoch in range(5)}
+    assert actual == {steps}
     following = Plan(1, micro, 3, 2, world=world).by_cost(costs, 25, "train")
     assert steps < 3 or any(
         not np.array_equal(a, b) for a, b in zip(shares[0], following, strict=True)
     )
     for processes in (world, 40):  # for evaluation in order
-        parts = [
-            rows
-            for r in range(processes)
-            for rows in Plan(4, rank=r, world=processes).by_cost(costs, 25, "test")
-        ]
-        assert np.array_equal(np.concatenate(parts), np.arange(n))
-        assert all(len(rows) * costs[rows].max() <= 25 for rows in parts)
+        parts = []
+        for r in range(processes):
+            for rows in Plan(4, rank=r, world=processes).by_cost(costs, 25, "test"):
+                parts.append(rows)
+        actual = np.concatenate(parts)
+        expected = np.arange(n)
+        assert np.array_equal(actual, expected)
+        for rows in parts:
+            assert len(rows) * costs[rows].max() <= 25
 
 
 def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
     costs = np.full(60, 5.0)
     first, second = ([*Plan(1, epoch=e).by_cost(costs, 30, "train")] for e in (0, 1))
-    assert [len(rows) for rows in first] == [6] * 10 and {frozenset(r) for r in first} != {
-        frozenset(r) for r in second
-    }
+    assert [len(rows) for rows in first] == [6] * 10
+    assert {frozenset(r) for r in first} != {frozenset(r) for r in second}
     for costs, message in [
         ([1, 31, 2], "a row costs 31; expected at most the budget of 30"),
         ([1], "1 rows for 2 micro-batches"),
@@ -382,11 +404,10 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
         reader = Reader(
             task, 4, 0, "cpu", rank, world, lambda *each, told=told: told.append(each), limit
         )
-        count, every = (
-            len([*reader.batches("test")]),
-            len([*task.batches("test", Plan(4, rank=rank, world=world))]),
-        )
-        assert count == min(every, limit or every) and reader.partial == (count < every)
+        count = len([*reader.batches("test")])
+        every = len([*task.batches("test", Plan(4, rank=rank, world=world))])
+        assert count == min(every, limit or every)
+        assert reader.partial == (count < every)
         assert {whole for *_, whole in told} == {limit if kind is toy.Uneven else count}
 
 
@@ -399,17 +420,23 @@ def test_a_limited_evaluation_reads_a_fixed_random_sample(batches, batch):
     """Of rows that are sorted by class: the same for each seed, each repetition and any number of processes."""
     plans = [Plan(batch, seed=seed, limit=Limit(batches)) for seed in (0, 0, 5)]
     first, *others = [joined([plan.rows(1000, "validation")]) for plan in plans]
-    assert len({*first}) == len(first) == batches * batch and plans[0].limit.partial
-    assert all(np.array_equal(first, other) for other in others)
-    assert first.min() < 300 and first.max() > 700
+    assert len({*first}) == len(first) == batches * batch
+    assert plans[0].limit.partial
+    for other in others:
+        assert np.array_equal(first, other)
+    assert first.min() < 300
+    assert first.max() > 700
     for world in (2, 3):
         shares = [
             Plan(batch // world, rank=r, world=world, limit=Limit(batches)) for r in range(world)
         ]
         orders = [[*plan.rows(1000, "validation")] for plan in shares]
-        assert np.array_equal(joined(orders), first) and {*map(len, orders)} == {batches}
+        assert np.array_equal(joined(orders), first)
+        assert {*map(len, orders)} == {batches}
     whole = Plan(batch, limit=Limit(1000))
-    assert np.array_equal(joined([whole.rows(1000, "test")]), np.arange(1000))
+    actual = joined([whole.rows(1000, "test")])
+    expected = np.arange(1000)
+    assert np.array_equal(actual, expected)
     assert not whole.limit.partial
 
 
@@ -421,45 +448,58 @@ def test_a_limited_evaluation_of_rows_of_unequal_cost_reads_a_sample_too(batches
     plans = [Plan(4, seed=r, rank=r, world=world, limit=Limit(batches)) for r in range(world)]
     orders = [[*plan.by_cost(costs, 80, "validation")] for plan in plans]
     rows = joined(orders)
-    assert max(map(len, orders)) == batches and all(plan.limit.partial for plan in plans)
-    assert len({*rows}) == len(rows) and (np.diff(rows) > 0).all()
+    assert max(map(len, orders)) == batches
+    for plan in plans:
+        assert plan.limit.partial
+    assert len({*rows}) == len(rows)
+    assert (np.diff(rows) > 0).all()
     assert abs(costs[rows].mean() - costs.mean()) < 40 / len(rows) ** 0.5
     by_size = by_length(costs, "validation", Plan(8, limit=Limit(batches)), False)
     assert costs[joined([by_size])].max() > 20
     whole = Plan(4, limit=Limit(500))
-    assert len(joined([whole.by_cost(costs, 80, "test")])) == 500 and not whole.limit.partial
+    actual = len(joined([whole.by_cost(costs, 80, "test")]))
+    assert actual == 500
+    assert not whole.limit.partial
 
 
 # ---- rates, reading ahead, progress ----------------------------------------------------------------------------------
 
 
 def test_schedules():
-    rates = lambda kind, **k: [schedule(kind, step, 10, **k) for step in range(10)]
-    assert rates("linear", warmup=0)[0] == 1 and rates("linear", warmup=0)[-1] == pytest.approx(0.1)
+    def rates(kind, **k):
+        return [schedule(kind, step, 10, **k) for step in range(10)]
+
+    assert rates("linear", warmup=0)[0] == 1
+    actual = rates("linear", warmup=0)[-1]
+    assert actual == pytest.approx(0.1)
     assert (
         rates("linear", warmup=0.3)[:4]
         == pytest.approx([0.25, 0.5, 0.75, 1])
         == rates("cosine", warmup=3)[:4]
     )
-    assert (
-        rates("cosine", warmup=0)[5] == pytest.approx(0.5)
-        and rates("constant", warmup=2)[2:] == [1] * 8
-    )
+    actual = rates("cosine", warmup=0)[5]
+    assert actual == pytest.approx(0.5)
+    actual = rates("constant", warmup=2)[2:]
+    assert actual == [1] * 8
     roots = [(4 / (step + 1)) ** 0.5 for step in range(3, 10)]
-    assert rates("inverse_sqrt", warmup=3)[2:] == pytest.approx([0.75, *roots])
+    actual = rates("inverse_sqrt", warmup=3)[2:]
+    assert actual == pytest.approx([0.75, *roots])
 
 
 def test_decay_and_layer_wise_rates():
-    model, task = toy.Network(6, 16, 0.0), toy.Toy()
+    model = toy.Network(6, 16, 0.0)
+    task = toy.Toy()
     config = TrainerConfig(**CONFIG | {"lr": 0.1})
-    scale = lambda name: {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
+
+    def scale(name):
+        return {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
+
     optimizer = make_optimizer(model, config, scale, task.decays)
     names = {p: name for name, p in model.named_parameters()}
-    found = {
-        names[p]: (g["lr"], g["peak"], g["weight_decay"])
-        for g in optimizer.param_groups
-        for p in g["params"]
-    }
+    found = {}
+    for g in optimizer.param_groups:
+        for p in g["params"]:
+            found[names[p]] = (g["lr"], g["peak"], g["weight_decay"])
     assert found == {
         "inner.0.bias": (0.1, 0.1, 0),
         "inner.1.weight": (0.1, 0.1, 0),
@@ -513,23 +553,30 @@ def model_of(run, step):
 @pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
 def test_adapters_begin_as_nothing_and_merge_into_what_they_were(make):
     """On the projections of swapped attention; only they are trained, and every other weight stays."""
-    model, batch = swap_attention(made(make), "favorp", m=8), inputs(make)
+    model = swap_attention(made(make), "favorp", m=8)
+    batch = inputs(make)
     names = list(model.state_dict())
     with torch.no_grad():
         before = model(**batch)[0]
         adapters = Adapters(model, LOW_RANK)
-        torch.testing.assert_close(model(**batch)[0], before)
+        actual = model(**batch)[0]
+        torch.testing.assert_close(actual, before)
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert trained and all(".lora_" in name for name in trained)
-        assert adapters.stay == {
-            name for name, _ in model.named_parameters() if name not in trained
-        } | ({"lm_head.weight"} if make is gpt2 else set())
+        assert trained
+        for name in trained:
+            assert ".lora_" in name
+        expected = {name for name, _ in model.named_parameters() if name not in trained} | (
+            {"lm_head.weight"} if make is gpt2 else set()
+        )
+        assert adapters.stay == expected
         for name, p in model.named_parameters():
             p.add_(0.1 * torch.randn_like(p)) if name in trained else None
         moved = model(**batch)[0]
         adapters.merge()
-        torch.testing.assert_close(model(**batch)[0], moved, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(moved, before, atol=1e-3) and list(model.state_dict()) == names
+        actual = model(**batch)[0]
+        torch.testing.assert_close(actual, moved, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(moved, before, atol=1e-3)
+    assert list(model.state_dict()) == names
 
 
 def masked_bert():
@@ -549,19 +596,23 @@ def masked_bert():
 @torch.no_grad()
 def test_merged_adapters_are_what_was_evaluated(make, target, apart, tmp_path):
     """Also on a head that is tied to the embeddings, which stay; in the model and in its folder."""
-    model, batch = swap_attention(make(), "favorp", m=8), {"input_ids": torch.arange(3, 9)[None]}
+    model = swap_attention(make(), "favorp", m=8)
+    batch = {"input_ids": torch.arange(3, 9)[None]}
     adapters = Adapters(model, LOW_RANK | {"targets": [target], "merge": True})
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.add_(0.1 * torch.randn_like(parameter))
-    evaluated, words = model(**batch)[0], model.get_input_embeddings().weight.clone()
+    evaluated = model(**batch)[0]
+    words = model.get_input_embeddings().weight.clone()
     adapters.merge()
-    torch.testing.assert_close(model(**batch)[0], evaluated, rtol=1e-4, atol=1e-5)
+    actual = model(**batch)[0]
+    torch.testing.assert_close(actual, evaluated, rtol=1e-4, atol=1e-5)
     assert torch.equal(model.get_input_embeddings().weight, words)
     assert model.config.tie_word_embeddings != apart
     model.save_pretrained(tmp_path, state_dict=model.state_dict())
     again = from_pretrained(type(model), tmp_path).eval()
-    torch.testing.assert_close(again(**batch)[0], evaluated, rtol=1e-4, atol=1e-5)
+    actual = again(**batch)[0]
+    torch.testing.assert_close(actual, evaluated, rtol=1e-4, atol=1e-5)
 
 
 @needs_peft
@@ -575,15 +626,14 @@ def test_a_tied_head_that_a_model_cannot_keep_apart_is_refused():
 
 def test_targets_are_the_projections_of_attention_unless_they_are_named():
     model = swap_attention(made(bert), "hedgehog", m=4)
-    assert {name.rpartition(".")[2] for name in linear_layers(model, None)} == {
+    actual = {name.rpartition(".")[2] for name in linear_layers(model, None)}
+    assert actual == {
         "query",
         "key",
         "value",
     }
-    assert (
-        len(linear_layers(model, ["attention.output.dense"])) == 2
-        and len(linear_layers(model, ["dense"])) == 6
-    )
+    assert len(linear_layers(model, ["attention.output.dense"])) == 2
+    assert len(linear_layers(model, ["dense"])) == 6
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 8), 1, enable_nested_tensor=False
     )
@@ -598,8 +648,10 @@ def test_targets_are_the_projections_of_attention_unless_they_are_named():
 def test_adapted_runs_keep_what_is_trained_and_continue_on_the_same_base_alone(
     typed, tmp_path, monkeypatch
 ):
-    assert typed(*ADAPTED, *SHORT, directory="whole")[0] == 0
-    first, then = model_of(tmp_path / "whole", 5), model_of(tmp_path / "whole", 10)
+    actual = typed(*ADAPTED, *SHORT, directory="whole")[0]
+    assert actual == 0
+    first = model_of(tmp_path / "whole", 5)
+    then = model_of(tmp_path / "whole", 10)
     assert sorted(first) == [
         "inner.0.lora_A.default.weight",
         "inner.0.lora_B.default.weight",
@@ -608,10 +660,12 @@ def test_adapted_runs_keep_what_is_trained_and_continue_on_the_same_base_alone(
     ]
     assert not any(torch.equal(first[name], then[name]) for name in first)
     adapter = tmp_path / "whole" / "adapter"
-    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2
+    actual = json.loads((adapter / "adapter_config.json").read_text())["r"]
+    assert actual == 2
     kept = checkpoint.load_tensors(adapter / "adapter_model.safetensors")
     assert sorted(kept) == [f"base_model.model.inner.0.lora_{side}.weight" for side in "AB"]
-    assert sorted(checkpoint.load_tensors(adapter / "trained.safetensors")) == [
+    actual = sorted(checkpoint.load_tensors(adapter / "trained.safetensors"))
+    assert actual == [
         "outer.bias",
         "outer.weight",
     ]
@@ -625,7 +679,8 @@ def test_adapted_runs_keep_what_is_trained_and_continue_on_the_same_base_alone(
             lambda self, mechanism: torch.manual_seed(5) and build(self, mechanism),
         )
         code, _, err = typed(*ADAPTED, *SHORT, "resume=auto")
-    assert code == 2 and "adapters of a different base model" in err, err
+    assert code == 2, err
+    assert "adapters of a different base model" in err, err
     assert typed(*ADAPTED, *SHORT, "resume=auto")[0] == 0
     assert_same(tmp_path / "run", tmp_path / "whole")
 
@@ -644,7 +699,8 @@ def test_adapters_without_their_library_are_refused(monkeypatch):
 def test_frozen_weights_stay():
     model = toy.Network(6, 16, 0.0)
     freeze(model, ["inner"])
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+    actual = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert actual == {
         "outer.weight",
         "outer.bias",
     }
