@@ -95,7 +95,8 @@ class Robotics(Measurement):
     def uses(self) -> frozenset[str]:
         return super().uses if self.looks == "attention" else frozenset()
 
-    def measures_whole(self, mechanism: Mechanism) -> bool:
+    @classmethod
+    def measures_whole(cls, mechanism: Mechanism) -> bool:
         return True  # any attention can rank patches
 
     def player(self, mechanism: Mechanism) -> Player:

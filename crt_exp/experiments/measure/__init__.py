@@ -10,7 +10,8 @@ from crt_exp.mechanism import Mechanism
 class SwapMeasurement(Measurement):
     """A measurement after a swap, with any attention (with or without feature map)."""
 
-    def measures_whole(self, mechanism: Mechanism) -> bool:
+    @classmethod
+    def measures_whole(cls, mechanism: Mechanism) -> bool:
         return True
 
 

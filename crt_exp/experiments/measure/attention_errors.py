@@ -105,7 +105,8 @@ class HeadErrors(Series):
 
     metric, over = "log_mse", "m"
 
-    def measures_whole(self, mechanism: Mechanism) -> bool:
+    @classmethod
+    def measures_whole(cls, mechanism: Mechanism) -> bool:
         return True
 
     def __init__(

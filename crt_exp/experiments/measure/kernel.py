@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from crt_exp.attention.partials import together
+from crt_exp.attention.partials import weighted_features
 from crt_exp.experiments.data.tabular import file_of, load
 from crt_exp.experiments.measure import Measurement, Series, check_estimates
 from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
@@ -424,7 +424,7 @@ def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
 def columns(f: Features | Blocks) -> Tensor:
     """Return the features (L, M); those of hybrids are combined after the exponential."""
     if isinstance(f, Blocks):
-        return together(f.parts, [part.base.exp() for part in f.parts])
+        return weighted_features(f.parts, [part.base.exp() for part in f.parts])
     return f.exp()
 
 

@@ -57,7 +57,8 @@ class Measurement(BaseTask):
     lower_is_better = True
     directory: Path | None = None
 
-    def measures_whole(self, mechanism: Mechanism) -> bool:
+    @classmethod
+    def measures_whole(cls, mechanism: Mechanism) -> bool:
         """Whether the task accepts a mechanism without a feature map."""
         return False
 
