@@ -88,7 +88,7 @@ ranges:
 	@$(INSTALL) $(RESOLUTION) -e '.[dev]'
 	@$(PYTEST) -m "not slow" $(FILES)
 
-demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture, in under a minute
+demo: $(STAMP)  ## the maps of CRT and Performers on real embedded data: a table and a picture (one minute after the install)
 	@$(PY) -m crt_exp report demo --run --out outputs/demo
 
 test: $(STAMP)  ## the fast tests

@@ -230,12 +230,14 @@ class SklearnKernelClassifier:
         from sklearn import kernel_approximation  # this import takes half a second
 
         self.transformer = getattr(kernel_approximation, kind)(**options)
+        self.selects_rows = kind == "Nystroem"
 
     def fit(self, X, y):
+        if self.selects_rows:  # more components than rows are a warning, and all rows
+            self.transformer.n_components = min(self.transformer.n_components, len(X))
         self.classes = np.unique(y)
-        self.state = self.transformer.fit_transform(X).T @ (y[:, None] == self.classes).astype(
-            X.dtype
-        )
+        one_hot = (y[:, None] == self.classes).astype(X.dtype)
+        self.state = self.transformer.fit_transform(X).T @ one_hot
         return self
 
     def score(self, X, y) -> float:

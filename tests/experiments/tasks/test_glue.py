@@ -17,7 +17,7 @@ from crt_exp.experiments.tasks.base import (
     jackknife_values,
 )
 from crt_exp.experiments.tasks.glue import GLUE
-from crt_exp.experiments.tasks.uci import UCI
+from crt_exp.experiments.tasks.uci import BASELINES, UCI
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
@@ -325,3 +325,14 @@ def test_the_last_record_has_each_split_in_percent(baseline, draws):
     actual = 100 * records[-1]["accuracy"]
     assert actual == pytest.approx(splits.mean())
     assert (splits > 50).all() == (baseline != "majority")
+
+
+@pytest.mark.filterwarnings("error")
+def test_nystroem_with_more_components_than_rows_takes_all_rows():
+    rows = np.random.default_rng(0).normal(size=(50, 3))
+    labels = (rows[:, 0] > 0).astype(int)
+    scores = []
+    for components in (50, 128):
+        baseline = BASELINES["Nystroem"](n_components=components, random_state=0)
+        scores.append(baseline.fit(rows, labels).score(rows, labels))
+    assert scores[0] == scores[1] > 0.9
