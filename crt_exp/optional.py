@@ -45,7 +45,8 @@ def _package_of(error: BaseException | None) -> str | None:
             name = frame.f_globals.get("__name__", "").partition(".")[0]
             if name in OPTIONAL and frame.f_code.co_name == "<module>":
                 return name
-        error = error.__cause__ or error.__context__
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context
     return None
 
 

@@ -175,6 +175,8 @@ def import_object(name: Any) -> Any:
 
 def present_path(name: str) -> str:
     """Today's import path of an object that a saved run names."""
+    if not isinstance(name, str):
+        return name
     package, _, rest = name.partition(".")
     if package == "crt_exp" and rest.partition(".")[0] in MOVED:
         return f"crt_exp.experiments.{rest}"
