@@ -135,6 +135,42 @@ static void transform_keys(Selection *e) {
     }
 }
 
+/* ---- Heavy hitters ---- */
+
+INLINE int ranks_below(const float *score, int64_t a, int64_t b) {
+    return score[a] < score[b] || (score[a] == score[b] && a > b);
+}
+
+/* Restores the heap property at position i. The root has the lowest score; of equal scores, the last position. */
+static void sift_down(const float *score, int64_t *heap, int n, int i) {
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && ranks_below(score, heap[child + 1], heap[child])) child++;
+        if (!ranks_below(score, heap[child], heap[i])) return;
+        int64_t moved = heap[i];
+        heap[i] = heap[child];
+        heap[child] = moved;
+    }
+}
+
+/* Selects the keys of head z with the largest scores (S). Writes `positions`, `there` and `pool`. */
+static void select_heavy_hitters(const NearFar *c, int64_t z, const float *score) {
+    const int n = (int)c->heavy;
+    int64_t *heap = c->positions + z * n;
+    uint8_t *valid = c->there + z * n, *pool = c->pool + z * c->S;
+    for (int i = 0; i < n; i++) heap[i] = i;
+    for (int i = n / 2 - 1; i >= 0; i--) sift_down(score, heap, n, i);
+    for (int64_t j = n; j < c->S && n; j++)
+        if (score[j] > score[heap[0]]) {
+            heap[0] = j;
+            sift_down(score, heap, n, 0);
+        }
+    for (int64_t j = 0; j < c->S; j++) pool[j] = !c->keep || c->keep[z * c->S + j];
+    for (int i = 0; i < n; i++) {
+        valid[i] = score[heap[i]] > -INFINITY;
+        pool[heap[i]] = 0;
+    }
+}
+
 /* ---- Clusters ---- */
 
 /* Computes the weights u of the clustered keys, relative to the largest weight, and log u. */

@@ -138,9 +138,6 @@ INLINE float *key_ptr(const Head *e, View view, int64_t j) { return head_ptr(vie
 
 #pragma GCC visibility push(hidden)
 
-/* Selects the keys of head z with the largest scores (S) as heavy hitters. Writes `positions`, `there` and `pool`. */
-void select_heavy_hitters(const NearFar *c, int64_t z, const float *score);
-
 /* Finds the nearest of the centres (K, dp), with squares |c|^2, for n <= CHUNK keys Zt (d, CHUNK); dots (K, CHUNK)
    is scratch. */
 void nearest_centres(int K, int d, const float *centres, const float *squares, const float *Zt, int n, float *dots,

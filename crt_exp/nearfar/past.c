@@ -141,18 +141,6 @@ static void transform_keys(Past *h, int64_t j, int m) {
         for (int p = d; p < dp; p++) h->X[i * dp + p] = 0;
 }
 
-void pack_keys(Past *h, int64_t stop) {
-    const int dp = h->dp;
-    int8_t integers[dp];
-    for (int64_t j = h->packed; j < stop; j++) {
-        uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
-        h->step[j] = quantize(key_row(h, j), dp, integers);
-        h->valid_step[j] = unmasked(h, j) ? h->step[j] : NAN;
-        for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(integers[p] ^ 0x80);
-    }
-    h->packed = stop > h->packed ? stop : h->packed;
-}
-
 /* Computes |z|^2 of the keys of block t. With `add`, adds the keys to clusters. */
 static void transform_block(Past *h, int64_t t, int add) {
     for (int64_t j = t * h->c->block, stop = j + h->c->block; j < stop; j += CHUNK) {

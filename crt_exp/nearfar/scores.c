@@ -1,45 +1,10 @@
-/* Keys with the largest scores: heavy hitters of a sequence, and retrieved keys (nearfar/retrieval.py).
+/* Retrieved keys of each query: those with the largest 8-bit scores (nearfar/retrieval.py).
 
    A key is scored for many queries at once and thus read from memory once. Each query stores the keys above a
    threshold, which rises as keys are added. A sample of the keys sets the first threshold. A query that stores too few
    keys scores all keys again without that threshold. */
 
 #include "near_far.h"
-
-/* ---- Heavy hitters of bidirectional attention ---- */
-
-INLINE int ranks_below(const float *score, int64_t a, int64_t b) {
-    return score[a] < score[b] || (score[a] == score[b] && a > b);
-}
-
-/* Restores the heap property at position i. The root has the lowest score; of equal scores, the last position. */
-static void sift_down(const float *score, int64_t *heap, int n, int i) {
-    for (int child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && ranks_below(score, heap[child + 1], heap[child])) child++;
-        if (!ranks_below(score, heap[child], heap[i])) return;
-        int64_t moved = heap[i];
-        heap[i] = heap[child];
-        heap[child] = moved;
-    }
-}
-
-void select_heavy_hitters(const NearFar *c, int64_t z, const float *score) {
-    const int n = (int)c->heavy;
-    int64_t *heap = c->positions + z * n;
-    uint8_t *valid = c->there + z * n, *pool = c->pool + z * c->S;
-    for (int i = 0; i < n; i++) heap[i] = i;
-    for (int i = n / 2 - 1; i >= 0; i--) sift_down(score, heap, n, i);
-    for (int64_t j = n; j < c->S && n; j++)
-        if (score[j] > score[heap[0]]) {
-            heap[0] = j;
-            sift_down(score, heap, n, 0);
-        }
-    for (int64_t j = 0; j < c->S; j++) pool[j] = !c->keep || c->keep[z * c->S + j];
-    for (int i = 0; i < n; i++) {
-        valid[i] = score[heap[i]] > -INFINITY;
-        pool[heap[i]] = 0;
-    }
-}
 
 typedef int32_t unaligned_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -85,6 +50,18 @@ float quantize(const float *from, int dp, int8_t *to) {
         to[p] = (int8_t)((doubled + (doubled > 0) - (doubled < 0)) / 2);
     }
     return max_abs > MIN_WEIGHT ? max_abs / 127 : 0;
+}
+
+void pack_keys(Past *h, int64_t stop) {
+    const int dp = h->dp;
+    int8_t integers[dp];
+    for (int64_t j = h->packed; j < stop; j++) {
+        uint8_t *panel = h->panels + j / PANEL * PANEL * dp + j % PANEL * 4;
+        h->step[j] = quantize(key_row(h, j), dp, integers);
+        h->valid_step[j] = unmasked(h, j) ? h->step[j] : NAN;
+        for (int p = 0; p < dp; p++) panel[p / 4 * 4 * PANEL + p % 4] = (uint8_t)(integers[p] ^ 0x80);
+    }
+    h->packed = stop > h->packed ? stop : h->packed;
 }
 
 typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
