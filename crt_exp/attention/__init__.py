@@ -12,8 +12,8 @@ from crt_exp.attention.baselines import (
     uniform_attention,
     window_attention,
 )
-from crt_exp.attention.call import attention, partial_attention
 from crt_exp.attention.decoding import DecodingState
+from crt_exp.attention.feature_attention import attention, partial_attention
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.published_baselines import Generalized, Linformer, Reformer

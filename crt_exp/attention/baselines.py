@@ -5,12 +5,21 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.attention.base import AttentionLayer
-from crt_exp.attention.checks import Shift, check_inputs, first_unmasked, from_first, repeat_heads
+from crt_exp.attention.checks import (
+    LeftShift,
+    check_inputs,
+    first_unmasked,
+    from_first,
+    repeat_heads,
+)
 from crt_exp.features.base import all_true, values_readable
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import Count, Whole, checked
@@ -21,8 +30,7 @@ VECTOR = 16  # with fewer keys, torch's CPU kernel returns 0 for queries that ar
 class Baseline(AttentionLayer):
     """Base class of baselines.
 
-    Subclasses define `attend(x, y, v, *, causal, key_mask)`, which returns (B,H,L,dv).
-    Most subclasses ignore `cross`, `seed` and `layer`.
+    Subclasses define `attend`. Most subclasses ignore `cross`, `seed` and `layer`.
     """
 
     def __init__(
@@ -42,9 +50,14 @@ class Baseline(AttentionLayer):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         self.check_call(q, k)
         root = self.scaling**0.5
-        return self.attend(
-            q * root, self.keys(q, k) * root, v, causal=self.causal, key_mask=key_mask
-        )
+        keys = self.keys(q, k)
+        return self.attend(q * root, keys * root, v, causal=self.causal, key_mask=key_mask)
+
+    def attend(
+        self, x: Tensor, y: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
+        """Return the outputs (B,H,L,dv) for scaled queries and keys."""
+        raise NotImplementedError
 
     def keys(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the keys to attend to."""
@@ -68,18 +81,29 @@ class Buffer:
     """
 
     def __init__(self, tensor: Tensor, used: int = 0):
-        self.tensor, self.used = tensor, used
+        self.tensor = tensor
+        self.used = used
 
     def append(self, length: int, new: Tensor) -> "Buffer":
-        end, buffer = length + new.shape[2], self
+        end = length + new.shape[2]
+        buffer = self
         if self.used != length or end > self.tensor.shape[2]:
-            room = max(64, 2 * end if length else end)
-            larger = self.tensor.new_empty(*self.tensor.shape[:2], room, self.tensor.shape[3])
+            capacity = max(64, 2 * end if length else end)
+            larger = self.tensor.new_empty(*self.tensor.shape[:2], capacity, self.tensor.shape[3])
             larger[:, :, :length] = self.tensor[:, :, :length]
             buffer = Buffer(larger)
         buffer.tensor[:, :, length:end] = new
         buffer.used = end
         return buffer
+
+
+def append_rows(
+    buffers: tuple[Buffer, ...], length: int, rows: Sequence[Tensor]
+) -> tuple[Buffer, ...]:
+    """Append rows to the buffers of the first `length` tokens, one tensor for each buffer."""
+    if not buffers:
+        buffers = tuple(Buffer(t[:, :, :0]) for t in rows)
+    return tuple(buffer.append(length, t) for buffer, t in zip(buffers, rows, strict=True))
 
 
 class KeysPast:
@@ -91,7 +115,7 @@ class KeysPast:
     def __init__(self, layer: Baseline):
         self.layer = layer
         self.length = 0
-        self.buffers = ()
+        self.buffers: tuple[Buffer, ...] = ()
 
     @torch.no_grad()
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -101,9 +125,8 @@ class KeysPast:
         """
         self.layer.check_call(q, k)
         root = self.layer.scaling**0.5
-        new = self.layer.keys(q, k) * root, v
-        buffers = self.buffers or [Buffer(t[:, :, :0]) for t in new]
-        self.buffers = tuple(buffer.append(self.length, t) for buffer, t in zip(buffers, new))
+        new_keys = self.layer.keys(q, k) * root
+        self.buffers = append_rows(self.buffers, self.length, [new_keys, v])
         self.length += q.shape[2]
         keys, values = (buffer.tensor[:, :, : self.length] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
@@ -131,41 +154,64 @@ def exact_attention(
     """Compute softmax attention with torch's fused kernels, in quadratic time.
 
     The logits are scale x.y. Other arguments and the result are those of `attention`.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 5, 4)
+    >>> tuple(exact_attention(x, y, v, causal=True, scale=0.5).shape)
+    (1, 2, 5, 4)
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     if key_mask is not None:
-        y, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (y, v))
+        unmasked = key_mask[:, None, :, None]
+        y = torch.where(unmasked, y, 0.0)
+        v = torch.where(unmasked, v, 0.0)
     return fused_attention(x, y, v, causal, key_mask, scale)
 
 
 def fused_attention(
-    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """Compute `exact_attention` of checked arguments with finite padding."""
     H, L = x.shape[1:3]
-    if (
-        L == 1 and y.shape[1] < H
-    ):  # the last query sees every key: the heads of a group become queries of one head
-        out = _fused(x.squeeze(2).unflatten(1, (y.shape[1], -1)), y, v, False, key_mask, scale)
+    if L == 1 and y.shape[1] < H:
+        # the last query sees every key: the heads of a group become queries of one head
+        queries = x.squeeze(2).unflatten(1, (y.shape[1], -1))
+        out = _call_kernel(queries, y, v, False, key_mask, scale)
         return out.flatten(1, 2).unsqueeze(2)
-    return _fused(x, repeat_heads(y, H), repeat_heads(v, H), causal and L > 1, key_mask, scale)
+    y = repeat_heads(y, H)
+    v = repeat_heads(v, H)
+    return _call_kernel(x, y, v, causal and L > 1, key_mask, scale)
 
 
-def _fused(
-    x: Tensor, y: Tensor, v: Tensor, causal: bool, key_mask: Tensor | None, scale: float
+def _call_kernel(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    L, S = x.shape[2], y.shape[2]
-    allowed = None if key_mask is None else key_mask[:, None, None].expand(-1, 1, L, -1)
-    if causal and (
-        key_mask is not None or L != S
-    ):  # torch's causal flag aligns the first query with the first key
+    """Call torch's fused kernel for equal numbers of heads."""
+    L = x.shape[2]
+    S = y.shape[2]
+    allowed = None
+    if key_mask is not None:
+        allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
+    # torch's causal flag aligns the first query with the first key
+    if causal and (key_mask is not None or L != S):
         past = torch.ones(L, S, dtype=torch.bool, device=x.device).tril(S - L)
         allowed = past if allowed is None else allowed & past
     if allowed is None:
         out = F.scaled_dot_product_attention(x, y, v, is_causal=causal, scale=scale)
     else:
         out = _masked_softmax(x, y, v, allowed, scale)
-    return out + 0.0 * x.sum(-1, keepdim=True) if S < VECTOR else out
+    if S < VECTOR:
+        return out + 0.0 * x.sum(-1, keepdim=True)
+    return out
 
 
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
@@ -188,7 +234,8 @@ def identity_attention(
         ValueError: L and S differ in a call that is not causal.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    L, S = x.shape[2], y.shape[2]
+    L = x.shape[2]
+    S = y.shape[2]
     if L != S and not causal:
         raise ValueError(f"L={L}, S={S}: identity attention needs L == S")
     values = v[:, :, S - L :]
@@ -205,17 +252,19 @@ def uniform_attention(
     This is the control: a useful approximation must be closer to exact attention.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    v, (L, S) = repeat_heads(v, x.shape[1]), (x.shape[2], y.shape[2])
-    keep = (
-        torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device)
-        if key_mask is None
-        else key_mask[:, None, :, None]
-    )
+    L = x.shape[2]
+    S = y.shape[2]
+    v = repeat_heads(v, x.shape[1])
+    keep = torch.ones(1, 1, S, 1, dtype=torch.bool, device=v.device)
+    if key_mask is not None:
+        keep = key_mask[:, None, :, None]
     values = torch.where(keep, at_least_float32(v), 0.0)
     if causal:
-        sums, counts = (t.cumsum(2)[:, :, S - L :] for t in (values, keep))
+        sums = values.cumsum(2)[:, :, S - L :]
+        counts = keep.cumsum(2)[:, :, S - L :]
     else:
-        sums, counts = (t.sum(2, keepdim=True) for t in (values, keep))
+        sums = values.sum(2, keepdim=True)
+        counts = keep.sum(2, keepdim=True)
     return (sums / counts.clamp(min=1)).to(v.dtype).expand(-1, -1, L, -1)
 
 
@@ -237,15 +286,31 @@ def window_attention(
     keep their positions.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    shift = Shift.of(key_mask, block)
+    shift = LeftShift.plan(key_mask, block)
     if shift is None:
-        return _window(x, y, v, key_mask, block, first, causal)
-    vectors = [shift.there(t) for t in (x, y, v)]
-    return shift.back(_window(*vectors, shift.mask(key_mask), block, first, causal))
+        return _attend_window(x, y, v, key_mask, block, first, causal)
+    vectors = [shift.apply(t) for t in (x, y, v)]
+    mask = shift.apply_to_mask(key_mask)
+    return shift.undo(_attend_window(*vectors, mask, block, first, causal))
 
 
-def _window(
-    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, block: int, first: int, causal: bool
+class BlockRange(NamedTuple):
+    """Blocks that hold the queries, and offsets of the blocks that each query sees."""
+
+    block: int
+    start: int  # the block of the first query
+    count: int
+    offsets: range
+
+
+def _attend_window(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    block: int,
+    first: int,
+    causal: bool,
 ) -> Tensor:
     """Compute `window_attention` of rows whose first real token begins a block."""
     H, L = x.shape[1:3]
@@ -253,73 +318,66 @@ def _window(
     y = repeat_heads(y, H)
     v = repeat_heads(v, H)
     first = min(first, S)
-    if key_mask is None:
-        keep = torch.ones(1, S, dtype=torch.bool, device=x.device)
-    else:
+    keep = torch.ones(1, S, dtype=torch.bool, device=x.device)
+    if key_mask is not None:
         keep = key_mask
         y = torch.where(keep[:, None, :, None], y, 0.0)
         v = torch.where(keep[:, None, :, None], v, 0.0)
-    start = (S - L) // block  # the block of the first query
-    count = (S - 1) // block - start + 1  # blocks with queries
+    start = (S - L) // block
+    count = (S - 1) // block - start + 1
+    blocks = BlockRange(block, start, count, range(-1, 1 if causal else 2))
     lead = (S - L) - start * block  # positions of the first block before the first query
-    queries = F.pad(x, (0, 0, lead, count * block - lead - L)).unflatten(
-        2, (count, block)
-    )  # (B, H, n, block, d)
-    around = range(-1, 1 if causal else 2)
-    near = [
-        _blocks(t, block, start, count, around) for t in (y, v, keep[:, None, :, None])
-    ]  # (B, H, n, w, .)
-    head = [
-        t[:, :, :first] if key_mask is None else from_first(t, keep, first)
-        for t in (y, v, keep[:, None, :, None])
-    ]
-    head = [t.unsqueeze(2).expand(-1, -1, count, -1, -1) for t in head]
-    keys, values, kept = (torch.cat([h, n], 3) for h, n in zip(head, near))
-    places = _allowed_places(first_unmasked(keep), S, block, first, start, count, around, causal)
-    allowed = kept[..., 0][..., None, :] & places
+    padded = F.pad(x, (0, 0, lead, count * block - lead - L))
+    queries = padded.unflatten(2, (count, block))  # (B, H, n, block, d)
+    seen = []
+    for t in (y, v, keep[:, None, :, None]):
+        head = t[:, :, :first] if key_mask is None else from_first(t, keep, first)
+        head = head.unsqueeze(2).expand(-1, -1, count, -1, -1)
+        seen.append(torch.cat([head, _neighbour_blocks(t, blocks)], 3))
+    keys, values, unmasked = seen
+    allowed = _allowed_pairs(first_unmasked(keep), S, first, blocks, causal)
+    allowed = unmasked[..., 0].unsqueeze(-2) & allowed
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead : lead + L]
 
 
-def _blocks(t: Tensor, block: int, start: int, count: int, around: range) -> Tensor:
+def _neighbour_blocks(t: Tensor, blocks: BlockRange) -> Tensor:
     """Concatenate the blocks around each block of t (B,H,S,k).
 
-    Returns (B, H, count, len(around) block, k).
+    Returns (B, H, count, len(offsets) block, k).
     """
-    size = (start + count + 1) * block
-    t = F.pad(t, (0, 0, block, size - t.shape[2]))  # one block before the first, one after the last
-    parts = t.unflatten(2, (-1, block))
-    return torch.cat([parts[:, :, start + 1 + i : start + 1 + i + count] for i in around], 3)
+    size = (blocks.start + blocks.count + 1) * blocks.block
+    # one block before the first, one after the last
+    padded = F.pad(t, (0, 0, blocks.block, size - t.shape[2]))
+    parts = padded.unflatten(2, (-1, blocks.block))
+    neighbours = []
+    for offset in blocks.offsets:
+        begin = blocks.start + 1 + offset
+        neighbours.append(parts[:, :, begin : begin + blocks.count])
+    return torch.cat(neighbours, 3)
 
 
-def _allowed_places(
-    begin: Tensor,
-    S: int,
-    block: int,
-    first: int,
-    start: int,
-    count: int,
-    around: range,
-    causal: bool,
-) -> Tensor:
+def _allowed_pairs(begin: Tensor, S: int, first: int, blocks: BlockRange, causal: bool) -> Tensor:
     """Return which pairs of tokens are allowed by their positions.
 
-    begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(around) block).
+    begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(offsets) block).
     """
-    begin, device = begin[:, None, None], begin.device
-    at = torch.arange(count, device=device)[:, None] + start
-    queries = at * block + torch.arange(block, device=device)  # (n, block)
-    offsets = torch.arange(around.start * block, around.stop * block, device=device)
-    near = (at * block + offsets).expand(len(begin), -1, -1)  # (B, n, w)
+    device = begin.device
+    begin = begin[:, None, None]
+    number = torch.arange(blocks.count, device=device)[:, None] + blocks.start
+    block_start = number * blocks.block
+    queries = block_start + torch.arange(blocks.block, device=device)  # (n, block)
+    edges = (blocks.offsets.start * blocks.block, blocks.offsets.stop * blocks.block)
+    near = (block_start + torch.arange(*edges, device=device)).expand(len(begin), -1, -1)
     near = torch.where(near < begin + first, -1, near)  # the first tokens are already in front
-    keys = torch.cat([(begin + torch.arange(first, device=device)).expand(-1, count, -1), near], 2)
-    allowed = ((keys >= 0) & (keys < S)).unsqueeze(2)
-    pairs = (
-        allowed & (keys.unsqueeze(2) <= queries[..., None])
-        if causal
-        else allowed.expand(-1, -1, block, -1)
-    )
-    return pairs.unsqueeze(1)
+    head = (begin + torch.arange(first, device=device)).expand(-1, blocks.count, -1)
+    keys = torch.cat([head, near], 2).unsqueeze(2)
+    allowed = (keys >= 0) & (keys < S)
+    if causal:
+        allowed = allowed & (keys <= queries[..., None])
+    else:
+        allowed = allowed.expand(-1, -1, blocks.block, -1)
+    return allowed.unsqueeze(1)
 
 
 class Exact(Baseline):
@@ -362,7 +420,8 @@ class Window(Baseline):
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)
-        self.block, self.first = block, first
+        self.block = block
+        self.first = first
 
     @property
     def exact_to(self) -> int:

@@ -203,17 +203,17 @@ def first_unmasked(keep: Tensor) -> Tensor:
     return keep.to(torch.uint8).argmax(1)
 
 
-class Shift(NamedTuple):
+class LeftShift(NamedTuple):
     """Shift the tokens of each row, so that its first real token begins a block.
 
     by (B,): number of positions by which the tokens of a row move towards the end.
     """
 
     by: Tensor
-    most: int  # added positions
+    added: int  # positions
 
     @classmethod
-    def of(cls, keep: Tensor | None, b: int) -> "Shift | None":
+    def plan(cls, keep: Tensor | None, b: int) -> "LeftShift | None":
         """Return the shift for a mask, or None if no row needs one.
 
         Only CPUs test whether a row needs one; other devices would have to wait for the result.
@@ -223,26 +223,31 @@ class Shift(NamedTuple):
         by = -first_unmasked(keep) % b
         if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
             return cls(by, b - 1)
-        most = int(by.max()) if len(by) else 0
-        return cls(by, most) if most else None
+        added = int(by.max()) if len(by) else 0
+        return cls(by, added) if added else None
 
-    def there(self, t: Tensor, dim: int = 2) -> Tensor:
-        """Shift t (B, ., n, k), or t (B, n) with dim = 1.
+    def apply(self, t: Tensor) -> Tensor:
+        """Shift t (B, ., n, k).
 
-        The result has `most` more positions. The contents of added positions are arbitrary.
+        The contents of added positions are arbitrary.
         """
-        places = torch.arange(t.shape[dim] + self.most, device=t.device) - self.by.unsqueeze(1)
-        return _gather_tokens(t, places, dim)
+        return _gather_tokens(t, self._sources(t.shape[2]))
 
-    def mask(self, keep: Tensor) -> Tensor:
-        """Shift a key mask; added positions are False."""
-        places = torch.arange(keep.shape[1] + self.most, device=keep.device) - self.by.unsqueeze(1)
-        return self.there(keep, 1) & (places >= 0) & (places < keep.shape[1])
+    def apply_to_mask(self, keep: Tensor) -> Tensor:
+        """Shift a key mask (B, n); added positions are False."""
+        n = keep.shape[1]
+        sources = self._sources(n)
+        inside = (sources >= 0) & (sources < n)
+        return keep.gather(1, sources.clamp(0, n - 1)) & inside
 
-    def back(self, t: Tensor) -> Tensor:
-        """Undo `there`."""
-        places = torch.arange(t.shape[2] - self.most, device=t.device) + self.by.unsqueeze(1)
-        return _gather_tokens(t, places, 2)
+    def undo(self, t: Tensor) -> Tensor:
+        """Undo `apply`."""
+        positions = torch.arange(t.shape[2] - self.added, device=t.device)
+        return _gather_tokens(t, positions + self.by.unsqueeze(1))
+
+    def _sources(self, n: int) -> Tensor:
+        """Return the positions before the shift (B, n + added)."""
+        return torch.arange(n + self.added, device=self.by.device) - self.by.unsqueeze(1)
 
 
 def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
@@ -250,17 +255,15 @@ def from_first(t: Tensor, keep: Tensor, n: int) -> Tensor:
 
     Positions after the last token are 0.
     """
-    places = torch.arange(n, device=t.device) + first_unmasked(keep).unsqueeze(1)
-    beyond = (places >= t.shape[2])[:, None, :, None]
-    return _gather_tokens(t, places, 2).masked_fill(beyond, 0)
+    positions = torch.arange(n, device=t.device) + first_unmasked(keep).unsqueeze(1)
+    beyond = (positions >= t.shape[2])[:, None, :, None]
+    return _gather_tokens(t, positions).masked_fill(beyond, 0)
 
 
-def _gather_tokens(t: Tensor, places: Tensor, dim: int) -> Tensor:
-    """Gather the given positions (B, n) of each row."""
-    places = places.clamp(0, t.shape[dim] - 1)
-    if dim == 1:
-        return t.gather(1, places)
-    return t.gather(2, places[:, None, :, None].expand(-1, t.shape[1], -1, t.shape[3]))
+def _gather_tokens(t: Tensor, positions: Tensor) -> Tensor:
+    """Gather the given positions (B, n) of each row of t (B, ., S, k)."""
+    index = positions.clamp(0, t.shape[2] - 1)[:, None, :, None]
+    return t.gather(2, index.expand(-1, t.shape[1], -1, t.shape[3]))
 
 
 # torch.compile

@@ -7,14 +7,15 @@ States are never changed in place, so copies are cheap and stay valid.
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from crt_exp.attention.call import positive_state
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
 from crt_exp.attention.engines.chunks import Chunked
+from crt_exp.attention.feature_attention import positive_state
 from crt_exp.attention.partials import (
     DenominatorCount,
     Packed,
@@ -28,8 +29,44 @@ from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import leaves, match_float64, no_autocast
 
 
-class DecodingState:
-    """State of causal attention after the tokens so far.
+class TokenState(ABC):
+    """State of causal attention after the first `length` tokens."""
+
+    length = 0
+
+    @abstractmethod
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        version: Hashable = None,
+    ) -> Tensor:
+        """Append T >= 1 tokens and return their outputs (B,H,T,dv), without gradient.
+
+        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep. The caller may state the
+        `version` that it expects.
+        """
+
+    @abstractmethod
+    def copy(self) -> "TokenState":
+        """Return a copy that can be continued independently."""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch entries in this order, for beam search.
+
+        rows: any index of the batch dimension.
+        """
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """Return the stored tensors."""
+
+
+class DecodingState(TokenState):
+    """State of attention with feature maps: sums over past keys for each feature.
 
     Random projections and parameters are fixed, because the stored features belong to them. `step` raises ValueError
     after they were changed in place, and for another `version`.
@@ -37,6 +74,13 @@ class DecodingState:
     Args:
         denominator: as in `attention`, and so are `normalize` and `counter`.
         version: tag of the projections and parameters, for callers that count redraws and refits.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> state = DecodingState(PosRF(), iid(8, 4, torch.Generator()))
+    >>> x, y, v = torch.randn(3, 1, 2, 5, 4)
+    >>> tuple(state.step(x, y, v).shape), state.length
+    ((1, 2, 5, 4), 5)
     """
 
     def __init__(
@@ -52,8 +96,7 @@ class DecodingState:
     ):
         check_policy(denominator)
         self.version = version
-        self.length = 0
-        self.kept = None
+        self.packed_sums: Packed | None = None
         self._phi = phi
         self._noise = noise
         self._params = params
@@ -70,7 +113,12 @@ class DecodingState:
     @property
     def sums(self) -> Partial | None:
         """Sums over past keys for each feature; None before the first key."""
-        return None if self.kept is None else self.kept.partial()
+        return None if self.packed_sums is None else self.packed_sums.partial()
+
+    def tensors(self) -> list[Tensor]:
+        if self.packed_sums is None:
+            return []
+        return [t for t in self.packed_sums if t is not None]
 
     @torch.no_grad()
     def step(
@@ -81,20 +129,9 @@ class DecodingState:
         key_mask: Tensor | None = None,
         version: Hashable = None,
     ) -> Tensor:
-        """Append T >= 1 tokens and return their outputs, without gradient.
+        """Append tokens as `TokenState.step` does; a masked token does not change the state.
 
-        Args:
-            x: queries (B,H,T,d).
-            y: keys (B,Hkv,T,d).
-            v: values (B,Hkv,T,dv).
-            key_mask: (B, T), True for tokens to keep. A masked token does not change the state.
-            version: the version that the caller expects; None skips the check.
-
-        Returns:
-            Outputs (B,H,T,dv).
-
-        Raises:
-            ValueError: as in `attention`, and if the projections or parameters have changed.
+        Raises ValueError as `attention` does, and if the projections or parameters have changed.
         """
         dtype = check_inputs(x, y, v, self._noise, self._params, True, key_mask)
         if x.shape[2] != y.shape[2]:
@@ -103,16 +140,16 @@ class DecodingState:
             )
         self._check(x, version)
         if x.shape[2] == 1:
-            out, self.kept = self.token(self.kept, x, y, v, key_mask)
+            out, self.packed_sums = self.token(self.packed_sums, x, y, v, key_mask)
         else:
             y = repeat_heads(y, x.shape[1])
             v = repeat_heads(v, x.shape[1])
             with no_autocast(x):
                 chunked = self._chunked(dtype, key_mask)
-                seen = chunked.seen(0) if self.kept is None else None
+                seen = chunked.seen(0) if self.length == 0 else None
                 rows, state = chunked.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
                 out = self._outputs(rows).to(v.dtype)
-                self.kept = Packed.of(state)
+                self.packed_sums = Packed.of(state)
         self.length += x.shape[2]
         return out
 
@@ -132,12 +169,17 @@ class DecodingState:
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
-        self.kept = Packed.of(merge(self.sums, new))
+        self.packed_sums = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 
     @torch.no_grad()
     def token(
-        self, kept: Packed | None, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None
+        self,
+        past: Packed | None,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Packed]:
         """Return the output of one token and the new sums, as a pure function.
 
@@ -153,16 +195,17 @@ class DecodingState:
             chunked = self._chunked(dtype, key_mask)
             y = y.to(dtype)
             v = v.to(dtype)
-            keep = None if key_mask is None else key_mask[:, None, :, None]
-            if keep is not None:
+            if key_mask is None:
+                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
+            else:
+                keep = key_mask[:, None, :, None]
                 y = torch.where(keep, y, 0.0)  # padding may hold NaN
                 v = torch.where(keep, v, 0.0)
-            keys, queries = _features(chunked.bound, y, x.to(dtype))
-            if keep is not None:
+                keys, queries = _token_features(chunked.bound, y, x.to(dtype))
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
             with_one = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
-            kept = _add_key(kept, keys, with_one, chunked.modulus)
-            return self._outputs(_read(kept, queries)).to(out_dtype), kept
+            sums = _add_key(past, keys, with_one, chunked.modulus)
+            return self._outputs(_read_sums(sums, queries)).to(out_dtype), sums
 
     def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
         if dtype not in self._bound:
@@ -176,28 +219,25 @@ class DecodingState:
         return finish(rows, self._policy, self._normalize)
 
     def copy(self) -> "DecodingState":
-        """Return a copy that can be continued independently."""
         return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these batch entries in this order, for beam search.
-
-        rows: any index of the batch dimension.
-        """
-        if self.kept is not None:
-            batch = len(self.kept.sums)  # parts of other shapes are shared by all entries
-            parts = []
-            for t in self.kept:
-                of_entries = t is not None and t.ndim >= 4 and len(t) == batch
-                parts.append(t[rows] if of_entries else t)
-            self.kept = Packed(*parts)
+        if self.packed_sums is None:
+            return
+        batch = len(self.packed_sums.sums)  # parts of other shapes are shared by all entries
+        parts = []
+        for t in self.packed_sums:
+            of_entries = t is not None and t.ndim >= 4 and len(t) == batch
+            parts.append(t[rows] if of_entries else t)
+        self.packed_sums = Packed(*parts)
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._versions)
         if changed or (version is not None and version != self.version):
             raise ValueError("decoding state: noise or parameters have changed; start a new one")
-        if self.kept is not None and len(self.kept.sums) != x.shape[0]:
-            raise ValueError(f"decoding state: {len(self.kept.sums)} sequences, got {x.shape[0]}")
+        if self.packed_sums is not None and len(self.packed_sums.sums) != x.shape[0]:
+            sequences = len(self.packed_sums.sums)
+            raise ValueError(f"decoding state: {sequences} sequences, got {x.shape[0]}")
 
 
 class RecurrentPast:
@@ -224,7 +264,7 @@ class RecurrentPast:
         return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
 
 
-def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
+def _token_features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
     """Return the features of one key and one query.
 
     One evaluation serves both where their maps are equal: it is most of the cost of a token.
@@ -232,34 +272,36 @@ def _features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features
     if torch.compiler.is_compiling() or bound.phi_q is not bound.phi_k:
         return bound.phi_k(y).dense(), bound.phi_q(x).dense()
     f = bound.phi_k(torch.cat([y, x], 2)).dense()
-    of_key = Features(*(_row(t, 0) for t in f))
-    return of_key, Features(*(_row(t, 1) for t in f))
+    key_features = Features(*(_select_row(t, 0) for t in f))
+    return key_features, Features(*(_select_row(t, 1) for t in f))
 
 
-def _row(t: Tensor, i: int) -> Tensor:
+def _select_row(t: Tensor, i: int) -> Tensor:
     return t[..., i : i + 1, :] if t.ndim and t.shape[-2] > 1 else t
 
 
-def _add_key(kept: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
-    """Add one key to the state: features with one row, v (B, H, dv + 1, 1)."""
-    top = keys.log_scale if kept is None else torch.maximum(kept.top, keys.log_scale)
-    at = finite(top)
-    phi = keys.value * torch.exp(keys.log_scale - at)
+def _add_key(past: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
+    """Add one key to the sums: features with one row, v (B, H, dv + 1, 1)."""
+    top = keys.log_scale
+    if past is not None:
+        top = torch.maximum(past.top, top)
+    finite_top = finite(top)
+    phi = keys.value * torch.exp(keys.log_scale - finite_top)
     modulus = phi.abs() if with_modulus else None
-    if kept is None:
+    if past is None:
         return Packed(v * phi, top, modulus)
-    fade = torch.exp(kept.top - at)
+    fade = torch.exp(past.top - finite_top)
     if modulus is not None:
-        modulus = kept.modulus * fade + modulus
-    return Packed((kept.sums * fade).addcmul_(v, phi), top, modulus)
+        modulus = past.modulus * fade + modulus
+    return Packed((past.sums * fade).addcmul_(v, phi), top, modulus)
 
 
-def _read(kept: Packed, queries: Features) -> Partial:
-    log = queries.log_scale + kept.top
+def _read_sums(past: Packed, queries: Features) -> Partial:
+    log = queries.log_scale + past.top
     top = log.amax(-1, keepdim=True)
     phi = queries.value * torch.exp(log - finite(top))
-    sums = phi @ kept.sums.mT
-    modulus = None if kept.modulus is None else phi.abs() @ kept.modulus.mT
+    sums = phi @ past.sums.mT
+    modulus = None if past.modulus is None else phi.abs() @ past.modulus.mT
     return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
 
 

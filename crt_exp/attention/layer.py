@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import Redraws, in_backward
 from crt_exp.attention.baselines import exact_attention
-from crt_exp.attention.call import attention
 from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
+from crt_exp.attention.feature_attention import attention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.state import (
     FittedOnce,

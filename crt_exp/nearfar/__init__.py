@@ -37,12 +37,12 @@ Causal attention (causal.py, past.c, causal_forward.c, causal_backward.c) takes 
         logits = [q . near keys up to q, q . heavy hitters, q . keys of R, log mean of e^logit of the rest + log N]
         out    = softmax(logits) @ [values of near keys, of heavy hitters, of R, V / N of the rest]
 
-Prefill and decoding (decoding.py) continue from one state of the past. call.py handles masks, left padding, precision,
-groups of heads, and short sequences, which are exact.
+Prefill and decoding (decoding.py) continue from one state of the past. dispatch.py handles masks, left padding,
+precision, groups of heads, and short sequences, which are exact. reference.py has the equations for all pairs.
 native.py calls the C sources, which compute the same as the PyTorch operators, in float32 on CPUs.
 """
 
-from crt_exp.nearfar.call import near_far_attention
+from crt_exp.nearfar.dispatch import near_far_attention
 from crt_exp.nearfar.layer import PRESETS, NearFar
 
 __all__ = ["PRESETS", "NearFar", "near_far_attention"]

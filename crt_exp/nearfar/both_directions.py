@@ -6,67 +6,71 @@ keys. So
 
     out = (sum_near e^(q.k) v + sum_sets e^(q.k + bias) V) / (sum_near e^(q.k) + sum_sets e^(q.k + bias) N).
 
-The method was derived for this project. Notation as in call.py.
+reference.py has the same formula for all pairs of queries and keys. The method was derived for this project. Notation
+as in dispatch.py.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crt_exp.nearfar import native
 from crt_exp.nearfar.choice import (
     MASKED,
     MIN_WEIGHT,
-    Choice,
     Clusters,
     KeyMetric,
+    KeySets,
     Sizes,
-    blocks,
-    from_blocks,
-    moments,
+    choose_sets,
+    join_queries,
+    key_moments,
     one_hot,
     rows_at,
-    sum_clusters,
-    to_blocks,
+    split_blocks,
+    split_queries,
+    summarize_clusters,
+    unmasked_keys,
 )
 
 LAG = 2  # distance in blocks from which keys are far
 
 
-class ChosenSets(NamedTuple):
-    metric: KeyMetric
-    choice: Choice
-
-
 @dataclass(frozen=True)
-class Both:
+class Bidirectional:
     """Bidirectional self-attention or cross-attention."""
 
     sizes: Sizes
-    cross: bool
-    metric: KeyMetric | None  # of earlier queries, if `cross`
+    cross: bool = False
+    metric: KeyMetric | None = None  # of earlier queries, if `cross`
     factor: float = 1.0  # of queries and keys, applied by the C engine
     native: bool = False  # whether the C engine computes all heads in one call
 
     @torch.no_grad()
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> ChosenSets:
+    def choose(
+        self,
+        x: Tensor,
+        y: Tensor,
+        keep: Tensor | None,
+        rows: slice = slice(None),
+    ) -> KeySets:
         """Choose metric, heavy hitters and clusters.
 
         x (Z, G, L, d) and y (Z, S, d) are the given rows of all.
         """
-        metric = self._across(y, keep, rows) if self.cross else None
+        metric = None
+        if self.cross:
+            metric = self._cross_metric(y, keep, rows)
         if self.native:
-            return ChosenSets(*native.choose(x, y, self.sizes, keep, self.factor, metric))
+            return native.choose(x, y, self.sizes, keep, self.factor, metric)
         if metric is None:
             x_keep = None if keep is None else keep.repeat(1, x.shape[1])
-            metric = KeyMetric.of(x.flatten(1, 2), y, x_keep, keep)
-        shifted = y - metric.shift
-        choice = Choice.of(shifted, metric, self.sizes.heavy, self.sizes.cells, keep)
-        return ChosenSets(metric, choice)
+            metric = KeyMetric.fit(x.flatten(1, 2), y, x_keep, keep)
+        return choose_sets(y, metric, self.sizes, keep)
 
-    def _across(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
+    def _cross_metric(self, y: Tensor, keep: Tensor | None, rows: slice) -> KeyMetric:
         """Return the metric for keys of another sequence, factor y (Z, S, d).
 
         It uses the moments of earlier queries, because queries of the call may lie in the future of each other. Without
@@ -74,108 +78,134 @@ class Both:
         """
         if self.factor != 1:
             y = y * self.factor
-        metric = KeyMetric.of(None, y, None, keep)
-        if self.metric is not None:
-            tilt = self.metric.tilt[rows].to(y.dtype)
-            root = self.metric.root[rows].to(y.dtype)
-            metric = KeyMetric(metric.shift, tilt, root)
-        return metric
+        metric = KeyMetric.fit(None, y, None, keep)
+        if self.metric is None:
+            return metric
+        return KeyMetric(
+            shift=metric.shift,
+            tilt=self.metric.tilt[rows].to(y.dtype),
+            root=self.metric.root[rows].to(y.dtype),
+        )
 
     def attend(
-        self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, chosen: ChosenSets
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        sets: KeySets,
     ) -> Tensor:
         """Return the outputs (Z, G, L, dv)."""
-        metric, choice = chosen
         if self.native:
-            return native.attend(x, y, v, metric, choice, self.sizes, self.factor, self.cross)
+            return native.attend(x, y, v, sets, self.sizes, self.factor, self.cross)
+        metric = sets.metric
         y = y - metric.shift
         block = x.shape[2] if self.cross else self.sizes.block
-        level = levels(y.detach(), metric, choice)
-        members = one_hot(choice.cluster, choice.centres.shape[1], x.dtype)
-        u = weights(y, metric, choice.pool, choice.cluster, level)
-        sums = members.mT @ moments(y, u, metric, choice.cluster, choice.centres)
-        clusters = sum_clusters(sums.unsqueeze(1), metric, choice.centres, level)
-        rows = torch.cat([v * u.unsqueeze(-1), u.unsqueeze(-1)], -1)  # [u v, u]
-        if self.cross:
-            far = (members.mT @ rows).unsqueeze(1)
-        else:
-            far = far_sums(blocks(members, block).mT @ blocks(rows, block))
-        V = far[..., :-1]
-        N = far[..., -1:]
-        q = to_blocks(x, block)  # (Z, N, G b, d)
-        heavy = rows_at(y, choice.heavy)
-        logits = [_shared_logits(q, heavy, clusters, choice, N)]
+        level = cluster_levels(y.detach(), sets)
+        u = key_weights(y, sets, level)
+        members = one_hot(sets.cluster, sets.centres.shape[1], x.dtype)
+        moments = key_moments(y, u, metric, sets.cluster, sets.centres)
+        sums = (members.mT @ moments).unsqueeze(1)
+        clusters = summarize_clusters(sums, metric, sets.centres)
+        V, N = self._far_clusters(members, v, u, block)
+        queries = split_queries(x, block)  # (Z, N, G b, d)
+        bias = cluster_biases(clusters, metric, level, N)
+        logits = [shared_logits(queries, y, clusters.mu, bias, sets)]
+        widths = [sets.heavy.shape[1], V.shape[2]]
         if not self.cross:
-            logits.append(_near_logits(q, y, choice, keep, block))
-        # heavy hitters, clusters, near keys
-        columns = [heavy.shape[1], V.shape[2], *(t.shape[-1] for t in logits[1:])]
-        parts = torch.cat(logits, -1).softmax(-1).split(columns, -1)
-        heavy_weights = parts[0]
-        cluster_weights = parts[1]
+            logits.append(near_logits(queries, y, sets, keep, block))
+            widths.append(logits[1].shape[-1])
+        weights = torch.cat(logits, -1).softmax(-1).split(widths, -1)
         means = torch.where(N > MIN_WEIGHT, V / N.clamp(min=MIN_WEIGHT), 0.0)
-        out = _of_all_blocks(heavy_weights, rows_at(v, choice.heavy)) + cluster_weights @ means
+        out = _times_shared(weights[0], rows_at(v, sets.heavy)) + weights[1] @ means
         if not self.cross:
-            out = out + parts[2] @ _windows(blocks(v, block))
-        out = from_blocks(out, *x.shape[1:3])
-        if self.sizes.first_order:
-            log_weight = metric.log_weights(y) - level.amax(1, keepdim=True)
-            g = torch.where(choice.pool, torch.exp(log_weight), 0.0)
-            slope = slopes(y, v, g, members, clusters.mu.squeeze(1)).unsqueeze(1)
-            share = from_blocks(cluster_weights.sum(-1, keepdim=True), *x.shape[1:3])
-            out = out + share * ((x - metric.tilt.unsqueeze(1)) @ slope.mT)
-        return out
+            out = out + weights[2] @ _windows(split_blocks(v, block))
+        out = join_queries(out, *x.shape[1:3])
+        if not self.sizes.first_order:
+            return out
+        slope = value_slopes(y, v, sets, members, clusters.mu.squeeze(1), level)
+        share = join_queries(weights[1].sum(-1, keepdim=True), *x.shape[1:3])
+        offsets = x - metric.tilt.unsqueeze(1)
+        return out + share * (offsets @ slope.unsqueeze(1).mT)
+
+    def _far_clusters(
+        self, members: Tensor, v: Tensor, u: Tensor, block: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return V (Z, N, K, dv) and N (Z, N, K, 1) of the keys far from each block."""
+        u = u.unsqueeze(-1)
+        rows = torch.cat([v * u, u], -1)
+        if self.cross:
+            sums = (members.mT @ rows).unsqueeze(1)
+        else:
+            sums = far_sums(split_blocks(members, block).mT @ split_blocks(rows, block))
+        return sums[..., :-1], sums[..., -1:]
 
 
-def _shared_logits(
-    q: Tensor, heavy: Tensor, clusters: Clusters, choice: Choice, N: Tensor
+def shared_logits(
+    queries: Tensor, y: Tensor, mu: Tensor, cluster_bias: Tensor, sets: KeySets
 ) -> Tensor:
     """Return the logits (Z, N, G b, n + K) of heavy hitters and clusters."""
-    keys = torch.cat([heavy, clusters.mu.squeeze(1)], 1)
-    missing = torch.where(choice.there, 0.0, MASKED).to(q.dtype)
-    missing = missing.unsqueeze(1).expand(-1, N.shape[1], -1)
-    log_n = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED).squeeze(-1)
-    bias = torch.cat([missing, clusters.bias + log_n], -1)
-    return _of_all_blocks(q, keys.mT) + bias.unsqueeze(2)
+    keys = torch.cat([rows_at(y, sets.heavy), mu.squeeze(1)], 1)
+    missing = torch.where(sets.there, 0.0, MASKED).to(queries.dtype)
+    missing = missing.unsqueeze(1).expand(-1, queries.shape[1], -1)
+    bias = torch.cat([missing, cluster_bias], -1)
+    return _times_shared(queries, keys.mT) + bias.unsqueeze(2)
 
 
-def _near_logits(q: Tensor, y: Tensor, choice: Choice, keep: Tensor | None, block: int) -> Tensor:
+def cluster_biases(clusters: Clusters, metric: KeyMetric, level: Tensor, N: Tensor) -> Tensor:
+    """Return what the logits of clusters add to x.mu, (Z, N, K).
+
+    e^(x.mu) is below the mean of e^(x.y), and the factor 1 + tau / 2 corrects that to second order.
+    """
+    tilt = (clusters.mu * metric.tilt.unsqueeze(1)).sum(-1)
+    bias = level.unsqueeze(1) - tilt + torch.log1p(clusters.tau / 2)
+    log_n = torch.where(N > MIN_WEIGHT, N.clamp(min=MIN_WEIGHT).log(), MASKED)
+    return bias + log_n.squeeze(-1)
+
+
+def near_logits(
+    queries: Tensor, y: Tensor, sets: KeySets, keep: Tensor | None, block: int
+) -> Tensor:
     """Return the logits (Z, N, G b, 3 b) of the keys of neighbouring blocks."""
-    near = torch.ones_like(choice.pool) if keep is None else keep
-    near = near.scatter(1, choice.heavy, False)
-    bias = torch.where(blocks(near, block), 0.0, MASKED).to(q.dtype)
-    return q @ _windows(blocks(y, block)).mT + _windows(bias.unsqueeze(-1), MASKED).mT
+    near = unmasked_keys(y, keep).scatter(1, sets.heavy, False)
+    bias = torch.where(split_blocks(near, block), 0.0, MASKED).to(queries.dtype)
+    keys = _windows(split_blocks(y, block))
+    return queries @ keys.mT + _windows(bias.unsqueeze(-1), MASKED).mT
 
 
-def weights(y: Tensor, metric: KeyMetric, pool: Tensor, cluster: Tensor, level: Tensor) -> Tensor:
+def key_weights(y: Tensor, sets: KeySets, level: Tensor) -> Tensor:
     """Return u_j = exp(w_j - level of its cluster) (Z, S), 0 outside the pool.
 
     level (Z, K).
     """
-    log_weights = metric.log_weights(y) - level.gather(1, cluster)
-    return log_weights.masked_fill(~pool, -torch.inf).exp()
+    log_weights = sets.metric.log_weights(y) - level.gather(1, sets.cluster)
+    return log_weights.masked_fill(~sets.pool, -torch.inf).exp()
 
 
 @torch.no_grad()
-def levels(y: Tensor, metric: KeyMetric, choice: Choice) -> Tensor:
+def cluster_levels(y: Tensor, sets: KeySets) -> Tensor:
     """Return the largest w of each cluster's keys (Z, K); 0 if it is empty."""
-    w = metric.log_weights(y).masked_fill(~choice.pool, -torch.inf)
-    highest = w.new_full(choice.centres.shape[:2], -torch.inf).scatter_reduce(
-        1, choice.cluster, w, "amax"
-    )
+    w = sets.metric.log_weights(y).masked_fill(~sets.pool, -torch.inf)
+    lowest = w.new_full(sets.centres.shape[:2], -torch.inf)
+    highest = lowest.scatter_reduce(1, sets.cluster, w, "amax")
     return torch.where(highest.isinf(), 0.0, highest)
 
 
-def slopes(y: Tensor, v: Tensor, g: Tensor, members: Tensor, mu: Tensor) -> Tensor:
+def value_slopes(
+    y: Tensor, v: Tensor, sets: KeySets, members: Tensor, mu: Tensor, level: Tensor
+) -> Tensor:
     """Return C (Z, dv, d), the mean of v_j (y_j - mu of its cluster)^T.
 
-    The first-order term of values is C (x - b). Weights are g (Z, S); mu (Z, K, d).
+    The first-order term of values is C (x - b). Weights are e^w; mu (Z, K, d).
     """
-    v = v * g.unsqueeze(-1)
+    log_weights = sets.metric.log_weights(y) - level.amax(1, keepdim=True)
+    weights = torch.where(sets.pool, torch.exp(log_weights), 0.0)
+    v = v * weights.unsqueeze(-1)
     covariance = v.mT @ y - (members.mT @ v).mT @ mu
-    return covariance / g.sum(1).clamp(min=MIN_WEIGHT)[:, None, None]
+    return covariance / weights.sum(1).clamp(min=MIN_WEIGHT)[:, None, None]
 
 
-def _of_all_blocks(t: Tensor, shared: Tensor) -> Tensor:
+def _times_shared(t: Tensor, shared: Tensor) -> Tensor:
     """Multiply t (Z, N, r, k) by shared (Z, k, l), common to all blocks."""
     return (t.flatten(1, 2) @ shared).unflatten(1, t.shape[1:3])
 
@@ -185,8 +215,9 @@ def _windows(t: Tensor, beyond: float = 0.0) -> Tensor:
 
     `beyond` fills positions beyond the ends.
     """
-    padded = torch.nn.functional.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
-    return torch.cat([padded[:, i : i + t.shape[1]] for i in range(3)], 2)
+    padded = F.pad(t, (0, 0, 0, 0, 1, 1), value=beyond)
+    count = t.shape[1]
+    return torch.cat([padded[:, i : i + count] for i in range(3)], 2)
 
 
 def far_sums(own: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.attention.baselines import exact_attention
+from crt_exp.attention.baselines import fused_attention
 from crt_exp.attention.checks import check_result, transformed
 from crt_exp.attention.engines import numbers
+from crt_exp.attention.reference import softmax_attention
 
 _NUMBERS = numbers(Path(__file__).with_name("near_far.h"))  # shared with the C sources
 CENTRE_BATCH = int(_NUMBERS["CENTRE_BATCH"])
@@ -43,9 +43,12 @@ class Sizes(NamedTuple):
 
     block: tokens b of a block. heavy: heavy hitters n. cells: clusters K.
     first_order: add to cluster values a first-order term in the query (not causal).
-    open: keys that each causal query retrieves, at least 1; a long past needs more (`opens`).
+    open: keys that each causal query retrieves, at least 1; a long past needs more (`retrieval_count`).
     exact_until: position up to which causal queries see all keys exactly; for other attention, number of keys up to
     which it is exact.
+
+    >>> Sizes(open=96).retrieval_count(4 * 2304)
+    192
     """
 
     block: int = 32
@@ -55,13 +58,14 @@ class Sizes(NamedTuple):
     open: int = 0
     exact_until: int = 0
 
-    def opens(self, position: int) -> int:
+    def retrieval_count(self, position: int) -> int:
         """Return how many keys causal queries retrieve after a renewal at this position.
 
         The error of a fixed number grows with the past. Growth with the square root of the position compensates at a
         moderate cost.
         """
-        return math.isqrt(self.open**2 * max(position, GROWTH_START) // GROWTH_START)
+        growth = max(position, GROWTH_START)
+        return math.isqrt(self.open**2 * growth // GROWTH_START)
 
 
 class KeyMetric(NamedTuple):
@@ -73,7 +77,7 @@ class KeyMetric(NamedTuple):
 
     @classmethod
     @torch.no_grad()
-    def of(
+    def fit(
         cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None
     ) -> "KeyMetric":
         """Compute the metric from queries x (Z, n, d) and keys y (Z, S, d).
@@ -81,36 +85,48 @@ class KeyMetric(NamedTuple):
         Masks x_keep (Z, n) and y_keep (Z, S). Without x, queries are assumed to have the second moments of the keys and
         mean 0. Raises NotFinite if the moments are not finite (CPU).
         """
-        shift, keys = mean_of(y, y_keep)
+        shift = masked_mean(y, y_keep)
         if x is None:
             tilt = torch.zeros_like(shift)
-            moments = _second_moments(y - shift, y_keep, keys)
+            moments = _second_moments(y - shift, y_keep)
         else:
-            tilt, queries = mean_of(x, x_keep)
-            moments = _second_moments(x - tilt, x_keep, queries)
-        check_result(moments.diagonal(dim1=-2, dim2=-1).sum(-1) + shift.square().sum((-2, -1)))
-        size = moments.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+            tilt = masked_mean(x, x_keep)
+            moments = _second_moments(x - tilt, x_keep)
+        squares = moments.diagonal(dim1=-2, dim2=-1)
+        check_result(squares.sum(-1) + shift.square().sum((-2, -1)))
+        size = squares.mean(-1)[:, None, None]
         ridge = RIDGE * size + torch.finfo(moments.dtype).tiny ** 0.5
-        return cls(shift, tilt, _root(moments, ridge, size))
+        return cls(shift, tilt, _cholesky_root(moments, ridge, size))
 
-    def measured(self, y: Tensor, keep: Tensor) -> Tensor:
+    def transform(self, y: Tensor, keep: Tensor) -> Tensor:
         """Return z (Z, S, d) of unshifted keys; 0 for masked keys."""
-        return torch.where(keep.unsqueeze(-1), y - self.shift, 0.0) @ self.root
+        return zero_masked(y - self.shift, keep) @ self.root
 
     def log_weights(self, y: Tensor) -> Tensor:
         """Return w (Z, S) of shifted keys."""
         return (y * self.tilt).sum(-1)
 
 
-def mean_of(x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean (Z, 1, d) of the unmasked rows and their number, at least 1."""
+def masked_mean(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the mean (Z, 1, d) of the unmasked rows, 0 if there is none."""
     if keep is None:
-        return x.mean(1, keepdim=True), x.new_full((1, 1, 1), x.shape[1])
-    count = keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]
-    return torch.where(keep.unsqueeze(-1), x, 0.0).sum(1, keepdim=True) / count, count
+        return x.mean(1, keepdim=True)
+    return zero_masked(x, keep).sum(1, keepdim=True) / _count_unmasked(x, keep)
 
 
-def _root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
+def _second_moments(x: Tensor, keep: Tensor | None) -> Tensor:
+    x = zero_masked(x, keep)
+    return x.mT @ x / _count_unmasked(x, keep)
+
+
+def _count_unmasked(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Return the number of unmasked rows (Z or 1, 1, 1), at least 1."""
+    if keep is None:
+        return x.new_full((1, 1, 1), x.shape[1])
+    return keep.sum(1).clamp(min=1).to(x.dtype)[:, None, None]
+
+
+def _cholesky_root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
     """Return the Cholesky factor of moments (., d, d) plus a ridge (., 1, 1).
 
     If the factorization fails because of rounding, a multiple of the identity of the same `size` replaces it.
@@ -120,15 +136,10 @@ def _root(moments: Tensor, ridge: Tensor, size: Tensor) -> Tensor:
     return torch.where((failed != 0)[:, None, None], (size + ridge).sqrt() * eye, root)
 
 
-def _second_moments(x: Tensor, keep: Tensor | None, count: Tensor) -> Tensor:
-    x = x if keep is None else torch.where(keep.unsqueeze(-1), x, 0.0)
-    return x.mT @ x / count
-
-
 # ---- choice of keys
 
 
-def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def find_largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest of (..., n) in descending order, and their positions.
 
     k <= n. Of equal values the first positions are taken, which topk does not guarantee.
@@ -145,17 +156,20 @@ def largest(t: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, torch.where(slot < above, positions, tied)
 
 
-def scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
+def heavy_scores(y: Tensor, root: Tensor, w: Tensor | float, keep: Tensor | None) -> Tensor:
     """Return |z|^2 / 2 + w (Z, S) of shifted keys, -inf for masked keys.
 
     It is the log of the mean of e^(x.y) over Gaussian queries. It is computed in float64 and rounded to float32,
     because a matrix product may round equal rows differently.
     """
-    score = (_squares(y.double() @ root.double()) / 2 + w).float()
-    return score if keep is None else score.masked_fill(~keep, -torch.inf)
+    z = y.double() @ root.double()
+    score = (_square_norms(z) / 2 + w).float()
+    if keep is None:
+        return score
+    return score.masked_fill(~keep, -torch.inf)
 
 
-def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
+def find_centres(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
     """Return the centres (Z, K, d) of clusters of z (Z, S, d), K <= S.
 
     Vectors have the weights e^log_u (Z, S); -inf excludes a vector. Let D_j be the squared distance to the nearest
@@ -166,134 +180,134 @@ def centres_of(z: Tensor, log_u: Tensor, clusters: int) -> Tensor:
     """
     top = log_u.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
     u = torch.exp(log_u - top).unsqueeze(-1)
-    squares = _squares(z)
+    squares = _square_norms(z)
     mean = (u * z).sum(1, keepdim=True) / u.sum(1, keepdim=True).clamp(min=MIN_WEIGHT)
     # a key equal to the mean comes last
-    D = _to_nearest(z, squares, mean).clamp(min=MIN_WEIGHT)
-    log_u = log_u.masked_fill(_seen_before(z, squares, log_u > -torch.inf), -torch.inf)
+    D = _square_distances(z, squares, mean).clamp(min=MIN_WEIGHT)
+    log_u = log_u.masked_fill(_equal_earlier(z, squares, log_u > -torch.inf), -torch.inf)
     batches = []
     for start in range(0, clusters, CENTRE_BATCH):
         count = min(CENTRE_BATCH, clusters - start)
-        values, positions = largest(log_u + D.log(), count)  # (Z, count)
+        values, positions = find_largest(log_u + D.log(), count)  # (Z, count)
         new = values > -torch.inf  # False if there are fewer different keys than clusters
-        vectors = z.gather(1, positions.unsqueeze(-1).expand(-1, -1, z.shape[-1]))
+        vectors = rows_at(z, positions)
         batch = vectors.masked_fill(~new.unsqueeze(-1), EMPTY_CENTRE)
         if start == 0:
             batch[:, :1] = torch.where(new[:, :1, None], vectors[:, :1], mean)
         batches.append(batch)
-        D = torch.minimum(D, _to_nearest(z, squares, batch)).scatter(1, positions, 0.0)
+        D = torch.minimum(D, _square_distances(z, squares, batch))
+        D = D.scatter(1, positions, 0.0)
     centres = torch.cat(batches, 1)
-    members = u * one_hot(nearest(z, centres), clusters, u.dtype)
+    members = u * one_hot(nearest_centre(z, centres), clusters, u.dtype)
     N = members.sum(1).unsqueeze(-1)
-    return torch.where(N > MIN_WEIGHT, members.mT @ z / N.clamp(min=MIN_WEIGHT), centres)
+    means = members.mT @ z / N.clamp(min=MIN_WEIGHT)
+    return torch.where(N > MIN_WEIGHT, means, centres)
 
 
-def _squares(z: Tensor) -> Tensor:
+def _square_norms(z: Tensor) -> Tensor:
     return torch.linalg.vector_norm(z, dim=-1).square()
 
 
-def nearest(z: Tensor, centres: Tensor) -> Tensor:
+def nearest_centre(z: Tensor, centres: Tensor) -> Tensor:
     """Return the index (Z, S) of the centre (Z, K, d) nearest to each z (Z, S, d)."""
-    return (z @ centres.mT - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(-1)
+    offsets = centres.square().sum(-1).unsqueeze(-2) / 2
+    return (z @ centres.mT - offsets).argmax(-1)
 
 
-def _to_nearest(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
+def _square_distances(z: Tensor, squares: Tensor, centres: Tensor) -> Tensor:
     """Return the squared distances (Z, S) to the nearest of the centres (Z, k, d).
 
     The distance is 0 to an equal centre. squares: |z|^2.
     """
     offsets = centres.square().sum(-1).unsqueeze(-2)
-    near = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
-    return torch.where(near > EQUAL_TOLERANCE * squares, near, 0.0)
+    distances = torch.add(offsets, z @ centres.mT, alpha=-2).amin(-1).add(squares)
+    return torch.where(distances > EQUAL_TOLERANCE * squares, distances, 0.0)
 
 
-def _seen_before(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
+def _equal_earlier(z: Tensor, squares: Tensor, counted: Tensor) -> Tensor:
     """Return which vectors z (Z, S, d) equal an earlier `counted` (Z, S) vector.
 
     Vectors are sorted along a direction on which different vectors differ, so that equal vectors are neighbours.
     squares: |z|^2.
     """
     slope = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=z.dtype).sqrt().cos()
-    order = (z * slope).sum(-1).masked_fill(~counted, torch.inf).sort(dim=1, stable=True).indices
-    along = z.gather(1, order.unsqueeze(-1).expand_as(z))
-    apart = (along[:, 1:] - along[:, :-1]).square().sum(-1)
+    projections = (z * slope).sum(-1).masked_fill(~counted, torch.inf)
+    order = projections.sort(dim=1, stable=True).indices
+    steps = rows_at(z, order).diff(dim=1).square().sum(-1)
     same = torch.zeros_like(squares, dtype=torch.bool)
-    same[:, 1:] = apart <= EQUAL_TOLERANCE * squares.gather(1, order[:, 1:])
+    same[:, 1:] = steps <= EQUAL_TOLERANCE * squares.gather(1, order[:, 1:])
     return torch.zeros_like(same).scatter(1, order, same)
 
 
-class Choice(NamedTuple):
-    """Heavy hitters and clusters of a sequence."""
+class KeySets(NamedTuple):
+    """Heavy hitters and clusters of a sequence, and the metric that defines them."""
 
+    metric: KeyMetric
     heavy: Tensor  # (Z, n): positions
     there: Tensor  # (Z, n): False for missing ones
     pool: Tensor  # (Z, S): which keys are in clusters
     cluster: Tensor  # (Z, S): cluster of each key
     centres: Tensor  # (Z, K, d), in the space of z
 
-    @classmethod
-    @torch.no_grad()
-    def of(
-        cls, y: Tensor, metric: KeyMetric, heavy: int, clusters: int, keep: Tensor | None
-    ) -> "Choice":
-        """Choose heavy hitters and clusters of shifted keys y (Z, S, d); keep (Z, S).
 
-        There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
-        """
-        z = y @ metric.root
-        w = metric.log_weights(y)
-        check_result(z.square().sum((1, 2)) + w.square().sum(1))
-        score, positions = largest(scores(y, metric.root, w, keep), min(heavy, y.shape[1]))
-        unmasked = torch.ones_like(w, dtype=torch.bool) if keep is None else keep
-        pool = unmasked.scatter(1, positions, False)
-        centres = centres_of(z, w.masked_fill(~pool, -torch.inf), min(clusters, y.shape[1]))
-        return cls(positions, score > -torch.inf, pool, nearest(z, centres), centres)
+@torch.no_grad()
+def choose_sets(y: Tensor, metric: KeyMetric, sizes: Sizes, keep: Tensor | None) -> KeySets:
+    """Choose heavy hitters and clusters of keys y (Z, S, d); keep (Z, S).
+
+    There are at most as many of either as keys. Raises NotFinite if squared norms overflow (CPU).
+    """
+    S = y.shape[1]
+    y = y - metric.shift
+    z = y @ metric.root
+    w = metric.log_weights(y)
+    check_result(z.square().sum((1, 2)) + w.square().sum(1))
+    score, heavy = find_largest(heavy_scores(y, metric.root, w, keep), min(sizes.heavy, S))
+    pool = unmasked_keys(y, keep).scatter(1, heavy, False)
+    centres = find_centres(z, w.masked_fill(~pool, -torch.inf), min(sizes.cells, S))
+    return KeySets(
+        metric=metric,
+        heavy=heavy,
+        there=score > -torch.inf,
+        pool=pool,
+        cluster=nearest_centre(z, centres),
+        centres=centres,
+    )
 
 
 # ---- summaries of clusters
 
 
 class Clusters(NamedTuple):
-    """Keys that represent clusters.
-
-    mu (Z, ., K, d): means. The logit is x.mu + bias (Z, ., K), with the sum of u as weight. spread (Z, ., K): tau.
-    """
+    """Means mu (Z, ., K, d) of the keys of clusters, and their variance in z, tau (Z, ., K)."""
 
     mu: Tensor
-    bias: Tensor
-    spread: Tensor
+    tau: Tensor
 
 
-def moments(y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: Tensor) -> Tensor:
+def key_moments(
+    y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: Tensor
+) -> Tensor:
     """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each key, to be summed."""
-    apart = y @ metric.root - centres.gather(1, cluster.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+    residuals = y @ metric.root - rows_at(centres, cluster)
+    squares = residuals.square().sum(-1, keepdim=True)
     u = u.unsqueeze(-1)
-    return torch.cat([u * y, u * apart.square().sum(-1, keepdim=True), u], -1)
+    return torch.cat([u * y, u * squares, u], -1)
 
 
-def sum_clusters(
-    sums: Tensor, metric: KeyMetric, centres: Tensor, level: Tensor, mass: bool = True
-) -> Clusters:
-    """Return the clusters of summed `moments` (Z, n, K, d + 2).
-
-    `mass` adds the factor 1 + tau / 2: e^(x.mu) is below the mean of e^(x.y), and the factor corrects that to second
-    order.
-    """
+def summarize_clusters(sums: Tensor, metric: KeyMetric, centres: Tensor) -> Clusters:
+    """Return the clusters of summed `key_moments` (Z, n, K, d + 2)."""
     N = sums[..., -1]
-    mean = sums[..., :-1] / N.clamp(min=MIN_WEIGHT).unsqueeze(-1)
-    mu = mean[..., :-1]
-    off = (mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)).square().sum(-1)
-    spread = torch.where(N > MIN_WEIGHT, (mean[..., -1] - off).clamp(min=0), 0.0)
-    bias = level.unsqueeze(1) - (mu * metric.tilt.unsqueeze(1)).sum(-1)
-    if mass:
-        bias = bias + torch.log1p(spread / 2)
-    return Clusters(mu, bias, spread)
+    means = sums[..., :-1] / N.clamp(min=MIN_WEIGHT).unsqueeze(-1)
+    mu = means[..., :-1]
+    offsets = mu @ metric.root.unsqueeze(1) - centres.unsqueeze(1)
+    tau = (means[..., -1] - offsets.square().sum(-1)).clamp(min=0)
+    return Clusters(mu, torch.where(N > MIN_WEIGHT, tau, 0.0))
 
 
 # ---- blocks
 
 
-def blocks(t: Tensor, b: int) -> Tensor:
+def split_blocks(t: Tensor, b: int) -> Tensor:
     """Split (Z, S, ...) into blocks (Z, N, b, ...), padded with zeros."""
     padding = -t.shape[1] % b
     if padding:
@@ -301,25 +315,35 @@ def blocks(t: Tensor, b: int) -> Tensor:
     return t.unflatten(1, (t.shape[1] // b, b))  # no -1: a batch may be empty
 
 
-def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
-    """Replace padded positions (Z, S, .), which may hold NaN, by zeros."""
-    return t if keep is None else torch.where(keep.unsqueeze(-1), t, 0.0)
-
-
-def to_blocks(x: Tensor, b: int) -> Tensor:
+def split_queries(x: Tensor, b: int) -> Tensor:
     """Split queries (Z, G, L, d) into blocks (Z, N, G b, d).
 
     The heads of a group follow each other.
     """
-    return blocks(x.transpose(1, 2), b).transpose(2, 3).flatten(2, 3)
+    return split_blocks(x.transpose(1, 2), b).transpose(2, 3).flatten(2, 3)
 
 
-def from_blocks(t: Tensor, heads: int, length: int) -> Tensor:
-    """Undo `to_blocks`: (Z, N, G b, k) -> (Z, G, L, k)."""
-    return t.unflatten(2, (heads, t.shape[2] // heads)).transpose(1, 2).flatten(2, 3)[:, :, :length]
+def join_queries(t: Tensor, heads: int, length: int) -> Tensor:
+    """Undo `split_queries`: (Z, N, G b, k) -> (Z, G, L, k)."""
+    by_head = t.unflatten(2, (heads, t.shape[2] // heads))
+    return by_head.transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 # ---- rows
+
+
+def unmasked_keys(y: Tensor, keep: Tensor | None) -> Tensor:
+    """Return which of the keys (Z, S, d) are unmasked, (Z, S)."""
+    if keep is None:
+        return torch.ones(y.shape[:2], dtype=torch.bool, device=y.device)
+    return keep[:, : y.shape[1]]
+
+
+def zero_masked(t: Tensor, keep: Tensor | None) -> Tensor:
+    """Replace padded positions (Z, S, .), which may hold NaN, by zeros."""
+    if keep is None:
+        return t
+    return torch.where(keep.unsqueeze(-1), t, 0.0)
 
 
 def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
@@ -330,8 +354,8 @@ def one_hot(cluster: Tensor, clusters: int, dtype: torch.dtype) -> Tensor:
 
 def rows_at(t: Tensor, index: Tensor) -> Tensor:
     """Return the rows (Z, ..., k) of t (Z, S, k) at index (Z, ...)."""
-    gathered = t.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1]))
-    return gathered.view(*index.shape, t.shape[-1])
+    positions = index.flatten(1).unsqueeze(-1).expand(-1, -1, t.shape[-1])
+    return t.gather(1, positions).view(*index.shape, t.shape[-1])
 
 
 # ---- all keys
@@ -342,23 +366,12 @@ def exact_outputs(
 ) -> Tensor:
     """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
 
-    The logits are scale x.y. Causal queries are the last of the sequence and see no later key.
+    The logits are scale x.y; masked keys and values must be finite. Causal queries are the last of the sequence and
+    see no later key.
     """
     mask = None if keep is None else keep[:, : y.shape[1]]
-    if not transformed(x, y, v):  # the fused kernel supports only reverse mode
-        keys = y.unsqueeze(1)
-        values = v.unsqueeze(1)
-        if x.shape[2] == 1 and mask is None:
-            # the last query sees all keys: heads of a group become queries
-            queries = x.transpose(1, 2)
-            out = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
-            return out.transpose(1, 2)
-        return exact_attention(x, keys, values, causal=causal, key_mask=mask, scale=scale)
-    seen = torch.ones(x.shape[2], y.shape[1], dtype=torch.bool, device=x.device)
-    if causal:
-        seen = seen.tril(y.shape[1] - x.shape[2])
-    if mask is not None:
-        seen = seen & mask[:, None, None]
-    logits = (scale * x @ y.unsqueeze(1).mT).masked_fill(~seen, MASKED)
-    out = logits.softmax(-1) @ v.unsqueeze(1)
-    return torch.where(seen.any(-1, keepdim=True), out, 0.0)
+    keys = y.unsqueeze(1)
+    values = v.unsqueeze(1)
+    if transformed(x, y, v):  # the fused kernel supports only reverse mode
+        return softmax_attention(scale * x, keys, values, causal=causal, key_mask=mask)
+    return fused_attention(x, keys, values, causal, mask, scale)

@@ -19,9 +19,9 @@ from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import transformed
 from crt_exp.attention.state import FittedOnce
 from crt_exp.features.statistics import Statistics
-from crt_exp.nearfar.call import apply_by_row, near_far_attention
 from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.nearfar.decoding import RecallState
+from crt_exp.nearfar.dispatch import apply_by_row, near_far_attention
 from crt_exp.samplers.noise import transforming
 from crt_exp.validation import Count, Whole, checked
 
@@ -60,12 +60,17 @@ class NearFar(LinearAttention):
         first_order: cluster values to first order in the query, if not causal. By default from 1000 keys on, and always
             with preset "quality".
         open: keys of clusters that each causal query retrieves, those with its largest logits. From 2304 tokens on the
-            number grows with the square root of the length (`Sizes.opens`).
+            number grows with the square root of the length (`Sizes.retrieval_count`).
         exact_until: position up to which causal queries see all keys exactly (default 1536); number of keys up to which
             other attention is exact (default 512).
         scaling: factor of q.k in the logits, by default d^(-1/2).
         normalize_qk: scale queries and keys to norm d^(1/4).
         fit_steps: training passes that are sampled for a fit of query moments.
+
+    >>> layer = NearFar(4, 16, causal=True, exact_until=64)
+    >>> q, k, v = torch.randn(3, 1, 4, 200, 16)
+    >>> tuple(layer(q, k, v).shape)
+    (1, 4, 200, 16)
     """
 
     serves_causal = True
@@ -94,8 +99,9 @@ class NearFar(LinearAttention):
     ):
         super().__init__(heads, d, kv_heads, causal, cross, scaling, normalize_qk)
         self.recurrent_heads = self.kv_heads
-        self.preset, self.first_order = preset, first_order
-        given = {
+        self.preset = preset
+        self.first_order = first_order
+        options = {
             "block": block,
             "heavy": heavy,
             "cells": cells,
@@ -103,17 +109,13 @@ class NearFar(LinearAttention):
             "open": open,
             "exact_until": exact_until,
         }
-        self.sizes = PRESETS[preset]._replace(
-            **{name: value for name, value in given.items() if value is not None}
-        )
-        self.exact_until = (
-            SHORT if exact_until is None else exact_until
-        )  # for calls that are not causal
-        self.clusters = (
-            FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE)
-            if cross
-            else None
-        )
+        chosen = {name: value for name, value in options.items() if value is not None}
+        self.sizes = PRESETS[preset]._replace(**chosen)
+        # for calls that are not causal
+        self.exact_until = SHORT if exact_until is None else exact_until
+        self.clusters = None
+        if cross:
+            self.clusters = FittedOnce(MetricMaker(), self.kv_heads, d, fit_steps, vectors=SAMPLE)
 
     @property
     def exact_to(self) -> int:
@@ -127,9 +129,8 @@ class NearFar(LinearAttention):
         """
         if key_mask is None and self._is_one_kernel(q, k, v):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scaling)
-            if not out.is_cpu or math.isfinite(
-                out.sum(dtype=torch.float32).item()
-            ):  # else the other path raises
+            # if not finite, the other path raises
+            if not out.is_cpu or math.isfinite(out.sum(dtype=torch.float32).item()):
                 return out
         self.check_call(q, k)
         changing = self.training and not in_backward()
@@ -167,35 +168,37 @@ class NearFar(LinearAttention):
         )
 
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        metric, sizes = (
-            None,
-            self.sizes if self.causal else self.sizes._replace(exact_until=self.exact_until),
-        )
+        """Return the output of `forward` without changing the state of the layer."""
+        metric = None
         if self._uses_moments(q, k) and self.clusters.done:
             metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in self.clusters.params()))
-        attend = partial(
-            near_far_attention,
-            causal=self.causal,
-            cross=self.cross or q.shape[2] != k.shape[2],
-            metric=metric,
-            factor=self.scale,
-        )
-        x, y = self.normalized(q), self.normalized(k)
-        if (
-            self.first_order is not None
-            or self.preset == "quality"
-            or self.causal
-            or k.shape[2] < LONG
-        ):
-            return attend(x, y, v, sizes, key_mask=key_mask)
-        long = sizes._replace(first_order=True)
+        sizes = self.sizes
+        if not self.causal:
+            sizes = sizes._replace(exact_until=self.exact_until)
+
+        def attend(first_order: bool, x: Tensor, y: Tensor, v: Tensor, mask: Tensor | None):
+            return near_far_attention(
+                x,
+                y,
+                v,
+                sizes._replace(first_order=first_order),
+                causal=self.causal,
+                cross=self.cross or q.shape[2] != k.shape[2],
+                metric=metric,
+                key_mask=mask,
+                factor=self.scale,
+            )
+
+        x = self.normalized(q)
+        y = self.normalized(k)
+        chosen = self.first_order is not None or self.preset == "quality" or self.causal
+        if chosen or k.shape[2] < LONG:
+            return attend(sizes.first_order, x, y, v, key_mask)
         if key_mask is None:
-            return attend(x, y, v, long)
-        plain, to_first_order = (
-            lambda x, y, v, mask, own=own: attend(x, y, v, own, key_mask=mask)
-            for own in (sizes, long)
-        )
-        return apply_by_row(key_mask.sum(1) >= LONG, to_first_order, plain, x, y, v, key_mask)
+            return attend(True, x, y, v, None)
+        is_long = key_mask.sum(1) >= LONG
+        inputs = (x, y, v, key_mask)
+        return apply_by_row(is_long, partial(attend, True), partial(attend, False), *inputs)
 
     # ---- learned state and decoding
 
@@ -210,11 +213,9 @@ class NearFar(LinearAttention):
         return RecallState(self.sizes, self.kv_heads)
 
     def _uses_moments(self, q: Tensor, k: Tensor) -> bool:
-        return (
-            self.clusters is not None
-            and not self.causal
-            and (self.cross or q.shape[2] != k.shape[2])
-        )
+        if self.clusters is None or self.causal:
+            return False
+        return self.cross or q.shape[2] != k.shape[2]
 
     def _advance(self, q: Tensor, k: Tensor) -> None:
         if not self._uses_moments(q, k):
@@ -241,8 +242,10 @@ class MetricMaker:
 
     def fit(self, stats: Statistics) -> KeyMetric:
         """Compute the metric from the finite vectors of each head."""
-        (_, queries), (_, keys) = stats.x.sets(), stats.y.sets()
-        x, y = torch.stack(queries), torch.stack(keys)  # equal numbers for all heads
-        if not x.shape[1] or not y.shape[1]:
-            return KeyMetric(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))
-        return KeyMetric.of(x, y, None, None)
+        _, queries = stats.x.sets()
+        _, keys = stats.y.sets()
+        x = torch.stack(queries)  # equal numbers for all heads
+        y = torch.stack(keys)
+        if x.shape[1] and y.shape[1]:
+            return KeyMetric.fit(x, y, None, None)
+        return KeyMetric(*(t.expand(len(x), -1, -1).to(x) for t in self.unfitted(x.shape[-1])))

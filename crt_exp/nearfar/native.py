@@ -3,11 +3,13 @@
 Bidirectional and cross-attention: clusters.c, forward.c and backward.c. Causal: scores.c, past.c, causal_forward.c and
 causal_backward.c. They compute the same as choice.py, both_directions.py, causal.py and retrieval.py.
 
-Notation as in call.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters, K
+Notation as in dispatch.py: Z = batch x key heads, G query heads of each, L queries, S keys, d, dv; n heavy hitters, K
 clusters.
 """
 
 import ctypes
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,72 +23,44 @@ from crt_exp.attention.checks import (
 )
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
-from crt_exp.nearfar.choice import MAX_GAP, Choice, KeyMetric, Sizes
+from crt_exp.nearfar.choice import MAX_GAP, KeyMetric, KeySets, Sizes
 
 FEW = 16  # queries of a step that one thread computes: about 50 us each
 THREADS = 4  # for each head, which one thread computes: PyTorch uses more threads better
-SIZES = (
-    "Z",
-    "G",
-    "L",
-    "S",
-    "d",
-    "dv",
-    "block",
-    "heavy",
-    "clusters",
-    "first_order",
-    "cross",
-    "open",
-    "open_first",
-    "first_renewal",
-    "capacity",
-    "gap_capacity",
-    "threads",
-)
-VIEWS = ("x", "y", "v", "out", "grad", "dx", "dy", "dvalues")
-POINTERS = (
-    "keep",
-    "shift",
-    "tilt",
-    "root",
-    "centres",
-    "positions",
-    "cluster",
-    "there",
-    "pool",
-    "u",
-    "square",
-    "level",
-    "sums",
-    "spread",
-    "slope",
-    "logsum",
-    "gaps",
-    "gap_offset",
-    "decoding_state",
-)
+HEADER = Path(__file__).with_name("near_far.h")
+KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "View": View}
+
+
+def _read_fields(header: Path) -> list[tuple[str, type]]:
+    """Return names and types of the fields of the C structure `NearFar`."""
+    match = re.search(r"typedef struct \{([^}]*)\} NearFar;", header.read_text())
+    assert match is not None
+    declarations = re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL)
+    fields = []
+    for kind, names in re.findall(r"(\w+) (\*?\w+(?:, \*?\w+)*);", declarations):
+        for name in names.split(", "):
+            if name.startswith("*"):
+                fields.append((name[1:], ctypes.c_void_p))
+            else:
+                fields.append((name, KINDS[kind]))
+    return fields
 
 
 class Call(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in SIZES),
-        ("factor", ctypes.c_double),
-        *((name, View) for name in VIEWS),
-        *((name, ctypes.c_void_p) for name in POINTERS),
-    ]
+    """The C structure `NearFar`: sizes, views and pointers of a call."""
+
+    _fields_ = _read_fields(HEADER)
 
 
 class CausalInputs(NamedTuple):
     """Inputs of a causal call, in addition to the vectors.
 
-    keep: (Z, S) or None. shift, root: the metric. factor: factor of queries and keys.
+    keep: (Z, S) or None. metric: its tilt is 0. factor: factor of queries and keys.
     sizes: block, heavy, clusters, open (of the last queries), open_first (of the first queries) and first_renewal.
     """
 
     keep: Tensor | None
-    shift: Tensor
-    root: Tensor
+    metric: KeyMetric
     sizes: dict[str, int]
     factor: float = 1.0
 
@@ -94,6 +68,7 @@ class CausalInputs(NamedTuple):
 class PastMemory(NamedTuple):
     """State of the past in decoding, for at most `capacity` tokens."""
 
+    metric: KeyMetric
     capacity: int
     numbers: Tensor  # (Z, n), not shared between states
 
@@ -119,7 +94,7 @@ def choose(
     keep: Tensor | None,
     factor: float = 1.0,
     metric: KeyMetric | None = None,
-) -> tuple[KeyMetric, Choice]:
+) -> KeySets:
     """Choose metric, heavy hitters and clusters for factor x and factor y.
 
     x (Z, G, L, d), y (Z, S, d). A given metric (Z, ...) means that they belong to two sequences. Raises NotFinite if
@@ -131,8 +106,8 @@ def choose(
     cross = metric is not None
     if not cross:
         metric = KeyMetric(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d))
-    metric = KeyMetric(*(t.contiguous() for t in metric))
-    choice = Choice(
+    sets = KeySets(
+        metric=KeyMetric(*(t.contiguous() for t in metric)),
         heavy=y.new_empty(Z, heavy, dtype=torch.long),
         there=y.new_empty(Z, heavy, dtype=torch.bool),
         pool=y.new_empty(Z, S, dtype=torch.bool),
@@ -140,18 +115,17 @@ def choose(
         centres=y.new_empty(Z, clusters, d),
     )
     views = {"x": x, "y": y.unsqueeze(1)}
-    pointers = _set_pointers(metric, choice) | {"keep": keep}
+    pointers = _set_pointers(sets) | {"keep": keep}
     numbers = {"heavy": heavy, "clusters": clusters, "factor": factor, "cross": cross}
     _call("near_far_choose", views, pointers, numbers)
-    return metric, choice
+    return sets
 
 
 def attend(
     x: Tensor,
     y: Tensor,
     v: Tensor,
-    metric: KeyMetric,
-    choice: Choice,
+    sets: KeySets,
     sizes: Sizes,
     factor: float = 1.0,
     cross: bool = False,
@@ -162,7 +136,7 @@ def attend(
     """
     Z, G, L, d = x.shape
     S = y.shape[1]
-    clusters = choice.centres.shape[1]
+    clusters = sets.centres.shape[1]
     slope_rows = v.shape[-1] if sizes.first_order else 0
     intermediates = {
         "u": y.new_empty(Z, S),
@@ -175,13 +149,13 @@ def attend(
     }
     numbers = {
         "block": min(sizes.block, S),
-        "heavy": choice.heavy.shape[1],
+        "heavy": sets.heavy.shape[1],
         "clusters": clusters,
         "first_order": sizes.first_order,
         "cross": cross,
         "factor": factor,
     }
-    pointers = _set_pointers(metric, choice) | intermediates
+    pointers = _set_pointers(sets) | intermediates
     return _NearFarInC.apply("near_far", pointers, numbers, x, y, v)
 
 
@@ -198,20 +172,21 @@ def causal(
     if memory is not None:
         pointers["decoding_state"] = memory.numbers
         numbers["capacity"] = memory.capacity
-        queries = pointers["logsum"].numel()
-        if queries <= FEW:  # threads would wait for each other and for busy cores
+        if x[..., 0].numel() <= FEW:  # threads would wait for each other and for busy cores
             numbers["threads"] = 1
     return _NearFarInC.apply("near_far_causal", pointers, numbers, x, y, v)
 
 
-def empty_memory(y: Tensor, dv: int, sizes: dict[str, int], capacity: int) -> PastMemory:
+def empty_memory(
+    y: Tensor, dv: int, metric: KeyMetric, sizes: dict[str, int], capacity: int
+) -> PastMemory:
     """Return the empty memory of decoding for keys y (Z, S, d)."""
     call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **sizes)
     size = native.library().near_far_causal_size
     size.restype = ctypes.c_int64
     numbers = y.new_empty(len(y), size(ctypes.byref(call)))
     numbers[:, :2] = 0
-    return PastMemory(capacity, numbers)
+    return PastMemory(metric, capacity, numbers)
 
 
 def causal_arguments(
@@ -229,13 +204,14 @@ def causal_arguments(
     numbers["open"] = min(inputs.sizes["open"], S)
     pointers = {
         "keep": inputs.keep,
-        "shift": inputs.shift,
-        "root": inputs.root,
+        "shift": inputs.metric.shift,
+        "root": inputs.metric.root,
         "logsum": y.new_empty(Z, G, L),
     }
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)):
-        numbers["gap_capacity"] = G * L * (numbers["open"] + S // (MAX_GAP - 1) + 2)
-        pointers["gaps"] = torch.empty(Z, numbers["gap_capacity"], dtype=torch.uint8, device="cpu")
+        capacity = G * L * (numbers["open"] + S // (MAX_GAP - 1) + 2)
+        numbers["gap_capacity"] = capacity
+        pointers["gaps"] = torch.empty(Z, capacity, dtype=torch.uint8, device="cpu")
         pointers["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")
     return pointers, numbers
 
@@ -277,10 +253,11 @@ class _NearFarInC(torch.autograd.Function):
         return None, None, None, dx, dy, dv
 
 
-def _set_pointers(metric: KeyMetric, choice: Choice) -> dict[str, Tensor]:
-    pointers = metric._asdict() | choice._asdict()
+def _set_pointers(sets: KeySets) -> dict[str, Tensor]:
+    pointers = sets._asdict()
+    metric = pointers.pop("metric")
     pointers["positions"] = pointers.pop("heavy")
-    return pointers
+    return pointers | metric._asdict()
 
 
 def _call(
@@ -297,16 +274,15 @@ def _call(
     for field, number in numbers.items():
         setattr(call, field, number)
     alive = []  # contiguous copies must outlive the call
-    for field, t in views.items():
-        if t.stride(-1) != 1:
-            t = t.contiguous()
-        alive.append(t)
-        setattr(call, field, View(t.data_ptr(), *t.stride()[:3]))
-    for field, t in pointers.items():
-        if t is not None:
-            t = t.contiguous()
-            alive.append(t)
-            setattr(call, field, t.data_ptr())
+    for field, view in views.items():
+        rows = view if view.stride(-1) == 1 else view.contiguous()
+        alive.append(rows)
+        setattr(call, field, View(rows.data_ptr(), *rows.stride()[:3]))
+    for field, pointer in pointers.items():
+        if pointer is not None:
+            entries = pointer.contiguous()
+            alive.append(entries)
+            setattr(call, field, entries.data_ptr())
     status = getattr(native.library(), name)(ctypes.byref(call))
     if status == NO_MEMORY:
         raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")

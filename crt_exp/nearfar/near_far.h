@@ -1,6 +1,6 @@
 /* Shared by the kernels of near-far attention. One thread processes one key head with the G query heads that share it.
 
-   Notation as in nearfar/call.py: Z key heads, G query heads of each, L queries of S keys, d, dv; N blocks of b
+   Notation as in nearfar/dispatch.py: Z key heads, G query heads of each, L queries of S keys, d, dv; N blocks of b
    tokens, n heavy hitters, K clusters. In cross-attention (`cross`) no key is near, and L is arbitrary. Queries x,
    keys y minus their shift, values v; z = y root, w = y.tilt; u_j = exp(w_j - level of the cluster). Rows with d
    columns have stride dp, those with dv + 1 columns lv. */
@@ -31,7 +31,7 @@
 #define QUANTIZED_PAD 16        /* quantized vectors are padded to a multiple of this */
 #define SIGN_FACTOR 2654435769  /* the random signs of the rotation are the highest bits of its multiples */
 
-/* A call of the library: bidirectional, cross or causal. The fields are those of `Call` in native.py. */
+/* A call of the library: bidirectional, cross or causal. native.py reads the fields from here. */
 typedef struct {
     int64_t Z, G, L, S, d, dv, block, heavy, clusters, first_order, cross;
     int64_t open, open_first, first_renewal;  /* causal: keys that the last and the first queries retrieve; position */

@@ -13,9 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crt_exp.nearfar.choice import MASKED, MIN_SD, MIN_WEIGHT, QUANTIZED_PAD, SIGN_FACTOR, largest
+from crt_exp.nearfar.choice import (
+    MASKED,
+    MIN_SD,
+    MIN_WEIGHT,
+    QUANTIZED_PAD,
+    SIGN_FACTOR,
+    find_largest,
+)
 
-WHOLE = 127  # largest integer
+MAX_INTEGER = 127
 EXACT = 2**24  # float32 represents all integers up to this
 
 
@@ -25,23 +32,23 @@ class Integers(NamedTuple):
     numbers: Tensor  # (..., d'), integers; d' = d rounded up to a multiple of QUANTIZED_PAD
     step: Tensor  # (...), of the rotated vectors; 0 for zero vectors
 
-    @classmethod
-    def of(cls, t: Tensor) -> "Integers":
-        """Quantize float32 vectors (..., d).
 
-        Halves are rounded away from 0, by truncating a doubled number. Nothing is added to a product, because some
-        processors fuse the two without rounding between.
-        """
-        t = rotate(t.float())
-        most = t.abs().amax(-1, keepdim=True)
-        there = most > MIN_WEIGHT
-        end = torch.full_like(
-            most, WHOLE
-        )  # a tensor: division by a Python number rounds twice, through a reciprocal
-        double = torch.where(there, 2 * end / torch.where(there, most, 1.0), 0.0)
-        cut = (t * double).trunc()
-        step = torch.where(there, most / end, 0.0)
-        return cls(((cut + cut.sign()) / 2).trunc(), step.squeeze(-1))
+def quantize(t: Tensor) -> Integers:
+    """Quantize float32 vectors (..., d).
+
+    Halves are rounded away from 0, by truncating a doubled number. Nothing is added to a product, because some
+    processors fuse the two without rounding between.
+    """
+    rotated = rotate(t.float())
+    largest = rotated.abs().amax(-1, keepdim=True)
+    nonzero = largest > MIN_WEIGHT
+    # a tensor: division by a Python number rounds twice, through a reciprocal
+    end = torch.full_like(largest, MAX_INTEGER)
+    doubled_scale = torch.where(nonzero, 2 * end / torch.where(nonzero, largest, 1.0), 0.0)
+    doubled = (rotated * doubled_scale).trunc()
+    numbers = ((doubled + doubled.sign()) / 2).trunc()
+    step = torch.where(nonzero, largest / end, 0.0)
+    return Integers(numbers, step.squeeze(-1))
 
 
 def rotate(t: Tensor) -> Tensor:
@@ -76,22 +83,25 @@ def eight_bit_scores(q: Tensor, y: Tensor) -> Tensor:
 
     q (Z, ..., d), y (Z, S, d).
     """
-    (whole, _), (keys, step) = Integers.of(q), Integers.of(y)
-    wide = torch.float32 if whole.shape[-1] * WHOLE**2 < EXACT else torch.float64
-    products = whole.flatten(1, -2).to(wide) @ keys.mT.to(wide)
-    return (products.float() * step.unsqueeze(1)).view(*q.shape[:-1], y.shape[1])
+    queries = quantize(q).numbers
+    keys = quantize(y)
+    largest_sum = queries.shape[-1] * MAX_INTEGER**2
+    exact_dtype = torch.float32 if largest_sum < EXACT else torch.float64
+    rows = queries.flatten(1, -2).to(exact_dtype)
+    products = rows @ keys.numbers.mT.to(exact_dtype)
+    scores = products.float() * keys.step.unsqueeze(1)
+    return scores.view(*q.shape[:-1], y.shape[1])
 
 
 @torch.no_grad()
-def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tensor:
+def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, count: int) -> Tensor:
     """Return the positions (Z, ..., o) of retrieved keys, -1 where there are fewer.
 
-    Each query (Z, ..., d) retrieves the `open` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
+    Each query (Z, ..., d) retrieves the `count` keys of y (Z, S, d) with the largest 8-bit scores among `member` (Z,
     ..., S); of equal scores the first.
     """
-    highest, positions = largest(
-        eight_bit_scores(q, y).masked_fill(~member, MASKED), min(open, y.shape[1])
-    )
+    scores = eight_bit_scores(q, y).masked_fill(~member, MASKED)
+    highest, positions = find_largest(scores, min(count, y.shape[1]))
     return torch.where(highest > MASKED, positions, -1)
 
 
@@ -99,29 +109,33 @@ def retrieved_positions(y: Tensor, member: Tensor, q: Tensor, open: int) -> Tens
 
 
 @torch.no_grad()
-def log_mean_below_threshold(mu: Tensor, sd: Tensor, threshold: Tensor) -> Tensor:
-    """Return the log of the mean of e^l over l < bar for normal l. No gradient.
+def log_mean_below(mu: Tensor, sd: Tensor, threshold: Tensor) -> Tensor:
+    """Return the log of the mean of e^l over l < threshold for normal l. No gradient.
 
-    l has mean mu and standard deviation sd. The result is at most `bar`; it is mu if sd is 0 and bar is larger.
-    With t = (bar - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). For negative arguments of Phi the
-    squares, which would cancel, are removed: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
+    l has mean mu and standard deviation sd. The result is at most the threshold; it is mu if sd is 0 and the threshold
+    is larger. With t = (threshold - mu) / sd it is mu + sd^2 / 2 + log Phi(t - sd) - log Phi(t). For negative arguments
+    of Phi the squares, which would cancel, are removed: log Phi(-u) = -u^2 / 2 + log(erfcx(u / sqrt 2) / 2).
     """
     sd = sd.clamp(min=MIN_SD)
     t = (threshold - mu) / sd
-    whole = torch.where(
-        t >= sd, mu + sd.square() / 2, torch.where(t > 0, threshold - t.square() / 2, threshold)
-    )
-    return whole + _log_phi(t - sd) - _log_phi(t)
+    between = torch.where(t > 0, threshold - t.square() / 2, threshold)
+    peak = torch.where(t >= sd, mu + sd.square() / 2, between)
+    return peak + _log_phi(t - sd) - _log_phi(t)
 
 
 def _log_phi(u: Tensor) -> Tensor:
     """Return log Phi(u), without the term -u^2 / 2 for negative u."""
     below = torch.special.erfcx(u.clamp(max=0) / -(2**0.5)).div(2)
-    return torch.where(u < 0, below, torch.special.ndtr(u.clamp(min=0))).log()
+    above = torch.special.ndtr(u.clamp(min=0))
+    return torch.where(u < 0, below, above).log()
 
 
 def cluster_remainder(
-    mu: Tensor, sd: Tensor, number: Tensor, exact: Tensor, cluster: Tensor
+    mu: Tensor,
+    sd: Tensor,
+    number: Tensor,
+    retrieved: Tensor,
+    cluster: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return how many keys of each cluster remain, and the log weight of each.
 
@@ -133,10 +147,11 @@ def cluster_remainder(
         mu: logits of the cluster means.
         sd: standard deviations of the logits in each cluster.
         number: keys of each cluster before retrieval.
-        exact: logits (..., o) of the retrieved keys, inf for none.
+        retrieved: logits (..., o) of the retrieved keys, inf for none.
         cluster: clusters of the retrieved keys.
     """
     with torch.no_grad():
-        left = number - torch.zeros_like(mu).scatter_add(-1, cluster, exact.isfinite().to(mu.dtype))
-        more = log_mean_below_threshold(mu, sd, exact.amin(-1, keepdim=True)) - mu
-    return left, torch.where(left > 0, mu + more, -torch.inf)
+        counted = retrieved.isfinite().to(mu.dtype)
+        remaining = number - torch.zeros_like(mu).scatter_add(-1, cluster, counted)
+        correction = log_mean_below(mu, sd, retrieved.amin(-1, keepdim=True)) - mu
+    return remaining, torch.where(remaining > 0, mu + correction, -torch.inf)

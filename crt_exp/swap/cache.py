@@ -262,10 +262,9 @@ class RecurrentLayer(DynamicLayer):
 
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
-        state = self.state.kept if self.state is not None and self.state.kept is not None else ()
-        return sum(
-            t.nbytes for t in (self.keys, self.values, self.padding, *state) if t is not None
-        )
+        stored = [] if self.state is None else self.state.tensors()
+        stored += [t for t in (self.keys, self.values, self.padding) if t is not None]
+        return sum(t.nbytes for t in stored)
 
     def reset(self) -> None:
         super().reset()

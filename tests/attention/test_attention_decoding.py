@@ -157,11 +157,11 @@ def test_a_compiled_token_is_the_eager_step(name):
     """In one graph, which asks for no value."""
     ours, expected = states(name)
     compiled = torch.compile(ours.token, fullgraph=True, backend="aot_eager")
-    kept = ours.kept
+    packed = ours.packed_sums
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(11):
         vectors = torch.randn(2, 4, 1, 8), *torch.randn(2, 2, 2, 1, 8)
-        out, kept = compiled(kept, *vectors)
+        out, packed = compiled(packed, *vectors)
         torch.testing.assert_close(out, expected.step(*vectors), rtol=1e-5, atol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -187,7 +187,8 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Pair(OPRF(), causal, torch.float32)
     monkeypatch.setattr(
-        "crt_exp.attention.call.chunked_engine", lambda *a: pytest.fail("plain operations")
+        "crt_exp.attention.feature_attention.chunked_engine",
+        lambda *a: pytest.fail("plain operations"),
     )
     for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True))[
         : 1 + causal

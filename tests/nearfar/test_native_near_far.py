@@ -8,14 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.nearfar_cases import random_integers
+from torch.utils._pytree import tree_map_only
 
 from crt_exp.attention import exact_attention
 from crt_exp.attention.engines import native
 from crt_exp.features.base import NotFinite
 from crt_exp.nearfar import native as near_far
 from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.both_directions import Both, ChosenSets
-from crt_exp.nearfar.choice import Choice, KeyMetric, Sizes, _root
+from crt_exp.nearfar.both_directions import Bidirectional
+from crt_exp.nearfar.choice import KeyMetric, Sizes, _cholesky_root
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -71,31 +73,30 @@ def test_equals_float64(name):
     """With sets that PyTorch has chosen; NaN in the padding."""
     sizes, shape = CASES[name]
     *inputs, grad, keep = tensors(**shape)
-    call = Both(sizes, "L" in shape, None)
+    call = Bidirectional(sizes, "L" in shape)
     exact = [t.double().requires_grad_() for t in inputs]
-    chosen = call.choose(*exact[:2], keep, slice(None))
     assert not near_far.applies(*exact)
     assert near_far.applies(*inputs)
-
-    def single(t):
-        return t.float() if t.is_floating_point() else t
-
-    def double(t):
-        return single(t).double() if t.is_floating_point() else t
-
-    sets = []
-    for to in (single, double):
-        sets.append([kind(*map(to, own)) for kind, own in zip((KeyMetric, Choice), chosen)])
-    out = call.attend(*exact, keep, ChosenSets(*sets[1]))
+    chosen = call.choose(*exact[:2], keep)
+    sets = tree_map_only(torch.Tensor, rounded, chosen)
+    out = call.attend(*exact, keep, tree_map_only(torch.Tensor, widened, sets))
     if keep is not None:
         for t in inputs[1:]:
             t.masked_fill_(~keep.unsqueeze(-1), torch.nan)
     inputs = [t.requires_grad_() for t in inputs]
-    found = near_far.attend(*inputs, *sets[0], sizes, cross=call.cross)
+    found = near_far.attend(*inputs, sets, sizes, cross=call.cross)
     if keep is not None and not call.cross:  # what padded queries see depends on no law
         grad = grad * keep[:, None, :, None]
     assert_near([found * (grad != 0)], [out * (grad != 0)])
     assert_near(gradients(found, inputs, grad), gradients(out, exact, grad))
+
+
+def rounded(t):
+    return t.float() if t.is_floating_point() else t
+
+
+def widened(t):
+    return t.double() if t.is_floating_point() else t
 
 
 @torch.no_grad()
@@ -103,36 +104,31 @@ def test_equals_float64(name):
 def test_chooses_what_float64_does(name):
     sizes, shape = CASES[name]
     x, y, *_, keep = tensors(**shape)
-    call = Both(sizes, "L" in shape, None)
-    metric, choice = replace(call, native=True).choose(x, y, keep, slice(None))
-    exact, expected = call.choose(x.double(), y.double(), keep, slice(None))
-    enough = (
-        expected.pool.sum(1) >= expected.centres.shape[1]
-    ).all()  # or some centres are any keys
-    for ours, theirs in zip((*metric, choice.centres), (*exact, expected.centres)):
-        if ours is choice.centres and not enough:
-            continue
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
-    assert torch.equal(choice.pool, expected.pool)
+    call = Bidirectional(sizes, "L" in shape)
+    sets = replace(call, native=True).choose(x, y, keep)
+    expected = call.choose(x.double(), y.double(), keep)
+    close = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
+    for ours, theirs in zip(sets.metric, expected.metric):
+        torch.testing.assert_close(ours, theirs, **close)
+    # or some centres are any keys
+    if (expected.pool.sum(1) >= expected.centres.shape[1]).all():
+        torch.testing.assert_close(sets.centres, expected.centres, **close)
+    assert torch.equal(sets.pool, expected.pool)
     for z in range(len(y)):
-        assert (
-            set(choice.heavy[z].tolist()) == set(expected.heavy[z].tolist())
-            or not choice.there[z].all()
-        )
-        assert len(set(choice.heavy[z].tolist())) == choice.heavy.shape[1]
-    z = (y.double() - exact.shift) @ exact.root
-    distances = torch.cdist(z, choice.centres.double())
-    ours = distances.gather(2, choice.cluster.unsqueeze(-1)).squeeze(-1)
-    assert (ours <= distances.amin(-1) + 1e-4)[choice.pool].all()
+        heavy = set(sets.heavy[z].tolist())
+        assert len(heavy) == sets.heavy.shape[1]
+        assert heavy == set(expected.heavy[z].tolist()) or not sets.there[z].all()
+    z = (y.double() - expected.metric.shift) @ expected.metric.root
+    distances = torch.cdist(z, sets.centres.double())
+    ours = distances.gather(2, sets.cluster.unsqueeze(-1)).squeeze(-1)
+    assert (ours <= distances.amin(-1) + 1e-4)[sets.pool].all()
 
 
 def repeated_keys(seed, across, masked, most):
     """Tensors at any shape whose keys are of few kinds, a mask with holes, and near-far sizes with at most `most` cells
     or, where None, as many as there are kinds."""
     g = torch.Generator().manual_seed(seed)
-
-    def pick(low, high):
-        return int(torch.randint(low, high + 1, (1,), generator=g))
+    pick = random_integers(g)
 
     def draw(n, k):
         return torch.randn(1, 2, n, k, generator=g)
@@ -141,14 +137,14 @@ def repeated_keys(seed, across, masked, most):
     dv = pick(1, 20)
     S = pick(150, 300)
     kinds = pick(3, 12)
-    sizes = Sizes(
-        pick(1, 6), pick(0, 16), kinds if most is None else pick(1, most), open=pick(1, 8)
-    )
+    block = pick(1, 6)
+    heavy = pick(0, 16)
+    cells = kinds if most is None else pick(1, most)
+    sizes = Sizes(block, heavy, cells, open=pick(1, 8))
     L = pick(1, S) if across else S
     scale = (1, 3, 8)[seed % 3] * d**-0.25
-    kind = torch.cat(
-        [torch.arange(kinds).repeat(2), torch.randint(kinds, (S - 2 * kinds,), generator=g)]
-    )
+    others = torch.randint(kinds, (S - 2 * kinds,), generator=g)
+    kind = torch.cat([torch.arange(kinds).repeat(2), others])
     x = scale * draw(L, d)
     y = scale * draw(kinds, d)[:, :, kind]
     v = draw(S, dv)
@@ -300,7 +296,7 @@ def test_a_matrix_that_rounding_left_without_a_root_is_no_metric_of_half():
     moments = torch.tensor(
         [[[1.0, 2.0], [2.0, 1.0]], [[4.0, 2.0], [2.0, 3.0]]], dtype=torch.float64
     )
-    roots = _root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
+    roots = _cholesky_root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
     actual = roots[0]
     expected = 4.0001**0.5 * torch.eye(2)
     torch.testing.assert_close(actual, expected, check_dtype=False)
@@ -342,7 +338,7 @@ def test_another_sequence_by_known_moments():
     x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
     keep = torch.rand(2, 90, generator=g) < 0.7
     keep[1] = False
-    metric = KeyMetric.of(
+    metric = KeyMetric.fit(
         torch.randn(4, 40, 8, generator=g) + 0.3, torch.randn(4, 40, 8, generator=g), None, None
     )
     found = []
@@ -381,7 +377,7 @@ for seed in range(60):
     if seed % 6 == 0:
         with torch.no_grad():
             y, v, state, most = draw(kv, S, d), draw(kv, S, dv), RecallState(sizes, kv), S // 2
-            state.take(y[:, :, :most], v[:, :, :most])
+            state.step(own[:, :, :most], y[:, :, :most], v[:, :, :most])
             for i in range(most, min(S, most + 60)):
                 state.step(*(t[:, :, i:i + 1] for t in (own, y, v)))
 print("whole")

@@ -1,17 +1,23 @@
-"""Near-far attention equals its definition by all pairs, has the properties of that definition, and does not depend on
+"""Near-far attention equals its reference by all pairs, has the properties of that definition, and does not depend on
 the scale of keys against queries, copies of a key or sizes beyond the keys."""
 
 import pytest
 import torch
 from helpers.native_cases import needs_library
-from helpers.nearfar_cases import all_pairs, same, tensors
+from helpers.nearfar_cases import (
+    by_reference,
+    centres_by_definition,
+    metric_by_definition,
+    same,
+    tensors,
+)
 from torch.autograd import forward_ad
 
 from crt_exp.attention import exact_attention, softmax_attention, uniform_attention
 from crt_exp.features.base import NotFinite
-from crt_exp.nearfar import call as nearfar
-from crt_exp.nearfar import native, near_far_attention
-from crt_exp.nearfar.choice import Sizes, centres_of
+from crt_exp.nearfar import dispatch, native, near_far_attention
+from crt_exp.nearfar.both_directions import Bidirectional
+from crt_exp.nearfar.choice import Sizes, find_centres
 from crt_exp.nearfar.decoding import RecallState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,27 +34,57 @@ def engine(request, monkeypatch):
     return request.param
 
 
+CASES = [
+    (Sizes(3, 4, 9, True), {"H": 4}, True),
+    (Sizes(4, 0, 5), {"kv_heads": 1}, False),
+    (Sizes(64, 4, 9), {}, True),
+    (Sizes(3, 20, 90), {"L": 12}, False),
+    (Sizes(3, 4, 5), {"L": 9, "S": 23}, True),
+    (Sizes(3, 4, 9, True), {"L": 9, "S": 23, "H": 4}, False),
+]
+
+
 @pytest.mark.parametrize(
-    "sizes, options, masked",
+    "dtype, tolerance",
     [
-        (Sizes(3, 4, 9, True), {"H": 4}, True),
-        (Sizes(4, 0, 5), {"kv_heads": 1}, False),
-        (Sizes(64, 4, 9), {}, True),
-        (Sizes(3, 20, 90), {"L": 12}, False),
-        (Sizes(3, 4, 5), {"L": 9, "S": 23}, True),
-        (Sizes(3, 4, 9, True), {"L": 9, "S": 23, "H": 4}, False),
+        pytest.param(torch.float32, 2e-4, marks=needs_library, id="C"),
+        pytest.param(torch.float64, 1e-9, id="PyTorch"),
     ],
 )
-def test_outputs_and_gradients_are_those_of_all_pairs(sizes, options, masked):
+@pytest.mark.parametrize("sizes, options, masked", CASES)
+def test_outputs_and_gradients_are_those_of_the_reference(sizes, options, masked, dtype, tolerance):
     """In both directions, and to another sequence where S is given."""
     x, y, v, keep = tensors(**options)
     cross = "S" in options
-    keep = keep if masked else None
-    expected = all_pairs(x, y, v, keep, cross=cross, **dict(zip(Sizes._fields[:4], sizes)))
-    out = near_far_attention(x, y, v, sizes, key_mask=keep, cross=cross)
+    mask = keep if masked else None
+    expected = by_reference(x, y, v, sizes, cross=cross, key_mask=mask)
+    vectors = [t.to(dtype) for t in (x, y, v)]
+    out = near_far_attention(*vectors, sizes, key_mask=mask, cross=cross).double()
     if masked and not cross:  # what padded queries see depends on no law
-        out, expected = (torch.where(keep[:, None, :, None], t, 0.0) for t in (out, expected))
-    same(out, expected, (x, y, v))
+        seen = keep[:, None, :, None]
+        out = torch.where(seen, out, 0.0)
+        expected = torch.where(seen, expected, 0.0)
+    same(out, expected, (x, y, v), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_sets_are_those_of_their_definition():
+    x, y, *_ = tensors(B=1, H=1, kv_heads=1, L=60)
+    sizes = Sizes(heavy=5, cells=20)
+    sets = Bidirectional(sizes).choose(x, y[0], None)
+    shift, tilt, root = metric_by_definition(x[0, 0], y[0, 0])
+    centred = y[0, 0] - shift
+    z = centred @ root
+    w = centred @ tilt
+    heavy = (z.square().sum(-1) / 2 + w).argsort(descending=True)[: sizes.heavy]
+    pool = torch.ones(60, dtype=torch.bool)
+    pool[heavy] = False
+    centres = centres_by_definition(z, w, pool, sizes.cells)
+    torch.testing.assert_close(sets.metric.root[0], root)
+    assert torch.equal(sets.heavy[0], heavy)
+    assert torch.equal(sets.pool[0], pool)
+    torch.testing.assert_close(sets.centres[0], centres)
+    assert torch.equal(sets.cluster[0], torch.cdist(z, centres).argmin(-1))
 
 
 @pytest.mark.parametrize("which, causal", [(0, False), (1, True), (2, True), (2, False)])
@@ -74,8 +110,11 @@ def test_derivatives_under_transforms(causal):
     def call(*t):
         return near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
 
-    expected = torch.autograd.grad(call(*(t.requires_grad_() for t in inputs)), inputs)
-    for ours, theirs in zip(torch.func.grad(call, (0, 1, 2))(*inputs), expected):
+    for t in inputs:
+        t.requires_grad_()
+    expected = torch.autograd.grad(call(*inputs), inputs)
+    found = torch.func.grad(call, (0, 1, 2))(*inputs)
+    for ours, theirs in zip(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -105,15 +144,13 @@ def test_each_key_is_in_one_set(causal):
     g = torch.Generator().manual_seed(0)
     for L, block, heavy, cells in torch.randint(1, 40, (12, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
-        keep = keep if L % 2 else None
+        mask = keep if L % 2 else None
         x = torch.zeros_like(x)
         sizes = Sizes(1 + block // 4, heavy // 3, cells, open=3)
-        out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=keep)
-        close = (
-            {"rtol": 0, "atol": 1e-6} if causal else {}
-        )  # logits of cells deviate by MIN_SD at least
-        expected = uniform_attention(x, y, v, causal=causal, key_mask=keep)
-        torch.testing.assert_close(out, expected, **close)
+        out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=mask)
+        expected = uniform_attention(x, y, v, causal=causal, key_mask=mask)
+        tolerance = 1e-6 if causal else 1e-12  # logits of clusters deviate by MIN_SD at least
+        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
 
 
 @torch.no_grad()
@@ -123,11 +160,9 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     x, y, v, _ = tensors(L=40, d=4)
     s = torch.randn(4).double()
     shifted = near_far_attention(x + s, y, v, Sizes(3, 4, 5))
-    more = (
-        torch.cat([x, torch.ones_like(x[..., :1])], -1),
-        torch.cat([y, (y * s).sum(-1, keepdim=True)], -1),
-    )
-    actual = near_far_attention(*more, v, Sizes(3, 4, 5))
+    more_x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+    more_y = torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
+    actual = near_far_attention(more_x, more_y, v, Sizes(3, 4, 5))
     torch.testing.assert_close(actual, shifted, rtol=1e-4, atol=1e-5)
 
 
@@ -153,16 +188,14 @@ def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
     g = torch.Generator().manual_seed(0)
     v = y @ torch.randn(4, 3, generator=g, dtype=dtype)
 
+    def error(scale, first_order):
+        sizes = Sizes(2, 0, 1, first_order)
+        out = near_far_attention(x, scale * y, v, sizes, cross=True)
+        return float((out - softmax_attention(x, scale * y, v)).norm())
+
     def gain(first_order):
         """By what factor half the distances change the error."""
-        wide, narrow = (
-            (
-                near_far_attention(x, s * y, v, Sizes(2, 0, 1, first_order), cross=True)
-                - softmax_attention(x, s * y, v)
-            ).norm()
-            for s in (0.1, 0.05)
-        )
-        return float(wide / narrow)
+        return error(0.1, first_order) / error(0.05, first_order)
 
     assert gain(True) == pytest.approx(4, rel=0.1)
     assert gain(False) == pytest.approx(2, rel=0.1)
@@ -198,11 +231,11 @@ def test_more_of_anything_is_nearer_to_exact(more, causal):
         return float((out - exact).norm())
 
     few = Sizes(8, 4, 8, open=4)
-    least, many = (
-        error(near_far_attention(x, y, v, sizes, causal=causal))
-        for sizes in (few, few._replace(**more))
-    )
-    assert many < 0.9 * least < 0.9 * error(uniform_attention(x, y, v, causal=causal))
+    many = few._replace(**more)
+    error_of_few = error(near_far_attention(x, y, v, few, causal=causal))
+    error_of_many = error(near_far_attention(x, y, v, many, causal=causal))
+    assert error_of_many < 0.9 * error_of_few
+    assert error_of_few < error(uniform_attention(x, y, v, causal=causal))
 
 
 # ---- padding and the future
@@ -222,24 +255,22 @@ def test_padding_is_truncation(causal, lead, dtype):
     """On both sides: `lead` places of padding before the first token of row 0, seven behind those of row 1."""
     x, y, v, keep = tensors(L=24, H=4, dtype=dtype)
     keep[:] = True
-    keep[0, :lead], keep[1, 17:] = False, False
+    keep[0, :lead] = False
+    keep[1, 17:] = False
     bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
 
     def call(*t, **mask):
         return near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
 
     out = call(*bad, key_mask=keep)
-    close = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    rows = slice(lead, 24), slice(0, 17)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    real = []
     alone = []
-    for i, at in enumerate(rows):
-        alone.append(call(*(t[[i], :, at] for t in (x, y, v))))
-    same(
-        torch.cat([out[[i], :, at] for i, at in enumerate(rows)], 2),
-        torch.cat(alone, 2),
-        (x, y, v),
-        **close,
-    )
+    for row, tokens in enumerate((slice(lead, 24), slice(0, 17))):
+        real.append(out[[row], :, tokens])
+        alone.append(call(*(t[[row], :, tokens] for t in (x, y, v))))
+    close = {"rtol": tolerance, "atol": tolerance}
+    same(torch.cat(real, 2), torch.cat(alone, 2), (x, y, v), **close)
     assert out.isfinite().all()
 
 
@@ -247,7 +278,8 @@ def test_queries_behind_the_padding_of_their_rows():
     """The last queries of longer sequences, each row's padding its own."""
     x, y, v, keep = tensors(L=24)
     keep[:] = True
-    keep[0, :7], keep[1, :2] = False, False
+    keep[0, :7] = False
+    keep[1, :2] = False
 
     def call(x):
         return near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep)
@@ -278,9 +310,9 @@ def test_no_key_gives_no_output_and_no_gradient():
 @pytest.mark.parametrize("causal, dtype", [(False, torch.float32), (True, torch.bfloat16)])
 def test_large_scores(causal, dtype):
     x, y, v, _ = tensors(L=40, d=8, dtype=torch.float32)
-    x, y, v = (
-        (t.detach() * s).to(dtype).requires_grad_() for t, s in ((x, 20.0), (y, 20.0), (v, 1.0))
-    )
+    x = (20 * x.detach()).to(dtype).requires_grad_()
+    y = (20 * y.detach()).to(dtype).requires_grad_()
+    v = v.detach().to(dtype).requires_grad_()
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
     for sizes in (Sizes(4, 4, 5, open=3), Sizes(4, 4, 5, True, open=3), Sizes(40, 0, 1, open=1)):
         out = near_far_attention(x, y, v, sizes, causal=causal)
@@ -290,9 +322,8 @@ def test_large_scores(causal, dtype):
         for t in (x, y, v):
             assert t.grad.isfinite().all()
     expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
-    torch.testing.assert_close(
-        out.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.bfloat16 else 1e-3
-    )
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -306,20 +337,12 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
     assert (low.float() - whole).norm() < 0.02 * whole.norm()
-    monkeypatch.setattr(
-        native, "applies", lambda *tensors: False
-    )  # which takes all heads in one call
-    monkeypatch.setattr(nearfar, "PART", 80)
-    for kept in (2**17, 100):
-        monkeypatch.setattr(nearfar, "MAX_SAVED_KEYS", kept)
-        weight = torch.randn_like(whole)
-        for ours, theirs in zip(
-            *(
-                torch.autograd.grad((t * weight).sum(), (x, y, v), retain_graph=True)
-                for t in (call(x, y, v), whole)
-            )
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    # the C engine takes all heads in one call
+    monkeypatch.setattr(native, "applies", lambda *tensors: False)
+    monkeypatch.setattr(dispatch, "PART", 80)
+    for saved_keys in (2**17, 100):
+        monkeypatch.setattr(dispatch, "MAX_SAVED_KEYS", saved_keys)
+        same(call(x, y, v), whole, (x, y, v), retain_graph=True, rtol=1e-4, atol=1e-5)
 
 
 # ---- scales, copies and sizes, in both engines
@@ -337,7 +360,9 @@ def attend(x, y, v, sizes, causal=True):
 
 def gradients(x, y, v, scale, call):
     """Output and gradients where keys are times `scale` and queries over it, as those of scale 1."""
-    x, y, v = ((t * s).requires_grad_() for t, s in ((x, 1 / scale), (y, scale), (v, 1)))
+    x = (x / scale).requires_grad_()
+    y = (y * scale).requires_grad_()
+    v = v.clone().requires_grad_()
     out = call(x, y, v)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     dx, dy, dv = torch.autograd.grad((out * weight).sum(), (x, y, v))
@@ -360,11 +385,11 @@ def test_keys_times_a_number_and_queries_over_it(engine, causal):
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
+    all_keys = SMALL._replace(open=S)
     expected = gradients(*drawn(), 1, lambda *t: exact_attention(*t, causal=True))
     for scale in (1e-3, 1.0, 1e3):
-        for ours, own in zip(
-            gradients(*drawn(), scale, lambda *t: attend(*t, SMALL._replace(open=S))), expected
-        ):
+        found = gradients(*drawn(), scale, lambda *t: attend(*t, all_keys))
+        for ours, own in zip(found, expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
 
@@ -394,7 +419,7 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
     z = torch.randn(2, 100, D, generator=g)
     z = z.repeat_interleave(copies, 1)[:, torch.randperm(100 * copies, generator=g)]
     for cells, there in ((64, 64), (100, 100), (min(128, 100 * copies), 100)):
-        centres = centres_of(z, z.new_zeros(z.shape[:2]), cells)
+        centres = find_centres(z, z.new_zeros(z.shape[:2]), cells)
         for head in centres:
             actual = len(head[head.abs().amax(-1) < 1e6].unique(dim=0))
             assert actual == there
@@ -405,7 +430,8 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
 @pytest.mark.parametrize("name, size", [("cells", 2**60), ("heavy", 2**32), ("open", 10**7)])
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     x, y, v = drawn()
-    many, all_keys = (SMALL._replace(**{name: n}) for n in (size, S))
+    many = SMALL._replace(**{name: size})
+    all_keys = SMALL._replace(**{name: S})
     whole = attend(x, y, v, many)
     state = RecallState(many, 2)
     assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5

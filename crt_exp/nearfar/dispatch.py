@@ -19,12 +19,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.baselines import VECTOR
 from crt_exp.attention.checks import (
-    Shift,
+    LeftShift,
     check_entries,
     check_inputs,
     compute_dtype,
@@ -35,8 +36,8 @@ from crt_exp.attention.checks import (
     transformed,
 )
 from crt_exp.nearfar import native
-from crt_exp.nearfar.both_directions import Both
-from crt_exp.nearfar.causal import Causal, first_renewal
+from crt_exp.nearfar.both_directions import Bidirectional
+from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
 from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
 from crt_exp.samplers.noise import no_autocast, transforming
 
@@ -87,9 +88,16 @@ def near_far_attention(
 
     Raises:
         ValueError: shapes, sizes or mask do not fit, or queries or keys are not finite (CPU).
+
+    >>> q, k, v = torch.randn(3, 1, 4, 256, 16, generator=torch.Generator().manual_seed(0))
+    >>> sizes = Sizes(block=16, heavy=16, cells=32)
+    >>> out = near_far_attention(q, k, v, sizes, factor=16**-0.25)
+    >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> bool((out - exact).norm() < 0.5 * exact.norm())
+    True
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    _check(x, y, sizes, causal, cross)
+    _check_sizes(x, y, sizes, causal, cross)
     if key_mask is not None and not cross and x.shape[2] == y.shape[2]:  # padding may hold NaN
         x = torch.where(key_mask[:, None, :, None] | x.isfinite(), x, 0.0)
     most_threads = native.THREADS * y.shape[0] * y.shape[1]
@@ -98,6 +106,10 @@ def near_far_attention(
         x = x * factor
         y = y * factor
         factor = 1.0
+    if key_mask is not None:
+        unmasked = key_mask[:, None, :, None]
+        y = torch.where(unmasked, y, 0.0)
+        v = torch.where(unmasked, v, 0.0)
     until = first_renewal(sizes) if causal else sizes.exact_until
     exact = partial(_exact_outputs, causal=causal, factor=factor)
     if y.shape[2] <= until:
@@ -107,25 +119,20 @@ def near_far_attention(
         graph_break(
             "attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
-        return _outside(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
-    method = Causal(sizes, factor, in_c) if causal else Both(sizes, cross, metric, factor, in_c)
-    if key_mask is None:
-        return _by_heads(method, x, y, v, None)
-    unmasked = key_mask[:, None, :, None]
-    y = torch.where(unmasked, y, 0.0)
-    v = torch.where(unmasked, v, 0.0)
+        return _outside_graph(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     if causal:
-        return _from_first_renewal(method, x, y, v, key_mask)
-    rest = partial(_from_first_block, method)
-    if not until:
-        return rest(x, y, v, key_mask)
-    return apply_by_row(key_mask.sum(1) <= until, exact, rest, x, y, v, key_mask)
+        return _attend_past(Causal(sizes, factor, in_c), x, y, v, key_mask)
+    method = Bidirectional(sizes, cross, metric, factor, in_c)
+    near_far = partial(_attend_both_directions, method)
+    if key_mask is None or not until:
+        return near_far(x, y, v, key_mask)
+    return apply_by_row(key_mask.sum(1) <= until, exact, near_far, x, y, v, key_mask)
 
 
-_outside = outside_graphs(near_far_attention)
+_outside_graph = outside_graphs(near_far_attention)
 
 
-def _check(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> None:
+def _check_sizes(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) -> None:
     least = {"block": 1, "heavy": 0, "cells": 1, "open": int(causal), "exact_until": 0}
     for name, minimum in least.items():
         size = getattr(sizes, name)
@@ -169,53 +176,61 @@ def _restore_order(rows: list[Tensor], outputs: list[Tensor]) -> Tensor:
     return torch.cat(outputs)[torch.cat(rows).argsort()]
 
 
-def _from_first_block(method: Both, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor) -> Tensor:
+def _attend_both_directions(
+    method: Bidirectional, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+) -> Tensor:
     """Apply the method with blocks counted from each row's first real token."""
-    shift = None if method.cross else Shift.of(key_mask, method.sizes.block)
+    if key_mask is None:
+        return _by_heads(method, x, y, v, None)
+    shift = None
+    if not method.cross:
+        shift = LeftShift.plan(key_mask, method.sizes.block)
     if shift is None:
-        return _by_heads(method, x, y, v, key_mask)
-    vectors = [shift.there(t) for t in (x, y, v)]
-    return shift.back(_by_heads(method, *vectors, shift.mask(key_mask)))
+        out = _by_heads(method, x, y, v, key_mask)
+    else:
+        vectors = [shift.apply(t) for t in (x, y, v)]
+        out = shift.undo(_by_heads(method, *vectors, shift.apply_to_mask(key_mask)))
+    seen = key_mask.any(-1)[:, None, None, None]
+    return torch.where(seen, out, 0.0)  # outputs of queries without keys are arbitrary
 
 
-def _from_first_renewal(
-    method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor
+def _attend_past(
+    method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> Tensor:
     """Apply the method to groups of rows with equal first real tokens.
 
     Renewals are counted from there.
     """
+    if key_mask is None:
+        return _by_heads(method, x, y, v, None)
     if torch.compiler.is_compiling() or transforming():
         raise ValueError(
             "key_mask: not supported by causal near-far attention under torch.compile, torch.export or "
             "torch.func: omit it, or use attention=favorpp"
         )
+    before = y.shape[2] - x.shape[2]
     firsts = first_unmasked(key_mask)
     if not bool(firsts.any()):
-        return _by_heads(method, x, y, v, key_mask)
-    before = y.shape[2] - x.shape[2]
-    groups = []
-    outputs = []
-    for first in firsts.unique().tolist():
-        rows = (firsts == first).nonzero().squeeze(1)
-        lead = max(0, first - before)
-        out = _by_heads(
-            method,
-            x[rows, :, lead:],
-            y[rows, :, first:],
-            v[rows, :, first:],
-            key_mask[rows, first:],
-        )
-        zeros = v.new_zeros(len(rows), x.shape[1], lead, v.shape[3])
-        groups.append(rows)
-        outputs.append(torch.cat([zeros, out], 2))
-    return _restore_order(groups, outputs)
+        out = _by_heads(method, x, y, v, key_mask)
+    else:
+        groups = []
+        outputs = []
+        for first in firsts.unique().tolist():
+            rows = (firsts == first).nonzero().squeeze(1)
+            lead = max(0, first - before)
+            vectors = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:])
+            out = _by_heads(method, *vectors, key_mask[rows, first:])
+            groups.append(rows)
+            outputs.append(F.pad(out, (0, 0, lead, 0)))
+        out = _restore_order(groups, outputs)
+    seen = key_mask.cumsum(-1)[:, None, before:, None] > 0
+    return torch.where(seen, out, 0.0)  # outputs of queries without keys are arbitrary
 
 
 # ---- heads
 
 
-def _heads(
+def split_key_heads(
     x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
@@ -227,44 +242,48 @@ def _heads(
     return x, y.flatten(0, 1), v.flatten(0, 1), keep
 
 
+def join_key_heads(out: Tensor, y: Tensor) -> Tensor:
+    """Return outputs (Z, G, L, dv) as (B, H, L, dv), for keys y (B, Hkv, S, d)."""
+    return out.unflatten(0, y.shape[:2]).flatten(1, 2)
+
+
 def _exact_outputs(
     x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float
 ) -> Tensor:
-    *tensors, keep = _heads(x, y, v, key_mask)
+    *tensors, keep = split_key_heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
         tensors = [t.double() for t in tensors]
     out = exact_outputs(*tensors, keep, factor**2, causal)
     if not transformed(x, y, v):
         check_entries(out)
         if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
-            unmasked = y
-            if key_mask is not None:
-                unmasked = torch.where(key_mask[:, None, :, None], y, 0.0)
-            check_entries(unmasked)
-    return out.unflatten(0, y.shape[:2]).flatten(1, 2)
+            check_entries(y)
+    return join_key_heads(out, y)
 
 
 def _by_heads(
-    method: Both | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+    method: Bidirectional | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> Tensor:
     """Apply the method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.
     """
-    *tensors, keep = _heads(x, y, v, key_mask)
+    *tensors, keep = split_key_heads(x, y, v, key_mask)
     Z, S = tensors[1].shape[:2]
     dtype = compute_dtype(x, y, v)
-    whole = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
-    size = Z if whole else max(1, PART // S)
+    at_once = method.native or torch.compiler.is_compiling() or transformed(x, y, v)
+    size = max(Z, 1)
+    if not at_once:
+        size = max(1, PART // S)
     recompute = size < Z and Z * S > MAX_SAVED_KEYS and torch.is_grad_enabled()
     parts = []
     with no_autocast(x):
-        for start in range(0, max(Z, 1), max(size, 1)):
+        for start in range(0, max(Z, 1), size):
             rows = slice(start, start + size)
             x_part, y_part, v_part = (t[rows].to(dtype) for t in tensors)
             keep_part = None if keep is None else keep[rows]
-            chosen = method.choose(x_part, y_part, keep_part, rows)
-            inputs = (x_part, y_part, v_part, keep_part, chosen)
+            sets = method.choose(x_part, y_part, keep_part, rows)
+            inputs = (x_part, y_part, v_part, keep_part, sets)
             if recompute:
                 out = checkpoint(
                     method.attend, *inputs, use_reentrant=False, preserve_rng_state=False
@@ -272,13 +291,4 @@ def _by_heads(
             else:
                 out = method.attend(*inputs)
             parts.append(out)
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = out.to(v.dtype).unflatten(0, y.shape[:2]).flatten(1, 2)
-    if key_mask is None:
-        return out
-    # outputs of queries without keys are arbitrary
-    if isinstance(method, Causal):
-        seen = key_mask.cumsum(-1)[:, None, S - x.shape[2] :] > 0
-    else:
-        seen = key_mask.any(-1)[:, None, None]
-    return torch.where(seen.unsqueeze(-1), out, 0.0)
+        return join_key_heads(join_parts(parts, 0).to(v.dtype), y)
