@@ -3,17 +3,22 @@
 Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L queries, S keys, d head dimension.
 """
 
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.checks import check_kv_heads
-from crt_exp.attention.decoding import RecurrentPast
+from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
+
+if TYPE_CHECKING:
+    from crt_exp.attention.state import FittedOnce
 
 
 class AttentionLayer(nn.Module):
@@ -31,23 +36,34 @@ class AttentionLayer(nn.Module):
     """
 
     can_be_causal = True
-    continues_step = (
-        False  # whether training passes continue the step of the previous pass: see `same_step`
-    )
-    position_dependent = (
-        True  # whether outputs depend on token positions, beyond the set of visible keys
-    )
-    exact_to = 0  # sequence length up to which the layer is exact attention
+    # whether training passes continue the step of the previous pass: see `same_step`
+    continues_step = False
+    # whether outputs depend on token positions, beyond the set of visible keys
+    position_dependent = True
     mechanism: str | None = None  # name of the method, such as favorpp, in tables and warnings
 
     def __init__(
-        self, heads: int, d: int, kv_heads: int | None, causal: bool, scaling: float | None
+        self,
+        heads: int,
+        d: int,
+        kv_heads: int | None,
+        causal: bool,
+        scaling: float | None,
     ):
         super().__init__()
-        self.heads, self.d = whole_number(heads, "heads"), whole_number(d, "d")
-        self.kv_heads = self.heads if kv_heads is None else whole_number(kv_heads, "kv_heads")
+        self.heads = whole_number(heads, "heads")
+        self.d = whole_number(d, "d")
+        self.kv_heads = self.heads
+        if kv_heads is not None:
+            self.kv_heads = whole_number(kv_heads, "kv_heads")
         check_kv_heads(self.heads, self.kv_heads)
-        self.causal, self.scaling = causal, self.d**-0.5 if scaling is None else scaling
+        self.causal = causal
+        self.scaling = self.d**-0.5 if scaling is None else scaling
+
+    @property
+    def exact_to(self) -> int:
+        """Sequence length up to which the layer is exact attention."""
+        return 0
 
     def check_call(self, q: Tensor, k: Tensor) -> None:
         """Raise ValueError if q or k has a head dimension other than the layer's d."""
@@ -61,21 +77,13 @@ class AttentionLayer(nn.Module):
 class LinearAttention(AttentionLayer):
     """Base class of linear-time attention layers.
 
-    Subclasses define
-
-    - `estimate(q, k, v, key_mask=None)`: the output of `forward`, without redraws, recorded statistics or counts;
-    - `decoding()`: a new state for token-by-token causal attention on x = `scaled(q)`.
-
     Args:
         cross: whether the layer is cross-attention.
         normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
     """
 
     recurrent_heads: int  # heads of keys and values in a decoding state
-    clusters: nn.Module | None  # state that is fitted to vectors or sequences
-    learns: bool  # whether calls use the state of earlier calls or of a calibration
-    serves_causal: bool  # whether calls may be causal: a layer may switch between calls
-    version: object  # changes whenever decoding states become invalid
+    clusters: "FittedOnce | None"  # state that is fitted to vectors or sequences
 
     def __init__(
         self,
@@ -88,9 +96,32 @@ class LinearAttention(AttentionLayer):
         normalize_qk: bool,
     ):
         super().__init__(heads, d, kv_heads, causal, scaling)
-        self.cross, self.normalize_qk = cross, normalize_qk
-        self.calibrated = None  # number of passes in the current calibration, else None
-        self.columns = None  # number of value columns, where a caller has appended others
+        self.cross = cross
+        self.normalize_qk = normalize_qk
+        self.calibrated: int | None = None  # number of passes in the current calibration
+
+    @property
+    @abstractmethod
+    def learns(self) -> bool:
+        """Whether calls use the state of earlier calls or of a calibration."""
+
+    @property
+    @abstractmethod
+    def serves_causal(self) -> bool:
+        """Whether calls may be causal: a layer may switch between calls."""
+
+    @property
+    @abstractmethod
+    def version(self) -> Hashable:
+        """Changes whenever decoding states become invalid."""
+
+    @abstractmethod
+    def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Return the output of `forward`, without redraws, recorded statistics or counts."""
+
+    @abstractmethod
+    def decoding(self) -> TokenState:
+        """Return a new state for token-by-token causal attention on x = `scaled(q)`."""
 
     def past(self) -> RecurrentPast:
         """Return a decoding state that takes q, k and v as `forward` does."""
@@ -116,7 +147,9 @@ class LinearAttention(AttentionLayer):
 
     def normalized(self, q: Tensor) -> Tensor:
         """Return q scaled to unit norm if the layer normalizes, else q."""
-        return F.normalize(q.float(), dim=-1).to(q.dtype) if self.normalize_qk else q
+        if not self.normalize_qk:
+            return q
+        return F.normalize(q.float(), dim=-1).to(q.dtype)
 
     def scaled(self, q: Tensor) -> Tensor:
         """Return x = scale q in float32 or float64, as a decoding state takes it."""
@@ -126,7 +159,6 @@ class LinearAttention(AttentionLayer):
 class Redraws(nn.Module):
     """Mixin for layers with random tensors that are drawn from a seed and redrawn.
 
-    Subclasses define `rows_of_draw(draw)`, which returns the tensors of one draw by name.
     The tensors are buffers, and so are the counters `steps` and `draws`.
 
     Averages of weights (EMA, SWA) change buffers in place, and an average of projections has another distribution.
@@ -135,29 +167,37 @@ class Redraws(nn.Module):
     """
 
     redraw_every: int
-    held = 0  # number of the projections in the copies
-    kept: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and their copies
+    steps: Tensor
+    draws: Tensor
+    copied_draw = 0  # number of the projections in the copies
+    copies: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and their copies
+
+    @abstractmethod
+    def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
+        """Return the tensors of one draw by name."""
 
     def register_drawn(self, tensors: dict[str, Tensor]) -> None:
         for name, t in tensors.items():
             self.register_buffer(name, t)
         for name in ("steps", "draws"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long))
-        self._keep(tensors if self.redraw_every else ())
+        if self.redraw_every:
+            self._copy_buffers(tensors)
 
     def rows(self, name: str) -> Tensor:
         """Return the tensor to compute with."""
         buffer = getattr(self, name)
-        own, copy = self.kept.get(name, (None, buffer))
-        if torch.compiler.is_compiling() or buffer.is_meta or own is None:
-            return copy
-        if own is not buffer:
+        if name not in self.copies:
             return buffer
-        if (
-            int(self.draws) > self.held
-        ):  # averaged counters are rounded down: fewer draws change nothing
+        copied, copy = self.copies[name]
+        if torch.compiler.is_compiling() or buffer.is_meta:
+            return copy
+        if copied is not buffer:
+            return buffer
+        # averaged counters are rounded down: fewer draws change nothing
+        if int(self.draws) > self.copied_draw:
             self._redraw_buffers()
-        return self.kept[name][1].to(buffer)
+        return self.copies[name][1].to(buffer)
 
     def count_pass(self) -> None:
         """Count a training pass at its start, and redraw first if that is due."""
@@ -172,30 +212,35 @@ class Redraws(nn.Module):
 
     @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def _redraw_buffers(self) -> None:
-        self.held = int(self.draws)
-        for name, t in self.rows_of_draw(self.held).items():
+        self.copied_draw = int(self.draws)
+        for name, t in self.rows_of_draw(self.copied_draw).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
-        self._keep(self.kept)
+        self._copy_buffers(self.copies)
 
-    def _keep(self, names: Iterable[str]) -> None:
-        self.kept = {name: (getattr(self, name), getattr(self, name).clone()) for name in names}
+    def _copy_buffers(self, names: Iterable[str]) -> None:
+        copies = {}
+        for name in names:
+            buffer = getattr(self, name)
+            copies[name] = (buffer, buffer.clone())
+        self.copies = copies
 
     def _apply(self, *args, **options) -> "Redraws":
-        for name in self.kept:  # convert the copies, not averaged buffers
+        for name in self.copies:  # convert the copies, not averaged buffers
             setattr(self, name, self.rows(name))
         super()._apply(*args, **options)
-        self._keep(self.kept)
+        self._copy_buffers(self.copies)
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update((prefix + name, self.rows(name).clone()) for name in self.kept)
+        for name in self.copies:
+            destination[prefix + name] = self.rows(name).clone()
 
     def _load_from_state_dict(self, *args) -> None:
         super()._load_from_state_dict(*args)
-        if self.kept:
-            self.held = int(self.draws)
-            self._keep(self.kept)
+        if self.copies:
+            self.copied_draw = int(self.draws)
+            self._copy_buffers(self.copies)
 
 
 @contextmanager
@@ -205,18 +250,15 @@ def same_step(model: nn.Module, continues_step: bool = True) -> Iterator[None]:
     Gradient accumulation splits a batch into micro-batches. Within the context no layer redraws random projections or
     refits its feature map, and statistics are pooled over the passes.
     """
-    before = [
-        (layer, layer.continues_step)
-        for layer in model.modules()
-        if isinstance(layer, AttentionLayer)
-    ]
-    for layer, _ in before:
+    layers = [layer for layer in model.modules() if isinstance(layer, AttentionLayer)]
+    before = [layer.continues_step for layer in layers]
+    for layer in layers:
         layer.continues_step = continues_step
     try:
         yield
     finally:
-        for layer, was in before:
-            layer.continues_step = was
+        for layer, value in zip(layers, before):
+            layer.continues_step = value
 
 
 def in_backward() -> bool:

@@ -286,12 +286,14 @@ def window_attention(
     keep their positions.
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
-    shift = LeftShift.plan(key_mask, block)
-    if shift is None:
-        return _attend_window(x, y, v, key_mask, block, first, causal)
-    vectors = [shift.apply(t) for t in (x, y, v)]
-    mask = shift.apply_to_mask(key_mask)
-    return shift.undo(_attend_window(*vectors, mask, block, first, causal))
+    shift = None
+    if key_mask is not None:
+        shift = LeftShift.plan(key_mask, block)
+        if shift is not None:
+            x, y, v = (shift.apply(t) for t in (x, y, v))
+            key_mask = shift.apply_to_mask(key_mask)
+    out = _attend_window(x, y, v, key_mask, block, first, causal)
+    return out if shift is None else shift.undo(out)
 
 
 class BlockRange(NamedTuple):
@@ -299,7 +301,7 @@ class BlockRange(NamedTuple):
 
     block: int
     start: int  # the block of the first query
-    count: int
+    number: int
     offsets: range
 
 
@@ -346,14 +348,14 @@ def _neighbour_blocks(t: Tensor, blocks: BlockRange) -> Tensor:
 
     Returns (B, H, count, len(offsets) block, k).
     """
-    size = (blocks.start + blocks.count + 1) * blocks.block
+    size = (blocks.start + blocks.number + 1) * blocks.block
     # one block before the first, one after the last
     padded = F.pad(t, (0, 0, blocks.block, size - t.shape[2]))
     parts = padded.unflatten(2, (-1, blocks.block))
     neighbours = []
     for offset in blocks.offsets:
         begin = blocks.start + 1 + offset
-        neighbours.append(parts[:, :, begin : begin + blocks.count])
+        neighbours.append(parts[:, :, begin : begin + blocks.number])
     return torch.cat(neighbours, 3)
 
 
@@ -364,13 +366,13 @@ def _allowed_pairs(begin: Tensor, S: int, first: int, blocks: BlockRange, causal
     """
     device = begin.device
     begin = begin[:, None, None]
-    number = torch.arange(blocks.count, device=device)[:, None] + blocks.start
+    number = torch.arange(blocks.number, device=device)[:, None] + blocks.start
     block_start = number * blocks.block
     queries = block_start + torch.arange(blocks.block, device=device)  # (n, block)
     edges = (blocks.offsets.start * blocks.block, blocks.offsets.stop * blocks.block)
     near = (block_start + torch.arange(*edges, device=device)).expand(len(begin), -1, -1)
     near = torch.where(near < begin + first, -1, near)  # the first tokens are already in front
-    head = (begin + torch.arange(first, device=device)).expand(-1, blocks.count, -1)
+    head = (begin + torch.arange(first, device=device)).expand(-1, blocks.number, -1)
     keys = torch.cat([head, near], 2).unsqueeze(2)
     allowed = (keys >= 0) & (keys < S)
     if causal:

@@ -213,13 +213,11 @@ class LeftShift(NamedTuple):
     added: int  # positions
 
     @classmethod
-    def plan(cls, keep: Tensor | None, b: int) -> "LeftShift | None":
+    def plan(cls, keep: Tensor, b: int) -> "LeftShift | None":
         """Return the shift for a mask, or None if no row needs one.
 
         Only CPUs test whether a row needs one; other devices would have to wait for the result.
         """
-        if keep is None:
-            return None
         by = -first_unmasked(keep) % b
         if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
             return cls(by, b - 1)

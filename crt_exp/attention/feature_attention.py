@@ -84,17 +84,25 @@ def attention(
     Raises:
         ValueError: shapes, mask, projections or parameters do not fit, or queries or keys are not finite. The latter is
             checked on CPUs only, because other devices would have to wait for the result.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import orthogonal
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> q, k, v = torch.randn(3, 1, 2, 50, 16, generator=generator)
+    >>> out = attention(q, k, v, PosRF(), orthogonal(256, 16, generator), scale=16**-0.25)
+    >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    >>> bool((out - exact).norm() < exact.norm())
+    True
     """
     check_policy(denominator)
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
     heads = x.shape[1]
     noise = match_float64(noise, dtype)
     count = counter or DenominatorCount()
-    if heads != y.shape[1]:
-        x, y, v = align_heads(x, y, v, noise, params, causal)
+    x, y, v = align_heads(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and normalize:
         x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
-        if torch.compiler.is_exporting() or transformed(x, y, v):
+        if uses_plain_operations(x, y, v):
             out = finish(chunked_engine(form, causal).rows(x, y, v)).to(v.dtype)
         else:
             in_c = native.applies(x, y, v, form.rows)
@@ -138,12 +146,11 @@ def partial_attention(
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
     heads = x.shape[1]
     noise = match_float64(noise, dtype)
-    if heads != y.shape[1]:
-        x, y, v = align_heads(x, y, v, noise, params, causal)
+    x, y, v = align_heads(x, y, v, noise, params, causal)
     if isinstance(phi, PositiveExponential) and not modulus:
         x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
         chunked = chunked_engine(form, causal)
-        if torch.compiler.is_exporting() or transformed(x, y, v):
+        if uses_plain_operations(x, y, v):
             rows = chunked.rows(x, y, v)
         else:
             in_c = native.applies(x, y, v, form.rows)
@@ -160,10 +167,13 @@ def partial_attention(
         x = at_least_float32(x) * scale
         y = at_least_float32(y) * scale
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
-    parts = []
-    for t in rows:
-        parts.append(None if t is None else split_heads(t, heads))
+    parts = [None if t is None else split_heads(t, heads) for t in rows]
     return Partial(*parts)
+
+
+def uses_plain_operations(*tensors: Tensor) -> bool:
+    """Return whether plain operations must replace the operator of the engines."""
+    return torch.compiler.is_exporting() or transformed(*tensors)
 
 
 def align_heads(
@@ -173,6 +183,8 @@ def align_heads(
 
     Query heads that share keys and features become one longer set of queries; otherwise keys are repeated.
     """
+    if x.shape[1] == y.shape[1]:
+        return x, y, v
     batches = [part.batch for part in leaves(noise)]
     batches += [part.shape[:-2] for part in leaves(params)]
     shared = all(not batch or batch[-1] == 1 for batch in batches)

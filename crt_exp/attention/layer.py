@@ -83,6 +83,13 @@ class RandomFeatureAttention(Redraws, Running):
 
     Raises:
         ValueError: phi estimates another kernel, or cannot be trained as `learn` asks.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import orthogonal
+    >>> layer = RandomFeatureAttention(PosRF(), orthogonal, 32, heads=2, d=8)
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
+    >>> tuple(layer(q, k, v).shape)
+    (1, 2, 10, 8)
     """
 
     position_dependent = False
@@ -137,14 +144,13 @@ class RandomFeatureAttention(Redraws, Running):
                 self.register_parameter(name, nn.Parameter(t))
             rows = {}
         self.register_drawn(rows)
-        self._said = False
-        once, trained = phi.on_vectors, learn != "none" and phi.fitted
+        self._warned = False
+        trained = learn != "none" and phi.fitted
+        self.clusters = None
         if phi.on_sequences:
-            self.clusters = FittedToSequences(self.phi, heads, d, trained, causal)
-        else:
-            self.clusters = (
-                FittedOnce(phi, self.kv_heads, d, fit_steps, trained) if once or trained else None
-            )
+            self.clusters = FittedToSequences(phi, heads, d, trained, causal)
+        elif phi.on_vectors or trained:
+            self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained)
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
         _MODULES[id(self)] = self
@@ -160,15 +166,15 @@ class RandomFeatureAttention(Redraws, Running):
         """
         self.check_call(q, k)
         check_key_mask(key_mask, k)
-        if self.normalize_qk:
-            q, k = self.normalized(q), self.normalized(k)
+        q = self.normalized(q)
+        k = self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not self.continues_step:
             self._advance()
         if self.calibrated is not None and self.phi.on_sequences:
-            out = exact_attention(
-                q * self.scale, k * self.scale, v, causal=self.causal, key_mask=key_mask
-            )
+            x = q * self.scale
+            y = k * self.scale
+            out = exact_attention(x, y, v, causal=self.causal, key_mask=key_mask)
         else:
             out = self._attend(q, k, v, key_mask, self.denominators)
         if changing or self.calibrated is not None:
@@ -203,10 +209,10 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        noises = {
-            name: DenseNoise(self.rows(name), gaussian) for name, gaussian in self.gaussian.items()
-        }
-        return map_leaves(lambda p: noises[_buffer_of(p)], self.projections)
+        noises = {}
+        for name, gaussian in self.gaussian.items():
+            noises[name] = DenseNoise(self.rows(name), gaussian)
+        return map_leaves(lambda p: noises[_buffer_name(p)], self.projections)
 
     @property
     def width(self) -> int:
@@ -219,7 +225,6 @@ class RandomFeatureAttention(Redraws, Running):
 
     @property
     def learns(self) -> bool:
-        """Whether calls use the state of earlier calls or of a calibration."""
         return self.running or self.clusters is not None
 
     @property
@@ -227,7 +232,8 @@ class RandomFeatureAttention(Redraws, Running):
         """Changes with every redraw and refit, which invalidate decoding states."""
         if self.clusters is not None:
             return int(self.draws), int(self.clusters.fits)
-        return int(self.draws), int(self.folds) if self.running else 0
+        folds = int(self.folds) if self.running else 0
+        return int(self.draws), folds
 
     def decoding(self) -> DecodingState:
         """Return a new state for token-by-token causal attention on x = `scaled(q)`.
@@ -247,9 +253,10 @@ class RandomFeatureAttention(Redraws, Running):
         )
 
     def extra_repr(self) -> str:
+        sampler = getattr(self.sampler, "__name__", self.sampler)
         return (
-            f"{self.phi}, {getattr(self.sampler, '__name__', self.sampler)}, m={self.m}, heads={self.heads}, "
-            f"d={self.d}, causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}"
+            f"{self.phi}, {sampler}, m={self.m}, heads={self.heads}, d={self.d}, "
+            f"causal={self.causal}, cross={self.cross}, redraw_every={self.redraw_every}"
         )
 
     # ---- noise and parameters
@@ -258,11 +265,11 @@ class RandomFeatureAttention(Redraws, Running):
         """Sample the independent sets of projections by buffer name."""
         drawn = {}
         for p in distinct(self.projections):
-            seed = "/".join(
-                map(str, (self.seed, self.layer, draw, *([p.drawn_as] if p.drawn_as else ())))
-            )
+            seed = f"{self.seed}/{self.layer}/{draw}"
+            if p.drawn_as:
+                seed += f"/{p.drawn_as}"
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-            drawn[_buffer_of(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
+            drawn[_buffer_name(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
@@ -271,12 +278,10 @@ class RandomFeatureAttention(Redraws, Running):
     def fitted_params(self, q: Tensor, k: Tensor, key_mask: Tensor | None):
         if not self.phi.fitted or self.causal or self.clusters is not None:
             return self._running_params()
-        own = not self.cross and q.shape[2] == k.shape[2]
-        stats = (
-            grouped_statistics(q, k, key_mask, self.scale)
-            if own
-            else self._without_queries(k, key_mask)
-        )
+        if not self.cross and q.shape[2] == k.shape[2]:
+            stats = grouped_statistics(q, k, key_mask, self.scale)
+        else:
+            stats = self._without_queries(k, key_mask)
         return for_query_heads(self.phi.fit(stats), self.heads // self.kv_heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
@@ -284,7 +289,8 @@ class RandomFeatureAttention(Redraws, Running):
 
         The queries of the call may lie in the future of each other.
         """
-        keys = Moments.of(k, None if key_mask is None else key_mask[:, None], self.scale)
+        mask = None if key_mask is None else key_mask[:, None]
+        keys = Moments.of(k, mask, self.scale)
         queries = Mirrored(keys)
         if self.keeps_statistics:
             queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)
@@ -316,24 +322,23 @@ class RandomFeatureAttention(Redraws, Running):
             return self.phi.fit(None)
         self._warn_uncalibrated()
         if self.clusters is None:
-            params, heads = self.phi.fit(self.running_statistics()), self.kv_heads
-        else:
-            params, heads = self.clusters.params(), self.clusters.heads
-        return for_query_heads(params, self.heads // heads)
+            params = self.phi.fit(self.running_statistics())
+            return for_query_heads(params, self.heads // self.kv_heads)
+        return for_query_heads(self.clusters.params(), self.heads // self.clusters.heads)
 
     def _warn_uncalibrated(self) -> None:
-        if (
-            self.training
-            or self.calibrated is not None
-            or self._said
-            or torch.compiler.is_compiling()
-        ):
+        if self.training or self.calibrated is not None or self._warned:
             return
-        self._said = True
-        empty = self.phi.until_fitted if self.clusters else "using A = 0"
-        if not float(self.clusters.fits if self.clusters else self.running_weight) > 0:
+        if torch.compiler.is_compiling():
+            return
+        self._warned = True
+        state = "using A = 0"
+        seen = self.running_weight if self.clusters is None else self.clusters.fits
+        if self.clusters is not None:
+            state = self.phi.until_fitted
+        if float(seen) <= 0:
             warn(
-                f"{self.mechanism or type(self.phi).__name__}: no statistics yet, {empty}: train, or call "
+                f"{self.mechanism or type(self.phi).__name__}: no statistics yet, {state}: train, or call "
                 "calibrate_attention(model, batches)"
             )
 
@@ -343,8 +348,9 @@ class RandomFeatureAttention(Redraws, Running):
             self._note(q, k, key_mask)
         elif self.clusters is not None and (self.calibrated is not None or not self.clusters.done):
             same = q.shape[2] == k.shape[2] and (self.causal or not self.cross)
+            query_mask = key_mask if same else None
             self.clusters.causal = self.causal
-            self.clusters.note(q * self.scale, k * self.scale, key_mask if same else None, key_mask)
+            self.clusters.note(q * self.scale, k * self.scale, query_mask, key_mask)
 
     @contextmanager
     def calibration(self):
@@ -357,27 +363,29 @@ class RandomFeatureAttention(Redraws, Running):
         """
         if self.keeps_statistics:
             self._forget()
-        statistics = {
-            name: t.clone()
-            for name, t in self.named_buffers(recurse=False)
-            if name.startswith(("running", "pending", "folds"))
-        }
-        fitted = copy.deepcopy(self.clusters and self.clusters.state_dict())
+        before = {}
+        for name, t in self.named_buffers(recurse=False):
+            if name.startswith(("running", "pending", "folds")):
+                before[name] = t.clone()
+        fitted = None
+        if self.clusters is not None:
+            fitted = copy.deepcopy(self.clusters.state_dict())
         try:
             with super().calibration():
                 yield
                 if self.running:
                     self.phi.bind(self.noise, self._running_params())  # raises for unusable values
         except Exception:
-            for name, t in statistics.items():
+            for name, t in before.items():
                 getattr(self, name).copy_(t)
-            if fitted:
+            if fitted is not None:
                 self.clusters.load_state_dict(fitted)
             raise
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in self.gaussian:
-            saved, own = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            own = getattr(self, name)
             if saved is not None and saved.shape != own.shape:
                 raise ValueError(
                     f"{prefix}{name}: saved (heads, m, d)={tuple(saved.shape)}, expected "
@@ -402,7 +410,7 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
         raise ValueError(f"redraw_every={redraw_every}: expected 0 with trained projections")
 
 
-def _buffer_of(p: Projections) -> str:
+def _buffer_name(p: Projections) -> str:
     return f"omega_{p.name}" if p.name else "omega"
 
 
@@ -414,8 +422,8 @@ def _count_pass(
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
         layer = _MODULES[module]
-        layer.held = int(draws)
-        for omega, rows in zip(omegas, layer.rows_of_draw(layer.held).values(), strict=True):
+        layer.copied_draw = int(draws)
+        for omega, rows in zip(omegas, layer.rows_of_draw(layer.copied_draw).values(), strict=True):
             omega.copy_(rows)
     steps.add_(1)
 

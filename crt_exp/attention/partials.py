@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, compute_dtype, finite, repeat_heads, transformed
+from crt_exp.attention.checks import check_inputs, finite, repeat_heads, transformed
 from crt_exp.attention.engines import TINY
 from crt_exp.features.base import ONE, Features
 from crt_exp.features.blocks import Block, Blocks
@@ -36,6 +36,13 @@ class Partial(NamedTuple):
     """Sums (numerator, denominator) * exp(log_scale), row by row.
 
     log_scale is -inf in rows without keys.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> near = softmax_partial(x, y[:, :, :2], v[:, :, :2])
+    >>> far = softmax_partial(x, y[:, :, 2:], v[:, :, 2:])
+    >>> whole = softmax_partial(x, y, v).output
+    >>> torch.allclose(merge(near, far).output, whole, atol=1e-5)
+    True
     """
 
     numerator: Tensor  # (..., R, dv)
@@ -111,12 +118,10 @@ def softmax_partial(
 
     x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
     """
-    check_inputs(x, y, v, None, (), causal, key_mask)
-    y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-    dtype = compute_dtype(x, y, v)
+    dtype = check_inputs(x, y, v, None, (), causal, key_mask)
     x = x.to(dtype)
-    y = y.to(dtype)
-    v = v.to(dtype)
+    y = repeat_heads(y, x.shape[1]).to(dtype)
+    v = repeat_heads(v, x.shape[1]).to(dtype)
     hidden = x.new_zeros(x.shape[2], y.shape[2], dtype=torch.bool)
     if causal:
         hidden = ~(~hidden).tril(y.shape[2] - x.shape[2])
@@ -176,9 +181,17 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)
-    a, b = a.over(top), b.over(top)
-    modulus = None if a.modulus is None else a.modulus + b.modulus
-    return Partial(a.numerator + b.numerator, a.denominator + b.denominator, top, modulus)
+    left = a.over(top)
+    right = b.over(top)
+    modulus = None
+    if left.modulus is not None:
+        modulus = left.modulus + right.modulus
+    return Partial(
+        numerator=left.numerator + right.numerator,
+        denominator=left.denominator + right.denominator,
+        log_scale=top,
+        modulus=modulus,
+    )
 
 
 def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
@@ -222,7 +235,7 @@ class DenominatorCount:
 
     def reset(self) -> None:
         self.total = 0
-        self._bad = {}
+        self._bad: dict[torch.device, Tensor | int] = {}
 
     def add(self, p: Partial) -> None:
         """Count the denominators of a partial.
@@ -297,9 +310,8 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
         if keep is not None:
             log = torch.where(keep[..., None], log, -torch.inf)
         top = part.column_maxima(log.detach())
-        weight = torch.exp(log - finite(part.to_base(top)))
         tops.append(top)
-        scaled.append(_scale_value(part.base.value, weight))
+        scaled.append(_scale_base(part, log - finite(part.to_base(top))))
     top = tops[0] if len(tops) == 1 else torch.cat(tops, -2)
     return weighted_features(f.parts, scaled), top
 
@@ -318,9 +330,7 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
         logs.append(log)
         row_tops.append(log.detach().amax(-1, keepdim=True).expand(*rows, 1))
     top = torch.stack(row_tops).amax(0)
-    scaled = []
-    for part, log in zip(f.parts, logs):
-        scaled.append(_scale_value(part.base.value, torch.exp(log - finite(top))))
+    scaled = [_scale_base(part, log - finite(top)) for part, log in zip(f.parts, logs)]
     return weighted_features(f.parts, scaled), top
 
 
@@ -349,38 +359,38 @@ class _WeightedFeatures(torch.autograd.Function):
         scaled = tensors[len(groups) :]
         ctx.groups = groups
         ctx.clusters = clusters
+        ctx.widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
         ctx.save_for_backward(*tensors)
-        widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
         batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-        out = scaled[0].new_empty(*batch, sum(widths))
-        for part, weight, t, group in zip(out.split(widths, -1), weights, scaled, groups):
+        out = scaled[0].new_empty(*batch, sum(ctx.widths))
+        parts = out.split(ctx.widths, -1)
+        for part, weight, t, group in zip(parts, weights, scaled, groups):
             _outer(weight, t, group, part.unflatten(-1, (group, weight.shape[-1], -1)))
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        tensors = ctx.saved_tensors
-        weights = tensors[: len(ctx.groups)]
-        scaled = tensors[len(ctx.groups) :]
-        widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
-        dweights = []
+        count = len(ctx.groups)
+        tensors = ctx.saved_tensors  # checkpoints allow one access
+        weights = tensors[:count]
+        scaled = tensors[count:]
+        parts = grad.split(ctx.widths, -1)
+        dweights: list[Tensor | None] = [None] * count
         dscaled = []
-        for i, g in enumerate(grad.split(widths, -1)):
-            weight = weights[i]
-            t = scaled[i]
-            groups = ctx.groups[i]
-            g = g.unflatten(-1, (groups, weight.shape[-1], -1))
-            if ctx.clusters[i] is None:
-                dt = (g * weight[..., None, :, None]).sum(-2)
-            else:
-                dt = _select_cluster(g, ctx.clusters[i])
-            dscaled.append(dt.flatten(-2).sum_to_size(t.shape))
-            dweight = None
+        for i, (g, weight, t) in enumerate(zip(parts, weights, scaled)):
+            g = g.unflatten(-1, (ctx.groups[i], weight.shape[-1], -1))
+            dscaled.append(_base_gradient(g, weight, ctx.clusters[i]).sum_to_size(t.shape))
             if ctx.needs_input_grad[2 + i]:
-                dweight = (g * t.unflatten(-1, (groups, 1, -1))).sum((-3, -1))
-                dweight = dweight.sum_to_size(weight.shape)
-            dweights.append(dweight)
+                base = t.unflatten(-1, (ctx.groups[i], 1, -1))
+                dweights[i] = (g * base).sum((-3, -1)).sum_to_size(weight.shape)
         return None, None, *dweights, *dscaled
+
+
+def _base_gradient(g: Tensor, weight: Tensor, cluster: Tensor | None) -> Tensor:
+    """Return the gradient (..., L, D) of base features from that of the product, (..., L, A, R, D / A)."""
+    if cluster is None:
+        return (g * weight[..., None, :, None]).sum(-2).flatten(-2)
+    return _select_cluster(g, cluster).flatten(-2)
 
 
 def _select_cluster(g: Tensor, cluster: Tensor) -> Tensor:
@@ -399,5 +409,7 @@ def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) ->
     return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
 
 
-def _scale_value(value: Tensor, phi: Tensor) -> Tensor:
-    return phi if value is ONE else value * phi
+def _scale_base(part: Block, log: Tensor) -> Tensor:
+    """Return the values of the base features times e^log."""
+    value = part.base.value
+    return torch.exp(log) if value is ONE else value * torch.exp(log)

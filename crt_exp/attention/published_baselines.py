@@ -30,9 +30,8 @@ FUNCTIONS = {
     "tanh": torch.tanh,
     "identity": lambda t: t,
 }
-SELF = (
-    -1e5
-)  # logit of a token with itself, which counts only if there is no other; the authors' value
+# logit of a token with itself, which counts only if there is no other; the authors' value
+SELF = -1e5
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,11 @@ class Redrawn(Redraws, Baseline):
         self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes
     ):
         super().__init__(heads, d, seed=seed, layer=layer, **sizes)
-        self.redraw_every, self.seeds = redraw_every, (seed, layer)
+        self.redraw_every = redraw_every
+        self.seed = f"{seed}/{layer}"
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
-        seed = zlib.crc32("/".join(map(str, (*self.seeds, draw))).encode())
+        seed = zlib.crc32(f"{self.seed}/{draw}".encode())
         return {self.name: self.sample(torch.Generator().manual_seed(seed))}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -119,7 +119,8 @@ class Linformer(Redrawn):
             because the paper does not define it fully.
     """
 
-    can_be_causal, name = False, "mixtures"
+    can_be_causal = False
+    name = "mixtures"
 
     def __init__(
         self,
@@ -148,30 +149,31 @@ class Linformer(Redrawn):
 
     def attend(self, x, y, v, *, causal, key_mask):
         check_inputs(x, y, v, None, (), causal, key_mask)
-        most, S = self.shape[1], y.shape[2]
+        length = self.shape[1]
+        S = y.shape[2]
         if causal:
             raise ValueError(
                 "causal=True: not supported by attention=linformer; use another attention"
             )
-        if most < S:
-            raise ValueError(f"S={S}: linformer expected at most length={most} keys")
-        y, v = repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
+        if length < S:
+            raise ValueError(f"S={S}: linformer expected at most length={length} keys")
+        y = repeat_heads(y, x.shape[1])
+        v = repeat_heads(v, x.shape[1])
         if key_mask is not None:
-            y, v = (
-                from_first(torch.where(key_mask[:, None, :, None], t, 0.0), key_mask, S)
-                for t in (y, v)
-            )
-        of_keys, of_values = self.projections()
-        keys, values = of_keys[:, :S].to(y.dtype) @ y, of_values[:, :S].to(v.dtype) @ v
+            unmasked = key_mask[:, None, :, None]
+            y = from_first(torch.where(unmasked, y, 0.0), key_mask, S)
+            v = from_first(torch.where(unmasked, v, 0.0), key_mask, S)
+        key_projection, value_projection = self.projections()
+        keys = key_projection[:, :S].to(y.dtype) @ y
+        values = value_projection[:, :S].to(v.dtype) @ v
         return F.scaled_dot_product_attention(x, keys, values, scale=1.0)
 
     def projections(self) -> tuple[Tensor, Tensor]:
         """Return the projections of keys and of values, (rank, length) each."""
-        return (
-            (self.rows("mixtures"),) * 2
-            if self.redraw_every
-            else (self.key_projection, self.value_projection)
-        )
+        if not self.redraw_every:
+            return self.key_projection, self.value_projection
+        mixtures = self.rows("mixtures")
+        return mixtures, mixtures
 
 
 @checked("attention")
@@ -252,11 +254,9 @@ class Reformer(Redrawn):
             rotations = self.rows("rotations")
             sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
-        return (
-            buckets
-            if key_mask is None
-            else buckets.masked_fill(~key_mask[:, None, None], self.buckets)
-        )
+        if key_mask is None:
+            return buckets
+        return buckets.masked_fill(~key_mask[:, None, None], self.buckets)
 
 
 def lsh_attention(
@@ -273,36 +273,39 @@ def lsh_attention(
     q (B,H,S,d), v (B,H,S,dv), buckets (B,H,R,S). Returns (B,H,S,dv), 0 at padding.
     A pair that meets in N rounds counts once: its logit is reduced by log N in each round.
     """
-    q, values = at_least_float32(q), at_least_float32(v)
+    q = at_least_float32(q)
+    values = at_least_float32(v)
     if key_mask is not None:  # padding may hold NaN
-        q, values = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (q, values))
-    S, chunk = q.shape[2], min(chunk, q.shape[2])
-    order = (buckets * S + torch.arange(S, device=q.device)).argsort(
-        -1
-    )  # (B, H, R, S): token at each sorted position
-    places = order.argsort(-1)  # (B, H, R, S): sorted position of each token
-    band = (
-        places + buckets * (chunk + 1)
-    ).int()  # differ by at most `chunk` exactly where tokens meet
-    unit = q / q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-    around = range(1) if chunk == S else range(-1, 1 if causal else 2)
-    queries, keys, kept = (_sorted(t, order, chunk) for t in (factor * q, unit, values))
-    logits = queries @ _around(keys, around).mT  # (B, H, R, n, c, w)
-    met, own = _meetings(band, order, chunk, around, causal, key_mask)
+        unmasked = key_mask[:, None, :, None]
+        q = torch.where(unmasked, q, 0.0)
+        values = torch.where(unmasked, values, 0.0)
+    S = q.shape[2]
+    chunk = min(chunk, S)
+    offsets = range(1) if chunk == S else range(-1, 1 if causal else 2)
+    # (B, H, R, S): token at each sorted position, and sorted position of each token
+    order = (buckets * S + torch.arange(S, device=q.device)).argsort(-1)
+    positions = order.argsort(-1)
+    # differ by at most `chunk` exactly where tokens meet
+    band = (positions + buckets * (chunk + 1)).int()
+    norms = q.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+    queries = _sort_tokens(factor * q, order, chunk)
+    keys = _with_neighbours(_sort_tokens(q / norms, order, chunk), offsets)
+    logits = queries @ keys.mT  # (B, H, R, n, c, w)
+    met, own = _count_meetings(band, order, chunk, offsets, causal, key_mask)
     logits = torch.where(own, SELF, logits)
     if order.shape[2] > 1:
         logits = logits - met.clamp(min=1).to(logits.dtype).log()
     logits = logits.masked_fill(met == 0, -torch.inf)
     sums = logits.logsumexp(-1, keepdim=True)  # (B, H, R, n, c, 1)
     weights = torch.exp(logits - torch.where(sums.isinf(), 0.0, sums))
-    out, sums = (
-        _unsorted(t, places) for t in (weights @ _around(kept, around), sums)
-    )  # (B, H, R, S, dv or 1)
+    out = weights @ _with_neighbours(_sort_tokens(values, order, chunk), offsets)
+    out = _restore_tokens(out, positions)  # (B, H, R, S, dv)
+    sums = _restore_tokens(sums, positions)
     shares = torch.where(sums.isinf().all(2, keepdim=True), 0.0, sums).softmax(2)
     return (shares * out).sum(2).to(v.dtype)
 
 
-def _sorted(t: Tensor, order: Tensor, chunk: int) -> Tensor:
+def _sort_tokens(t: Tensor, order: Tensor, chunk: int) -> Tensor:
     """Sort vectors (B, H, S, k) into chunks (B, H, R, n, c, k).
 
     The last chunk is padded with zeros.
@@ -312,55 +315,67 @@ def _sorted(t: Tensor, order: Tensor, chunk: int) -> Tensor:
     return F.pad(rows, (0, 0, 0, -rows.shape[3] % chunk)).unflatten(3, (-1, chunk))
 
 
-def _around(t: Tensor, around: range, value: float = 0) -> Tensor:
-    """Concatenate each chunk with its neighbours.
+def _with_neighbours(t: Tensor, offsets: range, value: float = 0) -> Tensor:
+    """Concatenate the chunks at these offsets from each chunk.
 
-    (.., n, c, k) -> (.., n, len(around) c, k).
+    (.., n, c, k) -> (.., n, len(offsets) c, k).
     """
     n = t.shape[3]
     padded = F.pad(t, (0, 0, 0, 0, 1, 1), value=value)
-    return torch.cat([padded[:, :, :, 1 + i : 1 + i + n] for i in around], 4)
+    return torch.cat([padded[:, :, :, 1 + i : 1 + i + n] for i in offsets], 4)
 
 
-def _unsorted(t: Tensor, places: Tensor) -> Tensor:
+def _restore_tokens(t: Tensor, positions: Tensor) -> Tensor:
     """Return chunks (B, H, R, n, c, k) to the order of tokens: (B, H, R, S, k)."""
-    return t.flatten(3, 4).gather(3, places.unsqueeze(-1).expand(*places.shape, t.shape[-1]))
+    index = positions.unsqueeze(-1).expand(*positions.shape, t.shape[-1])
+    return t.flatten(3, 4).gather(3, index)
 
 
-def _meetings(
-    band: Tensor, order: Tensor, chunk: int, around: range, causal: bool, key_mask: Tensor | None
+def _count_meetings(
+    band: Tensor,
+    order: Tensor,
+    chunk: int,
+    offsets: range,
+    causal: bool,
+    key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Count the rounds in which each pair meets, and mark each token with itself.
 
     Both results are (B, H, R, n, c, w). The count is 0 if the pair does not meet in this round.
     """
-    gap = _gaps(band.gather(3, order), chunk, around)
-    here, met = _near(gap, chunk, causal), None
+    gap = _gaps(band.gather(3, order), chunk, offsets)
+    meets = _is_near(gap, chunk, causal)
     if key_mask is not None:
-        rows = key_mask[:, None, None].expand_as(order).gather(3, order)
-        here = here & _around(_chunks(rows.int(), chunk, 0), around).mT.bool()
-    for turn in range(order.shape[2] if order.shape[2] > 1 else 0):
-        seen = _near(
-            _gaps(band[:, :, turn, None].expand_as(order).gather(3, order), chunk, around),
-            chunk,
-            causal,
+        sorted_mask = key_mask[:, None, None].expand_as(order).gather(3, order)
+        meets = (
+            meets & _with_neighbours(_split_chunks(sorted_mask.int(), chunk, 0), offsets).mT.bool()
         )
-        met = seen.to(torch.uint8) if met is None else met.add_(seen)
-    return here.to(torch.uint8) if met is None else met.mul_(here), gap == 0
+    rounds = order.shape[2]
+    if rounds == 1:
+        return meets.to(torch.uint8), gap == 0
+    count = torch.zeros_like(meets, dtype=torch.uint8)
+    for turn in range(rounds):
+        band_of_turn = band[:, :, turn, None].expand_as(order).gather(3, order)
+        count.add_(_is_near(_gaps(band_of_turn, chunk, offsets), chunk, causal))
+    return count.mul_(meets), gap == 0
 
 
-def _near(gap: Tensor, chunk: int, causal: bool) -> Tensor:
-    return (gap <= chunk) & (gap >= 0) if causal else gap.abs() <= chunk
+def _is_near(gap: Tensor, chunk: int, causal: bool) -> Tensor:
+    if causal:
+        return (gap <= chunk) & (gap >= 0)
+    return gap.abs() <= chunk
 
 
-def _gaps(band: Tensor, chunk: int, around: range) -> Tensor:
+def _gaps(band: Tensor, chunk: int, offsets: range) -> Tensor:
     """Differences of the numbers (B, H, R, S) of queries and the keys around them.
 
     The queries are (.., n, c, 1), the keys (.., n, 1, w). The difference to a missing key far exceeds `chunk`.
     """
-    none = 2**30
-    return _chunks(band, chunk, none) - _around(_chunks(band, chunk, -none), around, value=-none).mT
+    missing = 2**30
+    keys = _with_neighbours(_split_chunks(band, chunk, -missing), offsets, value=-missing)
+    return _split_chunks(band, chunk, missing) - keys.mT
 
 
-def _chunks(t: Tensor, chunk: int, value: int) -> Tensor:
-    return F.pad(t, (0, -t.shape[3] % chunk), value=value).unflatten(3, (-1, chunk)).unsqueeze(-1)
+def _split_chunks(t: Tensor, chunk: int, value: int) -> Tensor:
+    padded = F.pad(t, (0, -t.shape[3] % chunk), value=value)
+    return padded.unflatten(3, (-1, chunk)).unsqueeze(-1)

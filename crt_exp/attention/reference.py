@@ -55,6 +55,14 @@ def attention_reference(
     """Compute `attention` by its definition, from the full kernel matrix.
 
     Arguments, result and errors are those of `attention`. Differentiable by autograd.
+
+    >>> from crt_exp.attention import attention
+    >>> from crt_exp.features import OPRF
+    >>> from crt_exp.samplers import iid
+    >>> x, y, v = torch.randn(3, 1, 2, 7, 4).double()
+    >>> method = (OPRF(A=-0.1), iid(8, 4, torch.Generator()), OPRF(A=-0.1).fit(None))
+    >>> torch.allclose(attention(x, y, v, *method), attention_reference(x, y, v, *method))
+    True
     """
     if denominator not in ("none", "clamp", "abs"):
         raise ValueError(f"denominator={denominator!r}: expected one of none, clamp, abs")

@@ -11,7 +11,9 @@ Samples come from all processes, and parameters from the first, so that all rank
 Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 """
 
+import itertools
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as ranks
@@ -26,15 +28,22 @@ from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
 MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is stored separately
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
-SHORTEST, MORE = 16, 8  # minimal tokens of a sequence; factor of the sample in a calibration
+MIN_TOKENS = 16  # of a sequence
+CALIBRATION_FACTOR = 8  # size of a calibration's sample, relative to that of a training pass
 SIDES = ("queries", "keys")
 
 
 class Running(LinearAttention):
     """Base class of layers with running statistics of queries and keys.
 
-    It needs `phi`, the map of the layer. `RandomFeatureAttention` describes the use of the statistics.
+    `RandomFeatureAttention` describes the use of the statistics.
     """
+
+    phi: FeatureMap  # the map of the layer
+    running_weight: Tensor
+    pending_weight: Tensor
+    pending_y_count: Tensor
+    folds: Tensor
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -60,12 +69,10 @@ class Running(LinearAttention):
     def _register_statistics(self) -> None:
         for stage in ("running", "pending"):
             for side in "xy":
-                for name in self.moments:
-                    square = (self.d,) if name == "second" else ()
-                    self.register_buffer(
-                        f"{stage}_{side}_{name}", torch.zeros(self.kv_heads, self.d, *square)
-                    )
-                self.register_buffer(f"{stage}_{side}_minimum", torch.zeros(self.kv_heads, self.d))
+                for name in (*self.moments, "minimum"):
+                    columns = (self.d, self.d) if name == "second" else (self.d,)
+                    zeros = torch.zeros(self.kv_heads, *columns)
+                    self.register_buffer(f"{stage}_{side}_{name}", zeros)
             # running: 1 - decay^n; pending: 0 or 1
             self.register_buffer(f"{stage}_weight", torch.zeros(()))
         # tokens in the pending means; not saved, as checkpoints lie between steps
@@ -78,15 +85,17 @@ class Running(LinearAttention):
 
         Before the first batch they are those of zero vectors.
         """
-        return Statistics(*(self._running_moments(side) for side in "xy"))
+        return Statistics(self._running_moments("x"), self._running_moments("y"))
 
     def _running_moments(self, side: str) -> Moments:
         seen = self.running_weight > 0
         weight = torch.where(seen, self.running_weight, 1.0)
-        moments = {name: getattr(self, f"running_{side}_{name}") / weight for name in self.moments}
-        return Moments.known(
-            **moments, minimum=torch.where(seen, getattr(self, f"running_{side}_minimum"), 0.0)
-        )
+        moments = {name: self._moment("running", side, name) / weight for name in self.moments}
+        minimum = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
+        return Moments.known(**moments, minimum=minimum)
+
+    def _moment(self, stage: str, side: str, name: str) -> Tensor:
+        return getattr(self, f"{stage}_{side}_{name}")
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -96,38 +105,43 @@ class Running(LinearAttention):
             NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
         """
         stats = self._statistics(q, k, key_mask)
-        pooled = {}
-        for side, moments in (("x", stats.x), ("y", stats.y)):
-            count = moments.count.expand(q.shape[0], self.kv_heads, 1).to(torch.float32)
-            pending = [getattr(self, f"pending_{side}_{name}") for name in self.moments]
-            totals = [(getattr(moments, name).flatten(2) * count).sum(0) for name in self.moments]
-            sums = torch.cat([*totals, count.sum(0)], -1)
-            minimum = getattr(self, f"pending_{side}_minimum")
-            sums, low = _over_ranks(
-                sums, moments.minimum.amin(0) if len(q) else torch.full_like(minimum, torch.inf)
-            )
-            kept, count = getattr(self, f"pending_{side}_count"), sums[0, -1]
-            total = kept + count
-            share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
-            for name, t, new in zip(
-                self.moments, pending, sums[:, :-1].split([t[0].numel() for t in pending], -1)
-            ):
-                mean = (new / count.clamp(min=1)).view_as(t)
-                pooled[f"pending_{side}_{name}"] = torch.lerp(t.to(sums), mean, share).to(t)
-            pooled[f"pending_{side}_minimum"] = _lower(minimum, kept > 0, low, count > 0)
-            pooled[f"pending_{side}_count"] = total
+        pooled = self._pool_moments("x", stats.x, len(q)) | self._pool_moments("y", stats.y, len(q))
         self._check_statistics(pooled.values())
         for name, value in pooled.items():
             getattr(self, name).copy_(value)
-        self.pending_weight.copy_((total > 0).to(self.pending_weight))
+        self.pending_weight.copy_((self.pending_y_count > 0).to(self.pending_weight))
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
 
+    def _pool_moments(self, side: str, moments: Moments, batch: int) -> dict[str, Tensor]:
+        """Return the pending statistics of one side together with those of a batch."""
+        pending = [self._moment("pending", side, name) for name in self.moments]
+        minimum = self._moment("pending", side, "minimum")
+        pending_count = self._moment("pending", side, "count")
+        tokens = moments.count.expand(batch, self.kv_heads, 1).to(torch.float32)
+        columns = [(getattr(moments, name).flatten(2) * tokens).sum(0) for name in self.moments]
+        low = torch.full_like(minimum, torch.inf)
+        if batch:
+            low = moments.minimum.amin(0)
+        sums, low = _reduce_ranks(torch.cat([*columns, tokens.sum(0)], -1), low)
+        count = sums[0, -1]
+        total = pending_count + count
+        share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
+        widths = [t[0].numel() for t in pending]
+        pooled = {}
+        for name, old, new in zip(self.moments, pending, sums[:, :-1].split(widths, -1)):
+            mean = (new / count.clamp(min=1)).view_as(old)
+            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(sums), mean, share).to(old)
+        lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
+        pooled[f"pending_{side}_minimum"] = lower
+        pooled[f"pending_{side}_count"] = total
+        return pooled
+
     def _check_statistics(self, values: Iterable[Tensor]) -> None:
         for value in values:
-            read = self.calibrated is not None or values_readable(value)
-            if read and not all_true(value.isfinite()):
+            readable = self.calibrated is not None or values_readable(value)
+            if readable and not all_true(value.isfinite()):
                 raise NotFinite(
                     f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
                     "infinity or overflow"
@@ -139,15 +153,14 @@ class Running(LinearAttention):
 
         The weight is the share of data in the running averages.
         """
+        counts = self.running_weight * (1 - rate) > 0
         for side in "xy":
             for name in self.moments:
-                getattr(self, f"running_{side}_{name}").lerp_(
-                    getattr(self, f"pending_{side}_{name}"), rate
-                )
-            low, new = (
-                getattr(self, f"{stage}_{side}_minimum") for stage in ("running", "pending")
-            )
-            low.copy_(_lower(low, self.running_weight * (1 - rate) > 0, new, rate > 0))
+                new = self._moment("pending", side, name)
+                self._moment("running", side, name).lerp_(new, rate)
+            low = self._moment("running", side, "minimum")
+            new = self._moment("pending", side, "minimum")
+            low.copy_(_lower_minimum(low, counts, new, rate > 0))
         self.running_weight.lerp_(torch.ones_like(rate), rate)
         self.folds.add_(self.pending_weight.long())
         self._forget()
@@ -159,21 +172,23 @@ class Running(LinearAttention):
         self.pending_weight.zero_()
 
 
-def _lower(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
+def _lower_minimum(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
     """Return the minimum of the values that count, or 0 if none counts.
 
     Averages of states with inf would be inf or NaN.
     """
-    low, other = torch.where(counts, low, torch.inf), torch.where(other_counts, other, torch.inf)
+    low = torch.where(counts, low, torch.inf)
+    other = torch.where(other_counts, other, torch.inf)
     return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
-def _over_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """Reduce sums and minima over all processes."""
     if several_ranks():
-        sums, low = sums.contiguous(), low.contiguous()
-        torch.distributed.all_reduce(sums)
-        torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
+        sums = sums.contiguous()
+        low = low.contiguous()
+        ranks.all_reduce(sums)
+        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
     return sums, low
 
 
@@ -200,6 +215,14 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
+class VectorFit(Protocol):
+    """Parameters that are fitted to vectors."""
+
+    def unfitted(self, d: int) -> Params: ...
+
+    def fit(self, stats: Statistics) -> Params: ...
+
+
 class FittedOnce(nn.Module):
     """State of a map that is fitted to vectors once (`phi.on_vectors`).
 
@@ -213,9 +236,12 @@ class FittedOnce(nn.Module):
         vectors: vectors of each head for a fit.
     """
 
+    fits: Tensor
+    passes: Tensor
+
     def __init__(
         self,
-        phi: FeatureMap,
+        phi: VectorFit,
         heads: int,
         d: int,
         steps: int,
@@ -230,23 +256,21 @@ class FittedOnce(nn.Module):
         self.d = d
         self.steps = steps
         self.trained = trained
-        self.kept: list[str] = []
-        self.names = map_leaves(self._keep, phi.unfitted(d))
+        unfitted = phi.unfitted(d)
+        numbers = itertools.count()
+        self.names = map_leaves(lambda _: f"fitted_{next(numbers)}", unfitted)
+        for name, t in zip(leaves(self.names), leaves(unfitted)):
+            value = t.float().expand(heads, *t.shape).clone()
+            if trained:
+                self.register_parameter(name, nn.Parameter(value))
+            else:
+                self.register_buffer(name, value)
         self.register_buffer("fits", torch.zeros((), dtype=torch.long))
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
         for side in SIDES:
             self.register_buffer(side, torch.zeros(heads, self.sampled * steps, d))
         self.done = False  # whether fits > 0, without waiting for a device
-        self.seen: dict[str, list[Tensor]] | None = None  # samples of the current calibration
-
-    def _keep(self, t: Tensor) -> str:
-        name, value = f"fitted_{len(self.kept)}", t.float().expand(self.heads, *t.shape).clone()
-        self.kept.append(name)
-        if self.trained:
-            self.register_parameter(name, nn.Parameter(value))
-        else:
-            self.register_buffer(name, value)
-        return name
+        self.calibration: dict[str, list[Tensor]] | None = None  # samples of the current one
 
     def params(self) -> Params:
         """Return the parameters of the map in float64.
@@ -272,32 +296,34 @@ class FittedOnce(nn.Module):
 
         x (B,H,L,d), y (B,Hkv,S,d), masks (B,L) and (B,S).
         """
-        at = int(self.passes)
-        if self.seen is None and (self.settled or at >= self.steps):
+        calibration = self.calibration
+        passes = int(self.passes)
+        if calibration is None and (self.settled or passes >= self.steps):
             return
-        many = self.vectors if self.seen is not None else self.sampled
+        count = self.sampled if calibration is None else self.vectors
         samples = {}
         for side, t, mask in zip(SIDES, (x, y), (x_mask, y_mask)):
-            rows = _gather_ranks(sample(t, mask, self.heads, many))
-            samples[side] = _subsample(rows, many)
-        if self.seen is not None:
-            joined = {}
+            rows = _gather_ranks(sample_vectors(t, mask, self.heads, count))
+            samples[side] = _subsample(rows, count)
+        if calibration is None:
             for side, rows in samples.items():
-                self.seen[side].append(rows)
-                joined[side] = _subsample(torch.cat(self.seen[side], 1), self.vectors)
-            if all(bool(rows.isfinite().any()) for rows in joined.values()):  # not of empty batches
-                self._fit(joined)
+                getattr(self, side)[:, passes * count : (passes + 1) * count] = rows
+            self.passes.add_(1)
             return
         for side, rows in samples.items():
-            getattr(self, side)[:, at * many : (at + 1) * many] = rows
-        self.passes.add_(1)
+            calibration[side].append(rows)
+            samples[side] = _subsample(torch.cat(calibration[side], 1), self.vectors)
+        if all(bool(rows.isfinite().any()) for rows in samples.values()):  # not of empty batches
+            self._fit(samples)
 
     def calibrate(self, begin: bool) -> None:
         """Begin or end a calibration.
 
         During a calibration every noted pass fits the map to all samples so far.
         """
-        self.seen = {side: [] for side in SIDES} if begin and not self.settled else None
+        self.calibration = None
+        if begin and not self.settled:
+            self.calibration = {side: [] for side in SIDES}
         if not begin and self.done:
             self._forget()
 
@@ -316,7 +342,7 @@ class FittedOnce(nn.Module):
             ValueError: as `phi.fit` does.
             NotFinite: a parameter is not finite in the dtype of its buffer; the stored ones stay.
         """
-        params = self._params_of(*(samples[side].float() for side in SIDES))
+        params = self._fit_params(samples["queries"].float(), samples["keys"].float())
         stored = {}
         for name, t in zip(leaves(self.names), leaves(params), strict=True):
             fitted = t.to(getattr(self, name)).contiguous()
@@ -336,8 +362,8 @@ class FittedOnce(nn.Module):
         self.fits.add_(1)
         self.done = True
 
-    def _params_of(self, x: Tensor, y: Tensor) -> Params:
-        return self.phi.fit(Statistics.of(x, y, *(t.isfinite().all(-1) for t in (x, y))))
+    def _fit_params(self, x: Tensor, y: Tensor) -> Params:
+        return self.phi.fit(Statistics.of(x, y, x.isfinite().all(-1), y.isfinite().all(-1)))
 
     def _forget(self) -> None:
         self.passes.zero_()
@@ -346,7 +372,8 @@ class FittedOnce(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         for name in leaves(self.names):
-            saved, own = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            own = getattr(self, name)
             if saved is not None and saved.shape != own.shape:
                 raise ValueError(
                     f"{prefix}{name}: saved (heads, clusters, d)={tuple(saved.shape)}, expected "
@@ -362,13 +389,13 @@ class FittedOnce(nn.Module):
 
         `passes` is recomputed from the rows that hold vectors, because `steps` may differ from that of the saved layer.
         """
+        rows = self.sampled * self.steps
         for side in SIDES:
-            saved, rows = state.get(prefix + side), self.sampled * self.steps
+            saved = state.get(prefix + side)
             if saved is not None and saved.ndim == 3:
                 state[prefix + side] = F.pad(saved, (0, 0, 0, rows - saved.shape[1]))
-                state[prefix + "passes"] = (saved != 0).any(-1).any(0).sum().clamp(
-                    max=rows
-                ) // self.sampled
+                stored = (saved != 0).any(-1).any(0).sum().clamp(max=rows)
+                state[prefix + "passes"] = stored // self.sampled
 
 
 class FittedToSequences(FittedOnce):
@@ -388,62 +415,67 @@ class FittedToSequences(FittedOnce):
     @torch.inference_mode(False)
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
-        if self.seen is None and (self.settled or int(self.passes)):
+        calibration = self.calibration
+        if calibration is None and (self.settled or int(self.passes)):
             return
-        if self.seen is not None:
+        if calibration is not None:
             self._check_vectors(x, x_mask)
             self._check_vectors(y, y_mask)
-        if self.seen and self.seen["keys"]:
-            tokens = self.seen["keys"][0].shape[1]
-        else:
-            tokens = min(max(SHORTEST, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        tokens = min(max(MIN_TOKENS, 2 ** (y.shape[2] - 1).bit_length()), self.vectors)
+        if calibration is not None and calibration["keys"]:
+            tokens = calibration["keys"][0].shape[1]
         if several_ranks():  # batch sizes may differ: each rank gives one long sequence
             x = x[:1]
             y = y[:1]
             tokens = self.vectors
         most = self.vectors // tokens
-        if self.seen is not None:
-            most = most * MORE
+        if calibration is not None:
+            most = most * CALIBRATION_FACTOR
         y = repeat_heads(y, self.heads)
-        queries = _gather_ranks(sequences(x[:most], x_mask, tokens))
-        keys = _gather_ranks(sequences(y[:most], y_mask, tokens))
-        there = _full_tensor(queries, keys)
+        queries = _gather_ranks(sample_sequences(x[:most], x_mask, tokens))
+        keys = _gather_ranks(sample_sequences(y[:most], y_mask, tokens))
+        valid = _finite_sequences(queries, keys)
         for side, rows in zip(SIDES, (queries, keys)):
-            rows = rows[:, there][:, :most]
-            if self.seen is not None:
-                self.seen[side] = [*self.seen[side], *rows.unbind(1)][:most]
+            rows = rows[:, valid][:, :most]
+            if calibration is not None:
+                calibration[side] = [*calibration[side], *rows.unbind(1)][:most]
             else:
                 buffer = getattr(self, side).fill_(torch.nan)
                 buffer[:, : rows.shape[1] * tokens] = rows.flatten(1, 2)
-        if self.seen is None and bool(there.any()):
+        if calibration is None and bool(valid.any()):
             self.passes.fill_(tokens)
 
     def _check_vectors(self, x: Tensor, mask: Tensor | None) -> None:
         """Raise NotFinite if an unmasked vector is not finite; exact attention accepts such vectors."""
         finite = x.isfinite().all(-1)
-        if not bool((finite if mask is None else finite | ~mask[:, None]).all()):
+        if mask is not None:
+            finite = finite | ~mask[:, None]
+        if not bool(finite.all()):
             raise NotFinite(
                 f"vectors for {type(self.phi).__name__}: expected vectors without NaN or infinity"
             )
 
     def calibrate(self, begin: bool) -> None:
         try:
-            if not begin and self.seen and self.seen["keys"]:
-                self._fit({side: torch.stack(rows, 1) for side, rows in self.seen.items()})
+            samples = self.calibration
+            if not begin and samples and samples["keys"]:
+                self._fit({side: torch.stack(rows, 1) for side, rows in samples.items()})
         finally:
             super().calibrate(begin)
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
         """Do nothing: the number of rows is constant."""
 
-    def _params_of(self, x: Tensor, y: Tensor) -> Params:
+    def _fit_params(self, x: Tensor, y: Tensor) -> Params:
         if x.ndim == 3:
-            x, y = (t.unflatten(1, (-1, int(self.passes))) for t in (x, y))
-        there = _full_tensor(x, y)
-        return self.phi.fit_sequences(x[:, there], y[:, there], self.causal)
+            tokens = int(self.passes)
+            x = x.unflatten(1, (-1, tokens))
+            y = y.unflatten(1, (-1, tokens))
+        valid = _finite_sequences(x, y)
+        return self.phi.fit_sequences(x[:, valid], y[:, valid], self.causal)
 
 
-def _full_tensor(x: Tensor, y: Tensor) -> Tensor:
+def _finite_sequences(x: Tensor, y: Tensor) -> Tensor:
     """Return which sequences (B,) of x and y (H, B, P, d) contain no NaN."""
     return (x.isfinite() & y.isfinite()).all(-1).all(-1).all(0)
 
@@ -455,37 +487,39 @@ def make_room(model: nn.Module, state: dict[str, Tensor]) -> None:
             module.make_room(state, f"{path}.")
 
 
-def sample(x: Tensor, mask: Tensor | None, heads: int, many: int) -> Tensor:
-    """Return `many` vectors of each key head, evenly spread: (heads, many, d).
+def sample_vectors(x: Tensor, mask: Tensor | None, heads: int, count: int) -> Tensor:
+    """Return `count` vectors of each key head, evenly spread: (heads, count, d).
 
     They come from x (B,H,L,d) where mask (B,L) is True. Vectors repeat if there are fewer; without any the result is
     NaN.
     """
     groups = x.shape[1] // heads
-    pooled = x.detach().float().unflatten(1, (heads, groups)).permute(1, 2, 0, 3, 4).flatten(1, 3)
+    by_group = x.detach().float().unflatten(1, (heads, groups))
+    pooled = by_group.permute(1, 2, 0, 3, 4).flatten(1, 3)
     if mask is None:
-        there = torch.arange(pooled.shape[1], device=x.device)
+        unmasked = torch.arange(pooled.shape[1], device=x.device)
     else:
-        there = mask.repeat(groups, 1).flatten().nonzero().squeeze(-1)
-    if not len(there):
-        return pooled.new_full((heads, many, x.shape[-1]), torch.nan)
-    return pooled[:, there[torch.arange(many, device=x.device) * len(there) // many]]
+        unmasked = mask.repeat(groups, 1).flatten().nonzero().squeeze(-1)
+    if not len(unmasked):
+        return pooled.new_full((heads, count, x.shape[-1]), torch.nan)
+    spread = torch.arange(count, device=x.device) * len(unmasked) // count
+    return pooled[:, unmasked[spread]]
 
 
-def sequences(x: Tensor, mask: Tensor | None, many: int) -> Tensor:
-    """Return `many` vectors of each sequence in order: (H, B, many, d).
+def sample_sequences(x: Tensor, mask: Tensor | None, count: int) -> Tensor:
+    """Return `count` vectors of each sequence in order: (H, B, count, d).
 
     They are evenly spread over x (B, H, L, d) where mask, (B or more, L), is True; NaN for a sequence without any.
     """
     if mask is None:
         mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     mask = mask[: len(x)]
-    count = mask.sum(-1, keepdim=True)
+    unmasked = mask.sum(-1, keepdim=True)
     unmasked_first = mask.long().argsort(dim=-1, descending=True, stable=True)
-    positions = unmasked_first.gather(1, torch.arange(many, device=x.device) * count // many)
-    index = positions[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
-    rows = x.detach().float().gather(2, index)
-    return torch.where(count.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
+    spread = torch.arange(count, device=x.device) * unmasked // count
+    index = unmasked_first.gather(1, spread)[:, None, :, None]
+    rows = x.detach().float().gather(2, index.expand(-1, x.shape[1], -1, x.shape[-1]))
+    return torch.where(unmasked.view(-1, 1, 1, 1) > 0, rows, torch.nan).transpose(0, 1)
 
 
 def _subsample(rows: Tensor, most: int) -> Tensor:

@@ -347,12 +347,15 @@ def attend_epochs(
     v: Tensor,
     keep: Tensor | None,
     sizes: Sizes,
-) -> tuple[Tensor, Epoch | None]:
-    """Return the outputs in PyTorch, and the state after the last query."""
+) -> tuple[Tensor, Epoch]:
+    """Return the outputs in PyTorch, and the state after the last query.
+
+    There is at least one epoch.
+    """
     S = y.shape[1]
     until = min(first_renewal(sizes), S)
     first = S - x.shape[2]
-    state = None
+    state = epochs[-1]
     parts = []
     if first < until:
         parts.append(exact_outputs(x[:, :, : until - first], y[:, :until], v[:, :until], keep))
@@ -539,8 +542,8 @@ def attend_queries(past: Past, queries: QueryBlocks, positions: Tensor, block: i
     top = torch.cat([*logits, retrieved], -1).amax(-1, keepdim=True).detach()
     retrieved_weight = torch.exp(retrieved - top)
     cluster_weight = torch.exp(log_weight - top)
-    total = 0
-    out = 0
+    total = torch.zeros_like(top)
+    out = q.new_zeros(())
     for logit, values in single_keys:
         weight = torch.exp(logit - top)
         total = total + weight.sum(-1, keepdim=True)

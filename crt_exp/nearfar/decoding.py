@@ -75,7 +75,9 @@ class RecallState(TokenState):
         self.buffers: tuple[Buffer, ...] = ()  # of the parts of `StoredTokens`
         self.columns: tuple[int, ...] = ()  # number of columns of each part
         self.firsts: list[int | None] = []  # position of the first real token of each row
-        self.pasts: dict[int, Epoch | native.PastMemory] = {}  # by position of the first real token
+        # states of the past by position of the first real token: in PyTorch, and in C
+        self.epochs: dict[int, Epoch] = {}
+        self.memories: dict[int, native.PastMemory] = {}
         self.until = first_renewal(sizes)  # number of first tokens that see all keys
 
     @property
@@ -122,7 +124,9 @@ class RecallState(TokenState):
                 return self._attend_all_keys(first, x).to(v.dtype)
             return self._attend(first, self._rows(first), x).to(v.dtype)
         out = v.new_zeros(*x.shape[:3], v.shape[3])
-        for first in groups - {None}:
+        for first in groups:
+            if first is None:
+                continue
             rows = self._rows(first)
             lead = max(0, first - start)
             index = _row_index(rows)
@@ -180,30 +184,37 @@ class RecallState(TokenState):
     def copy(self) -> "RecallState":
         other = copy.copy(self)
         other.firsts = list(self.firsts)
-        other.pasts = dict(self.pasts)
-        for first, past in self.pasts.items():
-            if isinstance(past, native.PastMemory):
-                other.pasts[first] = past._replace(numbers=past.numbers.clone())
+        other.epochs = dict(self.epochs)
+        other.memories = {}
+        for first, memory in self.memories.items():
+            other.memories[first] = memory._replace(numbers=memory.numbers.clone())
         return other
 
     def select(self, rows: Tensor) -> None:
         if not self.buffers:
             return
         index = batch_indices(rows, len(self.firsts))
-        rows = index.tolist()
+        chosen = index.tolist()
         self.buffers = tuple(
             Buffer(buffer.tensor[index, :, : self.length], self.length) for buffer in self.buffers
         )
-        heads = torch.arange(self.heads, device=index.device)
-        pasts = {}
-        for first, past in self.pasts.items():
+        self.epochs = self._select_rows(self.epochs, chosen, index.device)
+        self.memories = self._select_rows(self.memories, chosen, index.device)
+        self.firsts = [self.firsts[row] for row in chosen]
+
+    def _select_rows(
+        self, pasts: dict[int, Past], rows: list[int], device: torch.device
+    ) -> dict[int, Past]:
+        """Return the states of the past of these rows."""
+        heads = torch.arange(self.heads, device=device)
+        selected = {}
+        for first, past in pasts.items():
             group = self._rows(first)
             places = [group.index(row) for row in rows if row in group]
             if places:
-                first_heads = torch.tensor(places, device=index.device).unsqueeze(1) * self.heads
-                pasts[first] = _select_heads(past, (first_heads + heads).flatten())
-        self.pasts = pasts
-        self.firsts = [self.firsts[row] for row in rows]
+                first_heads = torch.tensor(places, device=device).unsqueeze(1) * self.heads
+                selected[first] = _select_heads(past, (first_heads + heads).flatten())
+        return selected
 
     def _rows(self, first: int) -> list[int]:
         """Return the rows whose first real token is at position `first`."""
@@ -255,10 +266,10 @@ class RecallState(TokenState):
             out = self._attend_in_c(first, rows, x)
         else:
             y, v, keep = self._tokens(rows, first)
-            past = self.pasts.get(first)
+            past = self.epochs.get(first)
             metric = fit_metric(y, keep, self.sizes) if past is None else past.metric
             epochs = list_epochs(y, keep, self.sizes, S - T, metric, past)
-            out, self.pasts[first] = attend_epochs(epochs, x, y, v, keep, self.sizes)
+            out, self.epochs[first] = attend_epochs(epochs, x, y, v, keep, self.sizes)
         out = out.unflatten(0, (-1, self.heads)).flatten(1, 2)
         if tokens.keep is None:
             return out
@@ -281,25 +292,25 @@ class RecallState(TokenState):
         The engine takes a prompt at once and continues from its memory.
         """
         S = self.length - first
-        past = self.pasts.get(first)
-        if past is None or past.capacity < S:
-            past = self._allocate_past(first, rows, past)
-            self.pasts[first] = past
-        sizes = engine_sizes(self.sizes, past.capacity)
+        memory = self.memories.get(first)
+        if memory is None or memory.capacity < S:
+            memory = self._allocate_memory(first, rows, memory)
+            self.memories[first] = memory
+        sizes = engine_sizes(self.sizes, memory.capacity)
         parts = []
         for neighbours, heads in self._contiguous_rows(rows):
             y, v, keep = self._tokens(neighbours, first)
-            part = _select_heads(past, heads)
+            part = _select_heads(memory, heads)
             inputs = native.CausalInputs(keep, part.metric, sizes)
             parts.append(attend_in_c(x[heads], y, v, inputs, part))
         return join_parts(parts, 0)
 
-    def _allocate_past(
-        self, first: int, rows: list[int], past: native.PastMemory | None
+    def _allocate_memory(
+        self, first: int, rows: list[int], memory: native.PastMemory | None
     ) -> native.PastMemory:
         """Return an empty memory, for twice as many tokens as there are."""
         y, v, keep = self._tokens(rows, first)
-        metric = fit_metric(y, keep, self.sizes) if past is None else past.metric
+        metric = fit_metric(y, keep, self.sizes) if memory is None else memory.metric
         capacity = max(MIN_CAPACITY, 2 * (self.length - first))
         sizes = engine_sizes(self.sizes, capacity)
         return native.empty_memory(y, v.shape[-1], metric, sizes, capacity)

@@ -17,6 +17,7 @@ N blocks of b tokens, n heavy hitters, K clusters.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +94,8 @@ def near_far_attention(
     >>> sizes = Sizes(block=16, heavy=16, cells=32)
     >>> out = near_far_attention(q, k, v, sizes, factor=16**-0.25)
     >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    >>> bool((out - exact).norm() < 0.5 * exact.norm())
+    >>> mean = v.mean(2, keepdim=True)
+    >>> bool((out - exact).norm() < 0.9 * (mean - exact).norm())
     True
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
@@ -148,6 +150,17 @@ def _check_sizes(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) 
         )
 
 
+class Method(Protocol):
+    """Attention of a part of the heads: first the choice of the sets, without gradient, then the sums."""
+
+    @property
+    def native(self) -> bool: ...
+
+    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Any: ...
+
+    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sets: Any) -> Tensor: ...
+
+
 # ---- rows of a batch
 
 
@@ -188,8 +201,8 @@ def _attend_both_directions(
     if shift is None:
         out = _by_heads(method, x, y, v, key_mask)
     else:
-        vectors = [shift.apply(t) for t in (x, y, v)]
-        out = shift.undo(_by_heads(method, *vectors, shift.apply_to_mask(key_mask)))
+        x, y, v = (shift.apply(t) for t in (x, y, v))
+        out = shift.undo(_by_heads(method, x, y, v, shift.apply_to_mask(key_mask)))
     seen = key_mask.any(-1)[:, None, None, None]
     return torch.where(seen, out, 0.0)  # outputs of queries without keys are arbitrary
 
@@ -250,10 +263,10 @@ def join_key_heads(out: Tensor, y: Tensor) -> Tensor:
 def _exact_outputs(
     x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float
 ) -> Tensor:
-    *tensors, keep = split_key_heads(x, y, v, key_mask)
+    queries, keys, values, keep = split_key_heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
-        tensors = [t.double() for t in tensors]
-    out = exact_outputs(*tensors, keep, factor**2, causal)
+        queries, keys, values = (t.double() for t in (queries, keys, values))
+    out = exact_outputs(queries, keys, values, keep, factor**2, causal)
     if not transformed(x, y, v):
         check_entries(out)
         if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
@@ -261,9 +274,7 @@ def _exact_outputs(
     return join_key_heads(out, y)
 
 
-def _by_heads(
-    method: Bidirectional | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
-) -> Tensor:
+def _by_heads(method: Method, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
     """Apply the method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.

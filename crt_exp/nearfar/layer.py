@@ -74,7 +74,7 @@ class NearFar(LinearAttention):
     """
 
     serves_causal = True
-    version = None  # no decoding state becomes invalid
+    version = None  # decoding states stay valid
 
     def __init__(
         self,
@@ -109,8 +109,9 @@ class NearFar(LinearAttention):
             "open": open,
             "exact_until": exact_until,
         }
-        chosen = {name: value for name, value in options.items() if value is not None}
-        self.sizes = PRESETS[preset]._replace(**chosen)
+        sizes = PRESETS[preset]._asdict()
+        sizes |= {name: value for name, value in options.items() if value is not None}
+        self.sizes = Sizes(**sizes)
         # for calls that are not causal
         self.exact_until = SHORT if exact_until is None else exact_until
         self.clusters = None
@@ -137,8 +138,9 @@ class NearFar(LinearAttention):
         if changing and not self.continues_step:
             self._advance(q, k)
         out = self.estimate(q, k, v, key_mask)
-        if (changing or self.calibrated is not None) and self._uses_moments(q, k):
-            self.clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
+        clusters = self._moments_for(q, k)
+        if clusters is not None and (changing or self.calibrated is not None):
+            clusters.note(self.scaled(q), self.scaled(k), None, key_mask)
         return out
 
     def _is_one_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -170,8 +172,9 @@ class NearFar(LinearAttention):
     def estimate(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Return the output of `forward` without changing the state of the layer."""
         metric = None
-        if self._uses_moments(q, k) and self.clusters.done:
-            metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in self.clusters.params()))
+        clusters = self._moments_for(q, k)
+        if clusters is not None and clusters.done:
+            metric = KeyMetric(*(t.repeat(len(q), 1, 1) for t in clusters.params()))
         sizes = self.sizes
         if not self.causal:
             sizes = sizes._replace(exact_until=self.exact_until)
@@ -204,7 +207,6 @@ class NearFar(LinearAttention):
 
     @property
     def learns(self) -> bool:
-        """Whether calls use the state of earlier calls or of a calibration."""
         return self.clusters is not None and self.cross
 
     def decoding(self) -> RecallState:
@@ -212,19 +214,21 @@ class NearFar(LinearAttention):
             raise ValueError("causal=False: decoding needs causal=True")
         return RecallState(self.sizes, self.kv_heads)
 
-    def _uses_moments(self, q: Tensor, k: Tensor) -> bool:
-        if self.clusters is None or self.causal:
-            return False
-        return self.cross or q.shape[2] != k.shape[2]
+    def _moments_for(self, q: Tensor, k: Tensor) -> FittedOnce | None:
+        """Return the moments of earlier queries, if the call uses them."""
+        if self.causal or not (self.cross or q.shape[2] != k.shape[2]):
+            return None
+        return self.clusters
 
     def _advance(self, q: Tensor, k: Tensor) -> None:
-        if not self._uses_moments(q, k):
+        clusters = self._moments_for(q, k)
+        if clusters is None:
             return
         if transforming():
             raise ValueError(
                 "training mode updates state, which torch.func cannot trace: call eval() first"
             )
-        self.clusters.advance()
+        clusters.advance()
 
     def extra_repr(self) -> str:
         opens = f"open={self.sizes.open}, " if self.causal else ""

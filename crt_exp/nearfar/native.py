@@ -36,7 +36,7 @@ def _read_fields(header: Path) -> list[tuple[str, type]]:
     match = re.search(r"typedef struct \{([^}]*)\} NearFar;", header.read_text())
     assert match is not None
     declarations = re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL)
-    fields = []
+    fields: list[tuple[str, type]] = []
     for kind, names in re.findall(r"(\w+) (\*?\w+(?:, \*?\w+)*);", declarations):
         for name in names.split(", "):
             if name.startswith("*"):
@@ -104,7 +104,7 @@ def choose(
     heavy = min(sizes.heavy, S)
     clusters = min(sizes.cells, S)
     cross = metric is not None
-    if not cross:
+    if metric is None:
         metric = KeyMetric(y.new_empty(Z, 1, d), y.new_empty(Z, 1, d), y.new_empty(Z, d, d))
     sets = KeySets(
         metric=KeyMetric(*(t.contiguous() for t in metric)),
@@ -182,7 +182,9 @@ def empty_memory(
 ) -> PastMemory:
     """Return the empty memory of decoding for keys y (Z, S, d)."""
     call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **sizes)
-    size = native.library().near_far_causal_size
+    library = native.library()
+    assert library is not None
+    size = library.near_far_causal_size
     size.restype = ctypes.c_int64
     numbers = y.new_empty(len(y), size(ctypes.byref(call)))
     numbers[:, :2] = 0
@@ -200,8 +202,8 @@ def causal_arguments(
     """
     Z, G, L, _ = x.shape
     S = y.shape[1]
-    numbers = {"capacity": S, "factor": inputs.factor, **inputs.sizes}
-    numbers["open"] = min(inputs.sizes["open"], S)
+    open = min(inputs.sizes["open"], S)
+    numbers = {"capacity": S, "factor": inputs.factor, **inputs.sizes, "open": open}
     pointers = {
         "keep": inputs.keep,
         "shift": inputs.metric.shift,
@@ -209,7 +211,7 @@ def causal_arguments(
         "logsum": y.new_empty(Z, G, L),
     }
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, y, v)):
-        capacity = G * L * (numbers["open"] + S // (MAX_GAP - 1) + 2)
+        capacity = G * L * (open + S // (MAX_GAP - 1) + 2)
         numbers["gap_capacity"] = capacity
         pointers["gaps"] = torch.empty(Z, capacity, dtype=torch.uint8, device="cpu")
         pointers["gap_offset"] = torch.empty(Z, G, L, dtype=torch.int64, device="cpu")

@@ -31,9 +31,9 @@ from crt_exp.attention import (
     softmax_attention,
     softmax_partial,
 )
-from crt_exp.attention.feature_attention import positive_form
 from crt_exp.attention.engines import closed_form
 from crt_exp.attention.engines.chunks import chunked_partial
+from crt_exp.attention.feature_attention import positive_form
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, Mixture, PoisRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import match_float64

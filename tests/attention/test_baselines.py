@@ -505,12 +505,14 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
         copied = averaged.module[0].eval()
         assert copied(q, k, v).isfinite().all(), kind
         if name != "linformer" or redraw_every:
-            drawn = copied.rows_of_draw(copied.held)
+            drawn = copied.rows_of_draw(copied.copied_draw)
             for rows, t in drawn.items():
                 assert torch.equal(copied.rows(rows), t), kind
-        assert "buffers" in kind and kind != "timm without buffers" or copied.held == layer.held, (
-            kind
-        )
+        assert (
+            "buffers" in kind
+            and kind != "timm without buffers"
+            or copied.copied_draw == layer.copied_draw
+        ), kind
         averaged = AVERAGES[kind](model)
         for _ in range(3):
             average(averaged, model)

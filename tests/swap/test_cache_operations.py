@@ -16,7 +16,6 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from crt_exp import swap_attention, unswap_attention  # noqa: E402
 from crt_exp.mechanism import Mechanism  # noqa: E402
 from crt_exp.nearfar.decoding import RecallState  # noqa: E402
-from crt_exp.nearfar.native import PastMemory  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 from crt_exp.swap.interface import AS_BEFORE  # noqa: E402
 
@@ -72,13 +71,11 @@ def check_kind(cache, state, dtype):
         assert (state in CONTROLS) != (
             isinstance(layer, RecurrentLayer) and layer.state is not None
         )
-    pasts = []
     for layer in cache.layers:
         if state not in CONTROLS and isinstance(layer.state, RecallState):
-            pasts += layer.state.pasts.values()
-    assert bool(pasts) == ("beyond" in state)
-    for past in pasts:
-        assert isinstance(past, PastMemory) == (dtype == torch.float32)
+            in_c = dtype == torch.float32
+            assert bool(layer.state.memories) == ("beyond" in state and in_c)
+            assert bool(layer.state.epochs) == ("beyond" in state and not in_c)
 
 
 def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
