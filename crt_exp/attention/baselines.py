@@ -54,7 +54,13 @@ class Baseline(AttentionLayer):
         return self.attend(q * root, keys * root, v, causal=self.causal, key_mask=key_mask)
 
     def attend(
-        self, x: Tensor, y: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        key_mask: Tensor | None,
     ) -> Tensor:
         """Return the outputs (B,H,L,dv) for scaled queries and keys."""
         raise NotImplementedError
@@ -98,7 +104,9 @@ class Buffer:
 
 
 def append_rows(
-    buffers: tuple[Buffer, ...], length: int, rows: Sequence[Tensor]
+    buffers: tuple[Buffer, ...],
+    length: int,
+    rows: Sequence[Tensor],
 ) -> tuple[Buffer, ...]:
     """Append rows to the buffers of the first `length` tokens, one tensor for each buffer."""
     if not buffers:
@@ -224,7 +232,12 @@ def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: flo
 
 
 def identity_attention(
-    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the values: an upper bound on the speed of attention.
 
@@ -245,7 +258,12 @@ def identity_attention(
 
 
 def uniform_attention(
-    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the mean of the values that each query may see.
 

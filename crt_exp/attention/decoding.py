@@ -224,12 +224,12 @@ class DecodingState(TokenState):
     def select(self, rows: Tensor) -> None:
         if self.packed_sums is None:
             return
-        batch = len(self.packed_sums.sums)  # parts of other shapes are shared by all entries
-        parts = []
-        for t in self.packed_sums:
-            of_entries = t is not None and t.ndim >= 4 and len(t) == batch
-            parts.append(t[rows] if of_entries else t)
-        self.packed_sums = Packed(*parts)
+        sums, top, modulus = self.packed_sums
+        if top.ndim >= 4 and len(top) == len(sums):  # else shared by all entries
+            top = top[rows]
+        if modulus is not None:
+            modulus = modulus[rows]
+        self.packed_sums = Packed(sums[rows], top, modulus)
 
     def _check(self, x: Tensor, version: Hashable = None) -> None:
         changed = any(changes(t) != count for t, count in self._versions)
@@ -291,7 +291,7 @@ def _add_key(past: Packed | None, keys: Features, v: Tensor, with_modulus: bool)
     if past is None:
         return Packed(v * phi, top, modulus)
     fade = torch.exp(past.top - finite_top)
-    if modulus is not None:
+    if modulus is not None and past.modulus is not None:
         modulus = past.modulus * fade + modulus
     return Packed((past.sums * fade).addcmul_(v, phi), top, modulus)
 

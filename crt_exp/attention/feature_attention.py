@@ -7,6 +7,8 @@ Other maps, unnormalized sums, torch.func transforms and exported programs use c
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from crt_exp.features.exponential import PositiveExponential, sq_norm
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
 # by (in C, causal): chosen once for a call, so that its backward pass uses the same engine
-ENGINES = {
+ENGINES: dict[tuple[bool, bool], Any] = {
     (True, False): native.bidirectional,
     (True, True): native.causal,
     (False, False): closed_form.bidirectional,
@@ -157,18 +159,21 @@ def partial_attention(
             out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)
             logsum = ENGINES[in_c, causal].unit * logsum + form.shared_logs(x)
             if key_mask is not None:
+                seen = key_mask.any(-1, keepdim=True)
                 if causal:
-                    seen = chunked.seen(y.shape[2] - x.shape[2])
-                else:
-                    seen = key_mask.any(-1)[:, None, None]
-                logsum = torch.where(seen, logsum, -torch.inf)
+                    seen = key_mask.cumsum(-1)[:, y.shape[2] - x.shape[2] :] > 0
+                logsum = torch.where(seen.unsqueeze(1), logsum, -torch.inf)
             rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
     else:
         x = at_least_float32(x) * scale
         y = at_least_float32(y) * scale
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
-    parts = [None if t is None else split_heads(t, heads) for t in rows]
-    return Partial(*parts)
+    return Partial(
+        numerator=split_heads(rows.numerator, heads),
+        denominator=split_heads(rows.denominator, heads),
+        log_scale=split_heads(rows.log_scale, heads),
+        modulus=None if rows.modulus is None else split_heads(rows.modulus, heads),
+    )
 
 
 def uses_plain_operations(*tensors: Tensor) -> bool:
@@ -177,7 +182,12 @@ def uses_plain_operations(*tensors: Tensor) -> bool:
 
 
 def align_heads(
-    x: Tensor, y: Tensor, v: Tensor, noise, params, causal: bool
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    noise,
+    params,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give keys and queries the same number of heads.
 

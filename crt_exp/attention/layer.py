@@ -186,7 +186,12 @@ class RandomFeatureAttention(Redraws, Running):
         return self._attend(self.normalized(q), self.normalized(k), v, key_mask, DenominatorCount())
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, counter: DenominatorCount
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        counter: DenominatorCount,
     ) -> Tensor:
         return attention(
             q,
@@ -416,7 +421,11 @@ def _buffer_name(p: Projections) -> str:
 
 @torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
 def _count_pass(
-    omegas: list[Tensor], steps: Tensor, draws: Tensor, every: int, module: int
+    omegas: list[Tensor],
+    steps: Tensor,
+    draws: Tensor,
+    every: int,
+    module: int,
 ) -> None:
     """Count a pass and redraw in place, as an operator opaque to torch.compile."""
     if int(steps) and int(steps) % every == 0:

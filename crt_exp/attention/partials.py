@@ -112,7 +112,12 @@ def normalised(output: Tensor, logsum: Tensor) -> Partial:
 
 
 def softmax_partial(
-    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
 ) -> Partial:
     """Return the partial of exact softmax attention with logits x.y.
 
@@ -184,7 +189,7 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     left = a.over(top)
     right = b.over(top)
     modulus = None
-    if left.modulus is not None:
+    if left.modulus is not None and right.modulus is not None:
         modulus = left.modulus + right.modulus
     return Partial(
         numerator=left.numerator + right.numerator,
@@ -217,6 +222,7 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
     if policy == "abs":
         den = den.abs()
     elif policy == "clamp":
+        assert p.modulus is not None
         floor = CLAMP * p.modulus.detach()
         signed_floor = torch.where(den < 0, -floor, floor)
         den = torch.where(den.abs() < floor, signed_floor, den)

@@ -85,7 +85,14 @@ class Redrawn(Redraws, Baseline):
     name: str
 
     def __init__(
-        self, heads: int, d: int, *, redraw_every: int = 0, seed: int = 0, layer: int = 0, **sizes
+        self,
+        heads: int,
+        d: int,
+        *,
+        redraw_every: int = 0,
+        seed: int = 0,
+        layer: int = 0,
+        **sizes,
     ):
         super().__init__(heads, d, seed=seed, layer=layer, **sizes)
         self.redraw_every = redraw_every

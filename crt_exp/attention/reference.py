@@ -168,7 +168,12 @@ def attention_matrix(
 
 
 def softmax_attention(
-    x: Tensor, y: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Compute exact softmax attention with logits x.y; 0 in rows without keys.
 

@@ -193,7 +193,11 @@ def _reduce_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped_statistics(
-    x: Tensor, y: Tensor, key_mask: Tensor | None = None, scale: float = 1.0, same: bool = True
+    x: Tensor,
+    y: Tensor,
+    key_mask: Tensor | None = None,
+    scale: float = 1.0,
+    same: bool = True,
 ) -> Statistics:
     """Return the statistics of scale x and scale y for each (batch, key head).
 

@@ -129,7 +129,11 @@ class Bidirectional:
         return out + share * (offsets @ slope.unsqueeze(1).mT)
 
     def _far_clusters(
-        self, members: Tensor, v: Tensor, u: Tensor, block: int
+        self,
+        members: Tensor,
+        v: Tensor,
+        u: Tensor,
+        block: int,
     ) -> tuple[Tensor, Tensor]:
         """Return V (Z, N, K, dv) and N (Z, N, K, 1) of the keys far from each block."""
         u = u.unsqueeze(-1)
@@ -142,7 +146,11 @@ class Bidirectional:
 
 
 def shared_logits(
-    queries: Tensor, y: Tensor, mu: Tensor, cluster_bias: Tensor, sets: KeySets
+    queries: Tensor,
+    y: Tensor,
+    mu: Tensor,
+    cluster_bias: Tensor,
+    sets: KeySets,
 ) -> Tensor:
     """Return the logits (Z, N, G b, n + K) of heavy hitters and clusters."""
     keys = torch.cat([rows_at(y, sets.heavy), mu.squeeze(1)], 1)
@@ -164,7 +172,11 @@ def cluster_biases(clusters: Clusters, metric: KeyMetric, level: Tensor, N: Tens
 
 
 def near_logits(
-    queries: Tensor, y: Tensor, sets: KeySets, keep: Tensor | None, block: int
+    queries: Tensor,
+    y: Tensor,
+    sets: KeySets,
+    keep: Tensor | None,
+    block: int,
 ) -> Tensor:
     """Return the logits (Z, N, G b, 3 b) of the keys of neighbouring blocks."""
     near = unmasked_keys(y, keep).scatter(1, sets.heavy, False)
@@ -192,7 +204,12 @@ def cluster_levels(y: Tensor, sets: KeySets) -> Tensor:
 
 
 def value_slopes(
-    y: Tensor, v: Tensor, sets: KeySets, members: Tensor, mu: Tensor, level: Tensor
+    y: Tensor,
+    v: Tensor,
+    sets: KeySets,
+    members: Tensor,
+    mu: Tensor,
+    level: Tensor,
 ) -> Tensor:
     """Return C (Z, dv, d), the mean of v_j (y_j - mu of its cluster)^T.
 

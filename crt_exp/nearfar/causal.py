@@ -155,7 +155,13 @@ class Epoch(NamedTuple):
         return self.sets.metric
 
     def advance(
-        self, y: Tensor, v: Tensor, keep: Tensor, block: int, first: int, last: int
+        self,
+        y: Tensor,
+        v: Tensor,
+        keep: Tensor,
+        block: int,
+        first: int,
+        last: int,
     ) -> tuple["Epoch", Tensor]:
         """Return the state for block `last` and the sums for blocks `first` to `last`.
 

@@ -78,7 +78,11 @@ class KeyMetric(NamedTuple):
     @classmethod
     @torch.no_grad()
     def fit(
-        cls, x: Tensor | None, y: Tensor, x_keep: Tensor | None, y_keep: Tensor | None
+        cls,
+        x: Tensor | None,
+        y: Tensor,
+        x_keep: Tensor | None,
+        y_keep: Tensor | None,
     ) -> "KeyMetric":
         """Compute the metric from queries x (Z, n, d) and keys y (Z, S, d).
 
@@ -285,7 +289,11 @@ class Clusters(NamedTuple):
 
 
 def key_moments(
-    y: Tensor, u: Tensor, metric: KeyMetric, cluster: Tensor, centres: Tensor
+    y: Tensor,
+    u: Tensor,
+    metric: KeyMetric,
+    cluster: Tensor,
+    centres: Tensor,
 ) -> Tensor:
     """Return [u y, u |z - centre|^2, u] (Z, S, d + 2) of each key, to be summed."""
     residuals = y @ metric.root - rows_at(centres, cluster)
@@ -362,7 +370,12 @@ def rows_at(t: Tensor, index: Tensor) -> Tensor:
 
 
 def exact_outputs(
-    x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, scale: float = 1.0, causal: bool = True
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    keep: Tensor | None,
+    scale: float = 1.0,
+    causal: bool = True,
 ) -> Tensor:
     """Compute exact attention of queries (Z, G, l, d) to all keys (Z, S, d).
 

@@ -1,4 +1,4 @@
-/* Metric of keys, heavy hitters and clusters: C version of KeyMetric.of and Choice.of of nearfar/choice.py.
+/* Metric of keys, heavy hitters and clusters: C version of KeyMetric.fit and choose_sets of nearfar/choice.py.
 
    Transposed chunks of 64 tokens store the keys in z: distances to centres are then matrix products with few rows. */
 

@@ -203,7 +203,10 @@ class RecallState(TokenState):
         self.firsts = [self.firsts[row] for row in chosen]
 
     def _select_rows(
-        self, pasts: dict[int, Past], rows: list[int], device: torch.device
+        self,
+        pasts: dict[int, Past],
+        rows: list[int],
+        device: torch.device,
     ) -> dict[int, Past]:
         """Return the states of the past of these rows."""
         heads = torch.arange(self.heads, device=device)
@@ -306,7 +309,10 @@ class RecallState(TokenState):
         return join_parts(parts, 0)
 
     def _allocate_memory(
-        self, first: int, rows: list[int], memory: native.PastMemory | None
+        self,
+        first: int,
+        rows: list[int],
+        memory: native.PastMemory | None,
     ) -> native.PastMemory:
         """Return an empty memory, for twice as many tokens as there are."""
         y, v, keep = self._tokens(rows, first)

@@ -165,7 +165,10 @@ class Method(Protocol):
 
 
 def apply_by_row(
-    which: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor], *inputs: Tensor
+    which: Tensor,
+    first: Callable[..., Tensor],
+    second: Callable[..., Tensor],
+    *inputs: Tensor,
 ) -> Tensor:
     """Apply `first` to rows where `which` (B,) is True, and `second` to the others.
 
@@ -190,7 +193,11 @@ def _restore_order(rows: list[Tensor], outputs: list[Tensor]) -> Tensor:
 
 
 def _attend_both_directions(
-    method: Bidirectional, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+    method: Bidirectional,
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
 ) -> Tensor:
     """Apply the method with blocks counted from each row's first real token."""
     if key_mask is None:
@@ -208,7 +215,11 @@ def _attend_both_directions(
 
 
 def _attend_past(
-    method: Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+    method: Causal,
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
 ) -> Tensor:
     """Apply the method to groups of rows with equal first real tokens.
 
@@ -244,7 +255,10 @@ def _attend_past(
 
 
 def split_key_heads(
-    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return queries (Z, G, L, d), keys and values (Z, S, .), and the mask (Z, S)."""
     Hkv = y.shape[1]
@@ -261,7 +275,12 @@ def join_key_heads(out: Tensor, y: Tensor) -> Tensor:
 
 
 def _exact_outputs(
-    x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, factor: float
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    factor: float,
 ) -> Tensor:
     queries, keys, values, keep = split_key_heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:

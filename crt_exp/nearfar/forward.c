@@ -1,4 +1,4 @@
-/* Bidirectional and cross near-far attention: C version of Both.attend of nearfar/both_directions.py.
+/* Bidirectional and cross near-far attention: C version of Bidirectional.attend of nearfar/both_directions.py.
 
    Logits have keys as rows and queries as columns: keys and values then need no transposition, and the softmax runs
    over columns. A cluster has the weight N e^logit and adds V e^logit to the output. */

@@ -160,7 +160,11 @@ def attend(
 
 
 def causal(
-    x: Tensor, y: Tensor, v: Tensor, inputs: CausalInputs, memory: PastMemory | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    inputs: CausalInputs,
+    memory: PastMemory | None = None,
 ) -> Tensor:
     """Return the outputs of causal queries, all after the first renewal.
 
@@ -178,7 +182,11 @@ def causal(
 
 
 def empty_memory(
-    y: Tensor, dv: int, metric: KeyMetric, sizes: dict[str, int], capacity: int
+    y: Tensor,
+    dv: int,
+    metric: KeyMetric,
+    sizes: dict[str, int],
+    capacity: int,
 ) -> PastMemory:
     """Return the empty memory of decoding for keys y (Z, S, d)."""
     call = Call(d=y.shape[-1], dv=dv, capacity=capacity, **sizes)
@@ -192,7 +200,10 @@ def empty_memory(
 
 
 def causal_arguments(
-    x: Tensor, y: Tensor, v: Tensor, inputs: CausalInputs
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    inputs: CausalInputs,
 ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Return the tensors and numbers of a causal call.
 

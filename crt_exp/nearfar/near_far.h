@@ -184,7 +184,7 @@ enum { PANEL = 16, PANEL_GROUP = 64, SCORE_KEYS = 128 };   /* keys: of a panel; 
 enum { CACHE_FLOATS = 1 << 17 };                           /* floats of retrieved rows that fit the cache */
 
 /* Returns the number of keys that a query retrieves after a renewal at this position, at most `open`. C version of
-   `Sizes.opens` of choice.py. */
+   `Sizes.retrieval_count` of choice.py. */
 INLINE int64_t retrieval_count(const NearFar *c, int64_t position) {
     const int64_t growth = position > GROWTH_START ? position : GROWTH_START;
     const int64_t square = c->open_first * c->open_first * growth / GROWTH_START;

@@ -88,7 +88,11 @@ def bidirectional_reference(
 
 
 def causal_reference(
-    x: Tensor, y: Tensor, v: Tensor, sizes: Sizes, keep: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    sizes: Sizes,
+    keep: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs (Z, G, S, dv) of queries (Z, G, S, d), each of which sees the keys up to its own.
 
@@ -180,7 +184,10 @@ def cluster_means(t: Tensor, weight: Tensor, members: Tensor) -> tuple[Tensor, T
 
 
 def cluster_moments(
-    y: Tensor, weight: Tensor, members: Tensor, root: Tensor
+    y: Tensor,
+    weight: Tensor,
+    members: Tensor,
+    root: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the means mu (Z, L, G, K, d) of clusters, and their variance tau in z (Z, L, G, K)."""
     mu, _ = cluster_means(y, weight, members)

@@ -31,6 +31,11 @@ def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.f
     return x, y, v, keep
 
 
+def at_tokens(inputs, at):
+    """A range of tokens of each of some tensors (B, H, S, .)."""
+    return [t[:, :, at] for t in inputs]
+
+
 def random_integers(g):
     """A function that draws an integer between two bounds."""
 

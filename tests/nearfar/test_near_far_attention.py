@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.native_cases import needs_library
 from helpers.nearfar_cases import (
+    at_tokens,
     by_reference,
     centres_by_definition,
     metric_by_definition,
@@ -314,7 +315,8 @@ def test_large_scores(causal, dtype):
     y = (20 * y.detach()).to(dtype).requires_grad_()
     v = v.detach().to(dtype).requires_grad_()
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
-    for sizes in (Sizes(4, 4, 5, open=3), Sizes(4, 4, 5, True, open=3), Sizes(40, 0, 1, open=1)):
+    few = Sizes(4, 4, 5, open=3)
+    for sizes in (few, few._replace(first_order=True), Sizes(40, 0, 1, open=1)):
         out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
         assert out.dtype == dtype
@@ -399,17 +401,18 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
     """20 different keys, each many times: 8-bit scores tie, and so do scores and distances."""
     g = torch.Generator().manual_seed(0)
     x, y, v = drawn()
-    y = torch.randn(1, 2, 20, D, generator=g)[:, :, torch.randint(20, (S,), generator=g)]
+    different = torch.randn(1, 2, 20, D, generator=g)
+    y = different[:, :, torch.randint(20, (S,), generator=g)]
 
     def run(n):
-        return attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], SMALL)
+        return attend(*at_tokens((x, y, v), slice(n)), SMALL)
 
     whole = run(S)
     for n in (S // 2, S - 1):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
     state = RecallState(SMALL, 2)
     spans = [slice(0, 190), *(slice(i, i + 1) for i in range(190, S))]
-    parts = [state.step(x[:, :, at], y[:, :, at], v[:, :, at]) for at in spans]
+    parts = [state.step(*at_tokens((x, y, v), at)) for at in spans]
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
 
 
@@ -437,7 +440,7 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
     parts = []
     for at in (slice(0, 200), slice(200, 201), slice(201, S)):
-        parts.append(state.step(*(t[:, :, at] for t in (x, y, v))))
+        parts.append(state.step(*at_tokens((x, y, v), at)))
     assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
 
 

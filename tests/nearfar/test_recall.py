@@ -6,6 +6,7 @@ import torch
 from helpers.native_cases import needs_library
 from helpers.nearfar_cases import (
     as_integers,
+    at_tokens,
     by_reference,
     random_integers,
     retrieved_in_both,
@@ -16,7 +17,7 @@ from scipy.special import log_ndtr
 from crt_exp.attention import exact_attention, uniform_attention
 from crt_exp.nearfar import causal as recall
 from crt_exp.nearfar import decoding, native, near_far_attention, retrieval
-from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes
+from crt_exp.nearfar.choice import CENTRE_SAMPLES, RIDGE, Sizes, rows_at
 from crt_exp.nearfar.decoding import RecallState
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
@@ -112,7 +113,7 @@ def test_outputs_depend_on_places_and_past_alone():
     for sizes in (SIZES._replace(open=1), SIZES):
         whole = attend(x, y, v, sizes)
         for n in (1, 9, 100):
-            first = attend(x[:, :, :n], y[:, :, :n], v[:, :, :n], sizes)
+            first = attend(*at_tokens((x, y, v), slice(n)), sizes)
             torch.testing.assert_close(first, whole[:, :, :n], rtol=0, atol=1e-10)
             actual = attend(x[:, :, -n:], y, v, sizes)
             torch.testing.assert_close(actual, whole[:, :, -n:], rtol=0, atol=1e-10)
@@ -148,7 +149,7 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
         for n in (3, 40, 1, 1, 90, 1, 7, 120, 1, 66):
             at = slice(start, start + n)
             part = None if mask is None else mask[:, at]
-            parts.append(state.step(x[:, :, at], y[:, :, at], v[:, :, at], part))
+            parts.append(state.step(*at_tokens((x, y, v), at), part))
             start += n
         real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
         for row in range(2):
@@ -212,13 +213,13 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     def token(t, i, rows=slice(None)):
         return t[rows, :, i : i + 1]
 
-    out = first.step(*(t[:, :, :150] for t in (x, y, v)), keep[:, :150])  # a prompt
+    out = first.step(*at_tokens((x, y, v), slice(150)), keep[:, :150])  # a prompt
     torch.testing.assert_close(out, whole[:, :, :150], **close)
     if in_c:  # what is known after it serves the next tokens
         for memory in first.memories.values():
             block = int(memory.numbers[0, :2].view(torch.int64))
             assert block == 149 // 8
-    first.step(*(t[:, :, 150:200] for t in (x, y, v)), keep[:, 150:200])
+    first.step(*at_tokens((x, y, v), slice(150, 200)), keep[:, 150:200])
     first.step(*(token(t, 200) for t in (x, y, v)))
     other = first.copy()
     other.step(*(token(t, 5) for t in (x, y, v)))  # another token, in the same buffer
@@ -249,12 +250,13 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     state = RecallState(SIZES, 3)
     torch.set_num_threads(before)
     for at in (slice(0, 250), slice(250, 251)):
-        actual = state.step(*(t[:, :, at] for t in (x, y, v)))
+        actual = state.step(*at_tokens((x, y, v), at))
         torch.testing.assert_close(actual, whole[:, :, at])
     state.select(torch.zeros(4, dtype=torch.long))
     torch.set_num_threads(after)
     for i in range(251, 270):
-        out = state.step(*(t[:, :, i : i + 1].expand(4, -1, -1, -1) for t in (x, y, v)))
+        token = at_tokens((x, y, v), slice(i, i + 1))
+        out = state.step(*(t.expand(4, -1, -1, -1) for t in token))
         expected = whole[:, :, i : i + 1].expand_as(out)
         torch.testing.assert_close(out, expected)
 
@@ -270,8 +272,9 @@ def test_one_key_of_many_is_found():
     d = 32
     y = torch.randn(1, 2, S, d, generator=g)
     v = torch.randn(1, 2, S, d, generator=g)
-    target = (torch.rand(2, S, generator=g) * (torch.arange(S) - 96).clamp(min=1)).long()
-    x = 0.45 * y[0].gather(1, target.unsqueeze(-1).expand(-1, -1, d))[None]
+    far_keys = (torch.arange(S) - 96).clamp(min=1)
+    target = (torch.rand(2, S, generator=g) * far_keys).long()
+    x = 0.45 * rows_at(y[0], target)[None]
 
     def late(out):
         return out[:, :, 512:]
