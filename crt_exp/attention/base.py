@@ -99,6 +99,8 @@ class LinearAttention(AttentionLayer):
         self.cross = cross
         self.normalize_qk = normalize_qk
         self.calibrated: int | None = None  # number of passes in the current calibration
+        # number of value columns, where a caller has appended others
+        self.columns: int | None = None
 
     @property
     @abstractmethod

@@ -163,7 +163,7 @@ class DecodingState(TokenState):
         dtype = check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y)
         with no_autocast(y):
-            if self._fused:
+            if self._fused and isinstance(self._phi, PositiveExponential):
                 noise = match_float64(self._noise, dtype)
                 sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask, dtype)
                 new = Packed(sums, top.unsqueeze(-2)).partial()

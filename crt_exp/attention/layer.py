@@ -305,15 +305,17 @@ class RandomFeatureAttention(Redraws, Running):
 
     def _advance(self) -> None:
         """Fold in the statistics of the last pass, and redraw if that is due."""
-        fitting = self.clusters is not None and not self.clusters.done
-        if transforming() and (self.running or self.redraw_every or fitting):
+        unfitted = self.clusters
+        if unfitted is not None and unfitted.done:
+            unfitted = None
+        if transforming() and (self.running or self.redraw_every or unfitted is not None):
             raise ValueError(
                 "training mode updates state, which torch.func cannot trace: call eval() first"
             )
         if self.running:
             self._fold((1 - self.decay) * self.pending_weight)
-        if fitting:
-            self.clusters.advance()
+        if unfitted is not None:
+            unfitted.advance()
         if not self.redraw_every or not self.gaussian:
             return
         if torch.compiler.is_compiling():
@@ -383,7 +385,7 @@ class RandomFeatureAttention(Redraws, Running):
         except Exception:
             for name, t in before.items():
                 getattr(self, name).copy_(t)
-            if fitted is not None:
+            if fitted is not None and self.clusters is not None:
                 self.clusters.load_state_dict(fitted)
             raise
 

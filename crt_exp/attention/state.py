@@ -242,6 +242,7 @@ class FittedOnce(nn.Module):
 
     fits: Tensor
     passes: Tensor
+    causal = False  # whether the sequences are those of causal attention
 
     def __init__(
         self,
