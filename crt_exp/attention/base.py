@@ -6,7 +6,7 @@ Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L quer
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,6 @@ from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
-
-if TYPE_CHECKING:
-    from crt_exp.attention.state import FittedOnce
 
 
 class AttentionLayer(nn.Module):
@@ -83,7 +80,7 @@ class LinearAttention(AttentionLayer):
     """
 
     recurrent_heads: int  # heads of keys and values in a decoding state
-    clusters: "FittedOnce | None"  # state that is fitted to vectors or sequences
+    clusters: Any  # `FittedOnce` or None: state that is fitted to vectors or sequences
 
     def __init__(
         self,

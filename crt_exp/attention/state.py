@@ -40,6 +40,7 @@ class Running(LinearAttention):
     """
 
     phi: FeatureMap  # the map of the layer
+    clusters: "FittedOnce | None"
     running_weight: Tensor
     pending_weight: Tensor
     pending_y_count: Tensor

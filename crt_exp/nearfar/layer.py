@@ -73,6 +73,7 @@ class NearFar(LinearAttention):
     (1, 4, 200, 16)
     """
 
+    clusters: FittedOnce | None
     serves_causal = True
     version = None  # decoding states stay valid
 
