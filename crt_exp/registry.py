@@ -20,7 +20,6 @@ from crt_exp.validation import (  # noqa: F401
     ConfigError,
     Parameter,
     Values,
-    annotations_in_source,
     check_options,
     format_value,
     parameters,
@@ -245,10 +244,7 @@ def check_node(path: str, node: Any, group: Group) -> None:
 
 def uses(attention: dict[str, Any]) -> frozenset[str]:
     """Which of features, sampler and m an attention node uses."""
-    target = attention["_target_"]
-    if "phi" not in (
-        annotations_in_source(import_path(target)) or parameters(import_object(target))
-    ):
+    if "phi" not in parameters(import_object(attention["_target_"])):
         return frozenset()
     if "phi" not in attention:
         return frozenset({"features", "sampler", "m"})

@@ -6,7 +6,6 @@ The annotations define keys, types and bounds; pydantic checks them. Values from
 the same check and the same error: "task.repeats=1.5: expected an integer >= 1".
 """
 
-import ast
 import difflib
 import functools
 import inspect
@@ -18,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Number
-from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -427,76 +425,3 @@ def checked(prefix: str) -> Callable[[type], type]:
         return cls
 
     return decorate
-
-
-# ---- annotations read from source, for classes whose module would import torch
-
-ROOT = Path(__file__).parent.parent
-VOCABULARY = (
-    "typing",
-    "collections.abc",
-    "pydantic",
-    "crt_exp.validation",
-)  # modules that annotations may import from
-
-
-@functools.cache
-def annotations_in_source(target: str) -> dict[str, Any]:
-    """Annotations of a class or function of this package, read without importing it.
-
-    An annotation that needs further imports becomes Any. Returns {} for targets outside this package.
-    """
-    try:
-        module, node = definition(*target.rpartition(".")[::2])
-    except (LookupError, OSError):
-        return {}
-    init = next((part for part in node.body if getattr(part, "name", "") == "__init__"), node)
-    found: dict[str, Any] = {}
-    # with **options, the base classes' parameters too
-    if isinstance(node, ast.ClassDef) and (init is node or init.args.kwarg):
-        for base in reversed([base.id for base in node.bases if isinstance(base, ast.Name)]):
-            found |= annotations_in_source(f"{module}.{base}")
-    fields = (
-        [part for part in node.body if isinstance(part, ast.AnnAssign)]
-        if node.decorator_list
-        else []
-    )
-    # fields of a dataclass
-    own = init.args.args + init.args.kwonlyargs if isinstance(init, ast.FunctionDef) else fields
-    for part in own:
-        name = part.arg if isinstance(part, ast.arg) else part.target.id
-        found[name] = Any
-        with suppress(NameError, ValueError):  # ValueError: the parameter has no annotation
-            found[name] = eval(
-                compile(ast.Expression(part.annotation), module, "eval"), source(module)[1]
-            )
-    return found
-
-
-def definition(module: str, name: str) -> tuple[str, ast.ClassDef | ast.FunctionDef]:
-    """Find the module and the statement that define a name.
-
-    Raises LookupError or OSError for names outside this package.
-    """
-    for node in source(module)[0]:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
-            return module, node
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return definition(node.module, alias.name)
-    raise LookupError(name)
-
-
-@functools.cache
-def source(module: str) -> tuple[list[ast.stmt], dict[str, Any]]:
-    """The statements of a module, and the names that its annotations may use."""
-    path, names = ROOT.joinpath(*module.split(".")), {}
-    body = ast.parse(
-        (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    ).body
-    for node in body:
-        if getattr(node, "module", "") in VOCABULARY or isinstance(node, ast.Assign | ast.ClassDef):
-            with suppress(Exception):  # the statement needs further imports
-                exec(compile(ast.Module([node], []), module, "exec"), names)
-    return body, names

@@ -26,7 +26,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from crt_exp.experiments.data import inside_torchrun, rank
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
-    check_early,
+    check_composed,
     explain_error,
     override_key,
     plain_config,
@@ -83,9 +83,9 @@ def check_command_line(args: list[str]) -> str | None:
             HydraConfig.instance().set_config(cfg)  # needed by interpolations
             if flags.help:
                 return help_text(cfg)
-            if not flags.cfg:
-                check_early(cfg)
             check_home(cfg)
+            if flags.multirun:  # all runs before the first; a run without a sweep is checked once
+                check_composed(cfg)
     if not flags.cfg and rank() == 0:
         settings = cfg.hydra.sweep if flags.multirun else cfg.hydra.run
         check_writable(Path(str(settings.dir)))

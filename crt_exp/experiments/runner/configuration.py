@@ -1,6 +1,6 @@
 """The composed configuration of a run, and the check of its keys and values.
 
-Keys, types and bounds of a group are those of the constructor that `_target_` names (options.py).
+Keys, types and bounds of a group are those of the constructor that `_target_` names.
 """
 
 import re
@@ -26,14 +26,12 @@ from crt_exp.registry import (
     choices,
     construct,
     import_object,
-    own_options,
     read_yaml,
     uses,
 )
 from crt_exp.validation import (
     Count,
     Parameter,
-    annotations_in_source,
     check_options,
     either,
     format_value,
@@ -123,10 +121,6 @@ TOP = {
     "resume": Parameter(Literal["never", "auto"], True),
 }
 GROUPS = {
-    "task": Group(
-        "a subclass of Measurement or Task, see tasks/base.py",
-        subclass_of("crt_exp.experiments.tasks.base.BaseTask"),
-    ),
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
     "sampler": SAMPLER,
     "attention": ATTENTION,
@@ -137,6 +131,10 @@ GROUPS = {
     "logger": Group(
         "a subclass of Logger, see runner/loggers.py",
         subclass_of("crt_exp.experiments.runner.loggers.Logger"),
+    ),
+    "task": Group(  # last: some tasks import large libraries
+        "a subclass of Measurement or Task, see tasks/base.py",
+        subclass_of("crt_exp.experiments.tasks.base.BaseTask"),
     ),
 }
 
@@ -182,34 +180,8 @@ def explain_error(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(text)
 
 
-def check_early(cfg: DictConfig) -> None:
-    """Check keys and values against the source of classes, without importing torch.
-
-    Raises ConfigError.
-    """
-    given = plain_config(cfg)
-    check_top(given)
-    for name, group in GROUPS.items():
-        check_source(name, given.get(name), group)
-    check_unused(given.get("attention"))
-
-
-def check_source(path: str, node: Any, group: Group) -> None:
-    """Check a node against the annotations in the source of its class."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        return
-    hints = annotations_in_source(node["_target_"])
-    if not hints:
-        return
-    for key in group.parts.keys() & node.keys():
-        check_source(f"{path}.{key}", node[key], group.parts[key])
-    expected = {key: Parameter(hint, False) for key, hint in hints.items()} | group.extra
-    options = {key: value for key, value in own_options(node).items() if key not in group.parts}
-    check_options(path, expected, options)
-
-
 def check_composed(cfg: DictConfig) -> None:
-    """Check a composed configuration with the imported classes.
+    """Check a composed configuration with the classes that it names.
 
     Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
     """
@@ -219,7 +191,7 @@ def check_composed(cfg: DictConfig) -> None:
 
 
 def check_plain(given: dict[str, Any]) -> None:
-    """Check keys and values with the imported classes. Raises ConfigError."""
+    """Check keys and values with the classes that `_target_` names. Raises ConfigError."""
     check_top(given)
     for name, group in GROUPS.items():
         node = given.get(name)

@@ -28,10 +28,10 @@ from crt_exp.registry import ConfigError, import_object, instantiate
 
 def build(cfg: DictConfig) -> tuple[Any, Any]:
     """Create task and mechanism of a composed configuration. Raises ConfigError."""
+    check_composed(cfg)  # before the imports of tasks, which take seconds
     from crt_exp.experiments.tasks.base import Measurement
     from crt_exp.mechanism import Mechanism
 
-    check_composed(cfg)
     if is_sweep():
         check_direction(
             import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction")

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.experiments.runner.configuration import GROUPS, mechanism_part, override_key
 from crt_exp.experiments.runner.run import PARTIAL, read_records
-from crt_exp.registry import ConfigError, json_object, uses
-from crt_exp.validation import annotations_in_source
+from crt_exp.registry import ConfigError, import_object, json_object, uses
+from crt_exp.validation import parameters
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -164,8 +164,9 @@ def _has_option(node: DictConfig | None, option: str, new: bool) -> bool:
         node = node.get(key) if OmegaConf.is_dict(node) else None
     if not OmegaConf.is_dict(node):
         return False
-    hints = annotations_in_source(node.get("_target_", ""))
-    return name in node or new and (not hints or name in hints)
+    if name in node:
+        return True
+    return new and ("_target_" not in node or name in parameters(import_object(node._target_)))
 
 
 def _note(choice: str, keys: list[str], swept: list[str]) -> str:

@@ -9,7 +9,6 @@ MISTAKES = {
     # a key without its prefix, or with that of another group
     "task=uci m=64": "unknown key 'm'; did you mean features.m?",
     "-m task=uci m=64,128": "unknown key 'm'; did you mean features.m?",
-    "task=uci +m=64": "unknown key 'm'; did you mean features.m?",
     "task=uci dataset=wine": "unknown key 'dataset'; did you mean task.dataset?",
     "rank=3": "unknown key 'rank'; did you mean trainer.lora.rank?",
     "task=uci task.lr=0.1": "task=uci: does not use task.lr; did you mean trainer.lr?",
@@ -27,7 +26,6 @@ MISTAKES = {
     "swap_loss, swap_recall, swap_speech or swap_text?",
     "experiment=hrf_con": "did you mean hrf_conformer_960h or hrf_conformer_960h_small?",
     "task=libri": "unknown task 'libri'; did you mean librispeech?",
-    "trainer.optimizer=ada": "expected adamw or adam; did you mean adamw or adam?",
     # an option of another choice of the group
     "attention=favorpp attention.block=32": "attention=favorpp: does not use attention.block; "
     "attention=nearfar or window does",

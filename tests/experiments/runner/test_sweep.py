@@ -18,7 +18,7 @@ from pandas import DataFrame
 
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
-from crt_exp.experiments.runner.configuration import check_early
+from crt_exp.experiments.runner.configuration import check_composed
 from crt_exp.experiments.runner.sweep import check_direction, finished_runs, table, without_unused
 from crt_exp.experiments.tasks.uci import UCI
 from crt_exp.registry import ConfigError
@@ -184,7 +184,7 @@ def test_runs_of_a_sweep_have_the_options_that_they_use(args, count, notes):
     for run in {tuple(run) for run in runs}:
         cfg = compose(list(run))
         HydraConfig.instance().set_config(cfg)
-        check_early(cfg)
+        check_composed(cfg)
 
 
 def done(settings, value, metric="loss", direction="minimize"):
