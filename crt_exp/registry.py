@@ -79,9 +79,14 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
 UNKNOWN_USER = "~NAME of a path names no user; write $HOME or the whole path"
 
 
-def unknown_user(error: Exception) -> bool:
-    """Whether an error is that of expanduser() for ~NAME without such a user."""
-    return isinstance(error, RuntimeError) and "home directory" in str(error)
+def user_message(error: Exception) -> str | None:
+    """Return what to tell the user about an error; None for a bug, which keeps its traceback."""
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        return UNKNOWN_USER  # of expanduser()
+    message = explain(error)
+    if message is None and isinstance(error, RuntimeError | ImportError):
+        return None
+    return message or str(error)
 
 
 def written_folder(name: str | Path, key: str) -> Path:

@@ -52,8 +52,7 @@ from crt_exp.experiments.data.speech import (
 )
 from crt_exp.experiments.models import language, vision
 from crt_exp.experiments.models.folder import TRANSDUCER, description_in, folder_of
-from crt_exp.optional import explain
-from crt_exp.registry import UNKNOWN_USER, ConfigError, own_names, unknown_user
+from crt_exp.registry import ConfigError, own_names, user_message
 from crt_exp.validation import Count, NotNegative, parse_arguments
 
 LIKELIEST = 5  # classes printed for an image
@@ -113,10 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with torch.no_grad(), own_names([options.names] if options.names else []):
             return KINDS[kind][1](options) or 0
     except (ConfigError, DataError, ValueError, OSError, RuntimeError, ImportError) as error:
-        message = UNKNOWN_USER if unknown_user(error) else explain(error)
-        if message is None and isinstance(error, RuntimeError | ImportError):
-            raise  # a bug: keep the traceback
-        print(f"crt_exp infer: error: {message or error}", file=sys.stderr)
+        message = user_message(error)
+        if message is None:
+            raise
+        print(f"crt_exp infer: error: {message}", file=sys.stderr)
         return 2
 
 

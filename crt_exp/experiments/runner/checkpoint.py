@@ -26,7 +26,7 @@ from crt_exp.experiments.runner.distributed import (
     set_rng_state,
     sharded_like,
 )
-from crt_exp.experiments.runner.run import Run, names_in, write_atomic
+from crt_exp.experiments.runner.run import RunDirectory, names_in, write_atomic
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
 
@@ -269,7 +269,7 @@ class TrainingState:
         module: nn.Module,
         optimizer: Any,
         task: Task,
-        run: Run,
+        run: RunDirectory,
         distributed: Distributed,
         keep: int,
         per_epoch: int | None,

@@ -4,7 +4,6 @@ Errors are one line. --help prints the groups with their choices, and every key 
 file.
 """
 
-import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from crt_exp.experiments.data import inside_torchrun, rank
@@ -66,7 +65,6 @@ def check_command_line(args: list[str]) -> str | None:
     Raises ConfigError, with the nearest name, for unknown choices and keys and for invalid values. In a sweep, each
     value of each key is checked.
     """
-    check_utf8(args)
     parser = get_args_parser()
     parser.error = refuse
     flags = parser.parse_args(args)
@@ -74,8 +72,8 @@ def check_command_line(args: list[str]) -> str | None:
         return None
     if flags.multirun and inside_torchrun():
         raise ConfigError("-m: not supported inside torchrun; start torchrun for each run")
-    refuse_home("--config-dir", flags.config_dir)
     folders = [flags.config_dir] if flags.config_dir else []
+    refuse_home("--config-dir", flags.config_dir or "")
     with own_names(folders):
         jobs = varied_jobs(flags.overrides) if flags.multirun else [flags.overrides]
         for job in jobs:
@@ -83,28 +81,16 @@ def check_command_line(args: list[str]) -> str | None:
             HydraConfig.instance().set_config(cfg)  # needed by interpolations
             if flags.help:
                 return help_text(cfg)
-            check_home(cfg)
             if flags.multirun:  # all runs before the first; a run without a sweep is checked once
                 check_composed(cfg)
     if not flags.cfg and rank() == 0:
-        settings = cfg.hydra.sweep if flags.multirun else cfg.hydra.run
-        check_writable(Path(str(settings.dir)))
+        kind = "sweep" if flags.multirun else "run"
+        check_writable(f"hydra.{kind}.dir", str(cfg.hydra[kind].dir))
     return None
 
 
 def refuse(message: str) -> None:
     raise ConfigError(message)
-
-
-def check_utf8(args: list[str]) -> None:
-    """Raise ConfigError for an argument with bytes that are not UTF-8."""
-    for arg in args:
-        wrong = [f"0x{ord(c) - 0xDC00:02x}" for c in arg if "\udc80" <= c <= "\udcff"]
-        if wrong:  # Python's form of such bytes
-            shown = os.fsencode(arg).decode(errors="backslashreplace")
-            raise ConfigError(
-                f"{shown}: not UTF-8 (bytes {' '.join(wrong)}); rename the file or folder"
-            )
 
 
 def with_file_names(args: list[str]) -> list[str]:
@@ -243,37 +229,25 @@ def users_of(key: str) -> list[str]:
         return []
     users = []
     for name in known_names(group):
-        keys = dict(keys_of(file_of(group, name), group))
-        if key in keys:
+        if key in keys_of(file_of(group, name), group):
             users.append(name)
     return users
 
 
-FOLDERS = ("run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "launcher.submitit_folder")
+def refuse_home(key: str, folder: str) -> None:
+    """Raise ConfigError for ~, which would be the name of a folder."""
+    if folder.startswith("~"):
+        raise ConfigError(f"{key}={folder}: ~ is not expanded here; write $HOME for ~")
 
 
-def check_home(cfg: DictConfig) -> None:
-    """Raise ConfigError for ~ in a folder of Hydra, which would create a folder of that name."""
-    for key in FOLDERS:
-        parent, _, name = key.rpartition(".")
-        node = OmegaConf.select(cfg.hydra, parent) if parent else cfg.hydra
-        refuse_home(f"hydra.{key}", OmegaConf.to_container(node, resolve=False).get(name))
-
-
-def refuse_home(key: str, place: str | None) -> None:
-    parts = Path(place or "").parts
-    if "~" in parts or parts and parts[0].startswith("~"):
-        raise ConfigError(f"{key}={place}: ~ is not expanded here; write $HOME for ~")
-
-
-def check_writable(directory: Path) -> None:
-    """Raise ConfigError if the run directory cannot be created."""
+def check_writable(key: str, folder: str) -> None:
+    """Raise ConfigError if the directory of a run or a sweep cannot be created."""
+    refuse_home(key, folder)
+    directory = Path(folder)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"hydra.run.dir={directory}: {error.strerror}; expected a writable folder"
-        ) from None
+        raise ConfigError(f"{key}={folder}: {error.strerror}; expected a writable folder") from None
     with suppress(OSError):  # not empty; Hydra creates it with a new timestamp
         directory.rmdir()
 
@@ -294,7 +268,7 @@ def help_text(cfg: DictConfig) -> str:
 
 def comments(cfg: DictConfig) -> dict[str, str]:
     """Return the comments on keys in config.yaml and in the chosen files."""
-    result = comments_of(CONF / "config.yaml", "")
+    files = [(CONF / "config.yaml", "")]
     choices = []
     for place, name in cfg.hydra.runtime.choices.items():
         if name:
@@ -304,13 +278,13 @@ def comments(cfg: DictConfig) -> dict[str, str]:
         group = path.partition("/")[0]
         if group in (*GROUPS, "experiment"):
             for folder in (CONF, *own_folders()):
-                result |= comments_of(Path(folder, path, f"{name}.yaml"), group)
+                files.append((folder / path / f"{name}.yaml", group))
+    result = {}
+    for file, group in files:
+        for key, comment in keys_of(file, group).items():
+            if comment:
+                result[key] = comment
     return result
-
-
-def comments_of(path: Path, package: str) -> dict[str, str]:
-    """Return the comments on keys in a file and its defaults."""
-    return {key: comment for key, comment in keys_of(path, package) if comment}
 
 
 def wrap(text: str, indent: int) -> str:
@@ -334,14 +308,15 @@ def lines_of(node: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
             yield from lines_of(value, comments, f"{name}.")
 
 
-def keys_of(path: Path, package: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the dotted keys of a file and its defaults, each with its comment or None."""
+def keys_of(path: Path, package: str) -> dict[str, str | None]:
+    """Return the dotted keys of a file and its defaults, each with its comment or None."""
+    keys = {}
     if not path.is_file():
-        return
+        return keys
     text = path.read_text()
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            yield from keys_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
+            keys |= keys_of(path.parent / f"{entry.partition('@')[0]}.yaml", package)
     parents = []  # indentation and name of the keys around a line
     if package and "@package _global_" not in text:
         parents = [(-1, package)]
@@ -351,4 +326,6 @@ def keys_of(path: Path, package: str) -> Iterator[tuple[str, str | None]]:
             indent, key, comment = match.groups()
             parents = [parent for parent in parents if parent[0] < len(indent)]
             parents.append((len(indent), key))
-            yield ".".join(name for _, name in parents), comment
+            name = ".".join(name for _, name in parents)
+            keys[name] = comment or keys.get(name)
+    return keys

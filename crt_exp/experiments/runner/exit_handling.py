@@ -24,10 +24,10 @@ from crt_exp.experiments.runner.configuration import (
     output_directory,
     override,
 )
-from crt_exp.optional import explain
-from crt_exp.registry import UNKNOWN_USER, ConfigError, unknown_user
+from crt_exp.registry import ConfigError, user_message
 
-ERROR_CODE, DIVERGED_CODE = 2, 3
+ERROR_CODE = 2
+DIVERGED_CODE = 3
 NO_MEMORY = (
     "allocate memory",
     "out of memory",
@@ -67,31 +67,30 @@ class StopSignals:
 
     def __init__(self):
         self.signum: int | None = None
-        self.first, self.previous = 0.0, {}
+        self.first = 0.0  # time of the first signal
+        self.previous: dict[int, Any] = {}  # handlers
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
-            self.previous = {
-                s: signal.signal(s, self.handle)
-                for s in (asking, signal.SIGINT, signal.SIGHUP)
-                if signal.getsignal(s) is not signal.SIG_IGN
-            }
+            for signum in (asking, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self.previous[signum] = signal.signal(signum, self.handle)
         return self
 
     def handle(self, signum: int, frame: Any) -> None:
         if self.signum is None:
-            self.signum, self.first = signum, time.monotonic()
+            self.signum = signum
+            self.first = time.monotonic()
         elif signum == signal.SIGINT and time.monotonic() > self.first + 1:
             raise KeyboardInterrupt
 
     def __exit__(self, kind, error, trace) -> None:
         ending = isinstance(error, Stopped) and error.code > 128
-        for (
-            signum,
-            handler,
-        ) in self.previous.items():  # torchrun's copy of the signal must not cut the output
-            signal.signal(signum, signal.SIG_IGN if ending and inside_torchrun() else handler)
+        for signum, handler in self.previous.items():
+            if ending and inside_torchrun():
+                handler = signal.SIG_IGN  # torchrun's copy of the signal must not cut the output
+            signal.signal(signum, handler)
         if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
             self.previous[self.signum](self.signum, None)
 
@@ -109,25 +108,14 @@ def report_errors() -> Iterator[None]:
     except Stopped as stopped:
         end_run(stopped, stopped.code)
     except (ValueError, OSError, DataError, RuntimeError, MemoryError, ImportError) as error:
-        message = UNKNOWN_USER if unknown_user(error) else explain(error)
-        if message:
-            end_run(ConfigError(message), ERROR_CODE)
-        no_memory = isinstance(error, MemoryError) or any(
-            words in str(error) for words in NO_MEMORY
-        )
-        if (
-            isinstance(error, RuntimeError | ImportError)
-            and not no_memory
-            or os.environ.get("HYDRA_FULL_ERROR") == "1"
-        ):
+        message = user_message(error)
+        if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+            reason = " ".join(str(error).split())[:200]
+            message = f"out of memory: {reason}; choose a smaller features.m, trainer.batch or task"
+        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             wait_for_first_error()
-            raise  # a bug: keep the traceback
-        if no_memory:
-            error = ConfigError(
-                f"out of memory: {' '.join(str(error).split())[:200]}; choose a smaller features.m, "
-                "trainer.batch or task"
-            )
-        end_run(error, ERROR_CODE)
+            raise
+        end_run(ConfigError(message), ERROR_CODE)
 
 
 def end_run(error: Exception, code: int) -> None:
@@ -139,9 +127,8 @@ def end_run(error: Exception, code: int) -> None:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
     print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-    failed = CompactHydraException(
-        message
-    )  # Hydra prints the first failure at the end, without a traceback
+    # Hydra prints the first failure at the end, without a traceback
+    failed = CompactHydraException(message)
     failed.code = code
     raise failed from None
 
@@ -150,13 +137,11 @@ def fail(error: Exception, code: int = ERROR_CODE) -> None:
     """Print an error and exit."""
     if code <= 128:
         wait_for_first_error()
-    kind = (
-        ""
-        if isinstance(error, Stopped)
-        else f"error on process {rank()}: "
-        if rank()
-        else "error: "
-    )
+    kind = "error: "
+    if isinstance(error, Stopped):
+        kind = ""
+    elif rank():
+        kind = f"error on process {rank()}: "
     with suppress(OSError):  # the terminal may be closed (SIGHUP)
         if rank() == 0 or code <= 128:
             print(f"crt_exp: {kind}{error}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from crt_exp.experiments.runner.configuration import (
     overrides,
 )
 from crt_exp.experiments.runner.loggers import CURVES, draw_curves
-from crt_exp.experiments.runner.run import PARTIAL, Run
+from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import check_direction, direction
 from crt_exp.registry import ConfigError, import_object, instantiate
 
@@ -136,7 +136,7 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that only measures."""
     from accelerate.utils import set_seed
 
-    with Run(cfg, task, output_directory()) as run:
+    with RunDirectory(cfg, task, output_directory()) as run:
         set_seed(cfg.seed)
         if is_finished(run.records):
             return run.records
@@ -160,7 +160,7 @@ def run_training(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     config = instantiate(cfg.trainer)
     with (
         Distributed(config.precision, config.cpu) as distributed,
-        Run(cfg, task, output_directory(), distributed.main) as run,
+        RunDirectory(cfg, task, output_directory(), distributed.main) as run,
     ):
         set_seed(cfg.seed)
         if not distributed.broadcast(is_finished(run.records)):

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,28 +20,29 @@ class Logger(ABC):
     """A copy of the records of a run."""
 
     @abstractmethod
-    def start(self, directory: Path, config: dict) -> None:
+    def begin_run(self, directory: Path, config: dict) -> None:
         """Begin or continue the run in `directory`."""
 
     @abstractmethod
-    def log(self, record: dict) -> None:
+    def log_record(self, record: dict) -> None:
         """Copy one record of metrics.jsonl."""
 
     @abstractmethod
-    def finish(self, failed: bool) -> None:
+    def finish_run(self, failed: bool) -> None:
         """End the run."""
 
 
 class NoLogger(Logger):
     """logger=none: only metrics.jsonl."""
 
-    def start(self, directory: Path, config: dict) -> None: ...
+    def begin_run(self, directory: Path, config: dict) -> None: ...
 
-    def log(self, record: dict) -> None: ...
+    def log_record(self, record: dict) -> None: ...
 
-    def finish(self, failed: bool) -> None: ...
+    def finish_run(self, failed: bool) -> None: ...
 
 
+@dataclass
 class WandbLogger(Logger):
     """logger=wandb: copy records to Weights & Biases; continued runs keep their id.
 
@@ -49,41 +51,31 @@ class WandbLogger(Logger):
         group: Default: WANDB_RUN_GROUP, else the name of the sweep directory.
     """
 
-    def __init__(
-        self,
-        project: str,
-        mode: Literal["online", "offline", "disabled"] | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
-        job_type: str | None = None,
-        tags: Sequence[str] | None = None,
-    ):
-        self.mode = mode
-        self.options = {
-            "project": project,
-            "entity": entity,
-            "group": group,
-            "name": name,
-            "job_type": job_type,
-            "tags": tags,
-        }
+    project: str
+    mode: Literal["online", "offline", "disabled"] | None = None
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    tags: Sequence[str] | None = None
 
-    def start(self, directory: Path, config: dict) -> None:
+    def begin_run(self, directory: Path, config: dict) -> None:
         import wandb
 
-        known, number = directory / "wandb_id", None
+        options = asdict(self)
+        number = None
+        known = directory / "wandb_id"
         with suppress(FileNotFoundError):
             number = known.read_text().strip()
         settings = wandb.setup(wandb.Settings(silent=True)).settings
         sweep = directory_override()[1].name if is_sweep() else None
-        self.options["group"] = self.options["group"] or settings.run_group or sweep
+        options["group"] = self.group or settings.run_group or sweep
         if self.mode is None and "mode" not in settings.model_fields_set:
-            self.mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+            online = wandb.login(prompt=False, verify=False)
+            options["mode"] = "online" if online else "offline"
         try:
             self.run = wandb.init(
-                **self.options,
-                mode=self.mode,
+                **options,
                 dir=str(directory),
                 config=config,
                 resume="allow",
@@ -98,7 +90,7 @@ class WandbLogger(Logger):
         self.run.define_metric("*", step_metric="step")
         known.write_text(self.run.id + "\n")
 
-    def log(self, record: dict) -> None:
+    def log_record(self, record: dict) -> None:
         split = record.get("split", "")
         values = {}
         for key, value in record.items():
@@ -107,7 +99,7 @@ class WandbLogger(Logger):
                 values[name] = value
         self.run.log(values)
 
-    def finish(self, failed: bool) -> None:
+    def finish_run(self, failed: bool) -> None:
         """Finish the run; after a success, print how to upload an offline run."""
         self.run.finish(exit_code=int(failed))
         if self.run.offline and not failed:
@@ -132,14 +124,14 @@ class ProgressLine:
         self.first = start
         self.at = start
         self.batch = batch
-        self.shown, self.metric = shown, ""
+        self.shown = shown
+        self.metric = ""
         self.began = self.last = time.monotonic()
 
     def step(self, loss: float) -> None:
         self.at += 1
-        seconds = (time.monotonic() - self.began) / (
-            self.at - self.first
-        )  # includes evaluations and checkpoints
+        elapsed = time.monotonic() - self.began  # includes evaluations and checkpoints
+        seconds = elapsed / (self.at - self.first)
         left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
         self._print(
             f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
@@ -168,16 +160,15 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
 
     from crt_exp.experiments.drawing import save_figure
 
-    loss = [
-        (r["step"], r["loss"])
-        for r in records
-        if r["split"] == "train" and r.get("loss") is not None
-    ]
-    scores = [
-        (r["step"], r[metric])
-        for r in records
-        if r["split"] != "train" and r.get(metric) is not None and not r.get("final")
-    ]
+    loss = []
+    scores = []
+    for record in records:
+        if record["split"] == "train":
+            loss.append((record["step"], record.get("loss")))
+        elif not record.get("final"):
+            scores.append((record["step"], record.get(metric)))
+    loss = [point for point in loss if point[1] is not None]
+    scores = [point for point in scores if point[1] is not None]
     if max(len(loss), len(scores)) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")

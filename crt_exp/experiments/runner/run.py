@@ -55,7 +55,7 @@ METRICS = "metrics.jsonl"
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
-class Run:
+class RunDirectory:
     """A run in `directory`; a context manager.
 
     A run that fails before its first record is removed. Only the process with `main` reads and writes; `records` is
@@ -80,7 +80,7 @@ class Run:
         self.records = []
         self.logger = None
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "RunDirectory":
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -120,7 +120,7 @@ class Run:
             self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n"
         )
         logger = instantiate(self.cfg.logger)
-        logger.start(self.directory, config)
+        logger.begin_run(self.directory, config)
         self.logger = logger
 
     def _continues(self) -> bool:
@@ -157,7 +157,7 @@ class Run:
             file.flush()
             os.fsync(file.fileno())
         self.records.append(record)
-        self.logger.log(record)
+        self.logger.log_record(record)
 
     def rewind(self, count: int) -> None:
         """Keep only the first `count` records, up to the checkpoint to continue from."""
@@ -172,7 +172,7 @@ class Run:
             return
         try:
             if self.logger is not None:
-                self.logger.finish(failed=kind is not None)
+                self.logger.finish_run(failed=kind is not None)
             if kind and not self.existed:
                 with suppress(OSError):  # a folder that cannot be read stays
                     if not {METRICS, "checkpoints"} & names_in(self.directory):

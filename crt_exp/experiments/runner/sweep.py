@@ -1,6 +1,5 @@
 """Sweeps: their runs, and the result table at the end."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +37,8 @@ RECORD = [
     "time_s",
     PARTIAL,
 ]  # columns from the final record
+
+RANK = "rank"  # column of a setting's place in the table
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
@@ -98,28 +99,29 @@ def without_unused(
         The jobs, and a line for each choice that does not use a key.
     """
     keys = [override.partition("=")[0] for override in jobs[0]]
-    choices = [tuple(filter(chooses_files, job)) for job in jobs]
-    unused = {}
-    for choice in dict.fromkeys(choices):
-        unused[choice] = _unused_keys(compose([*choice]), keys)
+    unused: dict[tuple[str, ...], dict[str, str]] = {}
+    for job in jobs:
+        choices = tuple(filter(chooses_files, job))
+        if choices not in unused:
+            unused[choices] = _unused_keys(compose([*choices]), keys)
     without_user = set(keys).intersection(*unused.values())
     runs = []
     shortened = set()
-    dropped: dict[str, dict[str, None]] = {}
-    for job, choice in zip(jobs, choices):
+    notes: dict[str, None] = {}
+    for job in jobs:
+        dropped = unused[tuple(filter(chooses_files, job))]
         run = []
         for key, override in zip(keys, job):
-            if key in without_user or key not in unused[choice]:
+            if key in without_user or key not in dropped:
                 run.append(override)
             else:
-                dropped.setdefault(unused[choice][key], {})[key] = None
-        if len(run) == len(job) or tuple(run) not in shortened:
+                notes[f"{dropped[key]} does not use {override_key(key)}: run without"] = None
+        if len(run) == len(job):
             runs.append(run)
-        if len(run) < len(job):
+        elif tuple(run) not in shortened:
             shortened.add(tuple(run))
-    swept = [key for key, values in zip(keys, zip(*jobs)) if len(set(values)) > 1]
-    notes = [_note(name, [*names], swept) for name, names in dropped.items()]
-    return runs, notes
+            runs.append(run)
+    return runs, [*notes]
 
 
 def chooses_files(override: str) -> bool:
@@ -167,17 +169,6 @@ def _has_option(node: DictConfig | None, option: str, new: bool) -> bool:
     if name in node:
         return True
     return new and ("_target_" not in node or name in parameters(import_object(node._target_)))
-
-
-def _note(choice: str, keys: list[str], swept: list[str]) -> str:
-    """Return the line on keys that a choice does not use."""
-    names = " ".join(map(override_key, keys))
-    if not set(keys) & set(swept):
-        return f"{choice} does not use {names}: run without"
-    group = choice.partition("=")[0]
-    others = [override_key(key) for key in swept if key not in keys and key != group]
-    each = f" for each {', '.join(others)}" if others else ""
-    return f"{choice} does not use {names}: run once{each}"
 
 
 # ---- the result table
@@ -239,10 +230,12 @@ def table(runs: "DataFrame") -> str:
 
     Settings are grouped by data set.
     """
+    from pandas import DataFrame
+
     from crt_exp.experiments.intervals import interval
 
     keys = [key for key in runs if key not in ("run", "seed", *RECORD)]
-    ranked = []
+    settings = []
     for (metric, *values), group in runs.groupby(["metric", *keys], sort=False):
         pool = interval(group["value"].astype(float), "mean")
         mean = f"{pool['mean']:.4f}"
@@ -250,28 +243,17 @@ def table(runs: "DataFrame") -> str:
             mean += f" +- {pool['mean_ci95']:.4f}"
         minimized = group["direction"].iloc[0] == "minimize"
         rank = pool["mean"] if minimized else -pool["mean"]
-        data = (metric, *(value for key, value in zip(keys, values) if key in DATA))
-        cells = [str(cell) for cell in (*values, len(group), metric, mean)]
-        ranked.append((data, math.isnan(rank), rank, cells))
-    ranked.sort(key=lambda row: row[:3])
-    cells = [row[-1] for row in ranked]
+        setting = dict(zip(keys, values))
+        settings.append(setting | {"runs": len(group), "metric": metric, "value": mean, RANK: rank})
+    data = [key for key in keys if key in DATA]
+    ranked = DataFrame(settings).sort_values(["metric", *data, RANK]).drop(columns=RANK)
     lines = [
         f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
         "first:",
-        *aligned([[*keys, "runs", "metric", "value"], *cells[:SHOWN]]),
+        ranked.head(SHOWN).to_string(index=False, max_colwidth=None),
     ]
-    if len(cells) > SHOWN:
-        lines.append(f"  ... and {len(cells) - SHOWN} more in sweep.csv")
+    if len(ranked) > SHOWN:
+        lines.append(f"  ... and {len(ranked) - SHOWN} more in sweep.csv")
     if PARTIAL in runs:
         lines.append("trainer.evaluate: these results are on a part of the evaluation data")
     return "\n".join(lines)
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Format rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines

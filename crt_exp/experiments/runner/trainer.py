@@ -28,7 +28,7 @@ from crt_exp.experiments.runner.checkpoint import TrainingState
 from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.loggers import ProgressLine
-from crt_exp.experiments.runner.run import PARTIAL, Run
+from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import direction
 from crt_exp.experiments.runner.trainer_config import (
     Adapters,
@@ -93,7 +93,7 @@ class Trainer:
         config: TrainerConfig,
         task: Task,
         mechanism: Mechanism,
-        run: Run,
+        run: RunDirectory,
         distributed: Distributed,
         seed: int,
     ):

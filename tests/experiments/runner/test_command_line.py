@@ -37,9 +37,6 @@ MISTAKES = {
     "attention=nearfar attention.blok=3": "unknown key 'attention.blok'; did you mean "
     "attention.block?",
     "hydra.dir=x": "unknown key 'hydra.dir'; did you mean hydra.run?",
-    # bytes that are not UTF-8, as Python reads them
-    "task.csv=caf\udce9.csv": r"task.csv=caf\xe9.csv: not UTF-8 (bytes 0xe9); rename the file",
-    "task.csv='\udcff\udcfe'": r"task.csv='\xff\xfe': not UTF-8 (bytes 0xff 0xfe); rename",
 }
 
 

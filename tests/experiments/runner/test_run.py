@@ -311,10 +311,8 @@ def home(tmp_path, monkeypatch):
     assert not [*tmp_path.rglob("~*")]
 
 
-@pytest.mark.parametrize("place", ["~/x", "~", "~nosuch/x", "~root/x", "sub/~/x", "./~/x", "/~/x"])
-@pytest.mark.parametrize(
-    "key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir"]
-)
+@pytest.mark.parametrize("place", ["~/x", "~", "~nosuch/x"])
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_a_tilde_in_a_folder_of_hydra_is_refused(key, place, typed, home):
     sweep = ["-m", "seed=0,1"] if "sweep" in key else []
     code, _, err = typed(*sweep, *SHORT, f'{key}="{place}"')
