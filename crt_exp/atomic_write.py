@@ -36,12 +36,10 @@ def atomic_path(path: Path, kind: str = "") -> Iterator[Path]:
 
 def reason(error: OSError) -> str:
     """Return the system's error message, with advice if the disk is full."""
-    said = str(error.strerror or error)
-    return (
-        f"{said}; free space and start again, with resume=auto in a run"
-        if error.errno in FULL
-        else said
-    )
+    message = str(error.strerror or error)
+    if error.errno in FULL:
+        message += "; free space and start again, with resume=auto in a run"
+    return message
 
 
 def write_rows(path: Path, rows: Iterable[Sequence[Any]]) -> None:

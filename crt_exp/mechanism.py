@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
+from inspect import isroutine
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import torch
 from pydantic import Field
@@ -53,32 +54,45 @@ PARTS = {"features": FEATURES, "sampler": SAMPLER}
 BASE = "base/random_features"  # file of conf/attention: the layer around a feature map that is named without attention
 
 
-class Choice(NamedTuple):
-    """A choice of features or sampler: its name, and its yaml node or object."""
+@dataclass(frozen=True)
+class Component:
+    """The features or the sampler of a mechanism: its name, and its yaml node or object.
 
+    >>> Component("features", "pos", {"_target_": "crt_exp.features.PosRF"}).text()
+    'pos'
+    """
+
+    group: str
     name: str
     content: Any
 
-    def changes(self, group: str) -> dict[str, Any]:
+    @property
+    def is_node(self) -> bool:
+        return isinstance(self.content, dict)
+
+    def target(self) -> Any:
+        """Return the class or function of the node, or the object."""
+        return import_object(self.content["_target_"]) if self.is_node else self.content
+
+    def changes(self) -> dict[str, Any]:
         """Return the options that differ from the yaml file, or from dataclass defaults."""
-        if isinstance(self.content, dict):
-            written = read_yaml(file_of(group, self.name)) if is_known(group, self.name) else {}
-            return {
-                key: value
-                for key, value in own_options(self.content).items()
-                if written.get(key) != value
-            }
-        made_with = fields(self.content) if is_dataclass(self.content) else ()
-        return {
-            each.name: value
-            for each in made_with
-            if (value := getattr(self.content, each.name)) != each.default
-        }
+        options = {}
+        defaults = {}
+        if self.is_node:
+            options = own_options(self.content)
+            if is_known(self.group, self.name):
+                defaults = read_yaml(file_of(self.group, self.name))
+        elif is_dataclass(self.content):
+            for entry in fields(self.content):
+                options[entry.name] = getattr(self.content, entry.name)
+                defaults[entry.name] = entry.default
+        return changed_options(options, defaults)
 
     def text(self) -> str:
-        """Return the name of the choice, or the import path of an object's class."""
-        made_by = self.content if hasattr(self.content, "__qualname__") else type(self.content)
-        return self.name if isinstance(self.content, dict) else import_path(made_by)
+        """Return the name, or the import path of an object's class."""
+        if self.is_node:
+            return self.name
+        return import_path(self.content if is_definition(self.content) else type(self.content))
 
 
 @dataclass(frozen=True)
@@ -98,26 +112,32 @@ class Mechanism:
 
     name: str
     options: dict[str, Any] = field(hash=False)
-    features: Choice | None = field(default=None, hash=False)
-    sampler_part: Choice | None = field(default=None, hash=False)
+    features: Component | None = field(default=None, hash=False)
+    sampler_part: Component | None = field(default=None, hash=False)
     m: int | None = None
     seed: int = 0
 
     @classmethod
-    def parse(cls, text: str | type | FeatureMap, **given: Any) -> "Mechanism":
+    def parse(cls, text: str | type | FeatureMap, **arguments: Any) -> "Mechanism":
         """Parse a string such as "favorpp m=64 sampler=givens".
 
-        The first word is a name, the others are options of `Mechanism.of`. `given` holds further options, such as
+        The first word is a name, the others are options of `Mechanism.of`. `arguments` holds further options, such as
         seed=3. Raises ConfigError, naming the wrong word and the known ones.
+
+        >>> Mechanism.parse("favorpp m=64 sampler=givens").m
+        64
         """
-        given = {key: value for key, value in given.items() if value is not None}
-        name, options = (text, {}) if isinstance(text, type | FeatureMap) else split_words(text)
+        name = text
+        options = {}
+        if not isinstance(text, type | FeatureMap):
+            name, options = split_words(text)
+        arguments = {key: value for key, value in arguments.items() if value is not None}
         try:
-            if twice := options.keys() & given.keys():
+            if twice := options.keys() & arguments.keys():
                 raise ConfigError(
                     f"{min(twice)}: given twice, in the string and as an argument; remove one"
                 )
-            return cls.of(name, **options, **given)
+            return cls.of(name, **options, **arguments)
         except ConfigError as error:
             raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
 
@@ -149,6 +169,9 @@ class Mechanism:
 
         Raises:
             ConfigError: a name, an option or a value is unknown, or the attention does not use an option.
+
+        >>> str(Mechanism.of("favorpp", m=64, sampler="givens"))
+        'favorpp m=64 sampler=givens'
         """
         name = from_import_path("attention", canonical("attention", name))
         of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
@@ -168,34 +191,35 @@ class Mechanism:
             )
         node, named = read_preset(BASE if name is None else name)
         what = BASE if name is None else import_path(name)
+        choices = {"features": features, "sampler": sampler}
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
             part, _, option = key.rpartition(".")
-            changes.get(part, changes[""])[option if part in changes else key] = value
-        arguments = {"features": features, "sampler": sampler, "m": m}
-        for group in PARTS:
-            for key, value in changes[group].items():
-                arguments[f"{group}.{key}"] = value
+            if part in changes:
+                changes[part][option] = value
+            else:
+                changes[""][key] = value
         used = uses(node)
         unused = []
-        for key, value in arguments.items():
-            if value is not None and key.partition(".")[0] not in used:
-                text = getattr(value, "__name__", None) or format_value(value)
+        for key, value in (choices | {"m": m} | options).items():
+            part = key.partition(".")[0]
+            if value is not None and part in ("features", "sampler", "m") and part not in used:
+                text = value.__name__ if is_definition(value) else format_value(value)
                 unused.append(f"{key}={text}")
         if unused:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
         if changes["phi"]:
             node["phi"] = apply_changes("phi", node.get("phi", {}), changes["phi"])
-        check_node("attention", node := resolve_references(node), ATTENTION)
-        parts = {
-            group: resolve_choice(
-                group, choice or named.get(group) or default_choice(group), changes[group]
-            )
-            for group, choice in (("features", features), ("sampler", sampler))
-            if group in used
-        }
-        return cls._build(name and what, node, parts, default_choice("m") if m is None else m, seed)
+        node = resolve_references(node)
+        check_node("attention", node, ATTENTION)
+        parts = {}
+        for group in used - {"m"}:
+            choice = choices[group] or named.get(group) or default_choice(group)
+            parts[group] = find_component(group, choice, changes[group])
+        if m is None:
+            m = default_choice("m")
+        return cls._build(name and what, node, parts, m, seed)
 
     @classmethod
     def from_config(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
@@ -206,32 +230,34 @@ class Mechanism:
         """
         from omegaconf import OmegaConf
 
-        node = (
-            read_preset(BASE)[0]
-            if cfg.get("attention") is None
-            else OmegaConf.to_container(cfg.attention)
-        )
-        parts = {
-            group: Choice(choice(group), OmegaConf.to_container(cfg[group], resolve=True))
-            for group in PARTS
-        }
-        parts["features"].content.pop("m")  # Mechanism.m holds the number of projections
-        return cls._build(
-            choice("attention"), resolve_references(node), parts, cfg.features.m, cfg.seed
-        )
+        if cfg.get("attention") is None:
+            node, _ = read_preset(BASE)
+        else:
+            node = OmegaConf.to_container(cfg.attention)
+        parts = {}
+        for group in PARTS:
+            content = OmegaConf.to_container(cfg[group], resolve=True)
+            parts[group] = Component(group, choice(group), content)
+        m = parts["features"].content.pop("m")
+        return cls._build(choice("attention"), resolve_references(node), parts, m, cfg.seed)
 
     @classmethod
     def _build(
-        cls, name: str | None, node: dict[str, Any], parts: dict[str, Choice], m: Any, seed: Any
+        cls, name: str | None, node: dict[str, Any], parts: dict[str, Component], m: Any, seed: Any
     ) -> "Mechanism":
         used = uses(node)
-        features, sampler = (parts[group] if group in used else None for group in PARTS)
+        used_parts = {group: part for group, part in parts.items() if group in used}
+        features = used_parts.get("features")
         m = whole_number(m, "m") if "m" in used else None
-        return cls(
-            name or features.name, node, features, sampler, m, whole_number(seed, "seed", None)
-        )
+        seed = whole_number(seed, "seed", None)
+        return cls(name or features.name, node, features, used_parts.get("sampler"), m, seed)
 
     # ---- parts
+
+    @property
+    def parts(self) -> list[Component]:
+        """The features and the sampler, if any."""
+        return [part for part in (self.features, self.sampler_part) if part is not None]
 
     @property
     def kind(self) -> type:
@@ -241,11 +267,9 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        content = self.features and self.features.content
-        return (
-            content is not None
-            and (self._map("softmax") if isinstance(content, dict) else content).estimates
-        )
+        if self.features is None:
+            return False
+        return (self._map("softmax") if self.features.is_node else self.features.content).estimates
 
     @property
     def own_kernel(self) -> bool:
@@ -253,9 +277,7 @@ class Mechanism:
 
         Such a map serves kernel regression, and no attention.
         """
-        content = self.features and self.features.content
-        made_by = import_object(content["_target_"]) if isinstance(content, dict) else content
-        return getattr(made_by, "own_kernel", False)
+        return self.features is not None and self.features.target().own_kernel
 
     @property
     def draws(self) -> bool:
@@ -303,10 +325,10 @@ class Mechanism:
     @property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that samples the random projections; None for a baseline."""
-        content = self.sampler_part and self.sampler_part.content
-        if isinstance(content, dict):
-            return partial(import_object(content["_target_"]), **own_options(content))
-        return content
+        part = self.sampler_part
+        if part is None or not part.is_node:
+            return part and part.content
+        return partial(part.target(), **own_options(part.content))
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -327,30 +349,21 @@ class Mechanism:
             ConfigError: a custom class ignores a size. Such a layer could see future tokens or scale its logits
                 wrongly.
         """
-        own_map = "phi" in self.options  # a map with options of its own may take no projections
-        node = {
-            key: value
-            for key, value in self.options.items()
-            if not (own_map and key in ("phi", "kernel"))
-        }
-        of_map = (
-            {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1}
-            if own_map or self.draws
-            else {}
-        )
-        made = construct(node, heads=heads, d=d, seed=self.seed, layer=layer, **of_map, **sizes)
-        asked = {
-            key: size
-            for key in ("kv_heads", "causal", "scaling")
-            if (size := sizes.get(key)) is not None
-        }
-        if other := [key for key, size in asked.items() if getattr(made, key, size) != size]:
-            raise ConfigError(
-                f"{type(made).__name__}: ignores {other[0]}={format_value(asked[other[0]])}; pass "
-                "**options on in __init__: super().__init__(heads, d, **options)"
-            )
-        made.mechanism = self.name
-        return made
+        options = dict(self.options)
+        if "phi" in options or self.draws:
+            sizes |= {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1}
+        if "phi" in options:  # a map with options of its own
+            options = {key: options[key] for key in options if key not in ("phi", "kernel")}
+        module = construct(options, heads=heads, d=d, seed=self.seed, layer=layer, **sizes)
+        for key in ("kv_heads", "causal", "scaling"):
+            size = sizes.get(key)
+            if size is not None and getattr(module, key, size) != size:
+                raise ConfigError(
+                    f"{type(module).__name__}: ignores {key}={format_value(size)}; pass "
+                    "**options on in __init__: super().__init__(heads, d, **options)"
+                )
+        module.mechanism = self.name
+        return module
 
     def swap(
         self,
@@ -369,20 +382,21 @@ class Mechanism:
 
     def describe(self) -> dict[str, Any]:
         """Return everything but the seed that decides the values, as plain values."""
-        parts = {
-            group: part and (part.content if isinstance(part.content, dict) else repr(part.content))
-            for group, part in (("features", self.features), ("sampler", self.sampler_part))
-        }
-        return {"attention": own_options(self.options) or self.name, "m": self.m} | parts
+        values = {"attention": own_options(self.options) or self.name, "m": self.m}
+        values |= dict.fromkeys(PARTS)
+        for part in self.parts:
+            values[part.group] = part.content if part.is_node else repr(part.content)
+        return values
 
     def to_saved(self) -> dict[str, Any]:
         """Return the JSON record that `Mechanism.from_saved` reads.
 
         "described" holds the values behind the names, so that a change of the configuration files is detected.
         """
-        parts = [part for part in (self.features, self.sampler_part) if part]
-        named = all(isinstance(part.content, dict) for part in parts) and "." not in self.name
-        options = {key: value for key, value in own_options(self.options).items() if key != "phi"}
+        named = all(part.is_node for part in self.parts) and "." not in self.name
+        options = self._layer_options()
+        if named:
+            options |= self._changes()
         return {
             "name": self.name if is_known("attention", self.name) else None,
             "m": self.m,
@@ -390,19 +404,20 @@ class Mechanism:
             "features": self.features and self.features.name,
             "sampler": self.sampler_part and self.sampler_part.name,
             "rebuilds": named,
-            "options": options | (self._changes() if named else {}),
+            "options": options,
             "described": json.loads(json.dumps(self.describe(), default=str)),
         }
 
+    def _layer_options(self) -> dict[str, Any]:
+        return {key: value for key, value in own_options(self.options).items() if key != "phi"}
+
     def _changes(self) -> dict[str, Any]:
         """Options of the parts that differ from their files, with keys as in `of`."""
-        parts = {"features": self.features, "sampler": self.sampler_part}
-        changes = {group: part.changes(group) for group, part in parts.items() if part}
+        changes = {part.group: part.changes() for part in self.parts}
         if is_known("attention", self.name) and "phi" in self.options:
             preset, _ = read_preset(self.name)
             phi = resolve_references(self.options | {"phi": preset["phi"]})["phi"]
-            options = self.options["phi"].items()
-            changes["phi"] = {key: value for key, value in options if phi.get(key) != value}
+            changes["phi"] = changed_options(self.options["phi"], phi)
         named = {}
         for group, values in changes.items():
             for key, value in values.items():
@@ -422,21 +437,15 @@ class Mechanism:
         """
         try:
             check_saved(saved)
-            for group, key in (
-                ("attention", "name"),
-                ("features", "features"),
-                ("sampler", "sampler"),
-            ):
-                if saved[key] is not None and not is_known(group, saved[key]):
+            names = {"attention": saved["name"]} | {group: saved[group] for group in PARTS}
+            for group, name in names.items():
+                if name is not None and not is_known(group, name):
                     raise ConfigError(
-                        f"unknown {group} {saved[key]!r}; for a custom name pass names=FOLDER (Python: "
+                        f"unknown {group} {name!r}; for a custom name pass names=FOLDER (Python: "
                         "own_names), the --config-dir of the run"
                     )
-            mechanism = cls.of(
-                saved["name"],
-                **{key: saved[key] for key in ("m", "seed", "features", "sampler")},
-                **saved["options"],
-            )
+            name = names.pop("attention")
+            mechanism = cls.of(name, m=saved["m"], seed=saved["seed"], **names, **saved["options"])
         except (ConfigError, TypeError, RecursionError) as error:
             raise ConfigError(f"{source}: attention cannot be restored: {error}") from None
         if mechanism.to_saved()["described"] != saved["described"]:
@@ -452,26 +461,21 @@ class Mechanism:
         The string holds the name, m, and the options that differ from the yaml file. An object is written as its class
         with plain options. `parse` refuses objects that cannot be written so.
         """
-        alone = (
-            self.features is not None
-            and self.name == self.features.name
-            and not is_known("attention", self.name)
-        )
-        node, named = read_preset(BASE if alone else self.kind if "." in self.name else self.name)
+        name = self.name
+        preset = self.kind if "." in name else name
+        parts = self.parts
+        if self.features and name == self.features.name and not is_known("attention", name):
+            preset = BASE  # a feature map alone
+            name = parts.pop(0).text()
+        node, named = read_preset(preset)
         words = {"m": self.m} if self.draws else {}
-        for group, part in (
-            ("features", None if alone else self.features),
-            ("sampler", self.sampler_part),
-        ):
-            if part and part.text() != (named.get(group) or default_choice(group)):
-                words[group] = part.text()
-        words |= {
-            key: value
-            for key, value in own_options(self.options).items()
-            if key != "phi" and node.get(key, ...) != value
-        }
-        words |= self._changes() | ({"seed": self.seed} if self.seed else {})
-        return join_words(self.features.text() if alone else self.name, words)
+        for part in parts:
+            if part.text() != (named.get(part.group) or default_choice(part.group)):
+                words[part.group] = part.text()
+        words |= changed_options(self._layer_options(), node) | self._changes()
+        if self.seed:
+            words["seed"] = self.seed
+        return join_words(name, words)
 
 
 def swap_attention(
@@ -519,17 +523,14 @@ def swap_attention(
     Warns:
         UserWarning: without `layers`, attention of unknown kinds or with a window stays as it is.
     """
-    options |= {
-        key: value
-        for key, value in (("redraw_every", redraw_every), ("normalize_qk", normalize_qk))
-        if value
-    }
-    made = (
-        name
-        if isinstance(name, Mechanism)
-        else Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
-    )
-    return made.swap(model, layers, causal=causal, saved=saved)
+    if redraw_every:
+        options["redraw_every"] = redraw_every
+    if normalize_qk:
+        options["normalize_qk"] = normalize_qk
+    mechanism = name
+    if not isinstance(name, Mechanism):
+        mechanism = Mechanism.parse(name, m=m, sampler=sampler, seed=seed, **options)
+    return mechanism.swap(model, layers, causal=causal, saved=saved)
 
 
 # ---- configuration files
@@ -573,30 +574,36 @@ def from_import_path(group: str, choice: Any) -> Any:
     return import_object(choice) if is_path else choice
 
 
-def resolve_choice(group: str, choice: Any, changes: dict[str, Any]) -> Choice:
-    """Resolve a name, an import path, a class or an object to a `Choice`."""
-    made = from_import_path(group, choice)
-    if made is not choice and not PARTS[group].is_one(made):
+def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Component:
+    """Return the component of a name, an import path, a class or an object."""
+    target = from_import_path(group, choice)
+    if target is not choice and not PARTS[group].is_one(target):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
-    if isinstance(made, str):
+    if isinstance(target, str):
         if not is_known(group, choice):
             error = features_of_attention(group, choice) if group == "features" else None
             raise error or unknown(group, choice, known_names(group))
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
-        return Choice(choice, node)
-    if is_map(made):
-        check_options(group, made, changes)
-        made, changes = made(**changes), {}
-    if changes:
+        return Component(group, choice, node)
+    if is_map(target):
+        check_options(group, target, changes)
+        target = target(**changes)
+    elif changes:
         raise ConfigError(
             f"{group}.{next(iter(changes))}: an object takes no options; pass it to the constructor"
         )
-    if not (isinstance(made, FeatureMap) if group == "features" else callable(made)):
+    if not (isinstance(target, FeatureMap) if group == "features" else callable(target)):
         raise ConfigError(
-            f"{group}={format_value(made)}: expected a name of conf/{group} or an object"
+            f"{group}={format_value(target)}: expected a name of conf/{group} or an object"
         )
-    return Choice(getattr(made, "__name__", type(made).__name__), made)
+    definition = target if is_definition(target) else type(target)
+    return Component(group, definition.__name__, target)
+
+
+def is_definition(value: Any) -> bool:
+    """Whether a value is a class or a function, which has a name."""
+    return isinstance(value, type) or isroutine(value)
 
 
 def features_of_attention(key: str, name: str) -> ConfigError | None:
@@ -609,6 +616,11 @@ def features_of_attention(key: str, name: str) -> ConfigError | None:
         f'use "{features}", its feature map' if features else 'use a feature map, such as "oprf"'
     )
     return ConfigError(f"{key}={name}: {attention} is an attention; {advice}")
+
+
+def changed_options(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from their defaults."""
+    return {key: value for key, value in options.items() if defaults.get(key) != value}
 
 
 def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -630,9 +642,8 @@ def resolve_references(node: dict[str, Any]) -> dict[str, Any]:
 
 # ---- a saved mechanism, possibly from an untrusted file
 
-MAX_SIZE = (
-    2**16
-)  # limit of a size that memory is allocated for: projections, clusters, tokens of a block
+# limit of a size that memory is allocated for: projections, clusters, tokens of a block
+MAX_SIZE = 2**16
 MAX_PRODUCT = 2**26  # limit of the product of sizes that are multiplied
 NOT_SIZES = ("exact_until", "redraw_every", "fit_steps", "seed")  # integers that allocate no memory
 
@@ -660,20 +671,14 @@ class SavedAttention(TypedDict):
 def check_saved(saved: Any) -> None:
     """Raise ConfigError for a malformed record, or sizes too large for memory."""
     check("attention", saved, SavedAttention)
-    sizes = {
-        key: value
-        for key, value in saved["options"].items()
-        if type(value) is int and key not in NOT_SIZES
-    }
-    of_map = [value for key, value in sizes.items() if key.startswith("features.")] + [
-        saved["m"] or 1
-    ]
-    largest = sorted(value for key, value in sizes.items() if not key.startswith("features."))[-2:]
-    if (
-        max(sizes.values(), default=0) > MAX_SIZE
-        or max(math.prod(of_map), math.prod(largest)) > MAX_PRODUCT
-    ):
+    of_map = [saved["m"] or 1]
+    others = [1, 1]
+    for key, value in saved["options"].items():
+        if type(value) is int and key not in NOT_SIZES:
+            (of_map if key.startswith("features.") else others).append(value)
+    products = (math.prod(of_map), math.prod(sorted(others)[-2:]))
+    if max(*of_map, *others) > MAX_SIZE or max(products) > MAX_PRODUCT:
         raise ConfigError(
-            f"m={saved['m']}, {format_value([*sizes.items()])}: too large; expected at most {MAX_SIZE} "
-            "each"
+            f"m={saved['m']}, options={format_value(str(saved['options']))}: too large; expected at "
+            f"most {MAX_SIZE} each"
         )

@@ -27,7 +27,7 @@ def explain(error: BaseException) -> str | None:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return f"{name} is needed and not installed: pip install '{_fitting(name)}'"
-    reason = _reasons.get(name) or _first_line(error)
+    reason = _reasons.get(name, _first_line(error))
     torch = metadata.version("torch")
     return (
         f"{name} {version} does not load with torch {torch} ({reason}): "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from inspect import isroutine
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,8 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
                 f"{path}: expected a folder of custom names, as for --config-dir and names=..."
             )
         for file in sorted(path.glob("*/*.yaml")):
-            if (taken := CONF / file.parent.name / file.name).is_file() and not taken.samefile(
-                file
-            ):
+            taken = CONF / file.parent.name / file.name
+            if taken.is_file() and not taken.samefile(file):
                 raise ConfigError(
                     f"{file}: the name {file.stem} exists in {taken}; rename the file"
                 )
@@ -90,17 +90,11 @@ def user_message(error: Exception) -> str | None:
 
 
 def written_folder(name: str | Path, key: str) -> Path:
-    """The path of a folder that is written, with a leading ~ expanded.
-
-    Raises ConfigError, naming `key`, if a folder named ~ would be created.
-    """
+    """The path of a folder that is written, with a leading ~ expanded. Raises ConfigError."""
     try:
-        folder = Path(name).expanduser()
+        return Path(name).expanduser()
     except RuntimeError:
         raise ConfigError(f"{key}={name}: {UNKNOWN_USER}") from None
-    if "~" in folder.parts:
-        raise ConfigError(f"{key}={name}: ~ is expanded at the beginning only; write $HOME")
-    return folder
 
 
 def own_folders() -> tuple[Path, ...]:
@@ -125,11 +119,8 @@ def is_known(group: str, name: Any) -> bool:
 
 def file_of(group: str, name: str) -> Path:
     """The yaml file of a name."""
-    return next(
-        file
-        for folder in (CONF, *_OWN.get())
-        if (file := folder / group / f"{name}.yaml").is_file()
-    )
+    files = [folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get())]
+    return next(filter(Path.is_file, files))
 
 
 def canonical(group: str, name: Any) -> Any:
@@ -187,9 +178,11 @@ def present_path(name: str) -> str:
     return name
 
 
-def import_path(made: Any) -> str:
-    """The import path of a class or function."""
-    return f"{made.__module__}.{made.__qualname__}" if hasattr(made, "__qualname__") else str(made)
+def import_path(target: Any) -> str:
+    """The import path of a class or function; the string of others."""
+    if isinstance(target, type) or isroutine(target):
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
 
 
 def own_options(node: dict[str, Any]) -> dict[str, Any]:
@@ -219,9 +212,8 @@ class Group:
     what: str
     is_one: Callable[[Any], bool]
     supplied: tuple[str, ...] = ()  # parameters that the run supplies
-    extra: dict[str, Parameter] = field(
-        default_factory=dict
-    )  # further keys, if all parts are present
+    # further keys, if all parts are present
+    extra: dict[str, Parameter] = field(default_factory=dict)
     parts: dict[str, "Group"] = field(default_factory=dict)  # keys with a `_target_` of their own
     optional: bool = False
 
@@ -260,12 +252,16 @@ def takes(*names: str) -> Callable[[Any], bool]:
     return lambda target: callable(target) and set(names) <= parameters(target).keys()
 
 
-def is_map(target: Any) -> bool:
-    return isinstance(target, type) and all(
-        hasattr(target, name) for name in ("phi_q", "phi_k", "projections")
-    )
+def subclass_of(path: str) -> Callable[[Any], bool]:
+    """Return a check for subclasses; `path` is imported when it is called, because torch is slow."""
+
+    def check(target: Any) -> bool:
+        return isinstance(target, type) and issubclass(target, import_object(path))
+
+    return check
 
 
+is_map = subclass_of("crt_exp.features.base.FeatureMap")
 FEATURES = Group("a FeatureMap", is_map, ("kernel",))
 SAMPLER = Group(
     "a function of m, d, generator and batch",
@@ -293,10 +289,7 @@ def read_json(text: str | bytes, named: Any, line: int = 1) -> dict[str, Any]:
     """
     try:
         content = json.loads(text)
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # ValueError includes integers with thousands of digits
+    except (RecursionError, ValueError) as error:  # also of integers with thousands of digits
         raise ConfigError(f"{named}, from line {line} on: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{named}, line {line}: expected a JSON object")

@@ -5,22 +5,15 @@ Errors in the configuration are reported before anything is written.
 
 import sys
 
-if (
-    __name__ == "__main__"
-):  # before the imports below: __main__ reports import errors and ^C in one line
+# before the imports below: __main__ reports import errors and ^C in one line
+if __name__ == "__main__":
     import os
-
-    if (
-        not __package__
-    ):  # run as a file: its folder on sys.path would hide modules named config or data
-        folder = os.path.dirname(os.path.realpath(__file__))
-        root = os.path.dirname(folder)
-        sys.path[:] = [path for path in sys.path if os.path.realpath(path) != folder]
-        if root not in map(os.path.realpath, sys.path):
-            sys.path.insert(0, root)
-            given = os.environ.get("PYTHONPATH")  # for subprocesses of the run
-            os.environ["PYTHONPATH"] = os.pathsep.join([root, given] if given else [root])
     import runpy
+
+    if not __package__:  # run as a file: its folder on sys.path would hide other modules
+        sys.path[0] = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        paths = [sys.path[0], os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for subprocesses
 
     runpy.run_module("crt_exp", run_name="__main__", alter_sys=True)
     sys.exit()

@@ -75,11 +75,11 @@ class ConfigError(ValueError):
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning at the innermost line outside LIBRARIES."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES:
-            break
-        frame, level = frame.f_back, level + 1
+    frame = sys._getframe(1)
+    level = 2
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in LIBRARIES:
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, category, stacklevel=level)
 
 
@@ -93,7 +93,7 @@ def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question with the known names that begin with `name`, or the closest one."""
     known = list(known)
-    near = [each for each in known if name and each.startswith(name)]
+    near = [word for word in known if name and word.startswith(name)]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {either(near)}?" if near else ""
 
@@ -112,11 +112,9 @@ def check(key: str, value: Any, hint: Any) -> None:
     if is_typeddict(hint) and isinstance(value, Mapping):
         check_options(key, hint, value)
     elif value == "???" or not fits(value, hint):  # Hydra's mark of a missing value
-        near = (
-            did_you_mean(format_value(value), map(str, get_args(hint)))
-            if get_origin(hint) is Literal
-            else ""
-        )
+        near = ""
+        if get_origin(hint) is Literal:
+            near = did_you_mean(format_value(value), map(str, get_args(hint)))
         raise ConfigError(f"{key}={format_value(value)}: expected {describe(hint)}{near}")
 
 
@@ -201,10 +199,10 @@ def describe(hint: Any) -> str:
     name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
     entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
     size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
-    each = (
-        f"(each {', '.join(dict.fromkeys(entries))})" if entries and options[0] is not Any else ""
-    )
-    return " ".join(filter(None, [name, size, bounds, each]))
+    every = ""
+    if entries and options[0] is not Any:
+        every = f"(each {', '.join(dict.fromkeys(entries))})"
+    return " ".join(filter(None, [name, size, bounds, every]))
 
 
 def format_value(value: Any) -> str:
@@ -253,11 +251,9 @@ def to_text(value: Any) -> str:
     """
     if isinstance(value, str):
         quote = "'" if '"' in value else '"'
-        return (
-            value
-            if PLAIN.fullmatch(value) and parse_value(value) == value
-            else f"{quote}{value}{quote}"
-        )
+        if PLAIN.fullmatch(value) and parse_value(value) == value:
+            return value
+        return f"{quote}{value}{quote}"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{','.join(map(to_text, value))}]" if isinstance(value, Sequence) else str(value)
@@ -289,15 +285,15 @@ def join_words(name: str, options: Mapping[str, Any]) -> str:
 
 def parse_arguments(kind: type, words: Sequence[str]) -> Any:
     """Build an options dataclass from key=value words. Raises ConfigError."""
-    wanted, pairs = parameters(kind), [word.partition("=") for word in words]
-    values = {
-        key: text
-        if key in wanted and text != "null" and fits(text, wanted[key].hint)
-        else parse_value(text)
-        for key, _, text in pairs
-    }
-    if len(values) < len(pairs) or not all(sign for _, sign, _ in pairs):
-        raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
+    wanted = parameters(kind)
+    values = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign or key in values:
+            raise ConfigError(f"{' '.join(words)}: expected key=value, each key once")
+        values[key] = parse_value(text)
+        if key in wanted and text != "null" and fits(text, wanted[key].hint):
+            values[key] = text
     check_options("", kind, values)
     return kind(**values)
 
@@ -320,19 +316,18 @@ def parameters(target: Any) -> dict[str, Parameter]:
     A constructor with **options also takes the parameters of the next class in its MRO. These are not required, because
     the constructor may supply them.
     """
+    found: dict[str, Parameter] = {}
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
-        return {
-            name: Parameter(
-                get_args(hint)[0] if get_origin(hint) is NotRequired else hint,
-                name in target.__required_keys__,
-            )
-            for name, hint in hints.items()
-        }
+        for name, hint in hints.items():
+            if get_origin(hint) is NotRequired:
+                hint = get_args(hint)[0]
+            found[name] = Parameter(hint, name in target.__required_keys__)
+        return found
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
-    found: dict[str, Parameter] = {}
     for maker in (target, *owners[1:-1]):  # the last owner is object
-        hints, signature = annotations(maker), inspect.signature(maker).parameters.values()
+        hints = annotations(maker)
+        signature = inspect.signature(maker).parameters.values()
         for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 required = p.default is p.empty and maker is target
@@ -345,9 +340,8 @@ def parameters(target: Any) -> dict[str, Parameter]:
 def annotations(maker: Any) -> dict[str, Any]:
     """The type hints of a callable; {} if one needs an import for type checkers only."""
     try:
-        return get_type_hints(
-            maker.__init__ if isinstance(maker, type) else maker, include_extras=True
-        )
+        function = maker.__init__ if isinstance(maker, type) else maker
+        return get_type_hints(function, include_extras=True)
     except NameError:
         return {}
 
@@ -368,7 +362,7 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
     names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
     for key in values:
         if key not in wanted:
-            raise unknown("key", names[key], [names[each] for each in wanted])
+            raise unknown("key", names[key], [names[word] for word in wanted])
     check_values(prefix, wanted, values)
     for key, parameter in wanted.items():
         if parameter.required and key not in values:
@@ -414,7 +408,8 @@ def checked(prefix: str) -> Callable[[type], type]:
     """Class decorator: check constructor arguments; errors name `<prefix>.<name>`."""
 
     def decorate(cls: type) -> type:
-        construct, arguments = cls.__init__, inspect.signature(cls.__init__)
+        construct = cls.__init__
+        arguments = inspect.signature(construct)
 
         @functools.wraps(construct)
         def checking(self, *args, **options):

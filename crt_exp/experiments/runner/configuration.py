@@ -4,7 +4,7 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,8 +25,8 @@ from crt_exp.registry import (
     check_node,
     choices,
     construct,
-    import_object,
     read_yaml,
+    subclass_of,
     uses,
 )
 from crt_exp.validation import (
@@ -103,15 +103,6 @@ def override(key: str, value: Any) -> str:
 
 
 # ---- keys and groups
-
-
-def subclass_of(path: str) -> Callable[[Any], bool]:
-    """Return a check for subclasses; `path` is imported when it is called, because torch is slow."""
-
-    def check(target: Any) -> bool:
-        return isinstance(target, type) and issubclass(target, import_object(path))
-
-    return check
 
 
 TOP = {

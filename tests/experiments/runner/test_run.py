@@ -344,11 +344,11 @@ def test_a_tilde_in_a_path_of_a_task_is_the_home_folder(typed, home):
 
 def test_a_tilde_in_a_folder_that_is_written(home, capsys):
     assert written_folder("~/x", "key") == home / "x"
-    for place in ("sub/~", "~/~/x", "~nosuch/x"):
-        with pytest.raises(ConfigError, match=f"task.cache_dir={place}: ~"):
-            cached(place, "key", dict)
-        with pytest.raises(ConfigError, match=f"--dir={place}: ~"):
-            data_root(place)
+    place = "~nosuch/x"
+    with pytest.raises(ConfigError, match=f"task.cache_dir={place}: ~"):
+        cached(place, "key", dict)
+    with pytest.raises(ConfigError, match=f"--dir={place}: ~"):
+        data_root(place)
     cached("~/cache", "key", lambda: {"a": np.ones(1)})
     assert (home / "cache" / "key").is_dir()
     assert infer.main(["run=~nosuch/x", "input=a"]) == 2
