@@ -30,11 +30,13 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from pydantic import Field
 from torch import Tensor
 
@@ -72,15 +74,46 @@ class AudioOptions(ImageOptions):
     segment: Annotated[float, Field(ge=1)] = 20.0
 
 
+@dataclass(frozen=True)
+class TokenChoice:
+    """Sample a symbol from logits by temperature, top-k and top-p, in this order.
+
+    Temperature 0 takes the most probable symbol. None for top_k or top_p keeps all symbols.
+    """
+
+    temperature: NotNegative = 1.0
+    top_k: Count | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (B, V) -> probabilities (B, V) in float64; 0 where the logit is -inf."""
+        logits = logits.double()
+        if self.temperature == 0:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            logits = transformers.TopKLogitsWarper(self.top_k)(None, logits)
+        if self.top_p is not None:
+            logits = transformers.TopPLogitsWarper(self.top_p)(None, logits)
+        return logits.softmax(-1)
+
+    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
+        probabilities = self.probabilities(logits)
+        sums = probabilities.cumsum(-1)
+        places = torch.arange(probabilities.shape[-1], device=probabilities.device)
+        # rounding could select a symbol of probability 0
+        last = torch.where(probabilities > 0, places, 0).amax(-1)
+        drawn = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
+        return drawn[:, 0].minimum(last)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SequenceOptions:
+class SequenceOptions(TokenChoice):
     run: str
     prompt: str = ""
     n: Count = 1
     length: Count | None = None
-    temperature: NotNegative = 1.0
-    top_k: Count | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     device: Literal["cpu", "cuda"] = "cpu"
     output: str | None = None
@@ -89,28 +122,16 @@ class SequenceOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
     if not arguments or {"--help", "-h"} & {*arguments}:
         print(__doc__)
         return 0 if arguments else 2
     try:
-        run = next((word.removeprefix("run=") for word in arguments if word.startswith("run=")), "")
-        if not run:
-            raise ConfigError("run: missing, expected the directory of a run")
-        folder = folder_of(
-            run,
-            "run",
-            "the directory of a run of task=imagenet, librispeech, trembl, books or pixels",
-        )
-        described = description_in(folder, f"run={run}")
-        kind = "imagenet" if "architecture" in described else str(described.get("kind"))
-        if kind not in KINDS:
-            raise DataError(
-                f"run={run}: expected a run of task=imagenet, librispeech, trembl, books or pixels"
-            )
-        options = parse_arguments(KINDS[kind][0], arguments)
+        options_class, command = KINDS[kind_of_run(arguments)]
+        options = parse_arguments(options_class, arguments)
         with torch.no_grad(), own_names([options.names] if options.names else []):
-            return KINDS[kind][1](options) or 0
+            return command(options) or 0
     except (ConfigError, DataError, ValueError, OSError, RuntimeError, ImportError) as error:
         message = user_message(error)
         if message is None:
@@ -119,27 +140,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def kind_of_run(arguments: Sequence[str]) -> str:
+    """Return the key in `KINDS` of the run that run=DIR names. Raises ConfigError or DataError."""
+    run = dict(word.partition("=")[::2] for word in arguments).get("run")
+    if not run:
+        raise ConfigError("run: missing, expected the directory of a run")
+    expected = "a run of task=imagenet, librispeech, trembl, books or pixels"
+    folder = folder_of(run, "run", f"the directory of {expected}")
+    config = description_in(folder, f"run={run}")
+    kind = "imagenet" if "architecture" in config else str(config.get("kind"))
+    if kind not in KINDS:
+        raise DataError(f"run={run}: expected {expected}")
+    return kind
+
+
 def classify(options: ImageOptions) -> int:
     """Print a csv row for each image: file name, top classes and their probabilities."""
     import pandas as pd
 
-    place = Path(options.input).expanduser()
-    files = [Path(file) for file in files_ending(place, IMAGES)] if place.is_dir() else [place]
-    kept = vision.load(options.run)
+    files = [Path(options.input).expanduser()]
+    if files[0].is_dir():
+        files = [Path(file) for file in files_ending(files[0], IMAGES)]
+    classifier = vision.load(options.run)
     rows = []
     bad = []
     for file in files:
         try:
-            pixels = kept.transform(images.read_image(file))
+            pixels = classifier.transform(images.read_image(file))
         except images.Unreadable as error:
             bad.append(error)
             continue
-        likely = (
-            kept.model(pixels[None])[0].float().softmax(-1).topk(min(LIKELIEST, len(kept.classes)))
-        )
-        rows.append({"image": file})
-        for rank, (i, share) in enumerate(zip(likely.indices.tolist(), likely.values.tolist()), 1):
-            rows[-1] |= {f"class{rank}": kept.classes[i], f"probability{rank}": round(share, 3)}
+        probabilities = classifier.model(pixels[None])[0].float().softmax(-1)
+        likely = probabilities.topk(min(LIKELIEST, len(classifier.classes)))
+        row = {"image": file}
+        for rank, i in enumerate(likely.indices.tolist(), 1):
+            row[f"class{rank}"] = classifier.classes[i]
+            row[f"probability{rank}"] = round(float(probabilities[i]), 3)
+        rows.append(row)
     print(pd.DataFrame(rows).to_csv(index=False), end="")
     return exit_code(bad, files, options.input)
 
@@ -149,7 +186,8 @@ def transcribe(options: AudioOptions) -> int:
     from crt_exp.experiments.models import conformer_transducer
     from crt_exp.experiments.models.conformer_transducer import STEP, greedy
 
-    files, bad = audio_files(options.input, "input"), []
+    files = audio_files(options.input, "input")
+    bad = []
     known, tensors = conformer_transducer.load(options.run, "run")
     model = known.build(tensors)
     for file in files:
@@ -161,32 +199,27 @@ def transcribe(options: AudioOptions) -> int:
         except BadAudio as error:
             bad.append(error)
             continue
-        texts, times = [], []
+        texts = []
+        times = []
         for start, end in segments(audio, known.rate, options.segment):
-            _, (heard,) = model(
-                pad_audio([audio[start:end]]), torch.tensor([end - start]), search=greedy
-            )
+            length = torch.tensor([end - start])
+            _, (heard,) = model(pad_audio([audio[start:end]]), length, search=greedy)
             texts.append(known.symbols.decode(heard.symbols))
-            times += [
-                f"{start / known.rate + frame * STEP:.2f} {known.symbols.entries[symbol].replace(' ', '_')}"
-                for symbol, frame in zip(heard.symbols, heard.frames)
-            ]
+            for symbol, frame in zip(heard.symbols, heard.frames):
+                seconds = start / known.rate + frame * STEP
+                times.append(f"{seconds:.2f} {known.symbols.entries[symbol].replace(' ', '_')}")
         print(f"{file} ({len(audio) / known.rate:.1f} s): {' '.join(filter(None, texts))}")
         print(" ", "  ".join(times))
     return exit_code(bad, files, options.input)
 
 
-def exit_code(bad: list, files: list[Path], given: str) -> int:
+def exit_code(bad: list, files: list[Path], place: str) -> int:
     """Return 2 and print the unreadable files, if any, or if there are no files."""
-    if bad or not files:
-        print(
-            f"input={given}: {len(bad)} of {len(files)} files are unreadable:",
-            *bad,
-            sep="\n  ",
-            file=sys.stderr,
-        )
-        return 2
-    return 0
+    if files and not bad:
+        return 0
+    title = f"input={place}: {len(bad)} of {len(files)} files are unreadable:"
+    print(title, *bad, sep="\n  ", file=sys.stderr)
+    return 2
 
 
 def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int, int]]:
@@ -200,9 +233,8 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
     width = int(QUIET * rate)
     while (left := len(audio) - start) > most:
         half = start + most // 2
-        loudness = np.square(
-            audio[half : start + min(most, left - least)].astype(np.float64)
-        ).cumsum()
+        second_half = audio[half : start + min(most, left - least)]
+        loudness = np.square(second_half.astype(np.float64)).cumsum()
         end = half + int((loudness[width:] - loudness[:-width]).argmin()) + width // 2
         yield start, end
         start = end
@@ -213,79 +245,35 @@ def sample(options: SequenceOptions) -> None:
     """Generate sequences, then write or print them."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda: no GPU found; use device=cpu")
-    kept = language.load(options.run, "run")
-    if not kept.description.causal:
+    saved = language.load(options.run, "run")
+    description = saved.description
+    if not description.causal:
         raise ConfigError(
             f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional"
         )
-    alphabet = next(
-        (kind(kept.symbols) for key, kind in ALPHABETS.items() if key in kept.symbols), None
-    )
-    if alphabet is None:
-        raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
-    longest = kept.description.length
-    given, length = alphabet.prompt(options.prompt), options.length or longest
+    alphabet = find_alphabet(saved.symbols, f"run={options.run}")
+    length = options.length or description.length
     if alphabet.end is None and options.output is None:
         raise ConfigError("output=None: expected FILE.png, as this run generates images")
-    if alphabet.end is None and length != longest:
-        raise ConfigError(f"length={length}: expected {longest}, the values of an image; remove it")
-    if len(given) >= length:
+    if alphabet.end is None and length != description.length:
         raise ConfigError(
-            f"prompt={options.prompt}: has {len(given)} symbols, expected fewer than length={length}"
+            f"length={length}: expected {description.length}, the values of an image; remove it"
         )
-    model = kept.build().to(options.device)
-    prompt = torch.tensor([alphabet.begin, *given], device=options.device)
-    choice = TokenChoice(options.temperature, options.top_k, options.top_p)
-    never = {*range(alphabet.symbols, kept.description.symbols)} - {alphabet.end}
-    rows, seeds = [], range(options.seed, options.seed + options.n)
+    prompt = alphabet.prompt(options.prompt)
+    count = length - len(prompt)
+    if count <= 0:
+        raise ConfigError(
+            f"prompt={options.prompt}: has {len(prompt)} symbols, expected fewer than length={length}"
+        )
+    model = saved.build().to(options.device)
+    tokens = torch.tensor([alphabet.begin, *prompt], device=options.device)
+    never = {*range(alphabet.symbols, description.symbols)} - {alphabet.end}
+    seeds = range(options.seed, options.seed + options.n)
+    rows = []
     for i in range(0, options.n, AT_ONCE):
         part = seeds[i : i + AT_ONCE]
-        rows += generate(
-            model, prompt, length - len(given), choice, part, never=never, end=alphabet.end
-        )
-    alphabet.write([[*given, *row] for row in rows], options)
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """Sample a symbol from logits by temperature, top-k and top-p, in this order.
-
-    Temperature 0 takes the most probable symbol. None for top_k or top_p keeps all symbols.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Logits (B, V) -> probabilities (B, V) in float64; 0 where the logit is -inf."""
-        logits = logits.double()
-        if self.temperature == 0:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-        logits = logits / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, -1).values[..., -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
-        probabilities = logits.softmax(-1)
-        if self.top_p is not None:
-            ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-            kept = ordered.cumsum(-1) - ordered < self.top_p  # keeps the symbol that crosses top_p
-            probabilities = torch.zeros_like(probabilities).scatter(
-                -1, order, torch.where(kept, ordered, 0.0)
-            )
-        return probabilities / probabilities.sum(-1, keepdim=True)
-
-    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
-        probabilities = self.probabilities(logits)
-        sums = probabilities.cumsum(-1)
-        places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-        last = torch.where(probabilities > 0, places, 0).amax(
-            -1
-        )  # rounding could select a symbol of probability 0
-        return torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0].minimum(
-            last
-        )
+        rows += generate(model, tokens, count, options, part, never=never, end=alphabet.end)
+    alphabet.write([[*prompt, *row] for row in rows], options)
 
 
 @torch.no_grad()
@@ -314,21 +302,20 @@ def generate(
     device = prompt.device
     banned = torch.tensor(sorted(never), dtype=torch.long, device=device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    pasts, tokens = model.begin(), prompt.expand(len(generators), -1)
-    rows, going = [[] for _ in generators], set(range(len(generators)))
+    pasts = model.begin()
+    tokens = prompt.expand(len(seeds), -1)
+    columns = []
+    ended = set()
     for _ in range(count):
         logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
-        uniform = torch.stack(
-            [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
-        ).to(device)
-        drawn = choice.draw(logits, uniform)
-        going -= {i for i in going if int(drawn[i]) == end}
-        if not going:
+        numbers = [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
+        drawn = choice.draw(logits, torch.stack(numbers).to(device))
+        columns.append(drawn.tolist())
+        ended |= {i for i, symbol in enumerate(columns[-1]) if symbol == end}
+        if len(ended) == len(seeds):
             break
-        for i in going:
-            rows[i].append(int(drawn[i]))
         tokens = drawn[:, None]
-    return rows
+    return [list(takewhile(lambda symbol: symbol != end, row)) for row in zip(*columns)]
 
 
 def write_text(text: str, output: str | None) -> None:
@@ -346,27 +333,26 @@ class Letters:
     """Protein sequences: one line each, or a FASTA file."""
 
     def __init__(self, vocabulary: dict[str, Any]):
-        self.letters, self.begin, self.end = (
-            vocabulary[key] for key in ("letters", "begin", "end")
-        )
+        self.letters = vocabulary["letters"]
+        self.begin = vocabulary["begin"]
+        self.end = vocabulary["end"]
         self.symbols = len(self.letters)
 
-    def prompt(self, given: str) -> list[int]:
-        if wrong := [letter for letter in given if letter not in self.letters]:
-            raise ConfigError(
-                f"prompt={given}: unknown letter {wrong[0]!r}; expected {self.letters}"
-            )
-        return [self.letters.index(letter) for letter in given]
+    def prompt(self, text: str) -> list[int]:
+        for letter in text:
+            if letter not in self.letters:
+                raise ConfigError(
+                    f"prompt={text}: unknown letter {letter!r}; expected {self.letters}"
+                )
+        return [self.letters.index(letter) for letter in text]
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         lines = []
-        for row in rows:
-            lines.append("".join(self.letters[i] for i in row))
-        if options.output is not None:
-            lines = [
-                f">sample-{options.seed + i}\n{textwrap.fill(line, 60)}"
-                for i, line in enumerate(lines)
-            ]
+        for seed, row in enumerate(rows, options.seed):
+            line = "".join(self.letters[i] for i in row)
+            if options.output is not None:
+                line = f">sample-{seed}\n{textwrap.fill(line, 60)}"
+            lines.append(line)
         write_text("\n".join(lines), options.output)
 
 
@@ -380,8 +366,8 @@ class Text:
         self.begin = self.end = vocabulary["end"]
         self.symbols = max(self.tokenizer.get_vocab().values()) + 1
 
-    def prompt(self, given: str) -> list[int]:
-        return self.tokenizer.encode(given, add_special_tokens=False).ids
+    def prompt(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
         write_text("\n\n".join(self.tokenizer.decode(row) for row in rows), options.output)
@@ -396,32 +382,41 @@ class Pixels:
     end = None
 
     def __init__(self, vocabulary: dict[str, Any]):
-        self.symbols, self.begin = vocabulary["pixels"], vocabulary["begin"]
+        self.symbols = vocabulary["pixels"]
+        self.begin = vocabulary["begin"]
         self.size = vocabulary["size"]
         self.channels = vocabulary["channels"]
         self.truth = []
 
-    def prompt(self, given: str) -> list[int]:
-        if not given:
+    def prompt(self, file: str) -> list[int]:
+        if not file:
             return []
-        image = images.read_image(Path(given).expanduser())
-        self.truth = [images.crop_square(image, self.size, self.channels, given)]
+        image = images.read_image(Path(file).expanduser())
+        self.truth = [images.crop_square(image, self.size, self.channels, file)]
         return self.truth[0][: self.size // 2].reshape(-1).tolist()
 
     def write(self, rows: list[list[int]], options: SequenceOptions) -> None:
-        made = [
-            np.array(row, np.uint8).reshape(self.size, self.size, self.channels) for row in rows
-        ]
+        shape = (self.size, self.size, self.channels)
         times = max(1, 96 // self.size)  # enlarge small images to about 96 pixels
-        made = [image.repeat(times, 0).repeat(times, 1) for image in [*self.truth, *made]]
-        images.save_grid(made, Path(options.output).expanduser())
+        pictures = []
+        for row in [*self.truth, *rows]:
+            image = np.array(row, np.uint8).reshape(shape)
+            pictures.append(image.repeat(times, 0).repeat(times, 1))
+        images.save_grid(pictures, Path(options.output).expanduser())
 
 
-ALPHABETS = {
-    "letters": Letters,
-    "pixels": Pixels,
-    "tokenizer": Text,
-}  # keyed by an entry of the vocabulary
+# keyed by an entry of the vocabulary
+ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}
+
+
+def find_alphabet(vocabulary: dict[str, Any], named: str) -> Letters | Text | Pixels:
+    """Return the format of a run's sequences. Raises ConfigError."""
+    for key, alphabet in ALPHABETS.items():
+        if key in vocabulary:
+            return alphabet(vocabulary)
+    raise ConfigError(f"{named}: expected a run with letters, pixels or text")
+
+
 KINDS = {
     "imagenet": (ImageOptions, classify),
     TRANSDUCER: (AudioOptions, transcribe),
