@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from crt_exp.experiments.runner.distributed import (
     set_rng_state,
     sharded_like,
 )
-from crt_exp.experiments.runner.run import RunDirectory, names_in, write_atomic
+from crt_exp.experiments.runner.run import RunDirectory, names_in, write_atomic, write_json
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
 
@@ -49,20 +49,17 @@ def save(
 
     Raises CheckpointError if the disk is full or not writable; earlier checkpoints are preserved.
     """
-    temporary, final = root / f".step-{step}.{os.getpid()}", root / f"step-{step}"
+    temporary = root / f".step-{step}.{os.getpid()}"
+    final = root / f"step-{step}"
     try:
         temporary.mkdir(parents=True)
         files = {f"{name}.safetensors": encode(part) for name, part in tensors.items()}
         files["state.json"] = json.dumps(state).encode()
-        manifest = {
-            name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for name, content in files.items()
-        }
-        files[MANIFEST] = json.dumps(
-            {"format": FORMAT, "step": step, "files": manifest}, indent=1
-        ).encode()
+        digests = {}
         for name, content in files.items():
             write_atomic(temporary / name, content)
+            digests[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": digests})
         shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
@@ -146,9 +143,8 @@ def newest(root: Path) -> Path | None:
 def prune(root: Path, keep: int, best: int | None = None) -> None:
     """Remove all checkpoints except the newest `keep` and the best."""
     for step in {*steps(root)[:-keep]} - {best}:
-        shutil.rmtree(
-            root / f"step-{step}", ignore_errors=True
-        )  # an interrupted removal leaves a damaged checkpoint
+        # an interrupted removal leaves a damaged checkpoint
+        shutil.rmtree(root / f"step-{step}", ignore_errors=True)
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -250,6 +246,7 @@ class Progress:
     losses: int = 0
 
 
+@dataclass
 class TrainingState:
     """Weights, optimiser, generators, task state and progress of one process.
 
@@ -264,34 +261,23 @@ class TrainingState:
         saved, saved_at: Step and time of the last checkpoint.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        task: Task,
-        run: RunDirectory,
-        distributed: Distributed,
-        keep: int,
-        per_epoch: int | None,
-        adapters: Adapters | None = None,
-    ):
-        self.module = module
-        self.optimizer = optimizer
-        self.task = task
-        self.run = run
-        self.distributed = distributed
-        self.scaler = distributed.accelerator.scaler
-        self.keep = keep
-        self.per_epoch = per_epoch
-        self.stay: set[str] = set()
-        self.digest: str | None = None
-        if adapters:
-            self.stay = adapters.stay
-            self.digest = adapters.digest
-        self.root = run.directory / CHECKPOINTS
-        self.progress = Progress()
-        self.saved = 0
-        self.saved_at = time.monotonic()
+    module: nn.Module
+    optimizer: Any
+    task: Task
+    run: RunDirectory
+    distributed: Distributed
+    keep: int
+    per_epoch: int | None
+    adapters: Adapters | None = None
+    progress: Progress = field(default_factory=Progress)
+    saved: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self):
+        self.scaler = self.distributed.accelerator.scaler
+        self.root = self.run.directory / CHECKPOINTS
+        self.stay = self.adapters.stay if self.adapters else set()
+        self.digest = self.adapters.digest if self.adapters else None
 
     @property
     def epoch(self) -> float:
@@ -348,8 +334,8 @@ class TrainingState:
 
         Without a checkpoint the run starts over. Raises CheckpointError.
         """
-        newest_path = newest(self.root) if self.distributed.main else None
-        path = self.distributed.broadcast(newest_path)
+        path = newest(self.root) if self.distributed.main else None
+        path = self.distributed.broadcast(path)
         if path is None:
             self.run.rewind(0)
             return

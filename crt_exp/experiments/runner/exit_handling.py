@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.errors import CompactHydraException
@@ -56,6 +57,7 @@ def stop_error(signum: int) -> Stopped:
     )
 
 
+@dataclass
 class StopSignals:
     """Remember a stop signal until the step is done.
 
@@ -65,10 +67,9 @@ class StopSignals:
     the end.
     """
 
-    def __init__(self):
-        self.signum: int | None = None
-        self.first = 0.0  # time of the first signal
-        self.previous: dict[int, Any] = {}  # handlers
+    signum: int | None = None
+    first: float = 0.0  # time of the first signal
+    previous: dict[int, Any] = field(default_factory=dict)  # handlers
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():

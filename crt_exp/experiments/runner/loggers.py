@@ -2,7 +2,6 @@
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,30 +15,21 @@ EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
 
 
-class Logger(ABC):
-    """A copy of the records of a run."""
+class Logger:
+    """A copy of the records of a run; this one copies nothing."""
 
-    @abstractmethod
     def begin_run(self, directory: Path, config: dict) -> None:
         """Begin or continue the run in `directory`."""
 
-    @abstractmethod
     def log_record(self, record: dict) -> None:
         """Copy one record of metrics.jsonl."""
 
-    @abstractmethod
     def finish_run(self, failed: bool) -> None:
         """End the run."""
 
 
 class NoLogger(Logger):
     """logger=none: only metrics.jsonl."""
-
-    def begin_run(self, directory: Path, config: dict) -> None: ...
-
-    def log_record(self, record: dict) -> None: ...
-
-    def finish_run(self, failed: bool) -> None: ...
 
 
 @dataclass
@@ -109,23 +99,25 @@ class WandbLogger(Logger):
             )
 
 
+@dataclass
 class ProgressLine:
     """Prints step, loss, metric, samples/s and time left every EVERY seconds.
 
     Args:
         total: Steps of the run.
-        start: Step at which this process starts.
+        at: Step of this process.
         batch: Samples of a step.
         shown: Whether this process prints.
     """
 
-    def __init__(self, total: int, start: int, batch: float, shown: bool):
-        self.total = total
-        self.first = start
-        self.at = start
-        self.batch = batch
-        self.shown = shown
-        self.metric = ""
+    total: int
+    at: int
+    batch: float
+    shown: bool
+    metric: str = ""
+
+    def __post_init__(self):
+        self.first = self.at
         self.began = self.last = time.monotonic()
 
     def step(self, loss: float) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ import crt_exp
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import world_size
 from crt_exp.experiments.runner.configuration import leaves, overrides
+from crt_exp.experiments.runner.loggers import Logger
 from crt_exp.registry import (
     ConfigError,
     import_object,
@@ -55,6 +57,7 @@ METRICS = "metrics.jsonl"
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
+@dataclass
 class RunDirectory:
     """A run in `directory`; a context manager.
 
@@ -69,16 +72,17 @@ class RunDirectory:
         ConfigError: On entry, if the directory is in use or does not match the configuration.
     """
 
-    def __init__(self, cfg: DictConfig, task: Any, directory: str | Path, main: bool = True):
-        self.cfg = cfg
-        self.task = task
-        self.directory = Path(directory)
-        self.main = main
+    cfg: DictConfig
+    task: Any
+    directory: Path
+    main: bool = True
+    existed: bool = True
+    records: list[dict[str, Any]] = field(default_factory=list)
+    logger: Logger | None = None
+
+    def __post_init__(self):
         self.metrics = self.directory / METRICS
         self.lock = FileLock(self.directory / LOCK, blocking=False)
-        self.existed = True
-        self.records = []
-        self.logger = None
 
     def __enter__(self) -> "RunDirectory":
         if self.main:
@@ -93,9 +97,9 @@ class RunDirectory:
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
-        self.started = time.monotonic() - (
-            self.records[-1].get("time_s", 0.0) if self.records else 0.0
-        )
+        self.started = time.monotonic()
+        if self.records:
+            self.started -= self.records[-1].get("time_s", 0.0)
         return self
 
     def _open(self) -> None:
@@ -103,25 +107,22 @@ class RunDirectory:
         self.existed = self._continues()
         config = OmegaConf.to_container(self.cfg, resolve=True)
         path = self.directory / INPUTS
-        inputs = before = input_states(config["task"], self.task.inputs())
+        inputs = input_states(config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
-            before = read_json(path.read_text(encoding="utf-8"), path)
-        if changed := [
-            key for key in sorted({*before, *inputs}) if before.get(key) != inputs.get(key)
-        ]:
-            raise ConfigError(
-                f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
-                f"delete {path} if only their times differ"
-            )
+            before = read_json(path.read_bytes(), path)
+            changed = different_keys(before, inputs)
+            if changed:
+                raise ConfigError(
+                    f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
+                    f"delete {path} if only their times differ"
+                )
         self.records = read_records(self.metrics)
         write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
-        write_atomic(path, json.dumps(inputs, indent=1) + "\n")
-        write_atomic(
-            self.directory / "versions.json", json.dumps(versions(self.cfg.seed), indent=1) + "\n"
-        )
+        write_json(path, inputs)
+        write_json(self.directory / "versions.json", versions(self.cfg.seed))
         logger = instantiate(self.cfg.logger)
         logger.begin_run(self.directory, config)
-        self.logger = logger
+        self.logger = logger  # is finished only if it began
 
     def _continues(self) -> bool:
         """Return whether there is an earlier run that may be continued."""
@@ -137,11 +138,12 @@ class RunDirectory:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
         new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
-        if changed := [
-            f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and not f"{key}.".startswith(FREE_KEYS)
-        ]:
+        changed = []
+        for key in different_keys(old, new):
+            if not f"{key}.".startswith(FREE_KEYS):
+                values = f"it was {old.get(key, 'absent')}, now {new.get(key, 'absent')}"
+                changed.append(f"{key} ({values})")
+        if changed:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
             )
@@ -163,9 +165,8 @@ class RunDirectory:
         """Keep only the first `count` records, up to the checkpoint to continue from."""
         if count < len(self.records):
             del self.records[count:]
-            write_atomic(
-                self.metrics, "".join(json.dumps(record) + "\n" for record in self.records)
-            )
+            lines = [json.dumps(record) + "\n" for record in self.records]
+            write_atomic(self.metrics, "".join(lines))
 
     def __exit__(self, kind, error, trace) -> None:
         if not self.main:
@@ -175,7 +176,7 @@ class RunDirectory:
                 self.logger.finish_run(failed=kind is not None)
             if kind and not self.existed:
                 with suppress(OSError):  # a folder that cannot be read stays
-                    if not {METRICS, "checkpoints"} & names_in(self.directory):
+                    if names_in(self.directory).isdisjoint((METRICS, "checkpoints")):
                         shutil.rmtree(self.directory, ignore_errors=True)
         finally:
             (self.directory / LOCK).unlink(missing_ok=True)
@@ -183,6 +184,11 @@ class RunDirectory:
 
 
 # ---- files
+
+
+def different_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the keys whose values differ, sorted; an absent key equals null."""
+    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 
 def names_in(folder: Path) -> set[str]:
@@ -218,6 +224,10 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 # ---- state that a run and its continuation share
@@ -271,20 +281,23 @@ def agree_on_start() -> None:
         os.environ[STARTED] = store.get(STARTED).decode()
 
 
+PACKAGES = [
+    "crt_exp",
+    "torch",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "hydra-core",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "timm",
+]
+
+
 def versions(seed: int) -> dict[str, Any]:
     packages = {}
-    for name in (
-        "crt_exp",
-        "torch",
-        "numpy",
-        "scipy",
-        "scikit-learn",
-        "hydra-core",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "timm",
-    ):
+    for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     return {
@@ -309,22 +322,12 @@ def commit() -> str | None:
     root = Path(crt_exp.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty=+changes",
-    ]
+    options = "describe --always --abbrev=40 --exclude=* --dirty=+changes"
+    command = ["git", "-C", str(root), *options.split()]
     # variables of a surrounding git command, such as a hook, name another repository
     own = {name: value for name, value in os.environ.items() if name not in GIT_VARIABLES}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=own)
-    except OSError:
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, env=own)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    if done.returncode != 0:
-        return None
-    return done.stdout.strip() or None
+    return output.strip() or None

@@ -10,10 +10,14 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from crt_exp.experiments.runner.configuration import GROUPS, mechanism_part, override_key
+from crt_exp.experiments.runner.configuration import (
+    GROUPS,
+    leaves,
+    mechanism_part,
+    override_key,
+)
 from crt_exp.experiments.runner.run import PARTIAL, read_records
-from crt_exp.registry import ConfigError, import_object, json_object, uses
-from crt_exp.validation import parameters
+from crt_exp.registry import ConfigError, json_object, uses
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -103,7 +107,9 @@ def without_unused(
     for job in jobs:
         choices = tuple(filter(chooses_files, job))
         if choices not in unused:
-            unused[choices] = _unused_keys(compose([*choices]), keys)
+            cfg = compose([*choices])
+            users = {key: _non_user(cfg, key) for key in keys}
+            unused[choices] = {key: choice for key, choice in users.items() if choice}
     without_user = set(keys).intersection(*unused.values())
     runs = []
     shortened = set()
@@ -130,45 +136,23 @@ def chooses_files(override: str) -> bool:
     return key in (*GROUPS, "experiment") or key.startswith("hydra")
 
 
-def _unused_keys(cfg: DictConfig, keys: Sequence[str]) -> dict[str, str]:
-    """Return the keys that a configuration does not use, each with the choice to blame."""
-    found = {}
-    for key in keys:
-        choice = _non_user(cfg, key)
-        if choice is not None:
-            found[key] = choice
-    return found
-
-
 def _non_user(cfg: DictConfig, key: str) -> str | None:
     """Return the choice that does not use an override's key, such as attention=exact."""
     part = mechanism_part(key)
     if part is None:
         return None
     group, _, option = override_key(key).partition(".")
-    attention = cfg.get("attention")
-    if attention is not None and part not in {
-        "attention",
-        *uses(OmegaConf.to_container(attention)),
-    }:
+    used = {"attention", "features", "sampler", "m"}
+    if cfg.get("attention") is not None:
+        used = {"attention", *uses(OmegaConf.to_container(cfg.attention))}
+    if part not in used:
         return f"attention={cfg.hydra.runtime.choices.attention}"
-    if not option or part == "m" or _has_option(cfg.get(group), option, key.startswith("+")):
+    if not option or part == "m" or key.startswith("+"):
+        return None
+    options = dict(leaves(OmegaConf.to_container(cfg[group]))) if cfg.get(group) else {}
+    if option in options:
         return None
     return f"{group}={cfg.hydra.runtime.choices.get(group) or 'null'}"
-
-
-def _has_option(node: DictConfig | None, option: str, new: bool) -> bool:
-    """Whether a node has an option, or, for a `new` one, its class takes it."""
-    if node is None:
-        return False
-    *path, name = option.split(".")
-    for key in path:
-        node = node.get(key) if OmegaConf.is_dict(node) else None
-    if not OmegaConf.is_dict(node):
-        return False
-    if name in node:
-        return True
-    return new and ("_target_" not in node or name in parameters(import_object(node._target_)))
 
 
 # ---- the result table

@@ -23,7 +23,6 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.experiments.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap import families
-from crt_exp.swap.saved import holders
 from crt_exp.validation import Count, NotNegative, Positive, Whole, checked
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -87,7 +86,8 @@ class TrainerConfig:
 
     def check_processes(self, processes: int) -> None:
         """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
-        if self.batch % (parts := processes * self.accumulate):
+        parts = processes * self.accumulate
+        if self.batch % parts:
             raise ConfigError(
                 f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
                 f"{self.accumulate} micro-batches)"
@@ -216,19 +216,6 @@ def tied_layers(model: nn.Module, paths: Iterable[str]) -> list[str]:
     return [path for path in paths if owners[id(model.get_submodule(path).weight)] > 1]
 
 
-def untie_weights(model: nn.Module) -> None:
-    """Give each module of a transformers model weights of its own; saved models load them so."""
-    seen = set()
-    for part in model.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                own = parameter.detach().clone()
-                setattr(part, name, nn.Parameter(own, parameter.requires_grad))
-            seen.add(id(parameter))
-        if getattr(getattr(part, "config", None), "tie_word_embeddings", False):
-            part.config.tie_word_embeddings = False
-
-
 class Adapters:
     """Low-rank adapters, added to a model by the constructor. Raises ConfigError.
 
@@ -247,7 +234,7 @@ class Adapters:
                 trained.append(f"{path}.{name}".lstrip("."))
         targets = linear_layers(model, lora["targets"])
         tied = tied_layers(model, targets)
-        if lora["merge"] and tied and not holders(model):
+        if lora["merge"] and tied:
             raise ConfigError(
                 f"trainer.lora.merge=true: {tied[0]} is tied to other weights; remove it from trainer.lora.targets, "
                 "or set trainer.lora.merge=false"
@@ -278,46 +265,31 @@ class Adapters:
         """Write `<directory>/adapter` in peft's format, and other trained weights."""
         from transformers import PreTrainedModel
 
-        inner = next(
-            (
-                f"{path}.".lstrip(".")
-                for path, part in self.model.named_modules()
-                if isinstance(part, PreTrainedModel)
-            ),
-            "",
-        )
-        short = {
-            name.removeprefix(inner): t for name, t in tensors.items() if name not in self.stay
-        }
-        self.config.target_modules = {
-            name.removeprefix(inner) for name in self.config.target_modules
-        }
+        inner = ""  # prefix of the names in a transformers model
+        for path, part in self.model.named_modules():
+            if isinstance(part, PreTrainedModel):
+                inner = f"{path}.".lstrip(".")
+                break
+        adapters = {}
+        others = {}
+        for name, tensor in tensors.items():
+            short = name.removeprefix(inner)
+            if ".lora_" in short:
+                adapters[f"base_model.model.{short.replace('.default.', '.')}"] = tensor
+            elif name not in self.stay:
+                others[short.replace(".base_layer.", ".")] = tensor
+        targets = self.config.target_modules
+        self.config.target_modules = {name.removeprefix(inner) for name in targets}
         with whole_folder(directory, ADAPTER) as folder:
-            save_tensors(
-                {
-                    f"base_model.model.{name.replace('.default.', '.')}": t
-                    for name, t in short.items()
-                    if ".lora_" in name
-                },
-                folder / "adapter_model.safetensors",
-            )
+            save_tensors(adapters, folder / "adapter_model.safetensors")
             self.config.save_pretrained(str(folder))
-            if rest := {
-                name.replace(".base_layer.", "."): t
-                for name, t in short.items()
-                if ".lora_" not in name
-            }:
-                save_tensors(rest, folder / TRAINED)
+            if others:
+                save_tensors(others, folder / TRAINED)
 
     def merge(self) -> None:
-        """Merge the adapters into the weights, in place; layers become plain again.
-
-        A layer that shares its weight with another module, such as a tied head, gets a weight of its own.
-        """
+        """Merge the adapters into the weights, in place; layers become plain again."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        if tied_layers(self.model, self.config.target_modules):
-            untie_weights(self.model)
         for path, part in list(self.model.named_modules()):
             if isinstance(part, BaseTunerLayer):
                 part.merge()
