@@ -368,20 +368,22 @@ class TrainingState:
                 f"{path}: adapters of a different base model; use the task.init of the original run"
             )
         load_model(self.module, load_tensors(path / "model.safetensors"), path, self.stay)
-        task_states = [dict(values) for values in state.get("task", [{}])]
+        states = state.get("task", [{}])
         file = path / "task.safetensors"
-        if file.name in names_in(path):
-            for key, tensor in load_tensors(file).items():
-                rank, _, name = key.partition(".")
-                task_states[int(rank)][name] = tensor
+        tensors = load_tensors(file) if file.name in names_in(path) else {}
         own = 0
-        if len(task_states) == self.distributed.size:
+        if len(states) == self.distributed.size:
             own = self.distributed.rank
-        elif not all(same_state(other, task_states[0]) for other in task_states):
+        elif tensors or any(values != states[0] for values in states):
             raise CheckpointError(
-                f"{path}: has task states of {len(task_states)} processes; use the same number"
+                f"{path}: has task states of {len(states)} processes; use the same number"
             )
-        self.task.load_state_dict(task_states[own])
+        task_state = dict(states[own])
+        for key, tensor in tensors.items():
+            rank, _, name = key.partition(".")
+            if int(rank) == own:
+                task_state[name] = tensor
+        self.task.load_state_dict(task_state)
 
     def load_best(self) -> None:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
@@ -393,14 +395,3 @@ class TrainingState:
                 f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir"
             )
         self._load_weights(path, load_state(path))
-
-
-def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two processes have equal task states."""
-    if one.keys() != other.keys():
-        return False
-    for name, value in one.items():
-        equal = value.equal(other[name]) if isinstance(value, Tensor) else value == other[name]
-        if not equal:
-            return False
-    return True

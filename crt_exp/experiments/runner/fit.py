@@ -41,12 +41,11 @@ def build(cfg: DictConfig) -> tuple[Any, Any]:
     if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
         with errors_of("features"):
             mechanism.map()
-    unused = []
-    for override in overrides():
-        part = mechanism_part(override)
-        if part is not None and part not in task.uses:
-            unused.append(override)
-    refuse(unused)
+    unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
+    if isinstance(task, Measurement):
+        unused += overrides_of("trainer")
+    if unused:
+        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
     if isinstance(task, Measurement):
         check_measurement(task, mechanism)
     else:
@@ -64,11 +63,6 @@ def errors_of(group: str) -> Iterator[None]:
         raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
 
 
-def refuse(unused: list[str]) -> None:
-    if unused:
-        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
-
-
 def overrides_of(node: str) -> list[str]:
     """Return the overrides of a node of the configuration and of keys below it."""
     return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
@@ -78,9 +72,7 @@ def check_measurement(task: Any, mechanism: Any) -> None:
     """Raise ConfigError for several processes, or a mechanism that is not measurable."""
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
-    refuse(overrides_of("trainer"))
-    measurable = mechanism.estimates or mechanism.is_exact or task.measures_whole(mechanism)
-    if not measurable:
+    if not (mechanism.estimates or mechanism.is_exact or task.measures_whole(mechanism)):
         raise ConfigError(
             f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
             "features=..., attention=favorpp or attention=exact"
@@ -96,10 +88,9 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
         task.check_shards()
     if config.adapt:
         task.check_adapters()
-    elif unused := overrides_of("trainer.lora"):
-        raise ConfigError(
-            f"trainer.adapt=null: does not use {' '.join(unused)}; set trainer.adapt=lora"
-        )
+    elif overrides_of("trainer.lora"):
+        unused = " ".join(overrides_of("trainer.lora"))
+        raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
     planned_steps(config, task, world_size())
     if choice("attention"):
         with errors_of("attention"):
@@ -143,7 +134,7 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
         task.directory = run.directory
         for record in task.records(mechanism, cfg.seed, done=list(run.records)):
             if record.get("final"):
-                record = {**record, "metric": task.metric, "direction": direction(task)}
+                record |= {"metric": task.metric, "direction": direction(task)}
                 # all files are written before the final record marks the run as done
                 task.save_results([*run.records, record], run.directory)
             run.log(**record)

@@ -49,7 +49,8 @@ def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[in
     Raises ConfigError if task and config are incompatible.
     """
     plan = Plan(config.batch, config.accumulate, world=processes)
-    rows, per_epoch = task.length("train"), task.epoch_steps(plan)
+    rows = task.length("train")
+    per_epoch = task.epoch_steps(plan)
     if per_epoch is None and rows is not None:
         per_epoch = rows // config.batch
     if config.steps == 0:
@@ -71,11 +72,12 @@ def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
     if depth == 0:
         yield from items
         return
-    items, end = iter(items), object()
+    iterator = iter(items)
+    end = object()
     with ThreadPoolExecutor(1) as pool:
-        early = deque(pool.submit(next, items, end) for _ in range(depth))
+        early = deque(pool.submit(next, iterator, end) for _ in range(depth))
         while (item := early.popleft().result()) is not end:
-            early.append(pool.submit(next, items, end))
+            early.append(pool.submit(next, iterator, end))
             yield item
 
 
@@ -128,9 +130,8 @@ class Trainer:
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
         freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
-        self.autocast = (
-            nullcontext if self.sharded else self.accelerator.autocast
-        )  # sharded layers cast themselves
+        # sharded layers cast themselves
+        self.autocast = nullcontext if self.sharded else self.accelerator.autocast
         self.module.to(self.distributed.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
@@ -145,9 +146,8 @@ class Trainer:
         if config.compile:  # _first_nonfinite uses the plain module
             self.model = torch.compile(self.model)
             self.scored = torch.compile(self.module)
-        set_seed(
-            int(np.random.SeedSequence([self.seed, self.distributed.rank]).generate_state(1)[0])
-        )
+        sequence = np.random.SeedSequence([self.seed, self.distributed.rank])
+        set_seed(int(sequence.generate_state(1)[0]))
 
     # ---- the loop
 

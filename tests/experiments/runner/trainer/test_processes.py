@@ -100,14 +100,6 @@ def test_two_processes_stop_and_resume(strategy, plain, tmp_path):
     assert records(run) == records(whole)
 
 
-def test_states_of_processes_are_compared():
-    one, two = ({"a": torch.tensor([float(i)]), "n": 1, "s": None} for i in (1, 2))
-    assert checkpoint.same_state(one, dict(one))
-    assert not checkpoint.same_state(one, two)
-    assert not checkpoint.same_state(one, one | {"n": 2})
-    assert not checkpoint.same_state(one, one | {"b": 1})
-
-
 @pytest.mark.slow
 def test_a_state_of_two_processes(typed, tmp_path):
     """Each has its own; another number of processes cannot continue it. Rows of unequal cost are divided."""
