@@ -92,7 +92,7 @@ class Component:
         """Return the name, or the import path of an object's class."""
         if self.is_node:
             return self.name
-        return import_path(self.content if is_definition(self.content) else type(self.content))
+        return import_path(definition_of(self.content))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ class Mechanism:
                 )
             return cls.of(name, **options, **arguments)
         except ConfigError as error:
-            raise ConfigError(f"attention {text!r}: {error}" if options else str(error)) from None
+            prefix = f"attention {text!r}: " if options else ""
+            raise ConfigError(f"{prefix}{error}") from None
 
     @classmethod
     def of(
@@ -180,7 +181,8 @@ class Mechanism:
                 raise ConfigError(
                     f"features={format_value(features)}: not allowed with a feature map; remove it"
                 )
-            name, features = None, name
+            features = name
+            name = None
         elif (name is None and features is None) or (
             isinstance(name, str) and not is_known("attention", name)
         ):
@@ -189,8 +191,9 @@ class Mechanism:
                 str(name),
                 dict.fromkeys([*known_names("attention"), *known_names("features")]),
             )
-        node, named = read_preset(BASE if name is None else name)
-        what = BASE if name is None else import_path(name)
+        preset = BASE if name is None else name
+        node, named = read_preset(preset)
+        what = import_path(preset)
         choices = {"features": features, "sampler": sampler}
         changes: dict[str, dict[str, Any]] = {"features": {}, "sampler": {}, "phi": {}, "": {}}
         for key, value in plain(options).items():
@@ -204,7 +207,8 @@ class Mechanism:
         for key, value in (choices | {"m": m} | options).items():
             part = key.partition(".")[0]
             if value is not None and part in ("features", "sampler", "m") and part not in used:
-                text = value.__name__ if is_definition(value) else format_value(value)
+                is_plain = isinstance(value, int | float | str | list)
+                text = format_value(value) if is_plain else definition_of(value).__name__
                 unused.append(f"{key}={text}")
         if unused:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
@@ -269,7 +273,8 @@ class Mechanism:
         """Whether the feature map estimates a kernel; baselines have none."""
         if self.features is None:
             return False
-        return (self._map("softmax") if self.features.is_node else self.features.content).estimates
+        features = self._map("softmax") if self.features.is_node else self.features.content
+        return features.estimates
 
     @property
     def own_kernel(self) -> bool:
@@ -581,8 +586,10 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(target, str):
         if not is_known(group, choice):
-            error = features_of_attention(group, choice) if group == "features" else None
-            raise error or unknown(group, choice, known_names(group))
+            error = unknown(group, choice, known_names(group))
+            if group == "features":
+                error = features_of_attention(group, choice) or error
+            raise error
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Component(group, choice, node)
@@ -593,17 +600,17 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         raise ConfigError(
             f"{group}.{next(iter(changes))}: an object takes no options; pass it to the constructor"
         )
-    if not (isinstance(target, FeatureMap) if group == "features" else callable(target)):
+    kind = FeatureMap if group == "features" else Callable
+    if not isinstance(target, kind):
         raise ConfigError(
             f"{group}={format_value(target)}: expected a name of conf/{group} or an object"
         )
-    definition = target if is_definition(target) else type(target)
-    return Component(group, definition.__name__, target)
+    return Component(group, definition_of(target).__name__, target)
 
 
-def is_definition(value: Any) -> bool:
-    """Whether a value is a class or a function, which has a name."""
-    return isinstance(value, type) or isroutine(value)
+def definition_of(value: Any) -> Any:
+    """Return the value if it is a class or a function, else its class."""
+    return value if isinstance(value, type) or isroutine(value) else type(value)
 
 
 def features_of_attention(key: str, name: str) -> ConfigError | None:
@@ -633,11 +640,13 @@ def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> d
 
 def resolve_references(node: dict[str, Any]) -> dict[str, Any]:
     """Return the node with each `${..key}` of its map replaced by its value."""
-    phi = {
-        key: node[value[4:-1]] if str(value).startswith("${..") else value
-        for key, value in node.get("phi", {}).items()
-    }
-    return node | {"phi": phi} if phi else node
+    if "phi" not in node:
+        return node
+    phi = dict(node["phi"])
+    for key, value in phi.items():
+        if str(value).startswith("${.."):
+            phi[key] = node[value[4:-1]]
+    return node | {"phi": phi}
 
 
 # ---- a saved mechanism, possibly from an untrusted file
@@ -675,7 +684,8 @@ def check_saved(saved: Any) -> None:
     others = [1, 1]
     for key, value in saved["options"].items():
         if type(value) is int and key not in NOT_SIZES:
-            (of_map if key.startswith("features.") else others).append(value)
+            factors = of_map if key.startswith("features.") else others
+            factors.append(value)
     products = (math.prod(of_map), math.prod(sorted(others)[-2:]))
     if max(*of_map, *others) > MAX_SIZE or max(products) > MAX_PRODUCT:
         raise ConfigError(

@@ -232,11 +232,13 @@ def check_node(path: str, node: Any, group: Group) -> None:
     target = import_object(node["_target_"])
     if not group.is_one(target):
         raise ConfigError(f"{path}._target_={import_path(target)}: expected {group.what}")
-    given = own_options(node)
-    for key in group.parts.keys() & given.keys():
-        check_node(f"{path}.{key}", given.pop(key), group.parts[key])
-    has_parts = group.parts.keys() <= node.keys()
-    check_options(path, group.options(target) | (group.extra if has_parts else {}), given)
+    options = own_options(node)
+    expected = group.options(target)
+    if group.parts.keys() <= options.keys():
+        expected |= group.extra
+    for key in group.parts.keys() & options.keys():
+        check_node(f"{path}.{key}", options.pop(key), group.parts[key])
+    check_options(path, expected, options)
 
 
 def uses(attention: dict[str, Any]) -> frozenset[str]:
@@ -245,7 +247,7 @@ def uses(attention: dict[str, Any]) -> frozenset[str]:
         return frozenset()
     if "phi" not in attention:
         return frozenset({"features", "sampler", "m"})
-    return frozenset({"sampler", "m"} if attention["phi"].get("projection", True) else ())
+    return frozenset({"sampler", "m"}) if attention["phi"].get("projection", True) else frozenset()
 
 
 def takes(*names: str) -> Callable[[Any], bool]:

@@ -15,7 +15,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from numbers import Number
 from typing import (
     Annotated,
@@ -33,6 +33,7 @@ from typing import (
 
 import yaml
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 Entry = TypeVar("Entry")
 # packages whose frames a warning skips, so that it names a line of the user
@@ -184,30 +185,48 @@ NAMES = {
 
 def describe(hint: Any) -> str:
     """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
-    bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    bare, *extra = split_annotation(hint)
     limits = []
     for part in extra:
-        for bound in getattr(part, "metadata", ()):
-            for name, sign in SIGNS.items():
-                if hasattr(bound, name):
-                    limits.append(f"{sign} {getattr(bound, name)}")
+        if isinstance(part, FieldInfo):
+            for bound in part.metadata:
+                for name, limit in asdict(bound).items():
+                    limits.append(f"{SIGNS[name]} {limit}")
     bounds = " and ".join(limits)
-    kind, options = get_origin(bare) or bare, get_args(bare)
-    if kind in (Union, types.UnionType, Literal):
-        words = [str(option) if kind is Literal else describe(option) for option in options]
-        return either(words)
-    name = NAMES.get(dict if is_typeddict(kind) else kind) or f"a {getattr(kind, '__name__', kind)}"
-    entries = [describe(entry) for entry in options if entry is not ...] if name == "a list" else []
-    size = f"of {len(entries)} entries" if kind is tuple and ... not in options and entries else ""
+    kind = get_origin(bare) or bare
+    options = get_args(bare)
+    if kind is Literal:
+        return either([str(option) for option in options])
+    if kind in (Union, types.UnionType):
+        return either([describe(option) for option in options])
+    if is_typeddict(kind):
+        kind = dict
+    name = NAMES.get(kind) or f"a {kind.__name__}"
+    if name != "a list" or not options:
+        return " ".join(filter(None, [name, bounds]))
+    entries = [describe(entry) for entry in options if entry is not ...]
+    if kind is tuple and ... not in options:
+        name += f" of {len(entries)} entries"
     every = ""
-    if entries and options[0] is not Any:
+    if options[0] is not Any:
         every = f"(each {', '.join(dict.fromkeys(entries))})"
-    return " ".join(filter(None, [name, size, bounds, every]))
+    return " ".join(filter(None, [name, bounds, every]))
+
+
+def split_annotation(hint: Any) -> tuple[Any, ...]:
+    """Return an annotation and its metadata.
+
+    >>> split_annotation(FileName)
+    (<class 'str'>, Files(words=()))
+    """
+    return get_args(hint) if get_origin(hint) is Annotated else (hint,)
 
 
 def format_value(value: Any) -> str:
     """Format a value for an error message, in at most 100 characters."""
-    text = to_text(value[:100] if isinstance(value, str | list | tuple) else value)
+    if isinstance(value, str | list | tuple):
+        value = value[:100]
+    text = to_text(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
@@ -348,9 +367,11 @@ def annotations(maker: Any) -> dict[str, Any]:
 
 def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first wrong value; `prefix` names it in the error."""
-    for name, parameter in (target if isinstance(target, dict) else parameters(target)).items():
+    wanted = target if isinstance(target, dict) else parameters(target)
+    for name, parameter in wanted.items():
         if name in values:
-            check(f"{prefix}.{name}" if prefix else name, values[name], parameter.hint)
+            key = f"{prefix}.{name}" if prefix else name
+            check(key, values[name], parameter.hint)
 
 
 def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
@@ -375,8 +396,9 @@ def files_named(value: Any, hint: Any) -> Iterator[str]:
     >>> [*files_named(["a.txt", "b"], list[FileName] | None)], [*files_named("a.txt", str)]
     (['a.txt', 'b'], [])
     """
-    bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    kind, options = get_origin(bare) or bare, get_args(bare)
+    bare, *marks = split_annotation(hint)
+    kind = get_origin(bare) or bare
+    options = get_args(bare)
     for mark in marks:
         if isinstance(mark, Files) and isinstance(value, str) and value not in mark.words:
             yield value

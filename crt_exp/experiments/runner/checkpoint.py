@@ -157,7 +157,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def encode(tensors: dict[str, Tensor]) -> bytes:
     """Serialise tensors as safetensors; tied weights are stored once, with aliases."""
-    kept = {}
+    contents = {}
     first = {}
     aliases = {}
     for name, tensor in tensors.items():
@@ -165,8 +165,8 @@ def encode(tensors: dict[str, Tensor]) -> bytes:
         if tensor.numel() and first.setdefault(key, name) != name:
             aliases[name] = first[key]
         else:
-            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    return serialise(kept, metadata={"aliases": json.dumps(aliases)})
+            contents[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return serialise(contents, metadata={"aliases": json.dumps(aliases)})
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

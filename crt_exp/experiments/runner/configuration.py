@@ -176,16 +176,16 @@ def check_composed(cfg: DictConfig) -> None:
 
     Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
     """
-    given = plain_config(cfg)
-    check_plain(given)
-    check_unused(given.get("attention"))
+    config = plain_config(cfg)
+    check_plain(config)
+    check_unused(config.get("attention"))
 
 
-def check_plain(given: dict[str, Any]) -> None:
+def check_plain(config: dict[str, Any]) -> None:
     """Check keys and values with the classes that `_target_` names. Raises ConfigError."""
-    check_top(given)
+    check_top(config)
     for name, group in GROUPS.items():
-        node = given.get(name)
+        node = config.get(name)
         unchosen = (
             isinstance(node, dict) and node.keys() <= group.extra.keys()
         )  # only the keys of config.yaml
@@ -197,14 +197,14 @@ def check_plain(given: dict[str, Any]) -> None:
             )
 
 
-def check_top(given: dict[str, Any]) -> None:
-    for key in given:
+def check_top(config: dict[str, Any]) -> None:
+    for key in config:
         if key not in TOP and key not in GROUPS:
-            elsewhere = [name for name in same_ending(given, key) if name != key]
+            elsewhere = [name for name in same_ending(config, key) if name != key]
             if elsewhere:
                 raise ConfigError(f"unknown key {key!r}; did you mean {either(elsewhere)}?")
             raise unknown("key", key, [*TOP, *GROUPS])
-    check_options("", TOP, {key: value for key, value in given.items() if key in TOP})
+    check_options("", TOP, {key: value for key, value in config.items() if key in TOP})
 
 
 def check_unused(attention: dict[str, Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,9 @@ def direction(task: Any) -> str:
 
 def check_direction(task_class: type, asked: Any) -> None:
     """Raise ConfigError if hydra.sweeper.direction (`asked`) is the wrong one."""
-    asked, needed = str(getattr(asked, "name", asked)), direction(task_class)
+    needed = direction(task_class)
+    if isinstance(asked, Enum):  # of optuna
+        asked = asked.name
     if asked in ("minimize", "maximize") and asked != needed:
         raise ConfigError(
             f"hydra.sweeper.direction={asked}: expected {needed} for the metric of the task"

@@ -107,7 +107,7 @@ class Trainer:
         self.accelerator = distributed.accelerator
         self.per_epoch, self.total = planned_steps(config, task, distributed.size)
         self._build(mechanism)
-        self.state = TrainingState(
+        self.training_state = TrainingState(
             self.module,
             self.optimizer,
             task,
@@ -153,8 +153,8 @@ class Trainer:
 
     def fit(self) -> None:
         """Continue from the state in the run directory, up to the final record."""
-        self.state.restore()
-        self.progress = self.state.progress
+        self.training_state.restore()
+        self.progress = self.training_state.progress
         rows = self.task.length("train")
         batch = rows / (self.per_epoch or 1) if rows else self.config.batch  # samples of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
@@ -167,17 +167,18 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Save, stop and evaluate as due; return whether training is over."""
-        p, config = self.progress, self.config
+        p = self.progress
+        config = self.config
         due = (
             self.task.validation is not None
             and p.step != p.evaluated
             and self._is_time(config.eval_every)
         )
-        if p.step > self.state.saved and (
+        if p.step > self.training_state.saved and (
             due or self.stopping or self.overdue or self._is_time(config.save_every)
         ):
             self._check_parameters("checkpoint")
-            self.state.save()
+            self.training_state.save()
             self.overdue = False
         if self.stopping:
             raise stop_error(self.signals.signum or signal.SIGTERM)
@@ -296,7 +297,9 @@ class Trainer:
         processes for non-finite numbers, unless float16 can lower its scale.
         """
         minutes = self.config.save_minutes
-        late = minutes is not None and time.monotonic() > self.state.saved_at + 60 * minutes
+        late = (
+            minutes is not None and time.monotonic() > self.training_state.saved_at + 60 * minutes
+        )
         flags = torch.tensor(
             [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
         )
@@ -356,7 +359,7 @@ class Trainer:
         """
         if step is None:
             step = self.progress.step + 1
-        good = checkpoint.steps(self.state.root)  # saved only with finite weights
+        good = checkpoint.steps(self.training_state.root)  # saved only with finite weights
         last = "there is no checkpoint before it"
         if good:
             last = f"the checkpoint of step {good[-1]} is the last good one"
@@ -374,7 +377,8 @@ class Trainer:
     # ---- evaluation
 
     def _evaluate_validation(self) -> None:
-        progress, metric = self.progress, self.task.metric
+        progress = self.progress
+        metric = self.task.metric
         metrics = self.evaluate(self.task.validation)
         progress.evaluated = progress.step
         self._record(self.task.validation, **metrics)
@@ -384,7 +388,7 @@ class Trainer:
         if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
             progress.best = {
                 "step": progress.step,
-                "epoch": self.state.epoch,
+                "epoch": self.training_state.epoch,
                 "metrics": metrics,
             }
 
@@ -399,7 +403,8 @@ class Trainer:
 
         The random generators are left unchanged.
         """
-        config, world = self.config, self.distributed
+        config = self.config
+        world = self.distributed
         generators = rng_state()
         # sharded models must run in lockstep
         shard = (0, 1) if self.sharded else (world.rank, world.size)
@@ -437,13 +442,14 @@ class Trainer:
 
         Tasks without a test split report their best validation.
         """
-        p, task = self.progress, self.task
+        p = self.progress
+        task = self.task
         best = p.best if self.config.select == "best" else None
         ending = {}
         if best:
             ending["best_step"] = best["step"]
             if best["step"] != p.step:
-                self.state.load_best()
+                self.training_state.load_best()
         if best and task.test is None:
             metrics = best["metrics"]
         else:
@@ -470,4 +476,6 @@ class Trainer:
             self.task.export(self.module, tensors, self.run.directory)
 
     def _record(self, split: str, **values: Any) -> None:
-        self.run.log(step=self.progress.step, epoch=self.state.epoch, split=split, **values)
+        self.run.log(
+            step=self.progress.step, epoch=self.training_state.epoch, split=split, **values
+        )
