@@ -32,7 +32,6 @@ from crt_exp.experiments.report import sweeps
 from crt_exp.experiments.report.rows import NOT_MEASURED, WORDS, Rows, TestedClaim, judge, mean_ci
 from crt_exp.experiments.report.sweeps import HOME, Run
 from crt_exp.experiments.runner.run import write_atomic
-from crt_exp.experiments.runner.sweep import aligned
 from crt_exp.registry import ConfigError, unknown
 
 RUNS = Path("outputs/runs")
@@ -278,7 +277,8 @@ def first_table(module: ModuleType, folder: Path = files.FOLDER, part: str = "")
     if not tables:
         return NO_TABLE
     title, table = next(iter(tables.items()))
-    return "\n".join([title, *aligned(_cells(table))])
+    header, *rows = _cells(table)
+    return f"{title}\n{pd.DataFrame(rows, columns=header).to_string(index=False)}"
 
 
 def page_text(

@@ -237,7 +237,7 @@ def table(runs: "DataFrame") -> str:
     lines = [
         f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
         "first:",
-        ranked.head(SHOWN).to_string(index=False, max_colwidth=None),
+        ranked.head(SHOWN).to_string(index=False),
     ]
     if len(ranked) > SHOWN:
         lines.append(f"  ... and {len(ranked) - SHOWN} more in sweep.csv")
