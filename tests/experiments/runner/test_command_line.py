@@ -24,7 +24,7 @@ MISTAKES = {
     # a prefix of several choices, or of one
     "task=swap": "unknown task 'swap'; did you mean swap_copying, swap_embeddings, swap_images, "
     "swap_loss, swap_recall, swap_speech or swap_text?",
-    "experiment=hrf_con": "did you mean hrf_conformer_960h or hrf_conformer_960h_small?",
+    "experiment=hrf_con": "did you mean hrf_conformer_960h?",
     "task=libri": "unknown task 'libri'; did you mean librispeech?",
     # an option of another choice of the group
     "attention=favorpp attention.block=32": "attention=favorpp: does not use attention.block; "
