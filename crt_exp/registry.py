@@ -34,7 +34,8 @@ ALIASES = {
         "favor+": "favorp",
         "favor++": "favorpp",
         "favor#": "favorsharp",
-    }
+    },
+    "task": {"sweep": "arm_sweeping"},
 }
 LARGEST = 2**17  # maximum number of characters of a YAML file
 _OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
@@ -148,6 +149,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 # subpackages of `experiments` that runs and models saved by version 0.1.0 name without it
 MOVED = ("data", "evolution", "measure", "models", "runner", "tasks")
+RENAMED = {
+    "crt_exp.experiments.evolution.robotics.Sweep": "crt_exp.experiments.evolution.robotics.ArmSweeping"
+}
 
 
 def import_object(name: Any) -> Any:
@@ -174,8 +178,8 @@ def present_path(name: str) -> str:
         return name
     package, _, rest = name.partition(".")
     if package == "crt_exp" and rest.partition(".")[0] in MOVED:
-        return f"crt_exp.experiments.{rest}"
-    return name
+        name = f"crt_exp.experiments.{rest}"
+    return RENAMED.get(name, name)
 
 
 def import_path(target: Any) -> str:

@@ -24,6 +24,7 @@ from helpers.torchrun import torchrun
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from crt_exp.experiments.evolution import environments
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.registry import CONF, choices
@@ -100,7 +101,7 @@ RUNS = {
     "ptb": [PTB],
     "ptb sampled": [f"{PTB} task.softmax=features features=oprf features.m=16"],
     "locomotion": [f"task=locomotion {ROBOT} task.seconds=1.5"],
-    "sweep": [f"task=sweep {ROBOT} task.particles=4 task.strokes=1"],
+    "arm_sweeping": [f"task=arm_sweeping {ROBOT} task.particles=4"],
     "advise": [
         """task=advise task.model={bert} task.text={text} task.length=32 task.samples=2 task.calibration=1
         task.rounds=1 task.attentions=[exact,uniform,window,relu]"""
@@ -189,6 +190,7 @@ def _started(*args: str, directory=None) -> tuple[int, str, str]:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.delenv("CRT_DATA", raising=False)
         patch.setattr(sys, "argv", ["crt_exp", *args])
+        patch.setattr(environments, "STROKES", 1)  # of task=arm_sweeping, for a short rollout
         try:
             main()
         except SystemExit as stop:

@@ -4,9 +4,8 @@ x and y are horizontal, z is up. Units: metres, seconds, radians.
 """
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,19 +34,12 @@ class Environment(Protocol):
     states: int
     actions: int
     lead: np.ndarray  # (heads, 3, A), initial controller: see ImplicitPolicy.initial
-    watch: Callable[[Any], None] | None  # called after each servo command, for animations
 
     def reset(self, seed: int) -> Observation:
         """Begin a rollout."""
 
     def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
         """Take an action (A,) in [-1, 1]; return observation, reward and end flag."""
-
-    def view(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the ranges of x and y that an animation shows."""
-
-    def circles(self) -> list[tuple]:
-        """Centre and radius of circles to draw in addition to bodies."""
 
 
 def need(task: str, *packages: str) -> None:
@@ -114,7 +106,6 @@ class SteppingStones:
     states = 4
     actions = 2
     lead = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]])
-    watch = None
 
     def __init__(self, environment: str = "Ant-v5", size: int = 16, seconds: float = 12.0):
         need("locomotion", "gymnasium", "mujoco")
@@ -161,8 +152,6 @@ class SteppingStones:
         for tick in range(ticks):
             self.order(strides, (tick + 1) / ticks)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
-            if self.watch:
-                self.watch(self)
         self.time += 1
         fallen = not self.data.qpos[2] > FALLEN
         distance = float(self.data.qpos[0] - before)
@@ -176,13 +165,6 @@ class SteppingStones:
         lifted = STAND - LIFT * np.sin(np.pi * phase)
         self.data.ctrl[self.servos[:, 0]] = np.where(pushes, swing, -swing)
         self.data.ctrl[self.servos[:, 1]] = LEGS * np.where(pushes, STAND, lifted)
-
-    def view(self):
-        x, y = self.data.qpos[:2]
-        return (x - 1.5, x + 2.5), (y - 2, y + 2)
-
-    def circles(self) -> list[tuple]:
-        return []
 
     @property
     def yaw(self) -> float:
@@ -286,6 +268,7 @@ LIFTED = 0.15  # height of a lifted brush
 OVER = 0.3
 DOWN = 0.1
 DRAG = 0.45
+STROKES = 3  # strokes of a rollout
 MOST = 4  # maximum value of a pixel
 
 
@@ -297,7 +280,7 @@ def initial_controller() -> np.ndarray:
     return weights.reshape(1, 3, 4)
 
 
-class Sweeping:
+class SweepingArms:
     """Two arms sweep particles into a bowl; the return is a share of the particles.
 
     The return is the share of particles within the bowl, averaged over strokes. Image (1, size, size): number of
@@ -306,19 +289,17 @@ class Sweeping:
 
     Args:
         particles: Number of particles.
-        strokes: Strokes of a rollout.
         size: Pixels of a side of the image.
     """
 
     channels = 1
     states = 1
     actions = 4
-    lead, watch = initial_controller(), None
+    lead = initial_controller()
 
-    def __init__(self, particles: int = 12, strokes: int = 3, size: int = 16):
-        need("sweep", "mujoco")
+    def __init__(self, particles: int = 12, size: int = 16):
+        need("arm_sweeping", "mujoco")
         self.particles = particles
-        self.strokes = strokes
         self.size = size
         self.model, self.data = table(particles)
 
@@ -352,7 +333,7 @@ class Sweeping:
         self.move(ENDS, 0.0, DRAG)
         self.move(ENDS, LIFTED, DOWN)
         self.stroke += 1
-        return self.seen(), self.within / self.strokes, self.stroke == self.strokes
+        return self.seen(), self.within / STROKES, self.stroke == STROKES
 
     def move(self, tips: np.ndarray, height: float, seconds: float) -> None:
         """Move the brushes along a straight line."""
@@ -363,8 +344,6 @@ class Sweeping:
         for tick in range(ticks):
             self.order(start + (tips - start) * (tick + 1) / ticks, height)
             mujoco.mj_step(self.model, self.data, nstep=round(SERVO / STEP))
-            if self.watch:
-                self.watch(self)
         self.tips = tips
 
     def order(self, tips: np.ndarray, height: float) -> None:
@@ -372,13 +351,6 @@ class Sweeping:
         for arm, (tip, base, outward) in enumerate(zip(tips, BASES, (1, -1))):
             shoulder, elbow = inverse_kinematics(tip - base, outward)
             self.data.ctrl[3 * arm : 3 * arm + 3] = shoulder, elbow, height
-
-    def view(self):
-        return (-1.0, 1.0), (-1.0, 1.0)
-
-    def circles(self) -> list[tuple]:
-        """Centre and radius of circles to draw in addition to bodies."""
-        return [(BOWL, RADIUS)]
 
     def seen(self) -> Observation:
         count = np.zeros((self.size, self.size))

@@ -49,6 +49,10 @@ PATCH = 4  # pixels of a side: 49 patches of 28 x 28, and a class token
 ROWS = 16  # batch size
 UNIFORM = "uniform"  # control, without adapters
 MINUTE = 60_000  # milliseconds
+# learning rates of training with exact attention, and of attention transfer
+EXACT_LR = 3e-3
+TRANSFER_LR = 2e-2
+PRETRAINED_TRANSFER_LR = 1e-2
 
 
 # ---- rows and models
@@ -273,8 +277,6 @@ class Adapt(SwapMeasurement):
         steps: Count,
         transfer: Count,
         lora: Count,
-        exact_lr: Positive,
-        transfer_lr: Positive,
         lora_lr: Positive,
         rank: Count,
     ):
@@ -283,8 +285,6 @@ class Adapt(SwapMeasurement):
         self.transfer = transfer
         self.lora = lora
         self.rank = rank
-        self.exact_lr = exact_lr
-        self.transfer_lr = transfer_lr
         self.lora_lr = lora_lr
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
@@ -306,7 +306,7 @@ class Adapt(SwapMeasurement):
 
     def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
         model = SETTINGS[self.setting].model()
-        model.load_state_dict(exact(self.setting, seed, self.steps, self.exact_lr), strict=False)
+        model.load_state_dict(exact(self.setting, seed, self.steps, EXACT_LR), strict=False)
         return swapped(model.eval(), mechanism, seed, calibration(self.setting, seed))
 
     def train_transfer(self, model: nn.Module, seed: int) -> None:
@@ -317,7 +317,7 @@ class Adapt(SwapMeasurement):
             self.setting,
             seed,
             self.transfer,
-            self.transfer_lr,
+            TRANSFER_LR,
             lambda student, rows: student(rows[0])[0].mean(),
         )
         release(student)
@@ -392,7 +392,6 @@ class AdaptPretrained(SwapMeasurement):
         captured: Count,
         transfer: Count,
         steps: Several[Whole],
-        transfer_lr: Positive,
         lora_lr: Positive,
         rank: Count,
         bf16: bool,
@@ -406,7 +405,6 @@ class AdaptPretrained(SwapMeasurement):
         self.steps = steps
         self.rank = rank
         self.bf16 = bf16
-        self.transfer_lr = transfer_lr
         self.lora_lr = lora_lr
         self.lora = max(steps) - transfer
 
@@ -420,7 +418,7 @@ class AdaptPretrained(SwapMeasurement):
         yield from after(0, losses, minutes)
         if learns(model) or layer_parameters(swapped_states(model)):
             milliseconds_used = milliseconds(
-                lambda: transfer_attention(model, captured, self.transfer, self.transfer_lr),
+                lambda: transfer_attention(model, captured, self.transfer, PRETRAINED_TRANSFER_LR),
                 clock=PROCESSOR,
             )
             minutes = milliseconds_used / MINUTE

@@ -7,7 +7,7 @@ import pandas as pd
 from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, mean_table, sweep
 from crt_exp.experiments.report.plots import panels
 
-WORLDS = {"locomotion": "task=locomotion", "sweep": "task=sweep"}
+WORLDS = {"locomotion": "task=locomotion", "sweep": "task=arm_sweeping"}
 ATTENTION = {
     "exact": "attention=exact",
     **{
@@ -50,7 +50,7 @@ page = Page(
     small={
         "hrf-robotics": [
             *sweep(SHORT, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(5)),
-            *sweep(SHORT, world={"sweep": "task=sweep"}, method=MORE, seed=range(5, 12)),
+            *sweep(SHORT, world={"sweep": "task=arm_sweeping"}, method=MORE, seed=range(5, 12)),
         ],
         "hrf-robotics/cost": COST,
     },

@@ -94,12 +94,12 @@ def refuse(message: str) -> None:
 
 
 def with_file_names(args: list[str]) -> list[str]:
-    """Replace the papers' names of attention, such as favor++, by file names."""
+    """Replace other names, such as attention=favor++ and task=sweep, by file names."""
     renamed = []
     for arg in args:
         key, sign, names = arg.partition("=")
-        if sign and key.lstrip("+") == "attention":
-            files = [canonical("attention", name) for name in names.split(",")]
+        if sign and key.lstrip("+") in ALIASES:
+            files = [canonical(key.lstrip("+"), name) for name in names.split(",")]
             arg = f"{key}={','.join(files)}"
         renamed.append(arg)
     return renamed

@@ -46,6 +46,9 @@ FREE_KEYS = (
     "trainer.cpu.",
     "trainer.save_minutes.",
     "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
+    "task.strokes.",  # constants, which only runs of earlier versions have as keys
+    "task.exact_lr.",
+    "task.transfer_lr.",
     "task.cache_dir.",
     "task.workers.",
 )

@@ -43,7 +43,7 @@ def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
     assert not torch.equal(ids, rows("test", 3, 4)[0])
 
 
-SIZES = {"steps": 2, "exact_lr": 3e-3, "transfer_lr": 2e-2, "lora_lr": 5e-3, "rank": 4}
+SIZES = {"steps": 2, "lora_lr": 5e-3, "rank": 4}
 STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 
@@ -85,7 +85,6 @@ LANGUAGE = {
     "captured": 2,
     "transfer": 3,
     "steps": [0, 3, 4, 5],
-    "transfer_lr": 1e-2,
     "lora_lr": 1e-2,
     "rank": 2,
     "bf16": False,
