@@ -16,7 +16,7 @@ import numpy as np
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.experiments.data.files import IMAGES, files_of_each, leads_up, visible_entries
+from crt_exp.experiments.data.files import IMAGES, files_ending, subfolders
 from crt_exp.experiments.data.sources import SOURCES, stand_in, task_folder
 
 SPLITS = ("train", "val")
@@ -89,10 +89,10 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
         return digits()
     root = task_folder(f"images/{dataset}", data_dir)
     if root is None or not root.is_dir():
-        raise missing(dataset, root)
+        raise missing_folder(dataset, root)
     if not all((root / split).is_dir() for split in SPLITS):
         return split_folder(root)
-    splits = dict(zip(SPLITS, images_in(*(root / split for split in SPLITS))))
+    splits = {split: images_in(root / split) for split in SPLITS}
     if different := set(splits["train"].classes) ^ set(splits["val"].classes):
         raise DataError(
             f"{root}: {min(different)} is in only one of train/ and val/; expected the same classes"
@@ -102,43 +102,33 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
 
 def split_folder(root: Path) -> dict[str, Images]:
     """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
-    names = folders_in(root)
+    names = subfolders(root)
     paths = list(names)
     for name in names:
-        paths += [f"{name}/{inner}" for inner in folders_in(root / name)]
+        paths += [f"{name}/{inner}" for inner in subfolders(root / name)]
     splits = [path for path in paths if SPLIT.fullmatch(Path(path).name)]
     if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
         raise DataError(
             f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
             "val/<class>/, or <class>/ only; rename it"
         )
-    (every,) = images_in(root)
+    every = images_in(root)
     warn("%s: no train/ and val/; using a fifth of the images of each class as val", root)
     return dict(zip(SPLITS, every.held_out(SHARE)))
 
 
-def images_in(*splits: Path) -> list[Images]:
-    """Images in the class folders of each split, each file once.
+def images_in(split: Path) -> Images:
+    """Images in the class folders of a split.
 
     Raises DataError for a class without images.
     """
-    folders = []
-    for split in splits:
-        folders += [split / name for name in folders_in(split)]
-    files = dict(zip(folders, files_of_each(folders, IMAGES)))
-    return [images_of(split, files) for split in splits]
-
-
-def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
-    """Images of a split; files: those of each class folder of all splits."""
-    classes = []
+    classes = subfolders(split)
     counts = []
     paths = []
-    for folder, class_paths in files.items():
-        if folder.parent == split:
-            classes.append(folder.name)
-            counts.append(len(class_paths))
-            paths += [os.fsencode(path) for path in class_paths]
+    for name in classes:
+        files = files_ending(split / name, IMAGES)
+        counts.append(len(files))
+        paths += [os.fsencode(file) for file in files]
     if 0 in counts or not counts:
         place = split / classes[counts.index(0)] if counts else f"{split}/<class>"
         raise DataError(
@@ -148,20 +138,7 @@ def images_of(split: Path, files: dict[Path, list[str]]) -> Images:
     return Images(tuple(classes), labels, np.array(paths), read_image)  # 100 MB for a million
 
 
-def folders_in(folder: Path) -> list[str]:
-    """Visible folders, without links to a folder above."""
-    names = []
-    for entry in visible_entries(str(folder)):
-        if not os.path.isdir(entry.path):
-            continue
-        if entry.is_symlink() and leads_up(entry.path, folder):
-            warn("%s: left out: leads to a folder above", entry.path)
-        else:
-            names.append(entry.name)
-    return names
-
-
-def missing(dataset: str, root: Path | None) -> DataError:
+def missing_folder(dataset: str, root: Path | None) -> DataError:
     what = f"{root} is not there" if root else "CRT_DATA is not set"
     source = SOURCES.get(f"images/{dataset}")
     get = (
@@ -196,23 +173,28 @@ def read_image(source: str | Path | bytes | tuple[bytes, str]) -> Any:
 
     Transparent pixels become white. source: a path, or the content of a file and its name. Raises Unreadable.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
-    file, name = (
-        (BytesIO(source[0]), source[1]) if isinstance(source, tuple) else (os.fsdecode(source),) * 2
-    )
+    if isinstance(source, tuple):
+        content, name = source
+        file = BytesIO(content)
+    else:
+        file = name = os.fsdecode(source)
     try:
         with Image.open(file) as image:
             image.load()
             with suppress(Exception):  # damaged EXIF data has no orientation
                 ImageOps.exif_transpose(image, in_place=True)
-            return to_rgb(image)
+            if image.mode.startswith("I;16"):  # convert() would clip values above 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError(f"pixel mode {image.mode}; expected 8 bits per channel")
+            if image.has_transparency_data:
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image.convert("RGBA"))
+            return image.convert("RGB")
     except Exception as error:  # decoders differ in their errors
-        reason = (
-            "no image"
-            if isinstance(error, UnidentifiedImageError)
-            else str(error) or type(error).__name__
-        )
+        reason = str(error) or type(error).__name__
         raise Unreadable(f"{name}: not a readable image ({reason}).") from None
 
 
@@ -220,35 +202,6 @@ def read_pixels(pixels: np.ndarray) -> Any:
     from PIL import Image
 
     return Image.fromarray(pixels).convert("RGB")
-
-
-def to_rgb(image: Any) -> Any:
-    """RGB with 8 bits a channel, on a white ground where the image is transparent.
-
-    Raises ValueError for 32-bit integers and floats, and for a white drawing on a transparent ground.
-    """
-    if image.mode.startswith("I;16"):  # convert() would clip values above 255
-        pixels = np.asarray(image)
-        opaque = pixels != image.info.get("transparency", -1)
-        return on_white(read_pixels((pixels >> 8).astype(np.uint8)), opaque)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixel mode {image.mode}; expected 8 or 16 bits per channel")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    return on_white(image.convert("RGB"), np.asarray(image.getchannel("A")) / 255)
-
-
-def on_white(image: Any, opacity: np.ndarray) -> Any:
-    """The image (RGB) on a white ground; opacity: (H, W), 0 to 1."""
-    from PIL import Image
-
-    alpha = Image.fromarray((255 * opacity).round().astype(np.uint8))
-    result = Image.composite(image, Image.new("RGB", image.size, "white"), alpha)
-    least, most = alpha.getextrema()
-    if least < most and result.getextrema() == ((255, 255),) * 3:
-        raise ValueError("white on a transparent ground; expected a ground of another colour")
-    return result
 
 
 # ---- pixel values ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,11 +26,11 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.experiments.data.files import files_ending
+from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
 from crt_exp.experiments.data.plan import pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import missing, task_folder
 from crt_exp.experiments.data.text import IGNORED, Masking, table
-from crt_exp.registry import ConfigError, written_folder
+from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Whole
 
 # ambiguous, rare and unknown amino acids in UniProt
@@ -41,8 +41,6 @@ PAD, MASK, BEGIN, END = range(len(LETTERS), len(LETTERS) + 4)
 TOKENS = len(LETTERS) + 4
 UNKNOWN = 255  # code of a byte that is not a letter
 CODES = bytes(LETTERS.find(chr(byte)) % 256 for byte in range(256))
-BASES = [(LETTERS.index(letter),) for letter in "ACG"] + [tuple(map(LETTERS.index, "TU"))]
-NUCLEOTIDES = b"ACGTUN".translate(CODES)
 ENDINGS = (
     *(".fasta", ".fasta.gz", ".fa", ".fa.gz", ".faa", ".faa.gz"),
     *(".fas", ".fas.gz", ".pep", ".pep.gz"),
@@ -138,10 +136,9 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
     """Yield accession and letter codes of each sequence. Raises DataError."""
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
+    open_file = gzip.open if path.suffix.lower() == ".gz" else open
     try:
-        with (gzip.open if path.suffix.lower() == ".gz" else open)(
-            path, "rt", encoding="latin-1"
-        ) as stream:
+        with open_file(path, "rt", encoding="latin-1") as stream:
             if stream.read(1) != ">":
                 raise DataError(f"{path}: expected a FASTA file, which starts with >")
             stream.seek(0)
@@ -149,26 +146,15 @@ def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
                 match = HEADER.match(header)
                 tokens = letters.encode("latin-1").translate(CODES)
                 if match is None or not tokens or UNKNOWN in tokens:
-                    wrong = (
-                        repr(letters[tokens.find(UNKNOWN)])
-                        if UNKNOWN in tokens
-                        else "an empty name or sequence"
-                    )
+                    wrong = "an empty name or sequence"
+                    if UNKNOWN in tokens:
+                        wrong = repr(letters[tokens.find(UNKNOWN)])
                     raise DataError(
                         f"{path}: >{header[:40]} has {wrong}; expected >NAME and letters of {LETTERS}"
                     )
                 yield (match[1] or match[2]).encode("latin-1"), tokens
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def is_nucleic(tokens: bytes) -> bool:
-    """Whether letter codes read as DNA or RNA: all four bases, and at most a tenth other letters."""
-    others = len(tokens.translate(None, NUCLEOTIDES))
-    if len(tokens) < 10 or others > len(tokens) / 10:
-        return False
-    codes = set(tokens)
-    return all(codes.intersection(base) for base in BASES)
 
 
 def digest_of(content: bytes, size: int = 8) -> int:
@@ -182,31 +168,20 @@ def read_files(files: Sequence[Path], cache_dir: str | Path | None = None) -> Se
     cache_dir: stores the arrays; None uses a temporary folder. The folder's name depends on the size and time of each
     file, so a changed file is read again. Raises DataError.
     """
-    from filelock import FileLock
-
-    states = [
-        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files
-    ]
+    states = []
+    names = []
+    for file in files:
+        state = file.stat()
+        states.append((str(file.absolute()), state.st_size, state.st_mtime_ns))
+        names.append(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE))
     held = None if cache_dir else TemporaryDirectory(prefix="crt_exp-proteins-")
-    cache = written_folder(cache_dir or held.name, "task.cache_dir")
-    folder = (
-        cache
-        / f"proteins-{hashlib.sha256(repr((LETTERS, ARRAYS, states)).encode()).hexdigest()[:32]}"
+    folder = cached_folder(
+        cache_dir or Path(held.name, "cache"),
+        key_of("proteins", LETTERS, ARRAYS, states),
+        partial(write_arrays, files),
     )
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                with TemporaryDirectory(dir=cache, prefix="proteins-part-") as part:
-                    write_arrays(files, Path(part, "arrays"))
-                    Path(part, "arrays").rename(folder)
-    except OSError as error:
-        raise DataError(
-            f"task.cache_dir={cache_dir}: {error}; expected a writable folder, or null"
-        ) from None
-    names = tuple(re.sub(r"\.[^.]+(\.gz)?$", "", file.name, flags=re.IGNORECASE) for file in files)
     arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in ARRAYS.items()}
-    return Sequences(**arrays, names=names, held=held)
+    return Sequences(**arrays, names=tuple(names), held=held)
 
 
 def write_arrays(files: Sequence[Path], folder: Path) -> None:
@@ -216,37 +191,26 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
     """
     import pandas as pd
 
-    folder.mkdir()
     end = 0
     with ExitStack() as stack:
         streams = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         for number, file in enumerate(files):
-            found = entries(file)
-            total = nucleic = 0
-            while block := list(islice(found, BLOCK)):
-                names, letters = zip(*block)
-                total += len(letters)
-                nucleic += sum(map(is_nucleic, letters))
-                if nucleic > total / 2:
-                    raise DataError(
-                        f"{file}: {nucleic} of {total} sequences are DNA or RNA; expected proteins"
-                    )
-                ends = end + np.cumsum([len(each) for each in letters])
+            sequences = entries(file)
+            while block := list(islice(sequences, BLOCK)):
+                accessions, letters = zip(*block)
+                ends = end + np.cumsum([len(codes) for codes in letters])
                 end = int(ends[-1])
                 values = {
                     "tokens": np.frombuffer(b"".join(letters), np.uint8),
                     "ends": ends,
-                    "accessions": names,
-                    "digests": [*map(digest_of, letters)],
-                    "files": [number] * len(names),
+                    "accessions": accessions,
+                    "digests": [digest_of(codes) for codes in letters],
+                    "files": np.full(len(block), number),
                 }
                 for name, array in values.items():
                     streams[name].write(np.asarray(array, ARRAYS[name]).tobytes())
-            if nucleic:
-                warn("%s: %d of %d sequences look like DNA or RNA", file, nucleic, total)
-    pd.Series(np.fromfile(folder / "digests", np.uint64)).duplicated().to_numpy().tofile(
-        folder / "repeated"
-    )
+    digests = pd.Series(np.fromfile(folder / "digests", np.uint64))
+    digests.duplicated().to_numpy().tofile(folder / "repeated")
 
 
 # ---- splits ----------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class LibriSpeech(Task):
             for split, utterances in usable.items():
                 parts = chain.from_iterable(each.parts for each in utterances)
                 files += [(part.name, split) for part in parts if part.content is None]
-            speech.check_apart(files, "task.subsets")
+            speech.check_disjoint(files, "task.subsets")
         if not usable["train"]:
             self.faults["train"].report(0)
         if self.symbols == "characters" and self.corpus == "librispeech":

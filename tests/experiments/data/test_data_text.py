@@ -135,21 +135,6 @@ def test_files_of_every_kind(tokenizer, tmp_path):
     assert " ".join(words) == "[CLS] a b c [UNK] d [UNK] e - f [UNK] h , i . j [SEP]"
 
 
-def test_links_list_no_text_twice(tmp_path):
-    (tmp_path / "in/sub").mkdir(parents=True)
-    (tmp_path / "in/sub/a.txt").write_text("a")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/b.txt").write_text("b")
-    for link, target in (("sub/up", ".."), ("again", "sub"), ("c.txt", "sub/a.txt")):
-        (tmp_path / "in" / link).symlink_to(target)
-    actual = [file.name for file in text_files(tmp_path / "in")]
-    assert actual == ["a.txt"]
-    for link in ("one", "two"):
-        (tmp_path / "in" / link).symlink_to("../other")
-    actual = [file.name for file in text_files(tmp_path / "in")]
-    assert actual == ["b.txt", "a.txt"]
-
-
 def test_blocks_are_cached_by_content(tokenizer, tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     cache = tmp_path / "cache"

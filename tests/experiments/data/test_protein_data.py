@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from crt_exp.experiments.data import DataError, protein, warn
+from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.plan import Plan
 from crt_exp.experiments.data.protein import LETTERS, Chains, Singles, entries, read_files
 from crt_exp.registry import ConfigError
@@ -216,58 +216,12 @@ def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
     assert actual == [65_599]
 
 
-BASES = "".join(np.random.default_rng(0).choice([*"ACGT"], 300))
-
-
-@pytest.mark.parametrize(
-    "letters",
-    [
-        [BASES],
-        [BASES.replace("T", "U")],
-        [BASES[:50] + 20 * "N" + BASES[50:]],
-        [BASES + "RYKMSW"],
-        [BASES[i : i + 20] for i in range(0, 300, 20)],
-        [BASES, "MKVLAAGHIK", BASES[::-1]],
-    ],
-)
-@pytest.mark.parametrize("ending", ["fasta", "fa.gz"])
-def test_dna_is_no_protein(letters, ending, tmp_path):
-    write(tmp_path / "a.fasta", ["MKVLAAGHIK"])
-    write(tmp_path / f"b.{ending}", letters)
-    with pytest.raises(DataError, match=rf"b.{ending}: \d+ of \d+ sequences are DNA or RNA"):
-        protein.uniprot(str(tmp_path), None)
-
-
-@pytest.mark.parametrize(
-    "letters", ["DTASDAAAAAALTAANAKAAAELTAANAAAAAAATAR", "GAGAGAGAGAGAGAGAGAGS"]
-)
-def test_proteins_of_few_letters_are_read(letters, tmp_path):
-    """Antifreeze protein and silk."""
-    actual = len(read_files([write(tmp_path / "a.fasta", [letters])]))
-    assert actual == 1
-
-
-def test_some_dna_among_proteins_is_named(tmp_path, caplog):
-    warn.cache_clear()
-    path = write(tmp_path / "a.fasta", [*sequences(3), BASES])
-    assert len(read_files([path])) == 4
-    assert "a.fasta: 1 of 4 sequences look like DNA or RNA" in caplog.text
-
-
 def test_files_of_every_ending(tmp_path):
     taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
     for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
         write(tmp_path / file, ["ACD"])
     actual = protein.uniprot(str(tmp_path), None).names
     assert actual == tuple("abcdf")
-
-
-def test_links_list_no_file_twice(tmp_path):
-    write(tmp_path / "a.fasta", ["ACD"])
-    (tmp_path / "b.fasta").symlink_to("a.fasta")
-    (tmp_path / "up").symlink_to("..")
-    actual = protein.uniprot(str(tmp_path), None).names
-    assert actual == ("a",)
 
 
 # ---- rows and batches ------------------------------------------------------------------------------------------------

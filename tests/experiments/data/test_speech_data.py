@@ -1,7 +1,6 @@
 """Speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
 
 import datetime
-import io
 import json
 import struct
 from pathlib import Path
@@ -75,19 +74,6 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     assert actual == expected
 
 
-def test_links_list_no_recording_twice(tmp_path):
-    chapter = write_librispeech(tmp_path)
-    before = read(tmp_path)
-    (chapter / "back").symlink_to("..")
-    (chapter.parent / "again").symlink_to(chapter.name)
-    (chapter.parent / "up").symlink_to("../../..")
-    (chapter / "copy.flac").symlink_to("7-9-0000.flac")
-    noted = faults()
-    assert read(tmp_path, noted) == before
-    assert not noted.noted
-    assert len(speech.audio_files(tmp_path, "input")) == len(TEXTS)
-
-
 # ---- bad input: named and counted, an error or, where that was chosen, left out ---------------------------
 
 
@@ -140,88 +126,6 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 5])
     with pytest.raises(BadAudio, match="truncated|not readable"):
         speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
-
-
-FORMATS = [
-    *(("WAV", kind) for kind in ("PCM_16", "FLOAT", "ULAW", "IMA_ADPCM", "GSM610")),
-    *(("AIFF", kind) for kind in ("PCM_16", "FLOAT", "IMA_ADPCM")),
-    *((name, "PCM_16") for name in ("WAVEX", "AU", "W64", "RF64", "CAF", "FLAC", "NIST")),
-    *((name, "PCM_16") for name in ("VOC", "SVX", "MAT4")),
-    ("OGG", "VORBIS"),
-    ("OGG", "OPUS"),
-    ("MP3", "MPEG_LAYER_III"),
-]
-
-
-@pytest.mark.parametrize("part", [0.1, 0.5, 0.98])
-@pytest.mark.parametrize("name, kind", FORMATS)
-def test_a_part_of_a_file_of_any_format_is_refused(name, kind, part, tmp_path):
-    path = tmp_path / "a.audio"
-    whole = tone(400, 20.0, 16000)
-    soundfile.write(path, whole, 16000, format=name, subtype=kind)
-    audio = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
-    assert len(audio) == pytest.approx(len(whole), abs=2000)
-    content = path.read_bytes()[: int(path.stat().st_size * part)]
-    path.write_bytes(content)
-    for source in (path, io.BytesIO(content)):
-        with pytest.raises(BadAudio, match="a.*: (truncated|not readable)"):
-            decode_audio(AudioPart(str(path), seconds_of(source, "a")), 16000)
-
-
-def test_a_format_without_a_length_is_refused(tmp_path):
-    soundfile.write(tmp_path / "a.snd", tone(400, 1.0), 8000, format="IRCAM")
-    with pytest.raises(BadAudio, match="a: format IRCAM; expected one of WAV"):
-        seconds_of(tmp_path / "a.snd", "a")
-
-
-def with_frames(path, frames):
-    """Set the number of samples in the header of a FLAC file, 36 bits."""
-    content = bytearray(path.read_bytes())
-    content[21] = content[21] & 0xF0 | frames >> 32
-    content[22:26] = struct.pack(">I", frames & 0xFFFFFFFF)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("channels", [1, 2])
-def test_a_piped_flac_is_as_long_as_its_file(channels, tmp_path):
-    path = tmp_path / "a.flac"
-    soundfile.write(path, tone(400, 4.0, 16000).reshape(-1, channels), 16000)
-    whole = decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
-    with_frames(path, 0)
-    for source in (path, io.BytesIO(path.read_bytes())):
-        assert seconds_of(source, "a") == 4 / channels
-    actual = decode_audio(AudioPart(str(path), 4 / channels), 16000)
-    assert np.array_equal(actual, whole)
-    with_frames(path, 2**36 - 1)  # needs 256 GB, if the header is trusted
-    with pytest.raises(BadAudio, match="a.flac: truncated"):
-        decode_audio(AudioPart(str(path), seconds_of(path, "a")), 16000)
-    with_frames(path, 0)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(BadAudio, match="a: not readable"):
-        seconds_of(path, "a")
-
-
-@pytest.mark.parametrize(
-    "name, at, size",
-    [
-        ("AU", 8, b"\xff" * 4),
-        ("AIFF", 42, struct.pack(">I", 0x7F000008)),
-        ("W64", 16, b"\xff" * 7 + b"\x7f"),
-    ],
-)
-def test_a_piped_file_of_another_format_is_as_long_as_its_file(name, at, size, tmp_path):
-    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format=name, subtype="PCM_16")
-    content = (tmp_path / "a").read_bytes()
-    (tmp_path / "a").write_bytes(content[:at] + size + content[at + len(size) :])
-    assert seconds_of(tmp_path / "a", "a") == 2
-
-
-def test_a_w64_may_be_longer_than_32_bits(tmp_path):
-    soundfile.write(tmp_path / "a", tone(400, 2.0), 8000, format="W64", subtype="PCM_16")
-    content = (tmp_path / "a").read_bytes()
-    (tmp_path / "a").write_bytes(content[:16] + struct.pack("<Q", 2**33) + content[24:])
-    with pytest.raises(BadAudio, match="a: truncated: 32104 of 8589934592 bytes"):
-        seconds_of(tmp_path / "a", "a")
 
 
 @pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (np.nan, "nan"), (1.5, None)])
@@ -549,10 +453,6 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
         ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
         ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
         ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
-        ("t.csv", "audio,text,text\n0.wav,x,y\n", "2 columns text, expected one"),
-        ("t.csv", "audio,text,audio\n0.wav,x,1.wav\n", "2 columns audio, expected one"),
-        ("t.tsv", "split\taudio\ttext\tsplit\ntest\t0.wav\tx\ttrain\n", "2 columns split"),
-        ("t.jsonl", '{"audio": "0.wav", "text": "x", "text": "y"}\n', "2 columns text"),
     ],
 )
 def test_malformed_tables_are_refused(name, text, message, tmp_path):
@@ -563,14 +463,12 @@ def test_malformed_tables_are_refused(name, text, message, tmp_path):
 
 def test_a_recording_is_in_one_split(folder):
     (folder / "link.wav").symlink_to("0.wav")
-    (folder / "hard.wav").hardlink_to(folder / "0.wav")
     for name in (
         "0.wav",
         "./0.wav",
         f"../{folder.name}/0.wav",
         folder / "0.wav",
         "link.wav",
-        "hard.wav",
     ):
         rows = ["audio,text,split", "0.wav,x,train", "1.wav,x,test", f"{name},x,{{}}"]
         table = "\n".join(rows)
@@ -579,7 +477,7 @@ def test_a_recording_is_in_one_split(folder):
         for split in ("test", "validation"):
             (folder / "t.csv").write_text(table.format(split))
             with pytest.raises(
-                DataError, match=f"t.csv: the recording .* is in {split}, .* in train"
+                DataError, match=f"t.csv: the recording .* is in {split} and in train"
             ):
                 speech.read_table(folder / "t.csv")
     (folder / "t.csv").write_text("audio,text,split\ngone.wav,x,train\n./gone.wav,x,test\n")
