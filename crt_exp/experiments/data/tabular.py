@@ -4,18 +4,14 @@
 documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
 `read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
-are categories. Classes and categories are text: 01 and 1 differ, as do 3.1 and 3.10. A column in which different whole
-numbers of this kind have the same value holds categories. A missing number becomes the mean of the training part; a
-missing category is a level of its own. Words such as NA mark missing values only in columns of numbers. Numbers in
-another style than 1234.5, and columns that mix numbers and words, are rejected.
+are categories. Classes and categories are text: 01 and 1 differ. A missing number becomes the mean of the training
+part; a missing category is a level of its own. A column of numbers with a few words is rejected.
 """
 
 import csv
 import gzip
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -140,7 +136,7 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
     """
     levels, alias = field.levels.split(), field.aliases.split(" = ")
     if levels:
-        values = pd.Index(levels).get_indexer(cells.replace(alias[0], alias[-1])).astype(np.int64)
+        values = codes_of(cells.replace(alias[0], alias[-1]), levels)
         wrong = values < 0
     else:
         values = pd.to_numeric(cells, errors="coerce").to_numpy(np.float64)
@@ -184,33 +180,7 @@ def embedded(name: str) -> Table:
 # ---- your own csv file -----------------------------------------------------------------------------------------------
 MOST_CLASSES = 20  # distinct whole numbers of a target that counts as classes if task.kind is null
 MOST_LEVELS = 100  # levels of a category
-LARGEST = 1e150  # squares stay finite
-MISSING = {
-    "na",
-    "n/a",
-    "n.a.",
-    "n.d.",
-    "nan",
-    "none",
-    "null",
-    "nil",
-    "-",
-    "--",
-    ".",
-    "...",
-    "missing",
-    "unknown",
-    "<na>",
-    "#na",
-    "#n/a",
-    "#null!",
-    "#value!",
-    "#div/0!",
-    "#ref!",
-    "#num!",
-    "#name?",
-}
-LIKE_NUMBER = r"\W*\d[\d\s.,'’]*(?:[eE][-+]?\d+)?(?:[^\w\s]|[A-Z]{3}|\s[A-Za-z]{1,3})?"  # in any style, with a unit
+ABSENT = "(missing)"  # level of a category
 Kind = Literal["classification", "regression"]
 
 
@@ -220,177 +190,125 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
     Raises DataError with file, column and row. Raises ConfigError for an unknown target.
     """
     path = Path(path).expanduser()
-    notes = []
-    features = []
-    frame = cells(path)
+    frame = read_cells(path)
     if target not in frame:
         raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
+    notes: list[str] = []
+    features: list[Column] = []
     for name, texts in frame.items():
         try:
-            column = numbers(texts, name == target and kind == "classification")
+            values = numbers_of(texts, name == target and kind == "classification")
             if name == target:
-                goal, classes = target_of(texts, column, kind, notes)
+                goal, classes = target_of(texts, values, kind)
             else:
-                features += feature(texts, column, notes)
+                features += feature_of(texts, values, notes)
         except ValueError as error:
             raise DataError(f"task.csv={path}: column {name}, {error}") from None
     if not features:
         raise DataError(
             f"task.csv={path}: no usable column in addition to {target}: {'; '.join(notes)}"
         )
-    return Table(
-        path.stem.removesuffix(".csv"), tuple(features), goal, classes, str(path)
-    ), "; ".join(notes)
+    name = path.stem.removesuffix(".csv")
+    return Table(name, tuple(features), goal, classes, str(path)), "; ".join(notes)
 
 
-def cells(path: Path) -> pd.DataFrame:
-    """All cells as strings, NaN if empty or a question mark.
+def read_cells(path: Path) -> pd.DataFrame:
+    """All cells as strings, NaN for pandas' words of missing values and for a question mark.
 
-    Row 1 is the row below the header.
+    Row 1 is the row below the header. The separator is the most frequent one of the header.
     """
+    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(
-            path, "rt", encoding="utf-8-sig"
-        ) as opened:
-            header = opened.readline().strip("\r\n")
-        separator = max(",;\t", key=header.count)
-        if header.strip() and separator not in header:
-            raise DataError(
-                f"task.csv={path}: one column found, {header!r}; is the separator a comma, semicolon "
-                "or tab?"
-            )
-        parse = partial(
-            pd.read_csv,
+        with open_file(path, "rt", encoding="utf-8-sig") as stream:
+            header = stream.readline()
+        frame = pd.read_csv(
             path,
-            sep=separator,
-            header=None,
+            sep=max(",;\t", key=header.count),
             dtype=str,
-            keep_default_na=False,
+            na_values="?",
+            index_col=False,
             skipinitialspace=True,
             encoding="utf-8-sig",
         )
-        frame = parse()
-        if (frame.iloc[:, -1] == "").any():  # the fast parser fills short rows so
-            short = parse(engine="python").isna().any(axis=1)
-            if short.any():
-                raise ValueError(f"row {short.idxmax()} has fewer cells than the header")
     except FileNotFoundError:
         raise DataError(f"task.csv={path}: no such file") from None
     except (OSError, EOFError, ValueError) as error:
         problem = getattr(error, "strerror", None) or str(error).strip()
         raise DataError(f"task.csv={path}: not readable as a UTF-8 table: {problem}") from None
-    frame = frame.apply(lambda texts: texts.str.strip())
-    names = frame.iloc[0].tolist()
-    for name, count in Counter(names).items():
-        if name and count > 1:
-            raise DataError(f"task.csv={path}: {count} columns {name}; expected different names")
-    if "" in names or pd.to_numeric(frame.iloc[0], errors="coerce").notna().all():
-        raise DataError(
-            f"task.csv={path}: expected a first line that names each column, got {','.join(names[:50])}"
-        )
-    return frame.iloc[1:].set_axis(names, axis=1).replace(["", "?"], np.nan).dropna(how="all")
+    frame = frame.dropna(how="all").apply(lambda texts: texts.str.strip())
+    frame.columns = frame.columns.str.strip()
+    frame.index += 1
+    return frame
 
 
-def numbers(texts: pd.Series, mixed: bool) -> pd.Series:
-    """Column as float64, or unchanged if it holds words.
+def numbers_of(texts: pd.Series, mixed: bool) -> pd.Series | None:
+    """Column as float64 with NaN for missing values; None if it holds words.
 
-    mixed: whether the column may hold both numbers and words. Raises ValueError for numbers in another style.
+    Raises ValueError for a few words among numbers, such as <0.1, unless the column may be mixed.
     """
-    known = texts[~texts.str.lower().isin(MISSING)].dropna()
-    values = (
-        pd.to_numeric(known, errors="coerce")
-        .astype(np.float64)
-        .where(lambda value: value.abs() <= LARGEST)
-    )
-    odd = known[values.isna()]
-    if odd.empty:
-        return values.reindex(texts.index)
-    lines = known.str.contains("\n")
-    if lines.any():
+    values = pd.to_numeric(texts, errors="coerce").astype(np.float64)
+    values = values.where(np.isfinite(values))
+    words = texts[values.isna()].dropna()
+    if words.empty:
+        return values
+    if len(words) < values.count() and not mixed:
         raise ValueError(
-            f"row {lines.idxmax()}: line end inside a cell; check for an unclosed quotation mark"
+            f"row {words.index[0]}: {words.iloc[0]!r}; expected a number such as 1234.5, or no value"
         )
-    if not mixed and known.str.fullmatch(LIKE_NUMBER).mean() > 0.5:
-        raise ValueError(
-            f"row {odd.index[0]}: {odd.iloc[0]!r}; expected a number such as 1234.5, or no value"
-        )
-    return texts
+    return None
 
 
 def target_of(
-    texts: pd.Series, column: pd.Series, kind: Kind | None, notes: list[str]
+    texts: pd.Series, values: pd.Series | None, kind: Kind | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Numbers and None, or codes and the names of their classes. Raises ValueError.
 
-    texts: the cells; column: their `numbers`.
+    texts: the cells; values: their `numbers_of`.
     """
-    number = column.dtype == np.float64
-    if column.isna().any():
-        raise ValueError(
-            f"row {column.isna().idxmax()} has no value; fill it in, or remove the row"
-        )
-    if kind == "regression" and not number:
+    if texts.isna().any():
+        raise ValueError(f"row {texts.isna().idxmax()} has no value; fill it in, or remove the row")
+    if kind == "regression" and values is None:
         raise ValueError("task.kind=regression: the target holds words; expected numbers")
     if kind is None:
-        few_whole = texts.nunique() <= MOST_CLASSES and number and (column % 1 == 0).all()
-        kind = "regression" if number and not few_whole else "classification"
-    if kind == "regression" and column.nunique() > 1:
-        return column.to_numpy(), None
+        whole = values is not None and (values % 1 == 0).all()
+        few = whole and texts.nunique() <= MOST_CLASSES
+        kind = "classification" if values is None or few else "regression"
+    if kind == "regression":
+        return values.to_numpy(), None
     classes = sorted(texts.unique())
-    if number:
-        values = column.groupby(texts).first()
-        classes.sort(key=values.get)
-        notes += [f"{column.name}: {pair} are different classes" for pair in equal(texts, column)]
+    if values is not None:
+        classes.sort(key=float)
     if not 2 <= len(classes) <= len(texts) / 2:
         raise ValueError(
             f"{len(classes)} distinct values in {len(texts)} rows; expected at least 2 classes with "
             "several rows each, or task.kind=regression"
         )
-    return pd.Index(classes).get_indexer(texts).astype(np.int64), tuple(classes)
+    return codes_of(texts, classes), tuple(classes)
 
 
-def equal(texts: pd.Series, column: pd.Series) -> list[str]:
-    """The first two different cells of the same value, such as "01 and 1", or nothing."""
-    different = texts[column.notna() & (texts != "-0")].drop_duplicates()
-    values = column[different.index]
-    again = values[values.duplicated()]
-    if again.empty:
-        return []
-    return [" and ".join(different[values == again.iloc[0]].head(2))]
-
-
-def feature(texts: pd.Series, column: pd.Series, notes: list[str]) -> list[Column]:
+def feature_of(texts: pd.Series, values: pd.Series | None, notes: list[str]) -> list[Column]:
     """The feature column, or no column and a note if it carries no information.
 
-    texts: the cells; column: their `numbers`.
+    texts: the cells; values: their `numbers_of`.
     """
-    name = column.name
-    missing = int(column.isna().sum())
-    number = column.dtype == np.float64
-    if number:
-        codes = equal(texts[~texts.str.contains(".", regex=False, na=False)], column)
-        if codes:
-            notes.append(f"{name}: {codes[0]} have the same value; read as categories")
-            column = texts.where(column.notna())
-            number = False
-        else:
-            notes += [f"{name}: {pair} are the same number" for pair in equal(texts, column)]
-    levels = [] if number else sorted(column.dropna().unique())
-    if missing == len(column):
+    name = texts.name
+    absent = int(texts.isna().sum())
+    if absent == len(texts):
         notes.append(f"{name} is empty and is left out")
         return []
-    if len(levels) > max(2, min(MOST_LEVELS, len(column) // 2)):
+    levels = sorted(texts.dropna().unique())
+    if values is None and len(levels) > max(2, min(MOST_LEVELS, len(texts) // 2)):
         notes.append(f"{name} has {len(levels)} different texts and is left out")
         return []
-    if missing:
-        notes.append(f"{name}: {missing} of {len(column)} values are missing")
-    if number:
-        return [Column(name, column.to_numpy())]
-    levels += ["(missing)"] if missing else []
-    return [
-        Column(
-            name,
-            pd.Index(levels).get_indexer(column.fillna("(missing)")).astype(np.int64),
-            tuple(levels),
-        )
-    ]
+    if absent:
+        notes.append(f"{name}: {absent} of {len(texts)} values are missing")
+    if values is not None:
+        return [Column(name, values.to_numpy())]
+    if absent:
+        levels.append(ABSENT)
+    return [Column(name, codes_of(texts.fillna(ABSENT), levels), tuple(levels))]
+
+
+def codes_of(texts: pd.Series, levels: Sequence[str]) -> np.ndarray:
+    """Index of each cell in `levels`, (n,) int64; -1 for others."""
+    return pd.Index(levels).get_indexer(texts).astype(np.int64)

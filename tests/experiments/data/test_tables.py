@@ -311,40 +311,25 @@ def test_separators_quotes_and_gzip(separator, tmp_path):
     assert actual == [1, 2, 3, 4]
 
 
-def test_one_way_to_read_numbers(tmp_path):
-    cells = ["+.5", "1.", "-2e3", "", "#N/A", ".", "-", "<NA>", "NA", "?", "n.d."]
-    table, notes = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 22), "y")
-    actual = table.columns[0].values[:11]
-    expected = [0.5, 1, -2000] + 8 * [np.nan]
+def test_numbers_and_missing_values(tmp_path):
+    cells = ["+.5", "1.", "-2e3", "", "#N/A", "<NA>", "NA", "?"]
+    table, notes = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 4, ["p", "q"] * 16), "y")
+    actual = table.columns[0].values[:8]
+    expected = [0.5, 1, -2000] + 5 * [np.nan]
     np.testing.assert_array_equal(actual, expected)
-    assert notes == "x: 32 of 44 values are missing"
+    assert notes == "x: 20 of 32 values are missing"
 
 
-MANY = [i / 4 for i in range(38)]
-
-
-@pytest.mark.parametrize(
-    "cells, message",
-    [
-        ([*MANY, "<0.1", "low"], "column x, row 39: '<0.1'"),
-        (["1,5", "1.5", "2.5", "3"] * 10, "row 1: '1,5'"),
-        (["1.234,5", "7"] * 20, "'1.234,5'"),
-        (["$5"] * 40, r"'\$5'"),
-        (["12 EUR"] * 40, "'12 EUR'"),
-        (["1'234"] * 40, '"1\'234"'),
-        ([*MANY, "inf", "1"], "row 39: 'inf'"),
-    ],
-)
-def test_numbers_that_are_not_plain_are_never_categories(cells, message, tmp_path):
-    with pytest.raises(DataError, match=message):
+@pytest.mark.parametrize("cell", ["<0.1", "inf", "1'234"])
+def test_a_word_among_numbers_is_named(cell, tmp_path):
+    cells = [*(i / 4 for i in range(38)), cell, "1"]
+    with pytest.raises(DataError, match=f"column x, row 39: .*{cell}"):
         read_own(write_own(tmp_path / "t.csv", "x,y", cells, ["p", "q"] * 20), "y")
-    with pytest.raises(DataError, match=message.replace("column x", "column y")):
+    with pytest.raises(DataError, match=f"column y, row 39: .*{cell}"):
         read_own(write_own(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
 
 
-@pytest.mark.parametrize(
-    "cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["none", "Attchd"], ["1", "b"]]
-)
+@pytest.mark.parametrize("cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["1", "b"]])
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
     assert table.classes == table.columns[0].levels == tuple(sorted(cells))
@@ -356,22 +341,12 @@ def test_words_are_categories_and_classes(cells, tmp_path):
 @pytest.mark.parametrize(
     "text, target, message",
     [
-        ("a,y\n1,2\n3", "y", "row 2 has fewer cells"),
         ("a,y\n1,2\n3,4,5", "y", "line 3, saw 3"),
-        ("a,a,y\n1,2,3\n", "y", "2 columns a; expected different names"),
-        ("a, y,y\n1,2,3\n", "y", "2 columns y; expected different names"),
-        ("a,,y\n1,2,3\n", "y", "names each column"),
-        ("a b y\n1 2 3\n", "y", "one column found, 'a b y'; is the separator a comma, "),
-        ("a|b|y\n1|2|3\n", "y", r"one column found, 'a\|b\|y'; is the separator"),
-        ("a:y\n1:2\n", "a:y", "one column found"),
-        ("a y\n1,5 2,5\n", "y", "one column found, 'a y'"),
-        ("1,2\n3,4\n", "y", "names each column"),
         ("a,y\n", "y", "0 rows"),
         ("a,price\n1,2\n2,3\n", "prise", "did you mean price"),
         ("a,y\n1,u\n2,v\n3,w\n", "y", "3 distinct values in 3 row"),
         ("a,y\n,0\n,1\n,0\n,1\n", "y", "a is empty and is left out"),
         ("a,y\n1,2.5\n3,NA\n", "y", "column y, row 2 has no value"),
-        ('a,y\nu,1\n"u,2\nu,3\nu,4\nu",5\n', "y", "column a, row 2: line end inside a cell"),
         ("a,y\nu,1\n\udcff,2\n", "y", "UTF-8"),
     ],
 )
@@ -414,40 +389,13 @@ def test_kind_decides(tmp_path):
         assert read_own(file, "y", "classification")[0].classes == classes
 
 
-@pytest.mark.parametrize("end", ["", "b"])
 @pytest.mark.parametrize(
-    "labels",
-    [
-        ["3.1", "3.10", "3.2"],
-        ["123456789012345671", "123456789012345672", "223456789012345673"],
-        ["01", "1", "2"],
-        ["0", "00", "000"],
-        ["1E2", "10E1", "2E2"],
-        ["+1", "1", "2"],
-        ["0.1234567890123456781", "0.1234567890123456782", "1"],
-    ],
+    "labels", [["01", "1", "2"], ["3.1", "3.10", "3.2"], ["1E2", "10E1", "2E2"]]
 )
-def test_classes_of_equal_value_stay_apart(labels, end, tmp_path):
-    cells = [label + end for label in labels] * 10
-    file = write_own(tmp_path / "t.csv", "x,y", range(30), cells)
-    table, notes = read_own(file, "y", "classification")
-    assert [table.classes[code] for code in table.target] == cells
-    assert ("different classes" in notes) == (end == "")
-
-
-@pytest.mark.parametrize("cells", [["01", "1", "2"], ["1E2", "10E1", "3"], ["0", "00", "7"]])
-def test_whole_numbers_of_equal_value_are_categories(cells, tmp_path):
-    file = write_own(tmp_path / "t.csv", "x,y", [*cells, "NA"] * 10, ["p", "q"] * 20)
-    table, notes = read_own(file, "y")
-    actual = table.columns[0].levels
-    expected = (*sorted(cells), "(missing)")
-    assert actual == expected
-    assert "have the same value; read as categories" in notes
-    file = write_own(tmp_path / "t.csv", "x,y", ["1.5", "1.50", "-0", "0"] * 10, ["p", "q"] * 20)
-    table, notes = read_own(file, "y")
-    actual = table.columns[0].values[:4].tolist()
-    assert actual == [1.5, 1.5, 0, 0]
-    assert notes == "x: 1.5 and 1.50 are the same number"
+def test_classes_of_equal_value_stay_apart(labels, tmp_path):
+    file = write_own(tmp_path / "t.csv", "x,y", range(30), labels * 10)
+    table, _ = read_own(file, "y", "classification")
+    assert [table.classes[code] for code in table.target] == labels * 10
 
 
 def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
