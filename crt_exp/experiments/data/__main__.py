@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.client import HTTPException
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
@@ -65,13 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return list_sets(root)
         if root is None:
             raise DataError("CRT_DATA: not set; set CRT_DATA=DIR, or pass --dir DIR")
-        return (verify if options.command == "verify" else fetch)(options.names, root)
-    except (ConfigError, DataError) as error:
+        command = {"fetch": fetch, "verify": verify}[options.command]
+        return command(options.names, root)
+    except (ConfigError, DataError, OSError) as error:
         print_error(error)
         return 2
 
 
-def print_error(error: ValueError | DataError) -> None:
+def print_error(error: Exception) -> None:
     print(f"crt_exp data: error: {error}", file=sys.stderr)
 
 
@@ -97,8 +97,10 @@ def parser() -> argparse.ArgumentParser:
 def list_sets(root: Path | None) -> int:
     print(f"Data folder: {root or 'none; set CRT_DATA=DIR, or pass --dir DIR'}")
     for source in SOURCES.values():
-        there = sum(root is not None and (root / file.path).exists() for file in source.files)
-        here = "embedded" if source.embedded else f"{there} of {len(source.files)}"
+        present = 0
+        if root is not None:
+            present = sum((root / file.path).exists() for file in source.files)
+        here = "embedded" if source.embedded else f"{present} of {len(source.files)}"
         print(f"{source.name:33} {here:9} {source.size:9} {source.tasks:26} {source.page}")
     return 0
 
@@ -108,7 +110,8 @@ def fetch(names: Sequence[str], root: Path) -> int:
 
     A failure does not stop later sets. Returns 1 after a failure, else 0.
     """
-    sources, failed = named_sources(names or [""]), 0
+    sources = named_sources(names or [""])
+    failed = 0
     for source in sources:
         if not all((root / file.path).exists() for file in source.files):
             print(f"{source.name}: {source.size} {source.note}")
@@ -118,7 +121,7 @@ def fetch(names: Sequence[str], root: Path) -> int:
                 install_model(source, root, partial(copy_from_hub, source))
             else:
                 fetch_source(source, root)
-        except DataError as error:
+        except (DataError, OSError) as error:
             print_error(error)
             failed = 1
     return failed
@@ -147,38 +150,39 @@ def verify(names: Sequence[str], root: Path) -> int:
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def inspect(file: File, path: Path) -> tuple[str, str]:
-    """State of the file or folder at `path` (OK, MISSING, SUBSET, WRONG) and reason.
+    """Compare the file or folder at `path` with what is published.
 
-    Raises DataError if the file cannot be read: its content may be right.
+    Returns the state (OK, MISSING, SUBSET, WRONG) and its reason. Raises OSError if the file cannot be read.
     """
-    try:
-        return state_of(file, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); the file stays") from None
-
-
-def state_of(file: File, path: Path) -> tuple[str, str]:
-    """Compare a file or folder with what is published. Raises OSError."""
     if not path.exists():
         return MISSING, "not there"
     if path.is_dir():
-        count = 0
-        for _, _, names in os.walk(path):
-            count += sum(name.lower().endswith(file.ending or MEDIA) for name in names)
-        expected = file.rows or count
-        state = WRONG
-        if 0 < count == expected:
-            state = OK
-        elif 0 < count < expected:
-            state = SUBSET
-        return state, f"{count} of {expected} files"
-    rows = sum(not line.isspace() for line in path.open("rb")) if file.rows else 0
-    if rows != file.rows or not path.stat().st_size:
-        return WRONG, f"{rows} of {file.rows} rows" if file.rows else "no content"
+        return inspect_folder(file, path)
+    if file.rows:
+        rows = sum(not line.isspace() for line in path.open("rb"))
+        if rows != file.rows:
+            return WRONG, f"{rows} of {file.rows} rows"
+    size = path.stat().st_size
+    if not size:
+        return WRONG, "no content"
     kind, _, value = file.digest.partition(":")
     if kind and digest(path, kind) != value:
         return WRONG, "other content than published"
-    return OK, f"{path.stat().st_size} bytes"
+    return OK, f"{size} bytes"
+
+
+def inspect_folder(file: File, path: Path) -> tuple[str, str]:
+    """Compare the number of files in a folder with the published number."""
+    count = 0
+    for _, _, names in os.walk(path):
+        count += sum(name.lower().endswith(file.ending or MEDIA) for name in names)
+    expected = file.rows or count
+    state = OK
+    if count == 0 or count > expected:
+        state = WRONG
+    elif count < expected:
+        state = SUBSET
+    return state, f"{count} of {expected} files"
 
 
 def digest(path: Path, kind: str) -> str:
@@ -186,88 +190,78 @@ def digest(path: Path, kind: str) -> str:
     if kind == "size":
         return str(path.stat().st_size)
     if kind == "rows":
-        text = path.read_text(
-            encoding="utf-8", errors="replace"
-        )  # read_text turns line ends into \n
-        rows = (
-            line.split(",") if "," in line else line.split()
-            for line in text.split("\n")
-            if line.strip()
-        )
-        return hashlib.sha256(
-            "\n".join(",".join(map(str.strip, row)) for row in rows).encode()
-        ).hexdigest()
+        return digest_of_rows(path)
+    open_file = open
+    if kind == "gunzip":
+        open_file = gzip.open
+        kind = "sha256"
     try:
-        with gzip.open(path) if kind == "gunzip" else open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256" if kind == "gunzip" else kind).hexdigest()
+        with open_file(path, "rb") as stream:
+            return hashlib.file_digest(stream, kind).hexdigest()
     except (gzip.BadGzipFile, zlib.error, EOFError):
         return "unreadable"
+
+
+def digest_of_rows(path: Path) -> str:
+    """SHA-256 of the fields of a table, whatever its separators and line ends."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if line.strip():
+            fields = line.split(",") if "," in line else line.split()
+            rows.append(",".join(field.strip() for field in fields))
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 # ---- fetching --------------------------------------------------------------------------------------------------------
 def fetch_source(source: Source, root: Path) -> None:
     """Fetch every missing or bad file of a set; folders are never replaced.
 
-    Raises DataError.
+    Raises DataError and OSError.
     """
-    wanted = [file for file in source.files if inspect(file, root / file.path)[0] != OK]
-    if not wanted:
-        print(f"{source.name}: nothing to fetch")
-    for file in wanted:
-        if (root / file.path).is_dir():
-            raise DataError(
-                f"{root / file.path}: already exists; move it to fetch all of {source.name}"
-            )
+    wanted: dict[str, list[File]] = {}
+    for file in source.files:
+        place = root / file.path
+        if inspect(file, place)[0] == OK:
+            continue
+        if place.is_dir():
+            raise DataError(f"{place}: already exists; move it to fetch all of {source.name}")
         if not file.url:
             raise DataError(
-                f"{file.path}: no download link; save the file from {source.page} as {root / file.path}"
+                f"{file.path}: no download link; save the file from {source.page} as {place}"
             )
-    for url, files in groupby((file for file in wanted if file.url), key=lambda file: file.url):
+        wanted.setdefault(file.url, []).append(file)
+    if not wanted:
+        print(f"{source.name}: nothing to fetch")
+    for url, files in wanted.items():
         try:
             root.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=root, prefix=".fetch-") as folder:
-                download_and_install(url, list(files), Path(folder), root)
+                download_and_install(url, files, Path(folder), root)
         except FAILED as error:
             raise DataError(
                 f"{source.name}: {url}: download failed ({error}); run again, or see {source.page}"
             ) from None
 
 
-def unpack(archive: Path, folder: Path) -> None:
-    """Extract the regular files of a zip or .tar.gz archive into the folder.
-
-    Links and members outside the folder are left out.
-    """
-    if archive.suffix == ".zip":
-        shutil.unpack_archive(archive, folder)
-        return
-    with tarfile.open(archive, "r:gz") as tar:
-        for member in tar:
-            if member.isfile() and (folder / member.name).resolve().is_relative_to(
-                folder.resolve()
-            ):
-                tar.extract(member, folder)
-
-
 def download_and_install(url: str, files: Sequence[File], folder: Path, root: Path) -> None:
     """Download a file or archive to `folder`, check it, and move its files to `root`."""
     part = folder / posixpath.basename(urlsplit(url).path)
     download(url, part)
-    if files[0].archive_sha256 and digest(part, "sha256") != files[0].archive_sha256:
+    checksum = files[0].archive_sha256
+    if checksum and digest(part, "sha256") != checksum:
         raise DataError(f"{url}: wrong checksum of the archive; run the command again")
-    places = {file: folder / "unpacked" / file.member if file.member else part for file in files}
-    if part.name.endswith((".zip", ".tgz", ".tar.gz")):
-        unpack(part, folder / "unpacked")
+    unpacked = folder / "unpacked"
+    places = {file: unpacked / file.member if file.member else part for file in files}
+    if part.suffix == ".zip":
+        shutil.unpack_archive(part, unpacked)
+    elif part.name.endswith((".tgz", ".tar.gz")):
+        shutil.unpack_archive(part, unpacked, filter="data")  # nothing outside of the folder
     elif files[0].member:
-        (folder / "unpacked").mkdir()
+        unpacked.mkdir()
         with gzip.open(part) as stream, open(places[files[0]], "wb") as out:
             shutil.copyfileobj(stream, out)
     for file, place in places.items():
-        for path in place.rglob("*"):
-            if path.is_symlink():
-                path.unlink()
-            elif path.is_file() and not path.name.endswith(file.ending):
-                path.rename(path.with_name(path.name + file.ending))
+        add_ending(place, file.ending)
         state, detail = inspect(file, place)
         if state != OK:
             raise DataError(
@@ -277,6 +271,13 @@ def download_and_install(url: str, files: Sequence[File], folder: Path, root: Pa
         (root / file.path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, root / file.path)
         print(f"{root / file.path}: downloaded from {url}")
+
+
+def add_ending(folder: Path, ending: str) -> None:
+    """Add an ending to the names of files in a folder that lack it."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.name.endswith(ending):
+            path.rename(path.with_name(path.name + ending))
 
 
 def download(url: str, path: Path) -> None:
@@ -306,9 +307,9 @@ def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> No
         print(f"{folder}: already present")
         return
     try:
-        with whole_folder(folder.parent, folder.name, then="run the command again") as made:
-            source = bring(made)
-            for file in made.iterdir():
+        with whole_folder(folder.parent, folder.name, then="run the command again") as part:
+            source = bring(part)
+            for file in part.iterdir():
                 file.chmod(0o644)  # safetensors writes files that only their user can read
     except OSError as error:
         raise DataError(f"{model.name}: {error}") from None

@@ -29,7 +29,7 @@ import numpy as np
 from crt_exp.experiments.data import DataError, images
 from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
-from crt_exp.experiments.data.sources import no_folder
+from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.data.text import numbered_lines
 from crt_exp.registry import ConfigError
 
@@ -160,7 +160,7 @@ def load(
         ConfigError: the rules are invalid.
     """
     if dataset in PRESETS:
-        no_folder(data_dir, f"task.dataset={dataset}, which is generated")
+        refuse_data_dir(data_dir, f"task.dataset={dataset}, which is generated")
         symbols, classes = (len(SYMBOLS), 10) if dataset == "listops" else (BYTES, 2)
         return Arena(generated(dataset, rules, scale, cache_dir), symbols, classes)
     if rules:

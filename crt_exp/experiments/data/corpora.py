@@ -24,7 +24,7 @@ import numpy as np
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.glue import TASKS, split_file
-from crt_exp.experiments.data.sources import no_folder
+from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.data.text import (
     IGNORED,
     SPECIAL,
@@ -72,7 +72,7 @@ def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> 
     """
     if name in OFFICIAL:
         return [official_file(name, part, data_dir, source) for part in PARTS.values()]
-    no_folder(data_dir, f"task.corpus={name}, a file of its own")
+    refuse_data_dir(data_dir, f"task.corpus={name}, a file of its own")
     return [text_path(name)]
 
 

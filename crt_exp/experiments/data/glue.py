@@ -19,7 +19,13 @@ from torch import Tensor
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import pad_rows
-from crt_exp.experiments.data.sources import from_hub, how_to_fetch, is_on_hub, missing, task_folder
+from crt_exp.experiments.data.sources import (
+    from_hub,
+    how_to_fetch,
+    is_on_hub,
+    missing_file,
+    task_folder,
+)
 from crt_exp.experiments.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"
@@ -193,7 +199,7 @@ def split_file(task: GlueTask, split: str, data_dir: str | Path | None = None) -
     folder = task_folder(task.source, data_dir)
     path = folder / f"{task.splits[split]}.tsv" if folder else None
     if path is None or not path.is_file():
-        raise missing(task.source, path, list(task.splits).index(split))
+        raise missing_file(task.source, path, list(task.splits).index(split))
     return path
 
 

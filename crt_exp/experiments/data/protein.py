@@ -28,7 +28,7 @@ from torch import Tensor
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
 from crt_exp.experiments.data.plan import pad_rows, with_key_mask
-from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import IGNORED, Masking, table
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Whole
@@ -123,7 +123,7 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     """
     folder = task_folder("protein", data_dir)
     if folder is None or not folder.is_dir():
-        raise missing("protein", folder and folder / "UP000000625_83333.fasta")
+        raise missing_file("protein", folder and folder / "UP000000625_83333.fasta")
     files = [Path(file) for file in files_ending(folder, ENDINGS, deep=False)]
     if not files:
         raise DataError(

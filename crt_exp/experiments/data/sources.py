@@ -11,8 +11,8 @@ import csv
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -57,25 +57,18 @@ class Source:
     files: list[File] = field(default_factory=list)
 
 
-def rows_of(table: str) -> Iterator[dict[str, str]]:
-    """Lines of a csv file in this folder."""
-    with Path(__file__).with_name(table).open(newline="", encoding="utf-8") as stream:
-        yield from csv.DictReader(stream)
-
-
 def read_sources() -> dict[str, Source]:
-    result: dict[str, Source] = {}
-    for row in rows_of("sources.csv"):
-        source = result.setdefault(row["name"], Source(**fields_of(Source, row)))
-        if row["path"]:
-            source.files.append(File(**fields_of(File, row) | {"rows": int(row["rows"] or 0)}))
-    return result
-
-
-def fields_of(kind: type, row: dict[str, str]) -> dict[str, str]:
-    """Return the cells of a row that are fields of a dataclass."""
-    names = [field.name for field in fields(kind)]
-    return {name: row[name] for name in names if name in row}
+    sources: dict[str, Source] = {}
+    of_source = [field.name for field in fields(Source) if field.name != "files"]
+    of_file = [field.name for field in fields(File)]
+    with Path(__file__).with_name("sources.csv").open(newline="", encoding="utf-8") as table:
+        for row in csv.DictReader(table):
+            source = Source(**{name: row[name] for name in of_source})
+            source = sources.setdefault(source.name, source)
+            file = File(**{name: row[name] for name in of_file})
+            if file.path:
+                source.files.append(replace(file, rows=int(file.rows or 0)))
+    return sources
 
 
 SOURCES = read_sources()
@@ -85,19 +78,20 @@ def select(name: str) -> list[Source]:
     """Source called `name`, else all sources in `name`/, such as "uci".
 
     Raises DataError if there is none.
+
+    >>> [source.name for source in select("uci/car")]
+    ['uci/car']
     """
     name = name.strip("/")
-    found = (
-        [SOURCES[name]]
-        if name in SOURCES
-        else [SOURCES[each] for each in SOURCES if each.startswith(name + "/")]
-    )
-    if not found:
-        groups = dict.fromkeys(each.split("/")[0] for each in SOURCES)
+    if name in SOURCES:
+        return [SOURCES[name]]
+    inside = [source for source in SOURCES.values() if source.name.startswith(f"{name}/")]
+    if not inside:
+        groups = dict.fromkeys(known.split("/")[0] for known in SOURCES)
         expected = f"; expected one of {', '.join(groups)}, or a part such as uci/abalone"
         near = did_you_mean(name, [*groups, *SOURCES])
         raise DataError(f"unknown data set {name!r}{near or expected}")
-    return found
+    return inside
 
 
 def data_root(folder: str | Path | None = None) -> Path | None:
@@ -112,11 +106,13 @@ def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
 
     data_dir: the option task.data_dir.
     """
+    if data_dir:
+        return Path(data_dir).expanduser()
     root = data_root()
-    return Path(data_dir).expanduser() if data_dir else root and root / name
+    return root and root / name
 
 
-def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out") -> None:
+def refuse_data_dir(data_dir: str | Path | None, by: str, instead: str = "leave it out") -> None:
     """Raise DataError if a data folder is set for a source that reads none.
 
     Otherwise a user would believe that the folder was read.
@@ -125,7 +121,7 @@ def no_folder(data_dir: str | Path | None, by: str, instead: str = "leave it out
         raise DataError(f"task.data_dir={data_dir}: not used by {by}; {instead}")
 
 
-def missing(name: str, path: Path | None, file: int = 0) -> DataError:
+def missing_file(name: str, path: Path | None, file: int = 0) -> DataError:
     """Error for a missing file of source `name`.
 
     path: the expected path; None: neither $CRT_DATA nor task.data_dir is set. file: index in the files of the source.
@@ -171,7 +167,7 @@ def is_on_hub(
         DataError: source=hub with a data folder.
     """
     if source == "hub":
-        no_folder(data_dir, "task.source=hub", "leave it out, or set task.source=files")
+        refuse_data_dir(data_dir, "task.source=hub", "leave it out, or set task.source=files")
     if source != "auto" or data_dir or (path is not None and path.exists()):
         return source == "hub"
     size = SOURCES[name].size

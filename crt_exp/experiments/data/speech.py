@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import AUDIO, files_ending
-from crt_exp.experiments.data.sources import Hub, load_rows, missing, reason_of, task_folder
+from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
 from crt_exp.experiments.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -243,7 +243,7 @@ def recordings(data_dir: str | None) -> list[AudioPart]:
     """Sorted files `<digit>_<speaker>_<index>.wav`; raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():
-        raise missing(DIGITS, folder)
+        raise missing_file(DIGITS, folder)
     files = audio_files(folder, "task.data_dir")
     if wrong := [path for path in files if not re.fullmatch(r"\d_[a-z]+_\d+", path.stem)]:
         raise DataError(

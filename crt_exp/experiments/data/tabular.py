@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import SOURCES, missing, no_folder, task_folder
+from crt_exp.experiments.data.sources import SOURCES, missing_file, refuse_data_dir, task_folder
 from crt_exp.registry import unknown
 
 BLANKS = ("yeast", "wifi", "boston")  # blank-separated files; others are comma-separated
@@ -82,7 +82,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Table:
     the published file, or is given to a set that reads none. Raises ConfigError for an unknown name.
     """
     if name in EMBEDDED and not (data_dir and name in LAYOUTS):
-        no_folder(data_dir, f"task.dataset={name}, which is embedded")
+        refuse_data_dir(data_dir, f"task.dataset={name}, which is embedded")
         return embedded(name)
     if name not in LAYOUTS:
         raise unknown("task.dataset", str(name), list(dict.fromkeys([*LAYOUTS, *EMBEDDED])))
@@ -101,7 +101,7 @@ def read_official(name: str, path: Path | None) -> Table:
     """Read the published file of `name`; raises DataError if missing or different."""
     source, layout = SOURCES[f"uci/{name}"], LAYOUTS[name]
     if path is None or not path.is_file():
-        raise missing(f"uci/{name}", path)
+        raise missing_file(f"uci/{name}", path)
     try:
         frame = pd.read_csv(
             path,

@@ -23,7 +23,7 @@ from torch import Tensor
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.files import cached, files_ending, key_of
-from crt_exp.experiments.data.sources import SOURCES, load_rows, missing, text_folder
+from crt_exp.experiments.data.sources import SOURCES, load_rows, missing_file, text_folder
 
 Paths = str | Path | Sequence[str | Path]
 IGNORED = -100  # label of tokens that the loss ignores
@@ -115,7 +115,7 @@ def official_file(
     folder = text_folder(source, name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
     if path is None or not path.is_file():
-        raise missing(name, path, place)
+        raise missing_file(name, path, place)
     return path
 
 

@@ -23,7 +23,7 @@ from crt_exp.attention.reference import softmax_attention
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.protein import BEGIN, LETTERS, STANDARD
-from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import (
     Measurement,
@@ -256,7 +256,7 @@ class AttentionMaps(SwapMeasurement):
         check_start(self.start)
         folder = task_folder("protein", None)
         if folder is None or not (folder / self.file).is_file():
-            raise missing("protein", folder and folder / self.file)
+            raise missing_file("protein", folder and folder / self.file)
         letters = entry_of(folder / self.file, self.entry)
         saved = of_proteins(self.start)
         exact = matrices(saved.build(Mechanism.of("exact")), letters)

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.measure import Measurement, Series
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
@@ -60,7 +60,7 @@ def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
     """
     folder = task_folder("mnist", data_dir)
     if folder is None or not (folder / name).is_file():
-        raise missing("mnist", folder and folder / name)
+        raise missing_file("mnist", folder and folder / name)
     try:
         raw = gzip.decompress((folder / name).read_bytes())
         sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)

@@ -20,7 +20,7 @@ from torch import nn
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.corpora import PARTS, Row, Rows, TokenText
 from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
-from crt_exp.experiments.data.sources import no_folder, stand_in
+from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, official_file, table, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp
@@ -108,7 +108,7 @@ class Books(SymbolTask):
                 split: [official_file("wikitext2", part, self.data_dir)]
                 for split, part in PARTS.items()
             }
-        no_folder(self.data_dir, "task.text")
+        refuse_data_dir(self.data_dir, "task.text")
         given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
         return {split: text_files(paths) for split, paths in given.items() if paths is not None}
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data import text as data
-from crt_exp.experiments.data.sources import Hub, no_folder
+from crt_exp.experiments.data.sources import Hub, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
@@ -139,7 +139,7 @@ class MLM(Task):
         """Text of each split that has one."""
         texts: dict[str, data.Text] = {}
         if self.hub["name"] is not None or self.text is not None:
-            no_folder(self.data_dir, "task.hub.name" if self.text is None else "task.text")
+            refuse_data_dir(self.data_dir, "task.hub.name" if self.text is None else "task.text")
             if self.text is None:
                 texts["train"] = data.HubText.load(**self.hub)
             else:
