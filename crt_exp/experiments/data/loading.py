@@ -272,26 +272,22 @@ class Micro:
     finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]]
     rng: Callable[[int], Generator]
 
-    def __call__(self, rows: Sequence[Row]) -> tuple[dict[str, Tensor] | None, list[str]]:
-        """Batch of the readable rows (None if there are none), and problems of the others."""
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor] | str:
+        """Batch of the rows, or the message of Unreadable: an error that leaves a worker loses it."""
         pixels = []
         labels = []
         draws = []
-        problems = []
         for number, source, label in rows:
             try:
                 image = self.read(source)
-            except images.Unreadable as error:  # raising in a worker would lose class and message
-                problems.append(str(error))
-                continue
+            except images.Unreadable as error:
+                return str(error)
             draw = self.rng(number)
             with seeded_globals(draw):
                 pixels.append(self.transform(image))
             labels.append(label)
             draws.append(draw)
-        return self.finish(
-            torch.stack(pixels), torch.tensor(labels), draws
-        ) if pixels else None, problems
+        return self.finish(torch.stack(pixels), torch.tensor(labels), draws)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ size is checked.
 
 import csv
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -263,26 +262,12 @@ def load_rows(
 ) -> Any:
     """Split of a Hugging Face data set, or of local files. Raises DataError.
 
-    Cells of csv files are text as written. files, otherwise: see `from_hub`.
+    files, otherwise: see `from_hub`.
     """
     from datasets import load_dataset
 
-    load = partial(load_dataset, name, config, data_files=files)
-    read = partial(load, split=split)
-    if name == "csv":
-        read = partial(csv_rows, load, split)
-    return from_hub(read, name, otherwise, files)
-
-
-def csv_rows(load: Callable[..., Any], split: str) -> Any:
-    """Rows of csv files; their types are not inferred, so that 007 and NA stay."""
-    from datasets import Features, Value
-
-    whole = re.match(r"[\w.]*", split)[0]  # streams have no slices
-    rows = load(split=whole, streaming=True, na_filter=False)
-    columns = [*next(iter(rows), {})]
-    features = Features({column: Value("string") for column in columns})
-    return load(split=split, na_filter=False, features=features or None)
+    load = partial(load_dataset, name, config, data_files=files, split=split)
+    return from_hub(load, name, otherwise, files)
 
 
 def reason_of(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Speech with transcripts from LibriSpeech, spoken digits, tables or the hub.
 
-All audio is resampled to one rate. Headers show most unusable audio before training; it raises an error, or is left out
-and counted. No function draws from a global generator.
+All audio is resampled to one rate. Headers show most unusable audio before training. No function draws from a global
+generator.
 """
 
 import csv
@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.files import AUDIO, files_ending
 from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
 from crt_exp.experiments.data.text import numbered_lines
@@ -65,39 +65,7 @@ class Utterance(NamedTuple):
 
 
 class BadAudio(DataError):
-    """Audio is unreadable; the message names the file."""
-
-
-class Faults:
-    """Collects unusable utterances and reports them together.
-
-    bad: "error" raises; "skip" leaves them out with a warning.
-    """
-
-    def __init__(self, bad: Literal["error", "skip"], what: str):
-        self.bad = bad
-        self.what = what
-        self.noted = []
-
-    def add(self, reason: object) -> None:
-        self.noted.append(str(reason))
-
-    def report(self, left: int) -> None:
-        """Report the noted faults; left: the number of usable utterances.
-
-        Raises DataError if nothing usable is left, or for any fault with bad="error".
-        """
-        if left == 0 and not self.noted:
-            raise DataError(
-                f"{self.what}: no utterances; expected at least one in train, validation and test"
-            )
-        found = (
-            f"{self.what}: {len(self.noted)} unusable, {left} usable: {'; '.join(self.noted[:3])}"
-        )
-        if left == 0 or self.noted and self.bad == "error":
-            raise DataError(f"{found}; fix the files{', or set task.bad=skip' if left else ''}")
-        if self.noted:
-            warn("%s", found)
+    """An utterance is unusable; the message names its file."""
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -119,10 +87,11 @@ def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> 
     return files
 
 
-def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> Iterator[Utterance]:
+def official(subsets: Sequence[str], data_dir: str | None) -> Iterator[Utterance]:
     """Yield sorted utterances of subsets in LibriSpeech's layout.
 
-    The layout is <subset>/<speaker>/<chapter>/*.flac with *.trans.txt. Raises DataError for a missing or empty subset.
+    The layout is <subset>/<speaker>/<chapter>/*.flac with *.trans.txt. Raises DataError for a missing or empty subset,
+    and for a transcript without audio.
     """
     root = task_folder("speech/LibriSpeech", data_dir)
     for subset in subsets:
@@ -132,9 +101,9 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
                 f"task.subsets: {subset} is missing in {where}; run `python -m crt_exp data fetch "
                 f"speech/LibriSpeech/{subset}`"
             )
-        files = audio_files(root / subset, "task.data_dir", (TRANSCRIPTS,))
-        audio, texts = {}, {}
-        for path in files:
+        audio: dict[Path, Path] = {}
+        texts: dict[Path, str] = {}
+        for path in audio_files(root / subset, "task.data_dir", (TRANSCRIPTS,)):
             if not path.name.lower().endswith(TRANSCRIPTS):
                 audio[path.with_suffix("")] = path
                 continue
@@ -143,34 +112,30 @@ def official(subsets: Sequence[str], data_dir: str | None, faults: Faults) -> It
                 if name:
                     texts[path.parent / name] = text
         for name in texts.keys() - audio.keys():
-            faults.add(f"{name}: a transcript without audio beside it")
+            raise BadAudio(f"{name}: a transcript without audio beside it")
         for name in sorted(audio, key=lambda name: name.name):
-            yield from utterance_of(audio[name], str(audio[name]), texts.get(name), faults)
+            yield utterance_of(audio[name], str(audio[name]), texts.get(name))
 
 
 def utterance_of(
     source: Path | io.BytesIO,
     name: str,
     text: str | None,
-    faults: Faults,
     content: Callable[[], bytes] | None = None,
-) -> Iterator[Utterance]:
-    """Yield the utterance; note a fault and yield nothing if it is unusable."""
-    try:
-        part = AudioPart(name, seconds_of(source, name), content)
-        text = " ".join((text or "").split())
-        if not text:
-            raise BadAudio(f"{name}: no transcript")
-        yield Utterance(Path(name).stem, text, (part,))
-    except BadAudio as error:
-        faults.add(error)
+) -> Utterance:
+    """Utterance of one file; raises BadAudio if it is unusable."""
+    part = AudioPart(name, seconds_of(source, name), content)
+    words = (text or "").split()
+    if not words:
+        raise BadAudio(f"{name}: no transcript")
+    return Utterance(Path(name).stem, " ".join(words), (part,))
 
 
-def table_utterances(path: str | Path, split: str, faults: Faults) -> Iterator[Utterance]:
+def table_utterances(path: str | Path, split: str) -> Iterator[Utterance]:
     """Utterances of one split of your own table."""
     table = read_table(Path(path).expanduser())
     for audio, text in table[table.split == split][["audio", "text"]].itertuples(index=False):
-        yield from utterance_of(Path(audio), audio, text, faults)
+        yield utterance_of(Path(audio), audio, text)
 
 
 def read_table(path: Path):
@@ -291,7 +256,7 @@ class SpeechHub(Hub):
     text: str
 
 
-def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utterance]:
+def hub_utterances(hub: SpeechHub, split: str) -> Iterator[Utterance]:
     """Utterances of a hub split, downloaded once by `datasets`. Raises DataError."""
     from datasets import Audio
 
@@ -313,18 +278,22 @@ def hub_utterances(hub: SpeechHub, split: str, faults: Faults) -> Iterator[Utter
             f"{hub['name']}: column {hub['audio']} is not audio ({reason_of(error)})"
         ) from None
     for i, row in enumerate(rows):
-        audio, text = row[hub["audio"]] or {}, row[hub["text"]]
-        path, in_memory = audio.get("path"), audio.get("bytes")
+        audio = row[hub["audio"]] or {}
+        text = row[hub["text"]]
+        path = audio.get("path")
+        in_memory = audio.get("bytes")
         name = path or f"row-{i}"
         if not path and in_memory is None:
-            faults.add(f"{hub['name']}, row {i + 1}: no audio")
-        elif not isinstance(text, str | None):
-            faults.add(f"{hub['name']}, row {i + 1}, {name}: transcript {text!r}, expected text")
-        elif in_memory is None:
-            yield from utterance_of(Path(path), name, text, faults)
+            raise BadAudio(f"{hub['name']}, row {i + 1}: no audio")
+        if not isinstance(text, str | None):
+            raise BadAudio(
+                f"{hub['name']}, row {i + 1}, {name}: transcript {text!r}, expected text"
+            )
+        if in_memory is None:
+            yield utterance_of(Path(path), name, text)
         else:
             content = partial(content_of, rows, i, hub["audio"])
-            yield from utterance_of(io.BytesIO(in_memory), name, text, faults, content)
+            yield utterance_of(io.BytesIO(in_memory), name, text, content)
 
 
 def content_of(rows: Any, i: int, column: str) -> bytes:
@@ -400,17 +369,17 @@ def pad_audio(rows: Sequence[np.ndarray]) -> torch.Tensor:
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
-def usable(utterances: Iterable[Utterance], longest: float, faults: Faults) -> list[Utterance]:
-    """Utterances of an allowed length; others are noted as faults."""
-    kept = []
-    for each in utterances:
-        if SHORTEST <= each.seconds <= longest:
-            kept.append(each)
-        else:
-            faults.add(
-                f"{each.parts[0].name}: {each.seconds:.3f} s, expected {SHORTEST} to {longest:g} s"
+def checked_lengths(utterances: Iterable[Utterance], longest: float) -> list[Utterance]:
+    """The utterances; raises BadAudio for the first one of another length than allowed."""
+    result = []
+    for utterance in utterances:
+        if not SHORTEST <= utterance.seconds <= longest:
+            raise BadAudio(
+                f"{utterance.parts[0].name}: {utterance.seconds:.3f} s, expected {SHORTEST} to "
+                f"{longest:g} s, task.max_seconds"
             )
-    return kept
+        result.append(utterance)
+    return result
 
 
 def random_intervals(rng: np.random.Generator, count: int, share: float, length: int) -> np.ndarray:

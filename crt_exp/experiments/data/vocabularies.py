@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -207,8 +208,8 @@ class Symbols:
     pieces: bytes = b""
 
     @classmethod
-    def of(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
-        """Vocabulary of documents: characters, words, or at most `size` pieces."""
+    def from_texts(cls, kind: SymbolKind, texts: Sequence[str], size: int) -> "Symbols":
+        """Vocabulary of transcripts: characters, words, or at most `size` pieces."""
         if kind == "pieces":
             model = unigram_model(
                 texts,
@@ -217,45 +218,45 @@ class Symbols:
                 vocab_size=size,
                 character_coverage=1.0,
             )
-            return cls.of_pieces(model)
+            return cls.from_pieces(model)
         symbols: set[str] = set()
         for text in texts:
             symbols.update(text if kind == "characters" else text.split())
         return cls(kind, tuple(sorted(symbols)))
 
     @classmethod
-    def of_pieces(cls, model: bytes) -> "Symbols":
+    def from_pieces(cls, model: bytes) -> "Symbols":
+        """Vocabulary of a serialised sentencepiece model."""
         processor = load_sentencepiece(model)
-        return cls(
-            "pieces",
-            tuple(processor.id_to_piece(i) for i in range(processor.get_piece_size())),
-            model,
-        )
+        pieces = (processor.id_to_piece(i) for i in range(processor.get_piece_size()))
+        return cls("pieces", tuple(pieces), model)
 
-    def __post_init__(self):
-        object.__setattr__(self, "numbers", {entry: i for i, entry in enumerate(self.entries)})
-        object.__setattr__(
-            self, "processor", load_sentencepiece(self.pieces) if self.kind == "pieces" else None
-        )
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """Id of each entry."""
+        return {entry: number for number, entry in enumerate(self.entries)}
+
+    @cached_property
+    def processor(self) -> Any:
+        return load_sentencepiece(self.pieces)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a string; raises DataError for a symbol outside the vocabulary."""
-        if self.processor is not None:
+        if self.kind == "pieces":
             parts = self.processor.encode(text, out_type=str)
         else:
             parts = text if self.kind == "characters" else text.split()
-        if unknown := next((part for part in parts if part not in self.numbers), None):
-            raise DataError(f"{unknown!r} is not in the vocabulary of {len(self)} {self.kind}")
+        for part in parts:
+            if part not in self.numbers:
+                raise DataError(f"{part!r} is not in the vocabulary of {len(self)} {self.kind}")
         return [self.numbers[part] for part in parts]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        if self.processor is not None:
+        if self.kind == "pieces":
             return self.processor.decode(list(numbers))
-        return " ".join(
-            ("" if self.kind == "characters" else " ")
-            .join(self.entries[i] for i in numbers)
-            .split()
-        )
+        blank = "" if self.kind == "characters" else " "
+        text = blank.join(self.entries[number] for number in numbers)
+        return " ".join(text.split())

@@ -463,7 +463,7 @@ def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     with open_folder(run, option, TRANSDUCER, "task=librispeech") as (folder, config, tensors):
         kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
         symbols = (
-            Symbols.of_pieces((folder / PIECES).read_bytes())
+            Symbols.from_pieces((folder / PIECES).read_bytes())
             if kind == "pieces"
             else Symbols(kind, entries)
         )

@@ -46,6 +46,8 @@ FREE_KEYS = (
     "trainer.cpu.",
     "trainer.save_minutes.",
     "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
+    "task.bad.",
+    "task.unreadable.",
     "task.strokes.",  # constants, which only runs of earlier versions have as keys
     "task.exact_lr.",
     "task.transfer_lr.",

@@ -5,7 +5,6 @@ Notation: B rows of a batch, C classes, H = W pixels of a side.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +56,6 @@ class ImageTask(Task):
     source: Literal["auto", "files", "hub"]
     hub: ImageHub
     held_out: Annotated[float, Field(ge=0, lt=1)]
-    unreadable: Literal["error", "skip"]
     workers: Workers
 
     validation, test = "val", "val"
@@ -75,11 +73,8 @@ class ImageTask(Task):
             raise ConfigError(
                 f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name"
             )
-        self.left_out, self.stream, self.embedded = (
-            0,
-            None,
-            not self.inputs() and self.hub["name"] is None,
-        )
+        self.stream = None
+        self.embedded = not self.inputs() and self.hub["name"] is None
         self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
             if self.data_dir or self.held_out:
@@ -122,22 +117,14 @@ class ImageTask(Task):
     ) -> Iterator[Batch]:
         """Yield batches; `finish` makes them from images, labels and row generators.
 
-        Raises DataError for an unreadable image. With task.unreadable=skip, an unreadable image gives a warning, is
-        counted and left out. A batch without any readable image still raises DataError.
+        Raises DataError for an unreadable image.
         """
         asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
         micro = Micro(self.read_source, transform, finish, plan.rng)
-        for batch, problems in by_workers(micro, asked, self.workers):
-            if problems and (batch is None or self.unreadable == "error"):
-                raise DataError(f"{problems[0]} Replace the image, or set task.unreadable=skip")
-            self.left_out += len(problems)
-            for problem in problems:
-                warnings.warn(f"{problem} Skipped.", stacklevel=2)
+        for batch in by_workers(micro, asked, self.workers):
+            if isinstance(batch, str):
+                raise DataError(batch)
             yield batch
-
-    def weight(self, batch: Batch) -> float | None:
-        """Number of images if unreadable images may be left out, else None."""
-        return float(len(next(iter(batch.values())))) if self.unreadable == "skip" else None
 
     def updated(self, model: nn.Module, step: int) -> None:
         if self.stream:
@@ -298,9 +285,8 @@ class ImageNet(ImageTask):
     # ---- results
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        """Loss in nats, top-1 and top-5 accuracy of the readable images."""
+        """Loss in nats, top-1 and top-5 accuracy."""
         loss = right = near = count = 0
-        left_out = self.left_out
         for batch in reader.batches(split):
             logits, labels = model(batch["images"]).float(), batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
@@ -308,13 +294,10 @@ class ImageNet(ImageTask):
             right = right + int(hits[:, 0].sum())
             near = near + int(hits.sum())
             count = count + len(labels)
-        loss, right, near, count, left_out = reader.sum(
-            loss, right, near, count, self.left_out - left_out
-        )
+        loss, right, near, count = reader.sum(loss, right, near, count)
         if not math.isfinite(loss):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
-        metrics = {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
-        return metrics | ({"unreadable_images": left_out} if left_out else {})
+        return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save the model as `<run>/model`."""

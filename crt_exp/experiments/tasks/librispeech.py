@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError, speech, warn
+from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
 from crt_exp.experiments.data.sources import is_on_hub, stand_in, task_folder
 from crt_exp.experiments.data.vocabularies import LETTERS, Symbols
@@ -89,7 +89,6 @@ class LibriSpeech(Task):
     hub: speech.SpeechHub
     rate: Annotated[int, Field(ge=4000)] | None
     max_seconds: Positive
-    bad: Literal["error", "skip"]
     workers: Workers
     symbols: Literal["characters", "words", "pieces"] | None
     pieces: Count
@@ -122,7 +121,6 @@ class LibriSpeech(Task):
             raise ConfigError(
                 f"task.hub.train={self.hub['train']}: also the validation or test split; expected another"
             )
-        self.faults = {split: speech.Faults(self.bad, f"{split} utterances") for split in SPLITS}
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
         self.transcripts: list[tuple] = []
@@ -143,45 +141,33 @@ class LibriSpeech(Task):
     # ---- data
 
     def read_splits(self) -> dict[str, SpokenSplit]:
-        """Read all splits; report unusable utterances of each split."""
-        usable = {
-            split: speech.usable(self.read(split), self.max_seconds, self.faults[split])
-            for split in SPLITS
-        }
+        """Read and check all splits."""
+        utterances = {}
+        for split in SPLITS:
+            utterances[split] = speech.checked_lengths(self.read(split), self.max_seconds)
+            if not utterances[split]:
+                raise DataError(f"{split}: no utterances; expected at least one")
         if self.corpus == "librispeech":
             files = []
-            for split, utterances in usable.items():
-                parts = chain.from_iterable(each.parts for each in utterances)
+            for split, of_split in utterances.items():
+                parts = chain.from_iterable(utterance.parts for utterance in of_split)
                 files += [(part.name, split) for part in parts if part.content is None]
             speech.check_disjoint(files, "task.subsets")
-        if not usable["train"]:
-            self.faults["train"].report(0)
         if self.symbols == "characters" and self.corpus == "librispeech":
             self.vocabulary = Symbols("characters", tuple(LETTERS))
         else:
-            self.vocabulary = Symbols.of(
-                self.symbols, [each.text for each in usable["train"]], self.pieces
-            )
-        splits = {
-            split: self.encode_split(split, utterances) for split, utterances in usable.items()
-        }
-        for split, coded in splits.items():
-            self.faults[split].report(len(coded.utterances))
-            if (longest := coded.costs.max()) > self.batch_seconds:
-                raise ConfigError(
-                    f"task.batch_seconds={self.batch_seconds:g}: expected at least {longest:g} ({split})"
-                )
-        return splits
+            texts = [utterance.text for utterance in utterances["train"]]
+            self.vocabulary = Symbols.from_texts(self.symbols, texts, self.pieces)
+        return {split: self.encode_split(split, of_split) for split, of_split in utterances.items()}
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
-        faults = self.faults[split]
         if self.on_hub:
-            return speech.hub_utterances(self.hub, split, faults)
+            return speech.hub_utterances(self.hub, split)
         if self.corpus == "fsdd":
             return speech.digit_strings(self.recordings, split, self.strings[split])
         if self.corpus == "table":
-            return speech.table_utterances(self.data_dir, split, faults)
-        return speech.official(self.subsets[split], self.data_dir, faults)
+            return speech.table_utterances(self.data_dir, split)
+        return speech.official(self.subsets[split], self.data_dir)
 
     @cached_property
     def recordings(self) -> list[speech.AudioPart]:
@@ -195,18 +181,22 @@ class LibriSpeech(Task):
                         yield Path(part.name)
 
     def encode_split(self, split: str, utterances: list[speech.Utterance]) -> SpokenSplit:
-        kept, targets = [], []
+        """Symbol ids and costs; raises DataError for an unknown symbol, ConfigError for long audio."""
+        slowest = min(self.speeds) if split == "train" else 1.0
+        targets = []
+        costs = []
         for utterance in utterances:
             try:
                 targets.append(np.array(self.vocabulary.encode(utterance.text), np.int32))
-                kept.append(utterance)
             except DataError as error:
-                self.faults[split].add(f"{utterance.name}: its transcript: {error}")
-        slowest = min(self.speeds) if split == "train" else 1.0
-        # quarters of a second: rows of equal cost are permuted, so that batches differ between epochs
-        return SpokenSplit(
-            kept, targets, np.array([math.ceil(4 * each.seconds / slowest) / 4 for each in kept])
-        )
+                raise DataError(f"{utterance.name}: its transcript: {error}") from None
+            # quarters of a second: rows of equal cost are permuted, so that batches differ between epochs
+            costs.append(math.ceil(4 * utterance.seconds / slowest) / 4)
+        if max(costs) > self.batch_seconds:
+            raise ConfigError(
+                f"task.batch_seconds={self.batch_seconds:g}: expected at least {max(costs):g} ({split})"
+            )
+        return SpokenSplit(utterances, targets, np.array(costs))
 
     def length(self, split: str) -> int:
         return len(self.splits[split].utterances)
@@ -221,68 +211,51 @@ class LibriSpeech(Task):
             order[places] for places in plan.by_cost(data.costs[order], self.batch_seconds, split)
         )
         make = partial(self.batch, data, plan if training else None)
-        for batch, problems in by_workers(make, asked, self.workers):
-            if problems and self.bad == "error":
-                raise speech.BadAudio(problems[0])
-            for problem in problems:
-                warn("%s: skipped", problem)
+        for batch in by_workers(make, asked, self.workers):
+            if isinstance(batch, str):
+                raise speech.BadAudio(batch)
             yield batch
 
-    def batch(
-        self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]
-    ) -> tuple[Batch, list[str]]:
-        """Batch of CPU tensors, and problems of rows that are left out.
+    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch | str:
+        """Batch of CPU tensors, or the message of BadAudio: an error that leaves a worker loses its words.
 
         plan: that of training, which draws speeds and masks for each row; None in evaluation.
         """
-        read, problems = [], []
+        audio = []
+        masks = []
         for row in map(int, rows):
             rng = plan and plan.rng(row)
             speed = self.speeds[rng.integers(len(self.speeds))] if rng else 1.0
             try:
-                audio = speech.as_int16(speech.audio_of(data.utterances[row], self.rate, speed))
-                read.append((row, audio, data.targets[row], rng))
+                samples = speech.audio_of(data.utterances[row], self.rate, speed)
             except speech.BadAudio as error:
-                problems.append(str(error))  # an error that leaves a worker loses its words
-        if read:
-            return self.collated(*zip(*read)), problems
-        silence = np.zeros(math.ceil(self.rate * speech.SHORTEST), np.int16)
-        return self.collated([0], [silence], [np.zeros(1, np.int32)], [None]) | {
-            "rows": []
-        }, problems
-
-    def collated(
-        self,
-        rows: Sequence[int],
-        audio: Sequence[np.ndarray],
-        targets: Sequence[np.ndarray],
-        rngs: Sequence[np.random.Generator | None],
-    ) -> Batch:
+                return str(error)
+            audio.append(speech.as_int16(samples))
+            if rng and (self.augment["bands"] or self.augment["spans"]):
+                masks.append(self.draw_masks(rng, len(samples)))
+        targets = [data.targets[row] for row in rows]
         batch = {
-            "rows": list(rows),
+            "rows": [int(row) for row in rows],
             "audio": speech.pad_audio(audio),
-            "samples": torch.tensor([*map(len, audio)]),
+            "samples": torch.tensor([len(samples) for samples in audio]),
             "targets": speech.pad_audio(targets),
-            "target_lengths": torch.tensor([*map(len, targets)]).int(),
+            "target_lengths": torch.tensor([len(target) for target in targets]).int(),
         }
-        if rngs[0] is not None and (self.augment["bands"] or self.augment["spans"]):
-            options, mels = self.augment, self.sizes["mels"]
-            drawn = [
-                (
-                    speech.random_intervals(rng, options["bands"], options["band_share"], mels),
-                    speech.random_intervals(
-                        rng,
-                        options["spans"],
-                        options["span_share"],
-                        frames_of(len(each), self.rate),
-                    ),
-                )
-                for rng, each in zip(rngs, audio)
-            ]
-            batch["bands"], batch["spans"] = (
-                torch.from_numpy(np.stack(part)) for part in zip(*drawn)
-            )
+        if masks:
+            bands, spans = zip(*masks)
+            batch["bands"] = torch.from_numpy(np.stack(bands))
+            batch["spans"] = torch.from_numpy(np.stack(spans))
         return batch
+
+    def draw_masks(self, rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bands of mels and spans of frames for SpecAugment, see `apply_spec_augment`."""
+        options = self.augment
+        frames = frames_of(samples, self.rate)
+        bands = speech.random_intervals(
+            rng, options["bands"], options["band_share"], self.sizes["mels"]
+        )
+        spans = speech.random_intervals(rng, options["spans"], options["span_share"], frames)
+        return bands, spans
 
     # ---- model
 
@@ -315,24 +288,24 @@ class LibriSpeech(Task):
         return model(**self.model_inputs(batch)).mean()
 
     def weight(self, batch: Batch) -> int:
-        return len(batch["rows"])  # 0 if no audio could be read
+        return len(batch["rows"])
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
-        loss, rows = 0.0, []
+        loss = 0.0
+        rows = []
         for batch in reader.batches(split):
             losses, hypotheses = model(**self.model_inputs(batch), search=greedy)
-            loss += float(losses.double().sum()) if batch["rows"] else 0.0
-            rows += [
-                (row, self.vocabulary.decode(each.symbols))
-                for row, each in zip(batch["rows"], hypotheses)
-            ]
+            loss += float(losses.double().sum())
+            for row, hypothesis in zip(batch["rows"], hypotheses):
+                rows.append((row, self.vocabulary.decode(hypothesis.symbols)))
         (loss,) = reader.sum(loss)
         rows = sorted(reader.gather(rows))
-        said = [self.splits[split].utterances[row] for row, _ in rows]
-        self.transcripts = [
-            (split, each.name, each.text, heard) for each, (_, heard) in zip(said, rows)
-        ]
-        rates = error_rates([each.text for each in said], [heard for _, heard in rows])
+        self.transcripts = []
+        for row, recognised in rows:
+            utterance = self.splits[split].utterances[row]
+            self.transcripts.append((split, utterance.name, utterance.text, recognised))
+        _, _, texts, recognised = zip(*self.transcripts)
+        rates = error_rates(texts, recognised)
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -254,10 +254,7 @@ def together(pixels, labels, draws):
 
 def batches(part, plan, workers=0, repeats=1):
     micro = Micro(part.read, noisy, together, plan.rng)
-    return [
-        batch
-        for batch, _ in by_workers(micro, listed_batches(part, "train", plan, repeats), workers)
-    ]
+    return list(by_workers(micro, listed_batches(part, "train", plan, repeats), workers))
 
 
 def same_batch(a, b):

@@ -1,6 +1,5 @@
 """Speech data: layouts on disk and on the hub, splits, audio, symbols, and refusals."""
 
-import datetime
 import json
 import struct
 from pathlib import Path
@@ -14,7 +13,6 @@ from crt_exp.experiments.data import DataError, speech, warn
 from crt_exp.experiments.data.speech import (
     AudioPart,
     BadAudio,
-    Faults,
     Utterance,
     decode_audio,
     seconds_of,
@@ -28,12 +26,8 @@ def forgetful():
     warn.cache_clear()
 
 
-def faults(bad="error"):
-    return Faults(bad, "train utterances")
-
-
-def read(root, found=None):
-    return list(speech.official(["train-clean-100"], str(root), found or faults()))
+def read(root):
+    return list(speech.official(["train-clean-100"], str(root)))
 
 
 # ---- LibriSpeech -------------------------------------------------------------------------------------------
@@ -44,10 +38,10 @@ def test_a_missing_folder_is_named_with_its_source(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match="CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"
     ):
-        list(speech.official(["dev-clean"], None, faults()))
+        list(speech.official(["dev-clean"], None))
     (tmp_path / "own").mkdir()
     with pytest.raises(DataError, match="own: expected an audio file, or a folder of audio files"):
-        list(speech.official(["own"], str(tmp_path), faults()))
+        list(speech.official(["own"], str(tmp_path)))
 
 
 def test_files_of_every_ending_but_hidden_ones(tmp_path):
@@ -60,21 +54,19 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
         (other / "x.trans.txt").write_text(f"x {name}\n")
     (chapter / ".cache").mkdir()
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
-    noted = faults()
-    found = read(tmp_path, noted)
+    found = read(tmp_path)
     assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"]
     assert found[0].name == "7-9-0000"
     actual = found[0].seconds
     expected = 0.1 * len(TEXTS[0])
     assert actual == pytest.approx(expected)
     assert Path(found[0].parts[0].name).is_file()
-    assert not noted.noted
     actual = len(speech.audio_files(tmp_path, "input"))
     expected = len(TEXTS) + 3
     assert actual == expected
 
 
-# ---- bad input: named and counted, an error or, where that was chosen, left out ---------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -88,11 +80,8 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
         ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected 0.1 to 5 s"),
     ],
 )
-def test_bad_input_is_named_and_counted_and_left_out_on_request(
-    transcript, audio, words, tmp_path, caplog
-):
+def test_bad_input_is_named(transcript, audio, words, tmp_path):
     folder = write_librispeech(tmp_path)
-    found = faults("skip")
     lines = folder / "7-9.trans.txt"
     file = folder / "7-9-0001.flac"
     lines.write_text(lines.read_text().replace("7-9-0001 A CAB\n", transcript))
@@ -102,20 +91,8 @@ def test_bad_input_is_named_and_counted_and_left_out_on_request(
         file.write_text(audio)
     elif audio == "":
         file.unlink()
-    left = speech.usable(read(tmp_path, found), 5.0, found)
-    found.report(len(left))
-    assert len(left) == len(TEXTS) - 1
-    assert "7-9-0001" not in {each.name for each in left}
-    assert "train utterances: 1 unusable, 5 usable" in caplog.text
-    assert words in caplog.text
-    found.bad = "error"
-    with pytest.raises(DataError, match="1 unusable.*task.bad=skip"):
-        found.report(len(left))
-
-
-def test_a_split_without_utterances_is_refused():
-    with pytest.raises(DataError, match="train utterances: no utterances"):
-        faults("skip").report(0)
+    with pytest.raises(BadAudio, match=words):
+        speech.checked_lengths(read(tmp_path), 5.0)
 
 
 @pytest.mark.parametrize("suffix", [".wav", ".flac"])
@@ -284,12 +261,12 @@ def test_audio_in_16_bits_is_kept_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("kind", ["characters", "words", "pieces"])
 def test_decoding_symbols_inverts_encoding(kind):
     texts = [*TEXTS, "A CAGE FED", "A FED BEE"] * 3
-    symbols = Symbols.of(kind, texts, 20)
+    symbols = Symbols.from_texts(kind, texts, 20)
     for text in texts:
         assert symbols.decode(symbols.encode(text)) == text
     assert max(max(symbols.encode(text)) for text in texts) < len(symbols)
     with pytest.raises(DataError, match="cannot build 3 pieces.* task.pieces"):
-        Symbols.of("pieces", TEXTS, 3)
+        Symbols.from_texts("pieces", TEXTS, 3)
     with pytest.raises(DataError, match="'Ö'" if kind != "words" else "'AÖ'"):
         symbols.encode("A AÖ")
 
@@ -303,13 +280,12 @@ def test_a_set_of_the_hub(tmp_path):
 
     folder = write_librispeech(tmp_path)
     local = read(tmp_path)
-    (folder / "7-9-0002.flac").write_bytes(b"no audio")
     rows = {
         "audio": [
             {"bytes": file.read_bytes(), "path": file.name}
             for file in sorted(folder.glob("*.flac"))
         ],
-        "text": ["", *TEXTS[1:]],
+        "text": TEXTS,
     }
     Dataset.from_dict(rows).cast_column("audio", Audio(decode=False)).to_parquet(
         tmp_path / "a.parquet"
@@ -322,69 +298,44 @@ def test_a_set_of_the_hub(tmp_path):
         "audio": "audio",
         "text": "text",
     }
-    noted = faults()
-    found = list(speech.hub_utterances(hub, "train", noted))
-    assert noted.noted[0] == "7-9-0000.flac: no transcript"
-    assert "7-9-0002.flac: not readable" in noted.noted[1]
-    for each, own in zip(found, [local[1], *local[3:]], strict=True):
+    found = list(speech.hub_utterances(hub, "train"))
+    for each, own in zip(found, local, strict=True):
         assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
         actual = speech.audio_of(each, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
-        list(speech.hub_utterances(hub | {"text": "sentence"}, "train", faults()))
+        list(speech.hub_utterances(hub | {"text": "sentence"}, "train"))
 
 
-def hub_rows(tmp_path, rows, kind="parquet"):
-    """Utterances and faults of rows of the hub."""
+def hub_rows(tmp_path, rows):
+    """Utterances of rows of the hub."""
     import pandas as pd
 
-    file = tmp_path / f"rows.{kind}"
-    getattr(pd.DataFrame(rows), f"to_{kind}")(file, index=False)
-    names = {"name": kind, "config": None, "audio": "audio", "text": "text"}
-    noted = faults("skip")
-    hub = names | {"train": "train", "data_files": str(file)}
-    return list(speech.hub_utterances(hub, "train", noted)), noted.noted
+    file = tmp_path / "rows.parquet"
+    pd.DataFrame(rows).to_parquet(file, index=False)
+    names = {"name": "parquet", "config": None, "audio": "audio", "text": "text"}
+    return list(speech.hub_utterances(names | {"train": "train", "data_files": str(file)}, "train"))
 
 
-@pytest.mark.parametrize("text", [5, 0.5, True, ["a"], {"a": "b"}, datetime.date(2011, 1, 1)])
-def test_rows_of_the_hub_without_text_or_audio_are_faults(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "audio, text, words",
+    [
+        ({}, 5, "row 2, a.wav: transcript 5, expected text"),
+        ({}, ["a"], "row 2, a.wav: transcript"),
+        ({}, None, "a.wav: no transcript"),
+        ({"bytes": None, "path": None}, "A", "parquet, row 2: no audio"),
+        ({"bytes": None, "path": "gone.wav"}, "A", "gone.wav: not readable"),
+        ({"bytes": b"", "path": "empty.wav"}, "A", "empty.wav: not readable"),
+    ],
+)
+def test_rows_of_the_hub_without_text_or_audio_are_named(audio, text, words, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
-    content = (tmp_path / "a.wav").read_bytes()
-    audio = {"bytes": content, "path": "a.wav"}
-    found, noted = hub_rows(tmp_path, [{"audio": audio, "text": text}] * 2)
-    assert not found
-    assert "parquet, row 2, a.wav: transcript" in noted[1]
-    audios = [
-        audio,
-        None,
-        {"bytes": None, "path": None},
-        {"bytes": None, "path": str(tmp_path / "a.wav")},
-        {"bytes": None, "path": "gone.wav"},
-        {"bytes": b"", "path": "empty.wav"},
-    ]
-    found, noted = hub_rows(tmp_path, [{"audio": each, "text": "A"} for each in audios])
-    assert [each.seconds for each in found] == [1, 1]
-    assert noted[:2] == ["parquet, row 2: no audio", "parquet, row 3: no audio"]
-    assert "gone.wav: not readable" in noted[2]
-    assert "empty.wav: not readable" in noted[3]
-    rows = [{"audio": audio, "text": "A"}, {"audio": audio, "text": None}]
-    found, noted = hub_rows(tmp_path, rows)
-    assert len(found) == 1
-    assert noted == ["a.wav: no transcript"]
-
-
-def test_transcripts_of_csv_are_text_as_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
-    texts = ["007", "NA", "null", ""]
-    rows = [{"audio": str(tmp_path / "a.wav"), "text": text} for text in texts]
-    found, noted = hub_rows(tmp_path, rows, "csv")
-    assert [each.text for each in found] == texts[:3]
-    assert len(noted) == 1
-    with pytest.raises(DataError, match="parquet: column audio is not audio"):
-        hub_rows(tmp_path, [{"audio": 1.5, "text": "A"}])
+    good = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
+    first = "A" if isinstance(text, str | None) else text
+    with pytest.raises(BadAudio, match=words.replace("row 2", "row [12]")):
+        hub_rows(tmp_path, [{"audio": good, "text": first}, {"audio": good | audio, "text": text}])
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
@@ -420,13 +371,13 @@ def test_tables_of_every_kind_give_the_same(name, folder):
         "t.csv": ["text,audio,split", *cells],
     }
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
-    found = list(speech.table_utterances(folder / name, "test", faults()))
+    found = list(speech.table_utterances(folder / name, "test"))
     actual = [each.text for each in found]
     expected = [" ".join(text.split()) for text, _ in COMMON_VOICE]
     assert actual == expected
     assert [each.name for each in found] == [*"012345"]
     assert found[0].seconds == 0.5
-    actual = list(speech.table_utterances(folder / name, "train", faults()))
+    actual = list(speech.table_utterances(folder / name, "train"))
     assert actual == []
 
 

@@ -472,7 +472,7 @@ def place(tmp_path_factory):
         "predictor": 16,
         "joiner": 16,
     }
-    heard = Recogniser(Symbols.of("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
+    heard = Recogniser(Symbols.from_texts("words", WORDS, 0), 8000, sizes, Mechanism.of("exact"))
     save_model(heard, heard.build().state_dict(), root / "speech")
     (root / "audio").mkdir()
     for number, word in enumerate(WORDS):

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -20,7 +19,7 @@ from crt_exp.experiments.models import vision
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import check_composed
-from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.base import Plan
 from crt_exp.experiments.tasks.imagenet import ImageNet
 from crt_exp.experiments.tasks.mae import MAE
 from crt_exp.mechanism import Mechanism
@@ -53,7 +52,6 @@ BOTH = {
     "source": "files",
     "hub": HUB,
     "held_out": 0.0,
-    "unreadable": "error",
     "workers": 0,
     "model": None,
     "init": "scratch",
@@ -346,16 +344,11 @@ def test_masks_belong_to_the_row(folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [task_of, mae_of])
-def test_unreadable_images_are_refused_or_left_out_of_the_mean(make, tmp_path):
+def test_unreadable_images_are_refused(make, tmp_path):
     root = write_images(tmp_path, size=16)
     (root / "val" / "class0" / "0.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match="class0/0.png: not a readable image.*task.unreadable=skip"):
+    with pytest.raises(DataError, match="class0/0.png: not a readable image"):
         list(make(root).batches("val", Plan(4)))
-    task = make(root, unreadable="skip")
-    model = task.build(Mechanism.of("exact")).eval()
-    with pytest.warns(UserWarning, match="0.png: .* Skipped"):
-        found = [task.evaluate(model, "val", Reader(task, batch=batch)) for batch in (5, 12)]
-    assert np.isclose(*[each["loss"] for each in found])
 
 
 @pytest.mark.parametrize(

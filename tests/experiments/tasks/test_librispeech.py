@@ -203,12 +203,8 @@ def test_a_symbol_outside_the_vocabulary(books, tmp_path):
         "subsets": {"train": ["train-clean-100"], "validation": ["dev-clean"], "test": ["own"]}
     }
     (books / "own").exists() or (books / "own").symlink_to(tmp_path / "test-clean")
-    with pytest.raises(
-        DataError, match="test utterances: 1 unusable, 1 usable: 7-9-0001: its transcript: 'É'"
-    ):
+    with pytest.raises(DataError, match="7-9-0001: its transcript: 'É'"):
         read(books, **given)
-    actual = read(books, **given, bad="skip").length("test")
-    assert actual == 1
 
 
 def test_splits_share_no_recording(tmp_path):
@@ -216,13 +212,13 @@ def test_splits_share_no_recording(tmp_path):
     (tmp_path / "dev-clean").symlink_to("train-clean-100")
     write_librispeech(tmp_path, "test-clean", speaker=9)
     with pytest.raises(
-        DataError, match="task.subsets: the recording .* in validation, .* in train"
+        DataError, match="task.subsets: the recording .* in validation and in train"
     ):
         read(tmp_path)
 
 
 def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
-    """A FLAC header does not reveal it: the file is an error, or is left out of its batch with a message."""
+    """A FLAC header does not reveal it."""
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
         write_librispeech(tmp_path, subset)
     truncated = tmp_path / "train-clean-100" / "7" / "9" / "7-9-0002.flac"
@@ -230,14 +226,6 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     plan = Plan(batch=8)
     with pytest.raises(DataError, match="7-9-0002.flac: not readable"):
         list(LibriSpeech(**options(data_dir=str(tmp_path), workers=1)).batches("train", plan))
-    task = LibriSpeech(**options(data_dir=str(tmp_path), bad="skip", sizes=SIZES))
-    actual = sum(len(batch["rows"]) for batch in task.batches("train", plan))
-    expected = len(TEXTS) - 1
-    assert actual == expected
-    data = task.splits["train"]
-    alone, _ = task.batch(data, None, [[each.name for each in data.utterances].index("7-9-0002")])
-    assert task.weight(alone) == 0
-    assert task.loss(task.build(Mechanism.of("exact")), alone).isfinite()
 
 
 def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
