@@ -5,7 +5,6 @@ input of the exact model. Each layer's error is measured against exact attention
 labels are needed.
 
 `transfer_attention` trains any swapped model. task=transfer takes the language models and text of task=mlm.
-task=transfer_vision takes the image classifiers and images of task=imagenet.
 Notation: B batch, H query heads, L queries, dv value dimension.
 """
 
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention
-from crt_exp.experiments.models import encoders, vision
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
-from crt_exp.experiments.tasks.imagenet import ImageNet
+from crt_exp.experiments.models import encoders
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader
 from crt_exp.experiments.tasks.mlm import MLM, MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -36,9 +34,6 @@ from crt_exp.swap.calibration import (
     swapped_states,
 )
 from crt_exp.validation import checked
-
-SOURCE = "expected a model trained with exact attention; set task.init=<run of task={}>, or task.model and task.init={}"
-
 
 # ---- transfer for any swapped model
 
@@ -213,53 +208,62 @@ def squares(
     return error, exact.float().square().mul(real).sum()
 
 
-# ---- tasks
+# ---- the task
 
 
-class TransferTask(Task):
-    """Attention transfer for the model, batches and metrics of another task.
+@checked("task")
+@dataclass(eq=False)
+class Transfer(MLM):
+    """Transfer for language models; see `conf/task/transfer.yaml` for the options.
 
-    Attributes:
-        name: the task as typed on the command line.
-        later: the task that trains the model further.
+    Raises ConfigError if there is no exact model to learn from.
     """
-
-    name: str
-    later: str
 
     metric, lower_is_better = "error", True
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.origin = self.origin._replace(weights=True, noise=False)
+        encoders.check_exact(
+            f"{self.origin.option}={self.origin.name}",
+            getattr(self.config, "crt_exp", encoders.EXACT),
+        )
+
+    def check_options(self) -> None:
+        if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
+            raise ConfigError(
+                f"task.init={self.init}: expected a model trained with exact attention; set "
+                "task.init=<run of task=mlm>, or task.model and task.init=uptrain"
+            )
+        super().check_options()
+
     def check_shards(self) -> None:
-        raise ConfigError(f"task={self.name}: not supported with trainer=fsdp; remove trainer=fsdp")
+        raise ConfigError("task=transfer: not supported with trainer=fsdp; remove trainer=fsdp")
 
     def check_adapters(self) -> None:
         raise ConfigError(
-            f"task={self.name}: not supported with trainer.adapt; use it afterwards, with "
-            f"task={self.later} task.init=<this run>"
+            "task=transfer: not supported with trainer.adapt; use it afterwards, with task=mlm "
+            "task.init=<this run>"
         )
 
-    def transfer_model(self, model: nn.Module, mechanism: Mechanism, count: int) -> TransferModel:
-        """Swapped model, calibrated on `count` batches of 8 rows.
+    def build(self, mechanism: Mechanism) -> nn.Module:
+        """Swapped model, calibrated on task.calibration batches of 8 rows.
 
         Raises ConfigError if the attention has nothing to learn.
         """
         if mechanism.is_exact:
             raise ConfigError("attention=exact: expected an approximate method, such as hedgehog")
-        student = TransferModel(model)
-        batches = islice(self.batches("train", Plan(8)), max(count, 1))
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        student = TransferModel(MaskedModel(model, self.call))
+        batches = islice(self.batches("train", Plan(8)), max(self.calibration, 1))
         try:
-            calibrate(student, map(self.model_inputs, batches))
+            calibrate(student, batches)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return student
 
-    def model_inputs(self, batch: Batch) -> Any:
-        """Arguments of the model in a batch."""
-        return batch
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        inputs = self.model_inputs(batch)
-        errors, _ = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        errors, _ = model(**batch)
         return errors.mean()
 
     def weight(self, batch: Batch) -> None:
@@ -298,63 +302,6 @@ class TransferTask(Task):
             f"transfer: error {last['error']:.4f} of exact attention, worst layer {last['error_worst']:.4f}; loss "
             f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})"
         )
-
-
-@checked("task")
-@dataclass(eq=False)
-class Transfer(TransferTask, MLM):
-    """Transfer for language models; see `conf/task/transfer.yaml` for the options.
-
-    Raises ConfigError if there is no exact model to learn from.
-    """
-
-    name, later = "transfer", "mlm"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.origin = self.origin._replace(weights=True, noise=False)
-        encoders.check_exact(
-            f"{self.origin.option}={self.origin.name}",
-            getattr(self.config, "crt_exp", encoders.EXACT),
-        )
-
-    def check_options(self) -> None:
-        if self.init == "scratch" or (self.model is None and self.init == "uptrain"):
-            raise ConfigError(f"task.init={self.init}: {SOURCE.format('mlm', 'uptrain')}")
-        super().check_options()
-
-    def build(self, mechanism: Mechanism) -> nn.Module:
-        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
-        return self.transfer_model(MaskedModel(model, self.call), mechanism, self.calibration)
-
-
-@checked("task")
-@dataclass(eq=False)
-class TransferVision(TransferTask, ImageNet):
-    """Transfer for image classifiers; options in `conf/task/transfer_vision.yaml`.
-
-    Raises ConfigError if there is no exact classifier to learn from.
-    """
-
-    name, later = "transfer_vision", "imagenet"
-
-    def __post_init__(self):
-        if self.init == "scratch":
-            raise ConfigError(f"task.init=scratch: {SOURCE.format('imagenet', 'pretrained')}")
-        if self.new_head:
-            raise ConfigError(
-                "task.new_head=true: not supported by task=transfer_vision; remove it"
-            )
-        super().__post_init__()
-        checkpoint = vision.checkpoint_of(self.init)
-        if checkpoint is not None and checkpoint.attention:
-            encoders.check_exact(checkpoint.named, checkpoint.attention["described"])
-
-    def build(self, mechanism: Mechanism) -> nn.Module:
-        return self.transfer_model(super().build(mechanism), mechanism, 1)
-
-    def model_inputs(self, batch: Batch) -> Tensor:
-        return batch["images"]
 
 
 class ErrorRecorder:

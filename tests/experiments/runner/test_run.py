@@ -440,7 +440,7 @@ def test_a_namesake_of_a_value_is_no_input(target, options, kind, tmp_path, monk
         ("tasks.mlm.MLM", {"validation_text": ["data/a.txt"], "model": "data"}),
         ("tasks.mae.MAE", {"init": "data", "model": "data"}),
         ("tasks.ptb.PTB", {"corpus": "data/a.txt"}),
-        ("tasks.transfer.TransferVision", {"init": "data"}),
+        ("tasks.transfer.Transfer", {"init": "data"}),
         ("tasks.trembl.TrEMBL", {"families": "data/b.txt"}),
         ("measure.fidelity.Fidelity", {"text": ["data"], "calibration": "data/a.txt"}),
         ("measure.fidelity.SwapLoss", {"start": "data"}),

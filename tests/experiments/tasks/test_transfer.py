@@ -6,7 +6,6 @@ import warnings
 import pytest
 import torch
 from helpers.small_bert import write_text
-from helpers.small_images import write_images
 from helpers.swap_models import bert, gpt2, inputs, made, vit
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -117,31 +116,23 @@ LORA = ["trainer.adapt=lora", "trainer.lora.rank=4", "trainer.lr=1e-2"]
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    """<root>/text and <root>/images: models with exact attention; <root>/text.txt."""
+    """<root>/text: a model with exact attention; <root>/text.txt."""
     root = tmp_path_factory.mktemp("exact")
     write_text(root / "text.txt", 300)
     sizes = {
-        "text": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "intermediate_size": 48,
-        },
-        "images": {"width": 16, "depth": 2, "heads": 2, "patch": 4},
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
     }
-    tasks = {
-        "text": ["task=mlm", f"task.text={root / 'text.txt'}", "task.vocabulary_size=300", *TEXT],
-        "images": ["task=imagenet", f"task.data_dir={write_images(root / 'data')}", "task.size=12"],
-    }
-    for name, words in tasks.items():
-        task = instantiate(
-            compose([*words, *[f"task.sizes.{k}={v}" for k, v in sizes[name].items()]]).task
-        )
-        model = task.build(Mechanism.of("exact"))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.5)  # sharp enough for attention to matter
-        task.export(model, model.state_dict(), root / name)
+    words = [f"task.sizes.{key}={size}" for key, size in sizes.items()]
+    text = ["task=mlm", f"task.text={root / 'text.txt'}", "task.vocabulary_size=300", *TEXT]
+    task = instantiate(compose([*text, *words]).task)
+    model = task.build(Mechanism.of("exact"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # sharp enough for attention to matter
+    task.export(model, model.state_dict(), root / "text")
     return root
 
 
@@ -150,14 +141,10 @@ def run(typed, exact, tmp_path, monkeypatch):
     monkeypatch.delenv("CRT_DATA", raising=False)
 
     def go(task, *args, directory="run"):
-        own = (
-            [f"task.text={exact / 'text.txt'}", *TEXT]
-            if task in ("mlm", "transfer")
-            else [f"task.data_dir={exact / 'data'}", "task.workers=0"]
-        )
         return typed(
             f"task={task}",
-            *own,
+            f"task.text={exact / 'text.txt'}",
+            *TEXT,
             "logger=none",
             "trainer.batch=8",
             "trainer.cpu=true",
@@ -275,33 +262,6 @@ def test_a_new_head_is_trained_with_the_adapters():
         assert p.requires_grad
 
 
-def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
-    code, out, err = run(
-        "transfer_vision",
-        f"task.init={exact / 'images'}",
-        *HEDGEHOG,
-        "trainer.steps=6",
-        "trainer.eval_every=3",
-        "trainer.lr=3e-2",
-    )
-    assert code == 0, err
-    assert "of exact attention, worst layer" in out, err
-    found = records(tmp_path / "run")
-    errors = [line["error"] for line in found if line["split"] == "val" and not line.get("final")]
-    assert errors[-1] < errors[0]
-    code, _, err = run(
-        "imagenet", f"task.init={tmp_path / 'run'}", *HEDGEHOG, "trainer.steps=0", directory="on"
-    )
-    last = records(tmp_path / "on")[-1]
-    assert code == 0, err
-    assert last["loss"] == pytest.approx(found[-1]["loss"], rel=1e-5), err
-    code, _, err = run(
-        "transfer_vision", f"task.init={tmp_path / 'run'}", *HEDGEHOG, directory="again"
-    )
-    assert code == 2
-    assert f"task.init={tmp_path / 'run'}: expected exact attention; different keys" in err
-
-
 @pytest.mark.parametrize(
     "task, args, words",
     [
@@ -311,18 +271,13 @@ def test_a_classifier_is_taught_and_goes_on(run, exact, tmp_path):
             "task.init=scratch: expected a model trained with exact attention",
         ),
         ("transfer", ["attention=favorpp", "features.m=8"], "trainer.steps=0 to evaluate"),
-        ("transfer_vision", ["attention=window"], "attention=window: has nothing to train; use"),
-        ("transfer_vision", [*HEDGEHOG, "task.new_head=true"], "task.new_head=true: not supported"),
+        ("transfer", ["attention=window"], "attention=window: has nothing to train; use"),
     ],
     ids=str,
 )
 def test_what_is_refused(task, args, words, run, exact, tmp_path):
-    start = (
-        []
-        if args[0].startswith("task.init")
-        else [f"task.init={exact / ('text' if task == 'transfer' else 'images')}"]
-    )
-    code, _, err = run(task, *start, *args, "trainer.steps=1")
+    start = f"task.init={exact / 'text'}"  # the last one counts
+    code, _, err = run(task, start, *args, "trainer.steps=1")
     assert code == 2, err
     assert words in err, err
     assert len(err.strip().splitlines()) == 1, err
