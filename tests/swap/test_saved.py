@@ -532,7 +532,7 @@ def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
 
 
 def test_fetch(data, tmp_path, monkeypatch, capsys):
-    """A snapshot as in the hub's cache: weights are links. Then damaged weights, no hub."""
+    """A snapshot as in the hub's cache: weights are links. Then no hub."""
     snapshot = tmp_path / "hub/snapshots/0123abc"
     blob = tmp_path / "hub/blob"
     shutil.copytree(data / NAME, snapshot)
@@ -553,10 +553,6 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
             for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME))
         )
     assert torch.equal(loaded, exact)
-    weights = (found / "model.safetensors").read_bytes()
-    (found / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-    assert main(["fetch", NAME, *where]) == 1
-    assert "model.safetensors is damaged" in capsys.readouterr().err
     shutil.rmtree(found)
     monkeypatch.undo()
     assert main(["fetch", NAME, *where]) == 1

@@ -70,7 +70,6 @@ def test_published_files_of_a_wheel_are_taken_and_others_refused(tmp_path, monke
     make_wheel(tmp_path, CONTENTS)
     assert tool.main(command) == 0
     found = held(data)
-    assert found.pop("models/tiny/digests.json")
     expected = {f"models/tiny/{Path(name).name}": content for name, content in CONTENTS.items()}
     assert found == expected
     assert tool.main(command) == 0

@@ -135,10 +135,7 @@ def named_sources(names: Sequence[str]) -> list[Source]:
 
 
 def verify(names: Sequence[str], root: Path) -> int:
-    """Compare files with the published ones; return 1 if one differs, else 0.
-
-    Model weights are checked each time they are loaded.
-    """
+    """Compare files with the published ones; return 1 if one differs, else 0."""
     bad = 0
     for source in named_sources(names) or SOURCES.values():
         for file in source.files:
@@ -299,11 +296,10 @@ def install_model(model: Source, root: Path, bring: Callable[[Path], str]) -> No
 
     bring: writes the model's files to a folder and returns their origin.
     """
-    from crt_exp.experiments.models.folder import verify, whole_folder
+    from crt_exp.experiments.models.folder import whole_folder
 
     folder = root / model.name
     if folder.is_dir():
-        verify(folder, model.name)
         print(f"{folder}: already present")
         return
     try:

@@ -7,7 +7,6 @@ generator.
 import csv
 import hashlib
 import io
-import json
 import math
 import os
 import re
@@ -148,7 +147,7 @@ def read_table(path: Path):
 
     try:
         if path.suffix == ".jsonl":
-            table = pd.DataFrame(json_rows(path))
+            table = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
         else:  # .tsv files of Common Voice do not quote
             tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
             read = partial(pd.read_csv, path, dtype=str, keep_default_na=False, **tabs)
@@ -176,11 +175,6 @@ def read_table(path: Path):
     cells["audio"] = [str(path.parent / name) for name in cells.audio]
     check_disjoint(zip(cells.audio, cells.split), str(path))
     return cells
-
-
-def json_rows(path: Path) -> list[dict[str, Any]]:
-    """Objects of a jsonl file, one a line. Raises ValueError and DataError."""
-    return [json.loads(line) for _, line in numbered_lines(path) if line.strip()]
 
 
 def check_disjoint(files: Iterable[tuple[str, str]], where: str) -> None:

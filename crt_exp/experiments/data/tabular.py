@@ -35,9 +35,9 @@ class Column:
     levels: tuple[str, ...] | None = None
     ordered: bool = False  # levels run from low to high
 
-    def encode(self, coding: str) -> np.ndarray:
-        """(n, width) float64 encoding; see `Table.encode` for `coding`."""
-        if self.levels is not None and not (coding == "ordinal" and self.ordered):
+    def encode(self) -> np.ndarray:
+        """(n, width) float64 encoding; see `Table.encode`."""
+        if self.levels is not None and not self.ordered:
             return np.eye(len(self.levels))[self.values]
         return self.values[:, None].astype(np.float64)
 
@@ -55,13 +55,12 @@ class Table:
     def __len__(self) -> int:
         return len(self.target)
 
-    def encode(self, coding: str = "ordinal") -> np.ndarray:
+    def encode(self) -> np.ndarray:
         """All features as numbers: (n, width) float64, not scaled.
 
-        coding: "ordinal" encodes an ordered category as 0, 1, ..., and an unordered category as 0/1 indicators.
-        "onehot" encodes every category as 0/1 indicators, one for each level.
+        An ordered category is 0, 1, ..., an unordered category 0/1 indicators.
         """
-        return np.hstack([column.encode(coding) for column in self.columns])
+        return np.hstack([column.encode() for column in self.columns])
 
 
 # Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), kind, levels (from

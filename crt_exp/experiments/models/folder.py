@@ -1,9 +1,8 @@
-"""The folder `<run>/model` of a run: atomic writes and digests of the weights.
+"""The folder `<run>/model` of a run, written atomically.
 
 `save_folder` and `open_folder` are for models of this package: config.json and tensors.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ MODEL = "model"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TRANSDUCER = "conformer_transducer"  # the kind of speech models; their module needs torchaudio
-DIGESTS = "digests.json"  # SHA-256 of each file of weights
 # LoRA adapters, and other trained weights
 ADAPTER = "adapter"
 TRAINED = "trained.safetensors"
@@ -52,8 +50,6 @@ def whole_folder(
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        digests = {file.name: digest_of(file) for file in sorted(temporary.glob("*.safetensors"))}
-        (temporary / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n")
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
     except (OSError, SafetensorError) as error:
@@ -68,23 +64,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path
     )
-
-
-def digest_of(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def verify(folder: Path, named: str) -> None:
-    """Raise DataError if a file of weights differs from the digest of the run.
-
-    Folders without digests pass.
-    """
-    digests = json_object(folder / DIGESTS) if (folder / DIGESTS).is_file() else {}
-    for name, digest in digests.items():
-        file = folder / Path(name).name
-        if not file.is_file() or digest_of(file) != digest:
-            raise DataError(f"{named}: {file} is damaged (wrong checksum); copy it again")
 
 
 def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
@@ -161,7 +140,6 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
     path, named = Path(run).expanduser(), f"{option}={run}"
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
-            verify(folder, named)
             return folder
     refuse_adapters(path, named)
     no_model = f"no {CONFIG}; continue an unfinished run with resume=auto"

@@ -46,14 +46,17 @@ FREE_KEYS = (
     "trainer.cpu.",
     "trainer.save_minutes.",
     "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
-    "task.bad.",
-    "task.unreadable.",
-    "task.strokes.",  # constants, which only runs of earlier versions have as keys
-    "task.exact_lr.",
-    "task.transfer_lr.",
     "task.cache_dir.",
     "task.workers.",
 )
+# keys that only runs of earlier versions have, and the values that they have now as constants
+CONSTANTS = {
+    "task.bad": "error",
+    "task.coding": "ordinal",
+    "task.exact_lr": 3e-3,
+    "task.strokes": 3,
+    "task.unreadable": "error",
+}
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory
 LOCK = ".lock"
@@ -142,7 +145,8 @@ class RunDirectory:
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
-        new = dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        new = CONSTANTS | dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        old = CONSTANTS | old
         changed = []
         for key in different_keys(old, new):
             if not f"{key}.".startswith(FREE_KEYS):

@@ -55,13 +55,14 @@ class SequenceTask(Task):
 
     # name of the option that sets the length of the longest row
     length_option = "max_length"
+    # whether new models share the weights of input and output embeddings
+    tied = True
 
-    def new_description(
-        self, symbols: int, length: int, causal: bool, tied: bool = True
-    ) -> LanguageDescription:
+    def new_description(self, symbols: int, length: int, causal: bool) -> LanguageDescription:
         sizes = language.sizes_of(self.preset or "tiny", self.sizes, "task.sizes")
+        positions = self.positions or "learned"
         return LanguageDescription(
-            symbols, length, sizes, causal, self.positions or "learned", tied, self.dropout
+            symbols, length, sizes, causal, positions, self.tied, self.dropout
         )
 
 
@@ -77,7 +78,6 @@ class SymbolTask(SequenceTask):
         unigram: (predictable,) frequencies in the training rows, with add-one smoothing.
     """
 
-    tied: bool | None
     init: Annotated[str, Files(("scratch",))]
     calibration: Whole
 
@@ -96,8 +96,7 @@ class SymbolTask(SequenceTask):
         """
         self.vocabulary = dict(vocabulary)
         if self.kept is None:
-            tied = True if self.tied is None else self.tied
-            self.description = self.new_description(symbols, length, self.causal, tied)
+            self.description = self.new_description(symbols, length, self.causal)
         else:
             self.description = self.saved_description(length)
 
@@ -115,7 +114,6 @@ class SymbolTask(SequenceTask):
         same = {
             "direction": self.causal == theirs.causal,
             "positions": self.positions in (None, theirs.positions),
-            "tied": self.tied in (None, theirs.tied),
             "preset and task.sizes": sizes == theirs.sizes,
         }
         if wrong := next((key for key, right in same.items() if not right), None):
@@ -217,6 +215,7 @@ class Recall(SymbolTask):
     counted = "queries"
     causal = True
     length_option = "block"
+    tied = False
     compatible_runs = "a run of task=recall of as many symbols"
 
     def __post_init__(self):
@@ -234,7 +233,6 @@ class Recall(SymbolTask):
         self.load()
         if self.kept is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
-        self.tied = False if self.tied is None and self.kept is None else self.tied
         self.describe(
             2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE}
         )

@@ -39,7 +39,7 @@ class UCI(Measurement):
     (boston). The final record also has the mean of each split in percent.
 
     Args:
-        coding, scaling: see `conf/task/uci.yaml`.
+        scaling: see `conf/task/uci.yaml`.
         split: fractions of training, validation and test rows.
         sigmas: candidate bandwidths; the kernel is exp(-sigma^2 |x - y|^2 / 2).
         draws: sets of random projections for each split.
@@ -51,7 +51,6 @@ class UCI(Measurement):
     def __init__(
         self,
         dataset: str,
-        coding: Literal["ordinal", "onehot"],
         scaling: Literal["standard", "minmax", "none"],
         split: tuple[Positive, Positive, Positive],
         repeats: Count,
@@ -70,9 +69,8 @@ class UCI(Measurement):
         self.table, self.note = (
             tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
         )
-        self.features = self.table.encode(
-            coding
-        )  # float64, because float32 rounds a date of 12 digits before scaling
+        # float64, because float32 rounds a date of 12 digits before scaling
+        self.features = self.table.encode()
         if scaling == "none" and np.isnan(self.features).any():
             raise ValueError(
                 f"task.scaling=none: values are missing ({self.note}); set standard or minmax"

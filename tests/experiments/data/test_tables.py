@@ -18,14 +18,14 @@ from crt_exp.experiments.tasks.mlm import MLM
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
-# name: (rows, width by ordinal, width by onehot, number of classes), from UCI's pages
+# name: (rows, width, number of classes), from UCI's pages
 PUBLISHED = {
-    "abalone": (4177, 10, 10, 28),
-    "car": (1728, 6, 21, 4),
-    "yeast": (1484, 8, 8, 10),
-    "cmc": (1473, 12, 24, 3),
-    "wine": (178, 13, 13, 3),
-    "boston": (506, 13, 14, None),
+    "abalone": (4177, 10, 28),
+    "car": (1728, 6, 4),
+    "yeast": (1484, 8, 10),
+    "cmc": (1473, 12, 3),
+    "wine": (178, 13, 3),
+    "boston": (506, 13, None),
 }
 
 
@@ -60,21 +60,20 @@ def test_a_file_gives_the_documented_shape(name, tmp_path):
     """Line ends, blanks and a byte order mark do not matter."""
     write(tmp_path, name, valid_rows(name))
     table = load(name, tmp_path)
-    rows, ordinal, onehot, classes = PUBLISHED[name]
+    rows, width, classes = PUBLISHED[name]
     assert len(table) == rows
     assert str(tmp_path) in table.source
-    for coding, width in (("ordinal", ordinal), ("onehot", onehot)):
-        encoded = table.encode(coding)
-        assert encoded.shape == (rows, width)
-        assert encoded.dtype == np.float64
-        assert np.isfinite(encoded).all()
+    encoded = table.encode()
+    assert encoded.shape == (rows, width)
+    assert encoded.dtype == np.float64
+    assert np.isfinite(encoded).all()
     assert (table.classes and len(table.classes)) == classes
     assert table.target.dtype == (np.int64 if table.classes else np.float64)
     write(
         tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff"
     )
     other = load(name, tmp_path)
-    assert (other.encode("onehot") == table.encode("onehot")).all()
+    assert (other.encode() == table.encode()).all()
     assert (other.target == table.target).all()
 
 
@@ -186,31 +185,13 @@ def test_missing_files_and_unknown_names(tmp_path):
 def test_orders_are_the_documented_ones(tmp_path):
     write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
     table = load("car", tmp_path)
-    actual = table.encode("ordinal")[0].tolist()
+    actual = table.encode()[0].tolist()
     assert actual == [0, 3, 3, 2, 0, 2]
     assert table.target[0] == 3
-    actual = table.encode("onehot")[0].tolist()
-    expected = [
-        1,
-        0,
-        0,
-        0,
-        *[0, 0, 0, 1] * 2,
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
-    assert actual == expected
     write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
     table = load("abalone", tmp_path)  # a category without order is never a number
     assert table.columns[0].levels == ("M", "F", "I")
-    actual = table.encode("ordinal")[0, :3].tolist()
+    actual = table.encode()[0, :3].tolist()
     assert actual == [0, 0, 1]
 
 
@@ -421,9 +402,7 @@ def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
 
 
 def task_of(path, sigmas):
-    return uci.UCI(
-        "wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, sigmas, csv=str(path), target="y"
-    )
+    return uci.UCI("wine", "standard", (0.6, 0.2, 0.2), 2, sigmas, csv=str(path), target="y")
 
 
 def test_columns_are_scaled_before_they_are_rounded(tmp_path):

@@ -506,7 +506,7 @@ def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
     for i in range(178):
         lines.append(f"{i % 3 + 1}," + ",".join(f"{(i * j) % 17}.5" for j in range(1, 14)))
     (tmp_path / "uci" / "wine.data").write_text("\n".join(lines))
-    options = ("wine", "ordinal", "standard", (0.6, 0.2, 0.2), 2, [0.5])
+    options = ("wine", "standard", (0.6, 0.2, 0.2), 2, [0.5])
     actual = UCI(*options, data_dir=str(tmp_path / "uci")).inputs()
     expected = [tmp_path / "uci" / "wine.data"]
     assert actual == expected

@@ -293,7 +293,6 @@ def test_incomplete_folders_and_weights_of_another_architecture(task_of, tmp_pat
 
 GIVEN = {
     "dataset": "wine",
-    "coding": "ordinal",
     "scaling": "standard",
     "split": (0.6, 0.15, 0.25),
     "repeats": 2,

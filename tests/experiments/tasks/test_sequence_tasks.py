@@ -18,7 +18,7 @@ from crt_exp.registry import ConfigError
 
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 MODEL = {"preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
-NEXT = MODEL | {"tied": None, "init": "scratch", "calibration": 2}
+NEXT = MODEL | {"init": "scratch", "calibration": 2}
 ARENA = MODEL | {
     "dataset": "listops",
     "data_dir": None,

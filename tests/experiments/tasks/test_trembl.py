@@ -39,7 +39,6 @@ OPTIONS = {
     "preset": None,
     "sizes": SIZES,
     "positions": None,
-    "tied": None,
     "dropout": 0.0,
     "checkpointing": False,
     "init": "scratch",
