@@ -175,10 +175,10 @@ def load(
         )
     folder = Path(data_dir).expanduser()
     if dataset == "text":
-        return reviews(folder)
+        return read_reviews(folder)
     names = zip(SPLITS, ("train", "eval", "test"))
     return Arena(
-        {split: pairs(folder / f"new_aan_pairs.{name}.tsv") for split, name in names},
+        {split: read_pairs(folder / f"new_aan_pairs.{name}.tsv") for split, name in names},
         BYTES,
         2,
         together=2,
@@ -207,7 +207,7 @@ def generated(
                 f"task.rules.{name}={value}: expected {kind.__name__} >= {LEAST.get(name, 1)}, of "
                 f"{', '.join(PRESETS[dataset][scale])}"
             )
-    make = lists if dataset == "listops" else pictures
+    make = listops_arrays if dataset == "listops" else pathfinder_arrays
     arrays = cached(cache_dir, key_of(f"{dataset} 2", rules), lambda: make(rules))
     return {
         split: Labelled(
@@ -228,7 +228,7 @@ def flatten_split(
     }
 
 
-def lists(rules: dict[str, int]) -> dict[str, np.ndarray]:
+def listops_arrays(rules: dict[str, int]) -> dict[str, np.ndarray]:
     """Distinct ListOps sequences; raises DataError if the rules give too few."""
     sequences = distinct_sequences(rules, sum(rules[split] for split in SPLITS))
     rows, labels = [], []
@@ -249,7 +249,7 @@ def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...
     sequences: dict[tuple[str, ...], None] = {}
     failures = 0  # in a row
     while len(sequences) < count:
-        words = tuple(tree(rng, rules, 1, rules["longest"] - 1))
+        words = tuple(random_tree(rng, rules, 1, rules["longest"] - 1))
         if len(words) > rules["shortest"] and words not in sequences:
             sequences[words] = None
             failures = 0
@@ -263,13 +263,13 @@ def distinct_sequences(rules: dict[str, int], count: int) -> list[tuple[str, ...
     return list(sequences)
 
 
-def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
+def random_tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> list[str]:
     """Symbols of a random tree; empty if the tree has more than `room` symbols."""
     if depth >= rules["depth"] or rng.random() > 0.25:
         return [str(rng.randrange(10))] if room else []
     words = []
     for _ in range(rng.randint(2, rules["arguments"])):
-        part = tree(rng, rules, depth + 1, room - 2 - len(words))
+        part = random_tree(rng, rules, depth + 1, room - 2 - len(words))
         if not part:
             return []
         words += part
@@ -279,19 +279,19 @@ def tree(rng: random.Random, rules: dict[str, int], depth: int, room: int) -> li
 
 
 def listops_value(words: Sequence[str]) -> int:
-    opened: list[tuple[str, list[int]]] = [("", [])]  # operator and entries of each open list
+    open_lists: list[tuple[str, list[int]]] = [("", [])]  # operator and entries of each open list
     for word in words:
         if word in OPERATORS:
-            opened.append((word, []))
+            open_lists.append((word, []))
         elif word == "]":
-            operator, entries = opened.pop()
-            opened[-1][1].append(OPERATORS[operator](entries))
+            operator, entries = open_lists.pop()
+            open_lists[-1][1].append(OPERATORS[operator](entries))
         else:
-            opened[-1][1].append(int(word))
-    return opened[0][1][0]
+            open_lists[-1][1].append(int(word))
+    return open_lists[0][1][0]
 
 
-def pictures(rules: dict[str, Any]) -> dict[str, np.ndarray]:
+def pathfinder_arrays(rules: dict[str, Any]) -> dict[str, np.ndarray]:
     """Pathfinder pictures; every second one has label 1.
 
     Raises DataError if the curves do not fit into a picture.
@@ -366,7 +366,7 @@ def random_curve(
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def pairs(path: Path) -> Labelled:
+def read_pairs(path: Path) -> Labelled:
     """Read lines of label, id, id, text, text, separated by tabs. Raises DataError."""
     rows, labels = [], []
     for number, line in numbered_lines(path):
@@ -399,7 +399,7 @@ def grey_images(data_dir: str | None) -> Arena:
     return Arena(splits, BYTES, len(loaded["train"].classes))
 
 
-def reviews(folder: Path) -> Arena:
+def read_reviews(folder: Path) -> Arena:
     """Read IMDB: train/pos/*.txt, train/neg, test/pos, test/neg. Raises DataError."""
     read = {}
     for split in ("train", "test"):

@@ -361,14 +361,14 @@ def prepare_one(place: Path) -> None:
         part.replace(place)
 
 
-def held_out(file: Path, every: int) -> None:
+def write_held_out(file: Path, every: int) -> None:
     """Write every `every`-th line of WikiText-2's validation text."""
     text = official_file("wikitext2", "valid").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     file.write_text("".join(lines[::every]), encoding="utf-8")
 
 
-def random_words(file: Path, lines: int) -> None:
+def write_random_words(file: Path, lines: int) -> None:
     """Write lines of 40 random training words, predictable only by repetition."""
     text = official_file("wikitext2", "train").read_text(encoding="utf-8")
     words = sorted(set(text.lower().split()))
@@ -377,7 +377,7 @@ def random_words(file: Path, lines: int) -> None:
     file.write_text("\n".join(sampled), encoding="utf-8")
 
 
-def llama(folder: Path, size: int) -> None:
+def write_llama(folder: Path, size: int) -> None:
     """Save a Llama configuration and a byte-pair tokenizer of `size` entries."""
     from transformers import LlamaConfig
 
@@ -394,7 +394,7 @@ def llama(folder: Path, size: int) -> None:
     ).save_pretrained(folder)
 
 
-def characters(folder: Path, size: int) -> None:
+def write_characters(folder: Path, size: int) -> None:
     """Write vocab.txt of the `size` most frequent characters of the training text.
 
     Each character has two entries: at the start of a word and inside.
@@ -413,7 +413,7 @@ def characters(folder: Path, size: int) -> None:
     vocabulary.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8")
 
 
-def qnli(folder: Path, parity: int) -> None:
+def write_qnli(folder: Path, parity: int) -> None:
     """Split the questions of the published dev.tsv into halves train.tsv and dev.tsv.
 
     parity: selects the half for dev.tsv.
@@ -428,7 +428,7 @@ def qnli(folder: Path, parity: int) -> None:
     write_splits(folder, header, train=halves[1 - parity % 2], dev=halves[parity % 2])
 
 
-def sst2(folder: Path, rows: int) -> None:
+def write_sst2(folder: Path, rows: int) -> None:
     """Split the published train.tsv so that train and dev share no sentence.
 
     dev.tsv has at least `rows` rows. A row belongs to every sentence that contains it as a phrase. Rows of sentences on
@@ -478,10 +478,10 @@ def write_splits(folder: Path, head: str, **splits: list[str]) -> None:
 
 
 MAKE = {
-    "validation": held_out,
-    "drawn": random_words,
-    "characters": characters,
-    "llama": llama,
-    "qnli": qnli,
-    "sst2": sst2,
+    "validation": write_held_out,
+    "drawn": write_random_words,
+    "characters": write_characters,
+    "llama": write_llama,
+    "qnli": write_qnli,
+    "sst2": write_sst2,
 }

@@ -127,7 +127,7 @@ class Examples:
 
         The sample depends only on the seed and the number of examples. A smaller sample is part of a larger one.
         """
-        return self if n is None or n >= len(self) else self.rows(self.order(seed)[:n])
+        return self if n is None or n >= len(self) else self.take(self.order(seed)[:n])
 
     def hold_out(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
         """Split off n held-out examples: (other examples, held-out examples).
@@ -139,14 +139,14 @@ class Examples:
                 f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples"
             )
         order = self.order(seed)
-        return self.rows(order[n:]), self.rows(order[:n])
+        return self.take(order[n:]), self.take(order[:n])
 
     def order(self, seed: int) -> list[int]:
         draw = random.Random(seed).random
         order = [draw() for _ in self.labels]
         return sorted(range(len(order)), key=order.__getitem__)
 
-    def rows(self, indices: Sequence[int]) -> "Examples":
+    def take(self, indices: Sequence[int]) -> "Examples":
         """The examples of some indices, in file order."""
         indices = sorted(indices)
         texts = []

@@ -240,4 +240,4 @@ def save_grid(pictures: Sequence[np.ndarray], path: Path) -> None:
     from torchvision.utils import save_image
 
     with atomic_path(path) as part:
-        save_image([to_tensor(each) for each in pictures], part, format="png", pad_value=1.0)
+        save_image([to_tensor(picture) for picture in pictures], part, format="png", pad_value=1.0)

@@ -113,12 +113,12 @@ class Streamed:
         self.marks = deque([self.marks[0]])
         self.images_per_step = plan.micro * size / repeats
         first = self.marks[0].number * repeats
-        every = chain.from_iterable(repeat(each, repeats) for each in self.shuffled(plan))
+        every = chain.from_iterable(repeat(image, repeats) for image in self.shuffled(plan))
         mine = islice(enumerate(every, first), plan.start * plan.micro * size - first, None)
         while True:
             yield [
-                self.row(number * plan.world + plan.rank, each)
-                for number, each in islice(mine, size)
+                self.row(number * plan.world + plan.rank, example)
+                for number, example in islice(mine, size)
             ]
 
     def shuffled(self, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -300,7 +300,7 @@ def seeded_globals(draw: Generator) -> Iterator[None]:
         raise ConfigError(
             "task.workers=0: not supported with trainer.prefetch; set trainer.prefetch=0"
         )
-    kept = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     seeds = draw.integers(2**32, size=3).tolist()
     random.seed(seeds[0])
     np.random.seed(seeds[1])
@@ -308,9 +308,9 @@ def seeded_globals(draw: Generator) -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.default_generator.set_state(kept[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
 
 
 def leave_signals(worker: int) -> None:

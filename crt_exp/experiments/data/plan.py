@@ -194,14 +194,14 @@ def packed(costs: np.ndarray, budget: float) -> list[int]:
 
 
 def by_length(
-    lengths: np.ndarray, split: str, plan: Plan, like_together: bool
+    lengths: np.ndarray, split: str, plan: Plan, group_lengths: bool
 ) -> Iterator[np.ndarray]:
     """Yield the rows of each batch, with rows of similar length together.
 
-    Evaluation always sorts by length, to reduce padding. Training groups by length only with `like_together`.
+    Evaluation always sorts by length, to reduce padding. Training groups by length only with `group_lengths`.
     """
     if split == "train":
-        return bucketed(lengths, plan) if like_together else plan.rows(len(lengths), split)
+        return bucketed(lengths, plan) if group_lengths else plan.rows(len(lengths), split)
     order = np.argsort(lengths, kind="stable")
     return (order[places] for places in plan.rows(len(lengths), split))
 

@@ -29,7 +29,7 @@ from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
 from crt_exp.experiments.data.plan import pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import missing_file, task_folder
-from crt_exp.experiments.data.text import IGNORED, Masking, table
+from crt_exp.experiments.data.text import IGNORED, Masking, flag_table
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, Whole
 
@@ -362,7 +362,7 @@ def masked_tokens(
 
 def masking(share: float) -> Masking:
     """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
-    special = table(TOKENS, range(len(LETTERS), TOKENS))
+    special = flag_table(TOKENS, range(len(LETTERS), TOKENS))
     return Masking(MASK, special, share, len(LETTERS))
 
 
@@ -461,7 +461,7 @@ class Families:
         inside = np.arange(self.longest) < lengths[:, None]
         accessions = np.array([f"G{i:09d}" for i in range(len(family))], "S16")
         digests = np.array(
-            [(digest_of(each, 4) << 32) + i for i, each in enumerate(accessions.tolist())],
+            [(digest_of(name, 4) << 32) + i for i, name in enumerate(accessions.tolist())],
             np.uint64,
         )
         return Sequences(

@@ -344,14 +344,14 @@ class Masking:
     drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
 
     @classmethod
-    def of(cls, tokenizer, share: float = 0.15) -> "Masking":
+    def from_tokenizer(cls, tokenizer, share: float = 0.15) -> "Masking":
         """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
             raise DataError(
                 f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
             )
         size = max(tokenizer.get_vocab().values()) + 1
-        return cls(tokenizer.mask_token_id, table(size, tokenizer.all_special_ids), share)
+        return cls(tokenizer.mask_token_id, flag_table(size, tokenizer.all_special_ids), share)
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
         """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
@@ -372,7 +372,7 @@ class Masking:
         }
 
 
-def table(size: int, members: Sequence[int]) -> np.ndarray:
+def flag_table(size: int, members: Sequence[int]) -> np.ndarray:
     flags = np.zeros(size, bool)
     flags[np.array(members, np.int64)] = True
     return flags

@@ -39,12 +39,12 @@ def new_tokenizer(
 
     make = {"wordpiece": wordpieces, "byte_pairs": byte_pairs, "sentencepiece": pieces}[kind]
     key = content_key(cache_dir, text, "vocabulary 1", kind, size, lowercase)
-    made = cached(
+    stored = cached(
         cache_dir,
         key,
         lambda: {"json": np.frombuffer(make(text, size, lowercase).encode(), np.uint8)},
     )
-    description = made["json"].tobytes().decode()
+    description = stored["json"].tobytes().decode()
     if kind == "wordpiece":
         return BertTokenizerFast(vocab=json.loads(description), do_lower_case=lowercase)
     return fast_tokenizer(description, unk_token=UNKNOWN, eos_token=END, bos_token=END)

@@ -138,7 +138,9 @@ class Subject(TextBench):
         if self.causal:
             return super().inputs_and_labels(i)
         draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i : i + 1].numpy(), draw)
+        batch = data.Masking.from_tokenizer(self.tokenizer, SHARE)(
+            self.rows[i : i + 1].numpy(), draw
+        )
         return batch["input_ids"], batch["labels"]
 
     def record_exact(self, i: int) -> Pass:

@@ -415,11 +415,11 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
             state = tuple(torch.where(says[:, None], a, b) for a, b in zip(after, state))
         here = torch.where(says, here + 1, 0)
         frame = frame + (active & ~says)
-    found = []
+    hypotheses = []
     for symbols, frames in torch.stack(steps).permute(2, 1, 0).tolist():
         said = [i for i, symbol in enumerate(symbols) if symbol != model.blank]
-        found.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said]))
-    return found
+        hypotheses.append(Hypothesis([symbols[i] for i in said], [frames[i] for i in said]))
+    return hypotheses
 
 
 # ---- the folder of a run: names and plain values only; the attention is built from names of conf/ --------------------

@@ -91,10 +91,10 @@ def check_shapes(
     except RuntimeError:  # overflow of the number of elements
         raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
     for name, tensor in state.items():
-        found = tuple(tensors[name].shape) if name in tensors else "not"
-        if found != tuple(tensor.shape):
+        actual = tuple(tensors[name].shape) if name in tensors else "not"
+        if actual != tuple(tensor.shape):
             raise ConfigError(
-                f"{named}: {name} is {found}, expected {tuple(tensor.shape)} from {CONFIG}"
+                f"{named}: {name} is {actual}, expected {tuple(tensor.shape)} from {CONFIG}"
             )
 
 
@@ -175,8 +175,8 @@ def open_folder(
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:
         config = description_in(folder, named)
-        if (found := config.pop("kind", None)) != kind:
-            raise DataError(f"{named}: {CONFIG} has kind={found}; expected a run of {task}")
+        if (actual := config.pop("kind", None)) != kind:
+            raise DataError(f"{named}: {CONFIG} has kind={actual}; expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)
         check_numbers(tensors.items(), named)
         yield folder, config, tensors

@@ -399,24 +399,26 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
         mechanism = Mechanism.from_saved(config.pop("attention"), named)
         symbols = config.pop("vocabulary")
         check_options("", LanguageDescription, config)
-        kept = SavedLanguageModel(LanguageDescription(**config), mechanism, symbols, tensors, named)
-        exact, layers = Mechanism.of("exact").layer, kept.description.sizes["layers"]
-        check_shapes(lambda: LanguageModel(kept.description, exact), layers, kept.untied(), named)
-        return kept
+        saved = SavedLanguageModel(
+            LanguageDescription(**config), mechanism, symbols, tensors, named
+        )
+        exact, layers = Mechanism.of("exact").layer, saved.description.sizes["layers"]
+        check_shapes(lambda: LanguageModel(saved.description, exact), layers, saved.untied(), named)
+        return saved
 
 
 def without_attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if ".attention." not in name}
 
 
-def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mechanism) -> bool:
+def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Mechanism) -> bool:
     """Load saved weights into a model; return whether its attention is the same.
 
     Random projections and statistics are loaded only for the same attention. Raises ConfigError for weights that are
     missing, unexpected or of another shape.
     """
-    same = mechanism.describe() == kept.mechanism.describe()
-    saved = kept.untied()
+    same = mechanism.describe() == source.mechanism.describe()
+    saved = source.untied()
     if not same:
         saved = without_attention(saved)
     make_room(model, saved)
@@ -428,7 +430,7 @@ def load_weights(model: LanguageModel, kept: SavedLanguageModel, mechanism: Mech
     for name in sorted(saved_shapes.keys() | shapes.keys()):
         if saved_shapes.get(name) != shapes.get(name):
             raise ConfigError(
-                f"{kept.named}: {name}: saved {saved_shapes.get(name)}, expected {shapes.get(name)}; use "
+                f"{source.named}: {name}: saved {saved_shapes.get(name)}, expected {shapes.get(name)}; use "
                 "the sizes, length and positions of that run"
             )
     model.load_state_dict(saved, strict=same)

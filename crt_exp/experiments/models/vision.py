@@ -225,11 +225,11 @@ class Checkpoint(NamedTuple):
     description: VisionDescription | None
     attention: dict[str, Any]  # `crt_exp` of config.json; empty for exact attention
 
-    def state(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """The weights with timm's names, without random projections. Raises DataError."""
         config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
-            return mae_state(self.path, self.named)
+            return mae_weights(self.path, self.named)
         tensors = tensors_of(self.path, self.named)
         return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
 
@@ -293,7 +293,7 @@ def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
     }
 
 
-def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
+def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
     """The encoder of transformers' ViTMAE with timm's names.
 
     The outputs are equal if the norms have the same epsilon. Raises DataError.
@@ -306,17 +306,17 @@ def mae_state(folder: Path, named: str) -> dict[str, Tensor]:
             theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     except Exception as error:
         raise DataError(f"{named}: weights are not readable: {reason_of(error)[:300]}") from None
-    state = {}
+    weights = {}
     for name, tensor in theirs.items():
         for old, new in MAE_NAMES.items():
             name = re.sub(old, new, name)
-        state[name] = tensor
+        weights[name] = tensor
     for name in [
-        name for name in state if ".q_proj." in name
+        name for name in weights if ".q_proj." in name
     ]:  # timm has queries, keys and values in one matrix
-        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
-        state[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
-    return state
+        parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        weights[name.replace("attention.q_proj", "attn.qkv")] = torch.cat(parts)
+    return weights
 
 
 # ---- the model of a run
@@ -343,9 +343,9 @@ def build(
         if checkpoint is not None:
             check_attention(checkpoint, mechanism)
             check_classes(checkpoint, description, new_head)
-            state = checkpoint.state()
-            check_numbers(state.items(), checkpoint.named)
-            load_weights(model, state, checkpoint.named, new_head)
+            weights = checkpoint.weights()
+            check_numbers(weights.items(), checkpoint.named)
+            load_weights(model, weights, checkpoint.named, new_head)
     if not mechanism.is_exact:
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:
@@ -418,27 +418,27 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
         )
 
 
-def load_weights(model: nn.Module, state: dict[str, Tensor], named: str, new_head: bool) -> None:
+def load_weights(model: nn.Module, weights: dict[str, Tensor], named: str, new_head: bool) -> None:
     """Load weights with timm's names; timm interpolates position embeddings.
 
     A missing head stays as it is. Raises DataError for weights of another width, depth or kind.
     """
     adapt = getattr(
-        sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda state, model: state
+        sys.modules[type(model).__module__], "checkpoint_filter_fn", lambda weights, model: weights
     )
     try:
         with quiet():
-            state = adapt(dict(state), model)
-        state = {
+            weights = adapt(dict(weights), model)
+        weights = {
             name: tensor
-            for name, tensor in state.items()
+            for name, tensor in weights.items()
             if not (new_head and name.startswith("head."))
         }
-        missing, more = model.load_state_dict(state, strict=False)
+        absent, unexpected = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        missing, more = [" ".join(str(error).split())[:300]], []
-    wrong = [name for name in missing if not name.startswith(HEAD)]
-    wrong += [name for name in more if not name.startswith((*HEAD, *FOREIGN))]
+        absent, unexpected = [" ".join(str(error).split())[:300]], []
+    wrong = [name for name in absent if not name.startswith(HEAD)]
+    wrong += [name for name in unexpected if not name.startswith((*HEAD, *FOREIGN))]
     if wrong:
         raise DataError(
             f"{named}: does not match task.model at {wrong[0]}; for other classes set task.new_head=true"
@@ -470,7 +470,7 @@ def save_model(
     tensors: dict[str, Tensor],
     directory: Path,
 ) -> None:
-    """Write `<directory>/model` atomically from the model's state. Raises OSError."""
+    """Write `<directory>/model` atomically from the model's weights. Raises OSError."""
     noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
     weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
     with whole_folder(directory) as folder:

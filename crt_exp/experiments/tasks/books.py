@@ -21,7 +21,7 @@ from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.corpora import PARTS, Row, Rows, TokenText
 from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
-from crt_exp.experiments.data.text import IGNORED, Masking, official_file, table, text_files
+from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
@@ -62,9 +62,9 @@ class Books(SymbolTask):
         self.causal, apart = self.direction == "unidirectional", self.rows == "apart"
         self.load()
         files = self.files()
-        if self.kept is not None and "tokenizer" in self.kept.symbols:
-            tokenizer = fast_tokenizer(self.kept.symbols["tokenizer"])
-            end = self.kept.symbols["end"]
+        if self.saved is not None and "tokenizer" in self.saved.symbols:
+            tokenizer = fast_tokenizer(self.saved.symbols["tokenizer"])
+            end = self.saved.symbols["end"]
         else:
             tokenizer = new_tokenizer(
                 self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
@@ -109,8 +109,8 @@ class Books(SymbolTask):
                 for split, part in PARTS.items()
             }
         refuse_data_dir(self.data_dir, "task.text")
-        given = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
-        return {split: text_files(paths) for split, paths in given.items() if paths is not None}
+        named = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
+        return {split: text_files(paths) for split, paths in named.items() if paths is not None}
 
     def inputs(self) -> list[Path]:
         return list(chain.from_iterable(self.files().values()))
@@ -151,7 +151,7 @@ class Books(SymbolTask):
     @cached_property
     def masking(self) -> Masking:
         """BERT's masking; end tokens are never masked, random tokens are never the mask."""
-        special = table(self.predictable + 1, [self.end, self.predictable])
+        special = flag_table(self.predictable + 1, [self.end, self.predictable])
         return Masking(self.predictable, special, self.share, self.predictable)
 
     # ---- metrics

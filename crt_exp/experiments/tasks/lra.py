@@ -84,7 +84,7 @@ class LRA(SequenceTask):
         """Yield tokens (B, L), key_mask if there is padding, labels (B / together,)."""
         data, together = self.arena.splits[split], self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
-        for examples in by_length(lengths, split, plan, like_together=True):
+        for examples in by_length(lengths, split, plan, group_lengths=True):
             part = data.take(examples)
             rows = [row[: self.row_length] for row in part.rows]
             batch = with_key_mask(pad_rows(rows, self.arena.symbols), [len(row) for row in rows])

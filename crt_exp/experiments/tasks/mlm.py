@@ -121,7 +121,9 @@ class MLM(Task):
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
-        self.masking = None if self.causal else data.Masking.of(self.tokenizer, self.share)
+        self.masking = (
+            None if self.causal else data.Masking.from_tokenizer(self.tokenizer, self.share)
+        )
 
     def check_options(self) -> None:
         if self.vocabulary is not None and (self.causal or self.model is not None):

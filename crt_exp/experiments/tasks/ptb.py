@@ -135,7 +135,8 @@ class PTB(Task):
             (plan.batch, plan.micro, plan.start) if training else (self.eval_columns, 1, 0)
         )
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
-        first, last = (count * each // plan.world for each in (plan.rank, plan.rank + 1))
+        first = count * plan.rank // plan.world
+        last = count * (plan.rank + 1) // plan.world
         left_out, begin = 0, 0
         if plan.limit is not None and not training:
             left_out = max(-(-columns.shape[2] // self.bptt) - plan.limit.batches, 0)

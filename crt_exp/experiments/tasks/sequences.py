@@ -86,8 +86,8 @@ class SymbolTask(SequenceTask):
     compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
     def load(self) -> None:
-        """Load the model of task.init into `kept`; raises DataError."""
-        self.kept = None if self.init == "scratch" else language.load(self.init, "task.init")
+        """Load the model of task.init into `saved`; raises DataError."""
+        self.saved = None if self.init == "scratch" else language.load(self.init, "task.init")
 
     def describe(self, symbols: int, length: int, vocabulary: Mapping[str, Any]) -> None:
         """Set the model description from task.init, or from the options.
@@ -95,14 +95,14 @@ class SymbolTask(SequenceTask):
         vocabulary: saved with the model, as JSON. Raises ConfigError if options contradict the model of task.init.
         """
         self.vocabulary = dict(vocabulary)
-        if self.kept is None:
+        if self.saved is None:
             self.description = self.new_description(symbols, length, self.causal)
         else:
             self.description = self.saved_description(length)
 
     def saved_description(self, length: int) -> LanguageDescription:
-        theirs = self.kept.description
-        if self.kept.symbols != self.vocabulary:
+        theirs = self.saved.description
+        if self.saved.symbols != self.vocabulary:
             raise ConfigError(
                 f"task.init={self.init}: trained with other symbols; expected {self.compatible_runs}"
             )
@@ -130,7 +130,7 @@ class SymbolTask(SequenceTask):
     def build(self, mechanism: Mechanism) -> nn.Module:
         self.mechanism = mechanism
         model = LanguageModel(self.description, mechanism.layer, self.checkpointing)
-        if self.kept is not None and not language.load_weights(model, self.kept, mechanism):
+        if self.saved is not None and not language.load_weights(model, self.saved, mechanism):
             self.calibrate(model)
         return model
 
@@ -231,7 +231,7 @@ class Recall(SymbolTask):
                 f"{self.pairs} pairs and {self.asked} queries"
             )
         self.load()
-        if self.kept is None and self.preset is None:
+        if self.saved is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
         self.describe(
             2 * self.symbols + NOISE, self.block, {"values": self.symbols, "noise": NOISE}
@@ -248,8 +248,11 @@ class Recall(SymbolTask):
                 recall_row(split, i, self.block, self.symbols, self.pairs, self.asked)
                 for i in chosen
             ]
-            tokens, labels = (torch.from_numpy(np.stack(each)) for each in zip(*rows))
-            yield {"tokens": tokens, "labels": labels}
+            tokens, labels = zip(*rows)
+            yield {
+                "tokens": torch.from_numpy(np.stack(tokens)),
+                "labels": torch.from_numpy(np.stack(labels)),
+            }
 
     # ---- metrics
 

@@ -67,11 +67,13 @@ class TrEMBL(SymbolTask):
         )  # a resumed run must match it
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
         self.masking = protein.masking(self.share)
-        self.made = Families(self.generated) if self.dataset == "generated" else None
+        self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
-        if self.made:
+        if self.synthetic:
             self.stand_in = stand_in("TrEMBL", "generated families", "dataset=uniprot", "protein")
-            self.sequences = self.made.sample(self.generated["sequences"], self.generated["seed"])
+            self.sequences = self.synthetic.sample(
+                self.generated["sequences"], self.generated["seed"]
+            )
         else:
             self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
         split = protein.split_rows(
@@ -87,7 +89,7 @@ class TrEMBL(SymbolTask):
             )
 
     def inputs(self) -> list[Path | None]:
-        return [] if self.made else [task_folder("protein", self.data_dir)]
+        return [] if self.synthetic else [task_folder("protein", self.data_dir)]
 
     def check_options(self) -> None:
         if self.validation_share + self.test_share >= 1:
@@ -95,7 +97,7 @@ class TrEMBL(SymbolTask):
                 f"task.validation_share={self.validation_share} + task.test_share={self.test_share}: "
                 "expected < 1"
             )
-        if self.made and (self.data_dir or self.families or self.held_out_files is not None):
+        if self.synthetic and (self.data_dir or self.families or self.held_out_files is not None):
             raise ConfigError(
                 "task.dataset=generated: expected no task.data_dir, task.families or "
                 "task.held_out_files; set task.dataset=uniprot"
@@ -109,8 +111,8 @@ class TrEMBL(SymbolTask):
 
     def held_out(self) -> np.ndarray:
         """Mask of out-of-distribution sequences, (n,) bool."""
-        if self.made:
-            return self.sequences.files >= self.made.inside
+        if self.synthetic:
+            return self.sequences.files >= self.synthetic.inside
         if self.families is not None:
             return protein.held_out_by_family(
                 self.sequences, self.families, self.held_out_families or protein.HELD_OUT

@@ -244,7 +244,7 @@ def masked(masking: Masking, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_masking_has_berts_shares(tokenizer):
-    masking = Masking.of(tokenizer)
+    masking = Masking.from_tokenizer(tokenizer)
     ids = random_ids(2000, 60)
     inputs, labels = masked(masking, ids)
     chosen = labels != IGNORED
@@ -270,13 +270,13 @@ def test_masking_has_berts_shares(tokenizer):
 
 
 def test_every_row_has_a_masked_token(tokenizer):
-    labels = masked(Masking.of(tokenizer), np.array([[2, 7, 3]] * 300 + [[2, 1, 3]]))[1]
+    labels = masked(Masking.from_tokenizer(tokenizer), np.array([[2, 7, 3]] * 300 + [[2, 1, 3]]))[1]
     assert (labels[:300, 1] == 7).all()
     assert (labels[300] == IGNORED).all()
 
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
-    masking = replace(Masking.of(tokenizer), special=np.zeros(30522, bool))
+    masking = replace(Masking.from_tokenizer(tokenizer), special=np.zeros(30522, bool))
     actual = masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist()
     assert actual == [[30521]]
 
@@ -284,7 +284,7 @@ def test_the_largest_random_number_gives_a_token(tokenizer):
 def test_a_vocabulary_without_a_mask_or_a_start_is_refused(vocabulary):
     bare = bert_tokenizer(vocabulary)
     bare.mask_token = bare.cls_token = None
-    assert "mask token" in refused(Masking.of, bare)
+    assert "mask token" in refused(Masking.from_tokenizer, bare)
     assert "[CLS]" in refused(local_blocks, vocabulary, bare, 7)
 
 
@@ -313,7 +313,7 @@ def blocks():
 
 
 def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
-    masking = Masking.of(tokenizer)
+    masking = Masking.from_tokenizer(tokenizer)
     plan = Plan(**{"batch": 6, **plan})
     return [
         masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
