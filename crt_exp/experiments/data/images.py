@@ -4,7 +4,6 @@ Notation: n images, s pixels of a side, C channels.
 """
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,9 +19,7 @@ from crt_exp.experiments.data.files import IMAGES, files_ending, subfolders
 from crt_exp.experiments.data.sources import SOURCES, stand_in, task_folder
 
 SPLITS = ("train", "val")
-SPLIT = re.compile(
-    r"(?i)(train|val|valid|test|dev|eval)(ing|idation|uation|set|data|images?|[\W\d_])*"
-)
+SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 DIGITS = "digits"
 STAND_IN = stand_in(
     "ImageNet", "scikit-learn's digits", "dataset=imagenette2-320", "images/imagenette2-320"
@@ -103,13 +100,10 @@ def load(dataset: str = DIGITS, data_dir: str | Path | None = None) -> dict[str,
 def split_folder(root: Path) -> dict[str, Images]:
     """Splits of a folder with only <class>/: val is a fixed SHARE of each class."""
     names = subfolders(root)
-    paths = list(names)
-    for name in names:
-        paths += [f"{name}/{inner}" for inner in subfolders(root / name)]
-    splits = [path for path in paths if SPLIT.fullmatch(Path(path).name)]
-    if splits or names and all(re.search("train|test|val", name, re.IGNORECASE) for name in names):
+    splits = [name for name in names if name.lower() in SPLIT_NAMES]
+    if splits:
         raise DataError(
-            f"{root}: folder {(splits or names)[0]} looks like a split; expected train/<class>/ and "
+            f"{root}: folder {splits[0]} looks like a split; expected train/<class>/ and "
             "val/<class>/, or <class>/ only; rename it"
         )
     every = images_in(root)

@@ -175,17 +175,12 @@ class Streamed:
         return {"stream": json.dumps(self.marks[0]), "processes": world_size()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises DataError if the number of processes changed, or if there is no mark."""
+        """Raises DataError if the number of processes changed."""
         processes = state.get("processes")
-        if processes is None:
-            raise DataError(
-                "checkpoint: no position in the training stream, expected that of a run on streamed data; "
-                "use another hydra.run.dir"
-            )
         if processes != world_size():
             raise DataError(
-                f"checkpoint: stream positions of {processes} process{'es' * (processes > 1)}, expected "
-                f"{world_size()}; use the same number of processes, or another hydra.run.dir"
+                f"checkpoint: stream positions of {processes} processes, expected {world_size()}; use the "
+                "same number of processes, or another hydra.run.dir"
             )
         self.marks = deque([Mark(*json.loads(state["stream"]))])
 

@@ -242,20 +242,10 @@ def fingerprint(tokenizer) -> str:
     """
     import tokenizers
 
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str()) | {
-            "truncation": None,
-            "padding": None,
-        }
-    else:
-        state = [
-            type(tokenizer).__name__,
-            tokenizer.get_vocab(),
-            repr(sorted(tokenizer.init_kwargs.items(), key=str)),
-        ]
-    return hashlib.sha256(
-        json.dumps([state, tokenizers.__version__], sort_keys=True).encode()
-    ).hexdigest()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state |= {"truncation": None, "padding": None}
+    content = json.dumps([state, tokenizers.__version__], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def token_lists(texts: Iterable[str], tokenizer, spans: bool = False) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from crt_exp.registry import ConfigError, unknown
+from crt_exp.registry import ConfigError
 
 # time steps of the servo commands and of the physics
 SERVO = 0.05
@@ -57,7 +57,6 @@ def need(task: str, *packages: str) -> None:
 # to see the stones. The paper has a quadruped whose high level places the feet, and whose low level is a controller
 # (HRF K.1). Here the high level chooses the stride of each diagonal pair of legs, which sets speed and direction, and
 # the low level is a trot of position servos. x is forward, y to the left.
-BODIES = ("Ant-v5", "Ant-v4")
 STONES = 8
 DEPTH = 0.6  # depth of gaps
 FIRST = 0.75  # half the length of the first stone, where the Ant starts
@@ -97,7 +96,6 @@ class SteppingStones:
     at 1. Equal strides lead straight ahead.
 
     Args:
-        environment: "Ant-v5" or "Ant-v4".
         size: Pixels of a side of the image.
         seconds: Maximum length of a rollout, which ends if the Ant falls.
     """
@@ -107,10 +105,8 @@ class SteppingStones:
     actions = 2
     lead = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]])
 
-    def __init__(self, environment: str = "Ant-v5", size: int = 16, seconds: float = 12.0):
+    def __init__(self, size: int = 16, seconds: float = 12.0):
         need("locomotion", "gymnasium", "mujoco")
-        if environment not in BODIES:
-            raise unknown("environment", environment, list(BODIES))
         self.size = size
         self.decisions = round(seconds / (PERIOD / 2))
         self.model, self.data = body()

@@ -123,7 +123,6 @@ class Locomotion(Robotics):
 
     def __init__(
         self,
-        environment: str,
         size: Count,
         seconds: Positive,
         looks: Looks,
@@ -131,7 +130,7 @@ class Locomotion(Robotics):
         strategy: Strategy,
         workers: Count,
     ):
-        options = {"environment": environment, "size": size, "seconds": seconds}
+        options = {"size": size, "seconds": seconds}
         super().__init__(SteppingStones, options, looks, policy, strategy, workers)
 
 

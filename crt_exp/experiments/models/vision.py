@@ -342,7 +342,8 @@ def build(
         model = description.make(drop_path_rate=drop_path)
         if checkpoint is not None:
             check_attention(checkpoint, mechanism)
-            check_classes(checkpoint, description, new_head)
+            theirs = checkpoint.description and checkpoint.description.classes
+            check_classes(checkpoint.named, theirs, description.classes, new_head)
             weights = checkpoint.weights()
             check_numbers(weights.items(), checkpoint.named)
             load_weights(model, weights, checkpoint.named, new_head)
@@ -360,9 +361,10 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
     """
     import timm
 
-    config, name = timm.get_pretrained_cfg(description.model), description.model
-    if config.num_classes and not new_head and config.num_classes != len(description.classes):
-        raise other_classes(f"task.model={name}", config.num_classes, len(description.classes))
+    name = description.model
+    config = timm.get_pretrained_cfg(name)
+    theirs = tuple(str(number) for number in range(config.num_classes or 0))
+    check_classes(f"task.model={name}", theirs, description.classes, new_head)
     try:
         with quiet():
             model = timm.create_model(
@@ -378,26 +380,21 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
     return model
 
 
-def other_classes(named: str, theirs: Any, ours: Any) -> ConfigError:
-    return ConfigError(
-        f"{named}: trained on other classes ({theirs}, expected {ours}); task.new_head=true trains a "
-        "new head"
-    )
-
-
-def check_classes(checkpoint: Checkpoint, description: VisionDescription, new_head: bool) -> None:
-    """Raise ConfigError if the checkpoint's head has other classes.
-
-    Compares the number of classes, and their names if known.
-    """
-    theirs = checkpoint.description and checkpoint.description.classes
-    ours = description.classes
+def check_classes(
+    named: str, theirs: tuple[str, ...] | None, ours: tuple[str, ...], new_head: bool
+) -> None:
+    """Raise ConfigError if the head of weights has other classes; numbers are unknown names."""
     if new_head or not theirs or theirs == ours:
         return
-    if len(theirs) != len(ours):
-        raise other_classes(checkpoint.named, len(theirs), len(ours))
-    if theirs != tuple(map(str, range(len(theirs)))):  # numbers stand for unknown names
-        raise other_classes(checkpoint.named, *next((a, b) for a, b in zip(theirs, ours) if a != b))
+    different = (len(theirs), len(ours))
+    if len(theirs) == len(ours):
+        if theirs == tuple(str(number) for number in range(len(theirs))):
+            return
+        different = next(pair for pair in zip(theirs, ours) if pair[0] != pair[1])
+    raise ConfigError(
+        f"{named}: trained on other classes ({different[0]}, expected {different[1]}); "
+        "task.new_head=true trains a new head"
+    )
 
 
 def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:

@@ -53,6 +53,7 @@ FREE_KEYS = (
 CONSTANTS = {
     "task.bad": "error",
     "task.coding": "ordinal",
+    "task.environment": "Ant-v5",
     "task.exact_lr": 3e-3,
     "task.strokes": 3,
     "task.unreadable": "error",

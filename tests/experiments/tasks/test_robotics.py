@@ -379,7 +379,6 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["task=locomotion", "task.environment=Ant-v9"], ["environment 'Ant-v9'", "Ant-v5"]),
         (["task=arm_sweeping", "task.policy.patch=5"], ["task.patch=5", "16 pixels"]),
         (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"]),
     ],
