@@ -248,7 +248,10 @@ def download_and_install(url: str, files: Sequence[File], folder: Path, root: Pa
     if checksum and digest(part, "sha256") != checksum:
         raise DataError(f"{url}: wrong checksum of the archive; run the command again")
     unpacked = folder / "unpacked"
-    places = {file: unpacked / file.member if file.member else part for file in files}
+    places = dict.fromkeys(files, part)
+    for file in files:
+        if file.member:
+            places[file] = unpacked / file.member
     if part.suffix == ".zip":
         shutil.unpack_archive(part, unpacked)
     elif part.name.endswith((".tgz", ".tar.gz")):

@@ -42,7 +42,9 @@ PAGES = {
     "retrieval": "https://github.com/google-research/long-range-arena (lra_release, tsv_data)",
 }
 LABELS = ("0", "1", "0.0", "1.0")  # labels of retrieval
-SIDE, BYTES = 32, 256  # pixels of an image side; number of symbols
+# pixels of an image side; number of symbols
+SIDE = 32
+BYTES = 256
 OPERATORS = {
     "[MIN": min,
     "[MAX": max,
@@ -50,9 +52,13 @@ OPERATORS = {
     "[SM": lambda entries: sum(entries) % 10,
 }
 SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")
-LINE, DOT = 160, 255  # grey values
+# grey values
+LINE = 160
+DOT = 255
 TRIES = 100_000  # rejected trees in a row before an error
-CURVES, PICTURES = 200, 20  # attempts per curve and per picture
+# attempts per curve and per picture
+CURVES = 200
+PICTURES = 20
 
 
 # train, validation, test: examples. depth: 1 is the root of a tree. dashes, short: dashes of a long and a short curve.
@@ -231,7 +237,8 @@ def flatten_split(
 def listops_arrays(rules: dict[str, int]) -> dict[str, np.ndarray]:
     """Distinct ListOps sequences; raises DataError if the rules give too few."""
     sequences = distinct_sequences(rules, sum(rules[split] for split in SPLITS))
-    rows, labels = [], []
+    rows = []
+    labels = []
     for words in sequences:
         rows.append(np.array([SYMBOLS.index(word) for word in words], np.uint8))
         labels.append(listops_value(words))
@@ -368,7 +375,8 @@ def random_curve(
 
 def read_pairs(path: Path) -> Labelled:
     """Read lines of label, id, id, text, text, separated by tabs. Raises DataError."""
-    rows, labels = [], []
+    rows = []
+    labels = []
     for number, line in numbered_lines(path):
         label, *cells = line.split("\t")
         if len(cells) != 4 or label not in LABELS or not all(cells[2:]):
@@ -412,7 +420,8 @@ def read_reviews(folder: Path) -> Arena:
         read[split] = Labelled(texts, np.repeat([0, 1], [*map(len, files)]))
     chosen = np.random.default_rng(0).permutation(len(read["train"]))
     count = max(1, round(HELD_OUT * len(chosen)))
-    validation, train = np.sort(chosen[:count]), np.sort(chosen[count:])
+    validation = np.sort(chosen[:count])
+    train = np.sort(chosen[count:])
     return Arena(
         {
             "train": read["train"].take(train),

@@ -39,7 +39,8 @@ from crt_exp.experiments.data.text import (
 )
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 
-EOS, UNKNOWN = "<eos>", "<unk>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
 OFFICIAL = ("ptb", "wikitext2")
 PARTS = {"train": "train", "validation": "valid", "test": "test"}
 HELD_OUT = 0.05  # share of lines for validation, and again for test
@@ -154,7 +155,8 @@ def columns(text: np.ndarray, count: int, eos: int, whole: bool) -> np.ndarray:
     text = text[: count * length]
     labels = np.full(count * length, IGNORED, np.int64)
     tokens = np.full(count * length, eos, np.int64)
-    labels[: len(text)], tokens[1 : len(text)] = text, text[:-1]
+    labels[: len(text)] = text
+    tokens[1 : len(text)] = text[:-1]
     return np.stack([tokens, labels]).reshape(2, count, length)
 
 
@@ -211,15 +213,19 @@ class TokenText:
 
         With apart=True lines stay whole. Raises DataError if a split is empty.
         """
+        unit = "lines" if apart else "tokens"
         counted = len(self.ends) if apart else len(self.tokens)
         held = round(share * counted)
         if not 0 < held < counted / 2:
             raise DataError(
-                f"task.held_out={share}: no {'lines' if apart else 'tokens'} of {counted} left for one of "
+                f"task.held_out={share}: no {unit} of {counted} left for one of "
                 "the splits; use a longer text, or set task.validation_text and task.test_text"
             )
-        cuts = [counted - 2 * held, counted - held]
-        first, last = (int(self.ends[cut - 1]) for cut in cuts) if apart else cuts
+        first = counted - 2 * held
+        last = counted - held
+        if apart:
+            first = int(self.ends[first - 1])
+            last = int(self.ends[last - 1])
         return {
             "train": self.part(0, first),
             "validation": self.part(first, last),
@@ -296,7 +302,8 @@ class Rows:
     def packed(cls, text: TokenText, longest: int, end: int, whole: bool) -> "Rows":
         """Rows of exactly `longest` tokens; whole: add a shorter last row."""
         n = len(text.tokens)
-        first = np.arange(0, n if whole else n - longest + 1, longest)
+        stop = n if whole else n - longest + 1
+        first = np.arange(0, stop, longest)
         return cls(text, first, np.minimum(first + longest, n), end, False)
 
     @classmethod
@@ -440,7 +447,8 @@ def write_sst2(folder: Path, rows: int) -> None:
     order = sorted(set().union(*sentences.values()))
     random.Random(0).shuffle(order)
     rank = {sentence: i for i, sentence in enumerate(order)}
-    first_ranks, last_ranks = [], []
+    first_ranks = []
+    last_ranks = []
     for phrase in phrases:
         ranks = [rank[sentence] for sentence in sentences[phrase]]
         first_ranks.append(min(ranks))

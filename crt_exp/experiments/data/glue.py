@@ -169,11 +169,13 @@ def load(
         return from_copy(name, split)
     path = split_file(task, split, data_dir)
     header = [*task.headless]
-    rows, broken = [], []
+    rows = []
+    broken = []
     for number, line in numbered_lines(path):
         if not line:
             continue
-        place, fields = f"{path}, line {number}", line.split("\t")
+        place = f"{path}, line {number}"
+        fields = line.split("\t")
         if not header:
             header = fields
         elif len(fields) == len(header):
@@ -182,8 +184,9 @@ def load(
             broken.append(place)
     has_columns = {*task.columns, task.label} <= {*header}
     if not rows or not has_columns or len(broken) > task.broken * len(rows):
+        place = broken[0] if broken else path
         raise DataError(
-            f"{broken[0] if broken else path}: expected rows of {len(header)} columns, with "
+            f"{place}: expected rows of {len(header)} columns, with "
             f"{', '.join(task.columns)} and {task.label}; run `python -m crt_exp data fetch {task.source}`"
         )
     if broken:
@@ -245,7 +248,8 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
             f"task.max_length={max_length}: expected more than the {special} special tokens, and a "
             "tokenizer with a padding token"
         )
-    labels = np.array(examples.labels, np.int64 if classes else np.float32)
+    kind = np.int64 if classes else np.float32
+    labels = np.array(examples.labels, kind)
     rows: list[dict[str, Any]] = []
     for start in range(0, len(examples), GROUP):
         group = [column[start : start + GROUP] for column in examples.texts]

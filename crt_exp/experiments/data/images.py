@@ -56,15 +56,14 @@ class Images:
 
         Raises DataError if one part is empty.
         """
-        rng, chosen = np.random.default_rng(0), np.zeros(len(self), bool)
+        rng = np.random.default_rng(0)
+        chosen = np.zeros(len(self), bool)
         for label in range(len(self.classes)):
             rows = rng.permutation(np.flatnonzero(self.labels == label))
             chosen[rows[: round(share * len(rows))]] = True
         if chosen.all() or not chosen.any():
-            raise DataError(
-                f"task.held_out={share}: no images left to {'train on' if chosen.all() else 'hold out'} of "
-                f"{len(self)}"
-            )
+            purpose = "train on" if chosen.all() else "hold out"
+            raise DataError(f"task.held_out={share}: no images left to {purpose} of {len(self)}")
         return self.take(np.flatnonzero(~chosen)), self.take(np.flatnonzero(chosen))
 
 
@@ -220,11 +219,12 @@ def crop_square(image: Any, side: int, channels: int, name: str) -> np.ndarray:
         raise DataError(
             f"task.size={side}: {name} has {width} x {height} pixels; use a smaller size"
         )
-    left, top = (width - least) // 2, (height - least) // 2
-    image = image.crop((left, top, left + least, top + least)).convert(
-        "RGB" if channels == 3 else "L"
-    )
-    image = image if least == side else image.resize((side, side), Image.Resampling.BOX)
+    left = (width - least) // 2
+    top = (height - least) // 2
+    mode = "RGB" if channels == 3 else "L"
+    image = image.crop((left, top, left + least, top + least)).convert(mode)
+    if least != side:
+        image = image.resize((side, side), Image.Resampling.BOX)
     return np.asarray(image, np.uint8).reshape(side, side, channels)
 
 

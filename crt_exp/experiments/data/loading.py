@@ -84,7 +84,8 @@ class Streamed:
     """
 
     def __init__(self, hub: ImageHub):
-        self.hub, self.marks = hub, deque([Mark()])
+        self.hub = hub
+        self.marks = deque([Mark()])
         self.stream = self.split(hub["split"])
         if (files := self.stream.num_shards) < world_size():
             raise DataError(
@@ -123,7 +124,8 @@ class Streamed:
 
     def shuffled(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """This process's images from the first mark on, shuffled in windows."""
-        number, examples = self.marks[0].number, self.passes(plan, self.marks[0])
+        number = self.marks[0].number
+        examples = self.passes(plan, self.marks[0])
 
         def window() -> Iterator[dict[str, Any]]:
             return islice(iter(partial(next, examples), None), self.hub["buffer"] or 1)
@@ -133,7 +135,8 @@ class Streamed:
             np.random.default_rng([plan.seed, plan.rank, number, 2]).shuffle(now)
             number += len(now)
             self.marks.append(Mark(number, *self.place, self.part.state_dict()))
-            later, following = [], window()
+            later = []
+            following = window()
             while now:
                 later += islice(following, 1)
                 yield now.pop()
@@ -152,10 +155,12 @@ class Streamed:
                 else files
             )
             for place, file in [*enumerate(order[plan.rank :: plan.world].tolist())][first:]:
-                self.place, self.part = (epoch, place), self.stream.shard(len(files), file)
+                self.place = (epoch, place)
+                self.part = self.stream.shard(len(files), file)
                 if state:
                     self.part.load_state_dict(state)
-                state, first = None, 0
+                state = None
+                first = 0
                 yield from self.readable(self.part)
             yield None
 
@@ -192,7 +197,8 @@ class Streamed:
         wanted = self.hub["validation_images"]
         examples = enumerate(self.readable(self.split(self.hub["validation"])))
         for rows in plan.ordered(wanted):
-            batch, due = [], set(rows.tolist())
+            batch = []
+            due = set(rows.tolist())
             while due:
                 number, example = next(examples, (None, None))
                 if number is None:
@@ -207,11 +213,13 @@ class Streamed:
 
     def row(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""
-        image, label = example.get(self.hub["image"]), example.get(self.hub["label"])
+        image = example.get(self.hub["image"])
+        label = example.get(self.hub["label"])
         name = f"{self.hub['name']}, {example.get('__key__') or f'image {number}'}"
         if not image or label not in range(len(self.classes)):
+            presence = "present" if image else "missing"
             raise DataError(
-                f"{name}: {self.hub['image']} is {'present' if image else 'missing'}, {self.hub['label']} "
+                f"{name}: {self.hub['image']} is {presence}, {self.hub['label']} "
                 f"is {label}, expected 0 to {len(self.classes) - 1}; set task.hub.image, task.hub.label "
                 f"(columns: {', '.join(example)}) and task.hub.classes"
             )

@@ -144,7 +144,8 @@ class Plan:
 
     def _cut(self, costs: np.ndarray, budget: float) -> Iterator[np.ndarray]:
         """Yield this process's share of the rows, in order."""
-        mine, first = self._share(self._evaluated_at_cost(costs, budget), self.rank), 0
+        mine = self._share(self._evaluated_at_cost(costs, budget), self.rank)
+        first = 0
         for size in packed(costs[mine], budget):
             yield mine[first : first + size]
             first += size
@@ -155,7 +156,8 @@ class Plan:
         if self.limit is None or self._is_within_limit(costs, budget, every):
             return every
         self.limit.partial = True
-        count, excess = self.limit.batches * self.world, len(costs)
+        count = self.limit.batches * self.world
+        excess = len(costs)
         while excess - count > 1:
             middle = (count + excess) // 2
             if self._is_within_limit(costs, budget, row_sample(len(costs), middle)):
@@ -179,7 +181,8 @@ class Plan:
 
 def packed(costs: np.ndarray, budget: float) -> list[int]:
     """Numbers of consecutive rows per batch, where rows x largest cost <= budget."""
-    sizes, dearest = [], 0.0
+    sizes = []
+    dearest = 0.0
     for cost in costs.tolist():
         dearest = max(dearest, cost)
         if sizes and (sizes[-1] + 1) * dearest <= budget:
@@ -213,7 +216,8 @@ def bucketed(lengths: np.ndarray, plan: Plan, pool: int = 50) -> Iterator[np.nda
     rows as `plan.rows(n, "train")`. The order is a pure function of the plan, and a process has its share of every
     batch.
     """
-    n, share = len(lengths), plan.batch // plan.world
+    n = len(lengths)
+    share = plan.batch // plan.world
     steps = n // plan.batch
     every = replace(plan, micro=1, start=0, rank=0, world=1)
     places = np.array([*every.rows(n, "train")]).reshape(steps, plan.batch)

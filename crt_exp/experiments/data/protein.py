@@ -327,7 +327,8 @@ class Chains(Singles):
         return int(self.ends[-1]) // self.longest
 
     def __getitem__(self, i: int) -> np.ndarray:
-        first, last = i * self.longest, (i + 1) * self.longest
+        first = i * self.longest
+        last = (i + 1) * self.longest
         a, b = np.searchsorted(self.ends, [first, last - 1], "right")
         parts = [np.append(self.sequences[row], np.uint8(END)) for row in self.rows[a : b + 1]]
         begin = self.ends[a] - len(parts[0])
@@ -340,7 +341,8 @@ def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
 
     A row shorter than L also predicts END.
     """
-    inputs, targets = [], []
+    inputs = []
+    targets = []
     for row in rows:
         target = np.append(row, END) if len(row) < longest else row
         inputs.append(np.append(BEGIN, target[:-1]))
@@ -352,7 +354,8 @@ def masked_tokens(
     rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
 ) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
-    inputs, labels = [], []
+    inputs = []
+    labels = []
     for row, rng in zip(rows, generators):
         masked = masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
         inputs.append(masked["input_ids"][0].numpy())

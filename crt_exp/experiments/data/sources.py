@@ -125,7 +125,8 @@ def missing_file(name: str, path: Path | None, file: int = 0) -> DataError:
 
     path: the expected path; None: neither $CRT_DATA nor task.data_dir is set. file: index in the files of the source.
     """
-    source, root = SOURCES[name], data_root() or Path("DIR")
+    source = SOURCES[name]
+    root = data_root() or Path("DIR")
     wanted = Path(source.files[file].path)
     what = f"{path} is not there" if path else "CRT_DATA is not set"
     on_hub = ", or take the copy on the Hugging Face hub, task.source=hub" if source.hub else ""
@@ -169,8 +170,8 @@ def is_on_hub(
         refuse_data_dir(data_dir, "task.source=hub", "leave it out, or set task.source=files")
     if source != "auto" or data_dir or (path is not None and path.exists()):
         return source == "hub"
-    size = SOURCES[name].size
-    warn("%s: %s of the Hugging Face hub%s", name, SOURCES[name].hub, f", {size}" if size else "")
+    size = SOURCES[name].size or "size unknown"
+    warn("%s: %s of the Hugging Face hub, %s", name, SOURCES[name].hub, size)
     return True
 
 
@@ -179,7 +180,8 @@ def text_folder(source: str, name: str, data_dir: str | Path | None = None) -> P
 
     A text from the hub is written to files once.
     """
-    files, folder = SOURCES[name].files, task_folder(name, data_dir)
+    files = SOURCES[name].files
+    folder = task_folder(name, data_dir)
     if not is_on_hub(source, name, folder, data_dir):
         return folder
     from datasets import config, load_dataset

@@ -98,13 +98,15 @@ def file_of(name: str, data_dir: str | Path | None) -> Path | None:
 
 def read_official(name: str, path: Path | None) -> Table:
     """Read the published file of `name`; raises DataError if missing or different."""
-    source, layout = SOURCES[f"uci/{name}"], LAYOUTS[name]
+    source = SOURCES[f"uci/{name}"]
+    layout = LAYOUTS[name]
     if path is None or not path.is_file():
         raise missing_file(f"uci/{name}", path)
+    separator = r"\s+" if name in BLANKS else ","
     try:
         frame = pd.read_csv(
             path,
-            sep=r"\s+" if name in BLANKS else ",",
+            sep=separator,
             header=None,
             dtype=str,
             quoting=csv.QUOTE_NONE,
@@ -133,7 +135,8 @@ def values_of(field: NamedTuple, cells: pd.Series) -> np.ndarray:
 
     Raises ValueError with the row of a cell that is neither a finite number nor a level.
     """
-    levels, alias = field.levels.split(), field.aliases.split(" = ")
+    levels = field.levels.split()
+    alias = field.aliases.split(" = ")
     if levels:
         values = codes_of(cells.replace(alias[0], alias[-1]), levels)
         wrong = values < 0

@@ -30,7 +30,8 @@ IGNORED = -100  # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
 GROUP = 256  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORDNET, DEFINITIONS = "wordnet", 2200
+WORDNET = "wordnet"
+DEFINITIONS = 2200
 WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6efd"
 
 
@@ -372,15 +373,14 @@ def uniforms(
     generators: Iterable[np.random.Generator | torch.Generator], length: int
 ) -> np.ndarray:
     """Random numbers of `Masking`, (3, B, length) float64, a generator for each row."""
-    return np.stack(
-        [
-            torch.rand(3, length, generator=draw, dtype=torch.float64).numpy()
-            if isinstance(draw, torch.Generator)
-            else draw.random((3, length))
-            for draw in generators
-        ],
-        axis=1,
-    )
+    rows = []
+    for generator in generators:
+        if isinstance(generator, torch.Generator):
+            row = torch.rand(3, length, generator=generator, dtype=torch.float64).numpy()
+        else:
+            row = generator.random((3, length))
+        rows.append(row)
+    return np.stack(rows, axis=1)
 
 
 def generator_of(*numbers: int) -> torch.Generator:

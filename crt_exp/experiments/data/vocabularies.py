@@ -20,7 +20,9 @@ from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.text import SPECIAL, Text, content_key, lines_of
 
 Kind = Literal["wordpiece", "byte_pairs", "sentencepiece"]
-END, UNKNOWN = "<|endoftext|>", "<unk>"  # WikiText writes <unk> for rare words
+# WikiText writes <unk> for rare words
+END = "<|endoftext|>"
+UNKNOWN = "<unk>"
 BYTES = 256
 ALPHABET = 1000  # most frequent characters in a WordPiece vocabulary
 SENTENCES = 2_000_000  # lines that sentencepiece reads
@@ -114,9 +116,11 @@ def pieces(text: Text, size: int, lowercase: bool) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     lines = islice(lines_of(text, " "), SENTENCES)
+    if lowercase:
+        lines = map(str.lower, lines)
     model = load_sentencepiece(
         unigram_model(
-            (line.lower() if lowercase else line for line in lines),
+            lines,
             f"{size} pieces of this text, {BYTES} of them the bytes",
             "task.vocabulary_size, or task.vocabulary=byte_pairs",
             vocab_size=size - 2,
@@ -196,6 +200,15 @@ LETTERS = " 'ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # of LibriSpeech transcripts
 SymbolKind = Literal["characters", "words", "pieces"]
 
 
+def split_text(text: str, kind: SymbolKind) -> Sequence[str]:
+    """Characters or words of a transcript.
+
+    >>> split_text("A CAB", "words")
+    ['A', 'CAB']
+    """
+    return text.split() if kind == "words" else text
+
+
 @dataclass(frozen=True)
 class Symbols:
     """Output vocabulary of a speech recogniser.
@@ -221,7 +234,7 @@ class Symbols:
             return cls.from_pieces(model)
         symbols: set[str] = set()
         for text in texts:
-            symbols.update(text if kind == "characters" else text.split())
+            symbols.update(split_text(text, kind))
         return cls(kind, tuple(sorted(symbols)))
 
     @classmethod
@@ -248,7 +261,7 @@ class Symbols:
         if self.kind == "pieces":
             parts = self.processor.encode(text, out_type=str)
         else:
-            parts = text if self.kind == "characters" else text.split()
+            parts = split_text(text, self.kind)
         for part in parts:
             if part not in self.numbers:
                 raise DataError(f"{part!r} is not in the vocabulary of {len(self)} {self.kind}")

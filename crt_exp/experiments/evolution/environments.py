@@ -249,7 +249,8 @@ def body():
 TABLE = 0.8  # half the side of the table and of the image
 BASES = np.array([[-0.45, -0.75], [0.45, -0.75]])
 LINKS = 0.8  # length of each link of an arm
-BOWL, RADIUS = np.array([0.0, -0.25]), 0.25
+BOWL = np.array([0.0, -0.25])
+RADIUS = 0.25
 ENDS = np.array([[-0.07, -0.25], [0.07, -0.25]])  # where strokes end
 # half the width of a brush; radius of a particle
 BRUSH = 0.09

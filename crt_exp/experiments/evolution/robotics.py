@@ -56,7 +56,8 @@ class Robotics(Measurement):
         workers: Number of processes, without effect on results.
     """
 
-    metric, lower_is_better = "return", False
+    metric = "return"
+    lower_is_better = False
     name: str
 
     def __init__(
@@ -79,7 +80,7 @@ class Robotics(Measurement):
             environment.states,
             environment.actions,
             **policy,
-            looks="average" if looks == "average" else "attention",
+            attends=looks != "average",
         )
 
     @property
@@ -101,7 +102,8 @@ class Robotics(Measurement):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        dropped, dropped_in_training = 0, 0
+        dropped = 0
+        dropped_in_training = 0
         for record in records:
             if record["split"] == "train":  # counts are totals
                 dropped_in_training = max(dropped_in_training, record["dropped"])

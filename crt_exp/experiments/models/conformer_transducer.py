@@ -31,13 +31,13 @@ from crt_exp.registry import ConfigError
 from crt_exp.samplers.noise import no_autocast
 from crt_exp.validation import Count, NotNegative, check_options
 
-WINDOW, HOP = 0.025, 0.010  # seconds
-STEP = (
-    4 * HOP
-)  # seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
-FLOOR = (
-    1e-6  # added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
-)
+# seconds
+WINDOW = 0.025
+HOP = 0.010
+# seconds between encoder frames; the receptive field of a frame is WINDOW + 6 HOP before the Conformer
+STEP = 4 * HOP
+# added to mel energies, so that silence has a logarithm: 60 dB below a full-scale tone
+FLOOR = 1e-6
 MOST = 8  # maximum number of symbols in one encoder frame, so that the search ends
 PIECES = "pieces.model"  # file of a sentencepiece model
 
@@ -133,10 +133,10 @@ class LogMel(nn.Module):
 
     def __init__(self, rate: int, mels: int):
         super().__init__()
-        self.rate, window = rate, round(WINDOW * rate)
-        bins = 2 ** math.ceil(
-            math.log2(rate / 16)
-        )  # at most 16 Hz apart, which the narrow low-frequency filters need
+        self.rate = rate
+        window = round(WINDOW * rate)
+        # at most 16 Hz apart, which the narrow low-frequency filters need
+        bins = 2 ** math.ceil(math.log2(rate / 16))
         self.around = ((bins - window) // 2, bins - window - (bins - window) // 2)
         with torch.device("cpu"):  # torchaudio reads filter values, which the meta device lacks
             self.spectrum = MelSpectrogram(
@@ -184,9 +184,8 @@ class Subsampling(nn.Module):
         self.dropout = nn.Dropout(dropout)
         # torch's default would leave 1% of the variance of the features
         for part in (self.first, self.second, self.out):
-            nn.init.kaiming_normal_(
-                part.weight, nonlinearity="linear" if part is self.out else "relu"
-            )
+            following = "linear" if part is self.out else "relu"
+            nn.init.kaiming_normal_(part.weight, nonlinearity=following)
             nn.init.zeros_(part.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -203,11 +202,8 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     def forward(self, x: Tensor, keep: Tensor) -> Tensor:
         """x (B, D, T), keep (B, T) -> (B, D, T)."""
         x = x.transpose(1, 2)
-        return (
-            torch.zeros_like(x)
-            .masked_scatter(keep[..., None], super().forward(x[keep]).to(x.dtype))
-            .transpose(1, 2)
-        )
+        normed = super().forward(x[keep]).to(x.dtype)
+        return torch.zeros_like(x).masked_scatter(keep[..., None], normed).transpose(1, 2)
 
 
 class FrameNorm(nn.LayerNorm):
@@ -263,16 +259,15 @@ class Encoder(nn.Module):
         spans: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, frames = self.features(audio, samples)
-        x = self.subsampling(x if bands is None else apply_spec_augment(x, bands, spans)).transpose(
-            0, 1
-        )
+        if bands is not None:
+            x = apply_spec_augment(x, bands, spans)
+        x = self.subsampling(x).transpose(0, 1)
         lengths = subsampled_length(frames)
         keep = frame_mask(lengths, len(x))
         for layer in self.layers:
             x = layer(x, keep)
-        return x.transpose(0, 1).to(
-            self.subsampling.out.weight.dtype
-        ), lengths  # sharded layers return float32
+        kind = self.subsampling.out.weight.dtype  # sharded layers return float32
+        return x.transpose(0, 1).to(kind), lengths
 
 
 # ---- transducer ------------------------------------------------------------------------------------------------------
@@ -284,7 +279,8 @@ class Predictor(nn.Module):
 
     def __init__(self, symbols: int, cells: int, dropout: float):
         super().__init__()
-        self.symbol, self.dropout = nn.Embedding(symbols, cells), nn.Dropout(dropout)
+        self.symbol = nn.Embedding(symbols, cells)
+        self.dropout = nn.Dropout(dropout)
         self.lstm = nn.LSTM(cells, cells, batch_first=True)
 
     def forward(self, symbols: Tensor, state=None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -320,7 +316,8 @@ class ConformerTransducer(nn.Module):
         """Build the model; `symbols` is V, including blank."""
         super().__init__()
         check_sizes(sizes)
-        self.blank, self.rate = symbols - 1, rate
+        self.blank = symbols - 1
+        self.rate = rate
         self.encoder = Encoder(rate, sizes)
         self.predictor = Predictor(symbols, sizes["predictor"], sizes["dropout"])
         self.joiner = Joiner(sizes["dim"], sizes["predictor"], sizes["joiner"], symbols)
@@ -362,9 +359,11 @@ class ConformerTransducer(nn.Module):
     ) -> Tensor:
         """RNN-T loss (B,): negative log probability of each transcript in nats."""
         said, _ = self.predictor(F.pad(targets, (1, 0), value=self.blank))
-        heard, said = self.joiner.heard(encoded), self.joiner.said(said)
+        heard = self.joiner.heard(encoded)
+        said = self.joiner.said(said)
         logits = self.joiner(heard[:, :, None], said[:, None])  # (B, T, U + 1, V)
-        lengths, target_lengths = lengths.int(), target_lengths.int()
+        lengths = lengths.int()
+        target_lengths = target_lengths.int()
         return rnnt_loss(
             logits.float(), targets.int(), lengths, target_lengths, self.blank, reduction="none"
         )
@@ -396,10 +395,13 @@ def greedy(model: ConformerTransducer, encoded: Tensor, lengths: Tensor) -> list
 
     Each utterance has its own frame, which a blank advances.
     """
-    joiner, rows = model.joiner, torch.arange(len(encoded), device=encoded.device)
-    heard, state = joiner.heard(encoded), None
+    joiner = model.joiner
+    rows = torch.arange(len(encoded), device=encoded.device)
+    heard = joiner.heard(encoded)
+    state = None
     said, state = model.predictor(torch.full_like(lengths, model.blank)[:, None])
-    frame, here = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    frame = torch.zeros_like(lengths)
+    here = torch.zeros_like(lengths)
     steps = []
     while (active := frame < lengths).any():
         logits = joiner(
@@ -453,22 +455,23 @@ def save_model(recogniser: Recogniser, tensors: dict[str, Tensor], directory: Pa
         "attention": recogniser.mechanism.to_saved(),
         "symbols": {"kind": symbols.kind, "entries": symbols.entries},
     }
-    save_folder(
-        directory, config, tensors, {PIECES: symbols.pieces} if symbols.kind == "pieces" else None
-    )
+    files = {PIECES: symbols.pieces} if symbols.kind == "pieces" else {}
+    save_folder(directory, config, tensors, files)
 
 
 def load(run: str | Path, option: str) -> tuple[Recogniser, dict[str, Tensor]]:
     """Load the recogniser and the weights of a run. Raises DataError naming `option`."""
     with open_folder(run, option, TRANSDUCER, "task=librispeech") as (folder, config, tensors):
-        kind, entries = config["symbols"]["kind"], tuple(config["symbols"]["entries"])
+        kind = config["symbols"]["kind"]
+        entries = tuple(config["symbols"]["entries"])
         symbols = (
             Symbols.from_pieces((folder / PIECES).read_bytes())
             if kind == "pieces"
             else Symbols(kind, entries)
         )
         mechanism = Mechanism.from_saved(config["attention"], f"{option}={run}")
-        rate, sizes = config["rate"], config["sizes"]
+        rate = config["rate"]
+        sizes = config["sizes"]
         check_options("sizes", ConformerSizes, sizes)
         check_shapes(
             lambda: ConformerTransducer(len(symbols) + 1, rate, sizes),

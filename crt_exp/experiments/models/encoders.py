@@ -138,12 +138,14 @@ def saved_attention(config) -> dict[str, Any]:
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The keys in which two `Mechanism.describe` results differ, with both values."""
-    old, new = dict(leaves(old)), dict(leaves(new))
-    return [
-        f"{'features.m' if k == 'm' else k.removesuffix('._target_')} (it was {old.get(k)}, now {new.get(k)})"
-        for k in sorted(old | new)
-        if old.get(k) != new.get(k)
-    ]
+    old = dict(leaves(old))
+    new = dict(leaves(new))
+    changes = []
+    for key in sorted(old | new):
+        if old.get(key) != new.get(key):
+            name = "features.m" if key == "m" else key.removesuffix("._target_")
+            changes.append(f"{name} (it was {old.get(key)}, now {new.get(key)})")
+    return changes
 
 
 def check_exact(named: str, described: dict[str, Any]) -> None:
@@ -215,7 +217,8 @@ def quiet():
     """
     from transformers.utils import logging
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

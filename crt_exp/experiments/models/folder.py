@@ -45,7 +45,8 @@ def whole_folder(
     After an error the temporary folder is removed and an existing folder stays. Raises OSError if the folder cannot be
     written; `then` is the advice in the message.
     """
-    temporary, final = directory / f".{name}.{os.getpid()}", directory / name
+    temporary = directory / f".{name}.{os.getpid()}"
+    final = directory / name
     shutil.rmtree(temporary, ignore_errors=True)  # folders of other processes may be in use
     try:
         temporary.mkdir(parents=True)
@@ -137,14 +138,16 @@ def folder_of(run: str | Path, option: str, wanted: str) -> Path:
 
     Raises DataError, naming `option`, if there is none; `wanted` states what to give.
     """
-    path, named = Path(run).expanduser(), f"{option}={run}"
+    path = Path(run).expanduser()
+    named = f"{option}={run}"
     for folder in (path / MODEL, path):
         if (folder / CONFIG).is_file():
             return folder
     refuse_adapters(path, named)
-    no_model = f"no {CONFIG}; continue an unfinished run with resume=auto"
+    if not path.is_dir():
+        raise DataError(f"{named}: no such directory; expected {wanted}")
     raise DataError(
-        f"{named}: {no_model if path.is_dir() else 'no such directory'}; expected {wanted}"
+        f"{named}: no {CONFIG}; continue an unfinished run with resume=auto; expected {wanted}"
     )
 
 

@@ -9,7 +9,6 @@ H heads; d head dimension; S numbers of the body's state; A actions.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-
-Looks = Literal["attention", "average"]
 
 
 def column_sums(layer: nn.Module, q: Tensor, k: Tensor) -> Tensor:
@@ -51,7 +48,7 @@ class ImplicitPolicy:
 
     Each of `heads` heads has queries and keys of dimension d, which are projections of the tokens on the unit sphere. A
     head keeps the `top` patches with the most attention. The controller is linear, followed by tanh. It reads the mean
-    position and content of the kept patches of each head, and the state. looks="average" keeps all patches: a policy
+    position and content of the kept patches of each head, and the state. attends=False keeps all patches: a policy
     without attention.
     """
 
@@ -63,7 +60,7 @@ class ImplicitPolicy:
     d: int = 8
     heads: int = 1
     top: int = 8
-    looks: Looks = "attention"
+    attends: bool = True
 
     def __post_init__(self):
         if self.size % self.patch:
@@ -90,9 +87,8 @@ class ImplicitPolicy:
         """Shapes of the parameters of one policy, in order."""
         width = self.channels + 3  # T
         ranked = {"query": (self.heads, width, self.d), "key": (self.heads, width, self.d)}
-        return (ranked if self.looks == "attention" else {}) | {
-            "controller": (self.read, self.actions)
-        }
+        controller = {"controller": (self.read, self.actions)}
+        return ranked | controller if self.attends else controller
 
     @property
     def parameters(self) -> int:
@@ -122,11 +118,9 @@ class ImplicitPolicy:
 
     def layer(self, mechanism: Mechanism) -> nn.Module | None:
         """The attention that ranks the patches; None if all are kept."""
-        return (
-            None
-            if self.looks == "average"
-            else mechanism.layer(self.heads, self.d, scaling=1.0).eval()
-        )
+        if not self.attends:
+            return None
+        return mechanism.layer(self.heads, self.d, scaling=1.0).eval()
 
     def selected_patches(self, layer: nn.Module | None, theta: Tensor, images: Tensor) -> Tensor:
         """Patches that the controller reads, (P, H, L), as ones and zeros.
@@ -137,9 +131,8 @@ class ImplicitPolicy:
             return torch.ones(len(images), self.heads, self.length)
         query, key, _ = self.parts(theta)
         read = tokens(images, self.patch)
-        q, k = (
-            F.normalize(torch.einsum("plt,phtd->phld", read, part), dim=-1) for part in (query, key)
-        )
+        q = F.normalize(torch.einsum("plt,phtd->phld", read, query), dim=-1)
+        k = F.normalize(torch.einsum("plt,phtd->phld", read, key), dim=-1)
         ranks = column_sums(layer, q, k)  # (P, H, L)
         order = ranks.argsort(dim=-1, descending=True, stable=True)[..., : self.top]
         return torch.zeros_like(ranks).scatter(-1, order, 1.0)

@@ -95,7 +95,8 @@ class SequenceModel(nn.Module):
         self, description: LanguageDescription, make: LayerMaker, checkpointing: bool = False
     ):
         super().__init__()
-        sizes, self.description = description.sizes, description
+        sizes = description.sizes
+        self.description = description
         self.symbol = nn.Embedding(description.symbols, sizes["d"])
         self.place = (
             nn.Embedding(description.length, sizes["d"])
@@ -170,7 +171,9 @@ class LanguageModel(SequenceModel):
             ValueError: more tokens than learned positions.
         """
         x = self.states(tokens, key_mask, pasts)
-        return self.head(self.norm(x if chosen is None else x[chosen]))
+        if chosen is not None:
+            x = x[chosen]
+        return self.head(self.norm(x))
 
     def begin(self) -> list:
         """Decoding states before the first symbol, for eval mode without gradients.
@@ -196,10 +199,10 @@ class Classifier(SequenceModel):
         together: int = 1,
     ):
         super().__init__(description, make, checkpointing)
-        d, self.together = description.sizes["d"], together
-        self.head = nn.Sequential(
-            nn.Linear(d if together == 1 else 4 * d, d), nn.GELU(), nn.Linear(d, classes)
-        )
+        d = description.sizes["d"]
+        self.together = together
+        width = d if together == 1 else 4 * d
+        self.head = nn.Sequential(nn.Linear(width, d), nn.GELU(), nn.Linear(d, classes))
         self.initialize_embeddings()
 
     def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
@@ -252,7 +255,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, dim: int, heads: int, ffn: int, attention: nn.Module, dropout: float = 0.0):
         super().__init__()
-        self.heads, self.attention = heads, attention
+        self.heads = heads
+        self.attention = attention
         self.norm1 = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
@@ -323,7 +327,8 @@ class Transformer(nn.Module):
             raise ValueError(
                 "key_mask: not supported when decoding with pasts; expected sequences of one length"
             )
-        turn = self.rotary and self.rotary(pasts[0].length if pasts else 0, x.shape[1])
+        start = pasts[0].length if pasts else 0
+        turn = self.rotary and self.rotary(start, x.shape[1])
         again = self.checkpointing and not pasts and torch.is_grad_enabled()
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks)):
             x = (
@@ -402,7 +407,8 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
         saved = SavedLanguageModel(
             LanguageDescription(**config), mechanism, symbols, tensors, named
         )
-        exact, layers = Mechanism.of("exact").layer, saved.description.sizes["layers"]
+        exact = Mechanism.of("exact").layer
+        layers = saved.description.sizes["layers"]
         check_shapes(lambda: LanguageModel(saved.description, exact), layers, saved.untied(), named)
         return saved
 

@@ -36,10 +36,10 @@ class WordLSTM(nn.Module):
         dropout: Annotated[float, Field(ge=0, lt=1)],
     ):
         super().__init__()
-        self.embedding, self.dropout = nn.Embedding(words, width), nn.Dropout(dropout)
-        self.lstm = nn.LSTM(
-            width, width, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True
-        )
+        self.embedding = nn.Embedding(words, width)
+        self.dropout = nn.Dropout(dropout)
+        between = dropout if layers > 1 else 0.0
+        self.lstm = nn.LSTM(width, width, layers, dropout=between, batch_first=True)
         nn.init.uniform_(self.embedding.weight, -SPREAD, SPREAD)
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -101,10 +101,10 @@ class LSTMLanguageModel(nn.Module):
         if self.training and self.head is not None:
             loss = self.head(outputs / self.temperature, labels)
         else:
-            logits = (
-                outputs / self.temperature @ weight.float().T
-            )  # sharded weights may be bfloat16
-            loss = F.cross_entropy(logits, labels, reduction="mean" if self.training else "none")
+            # sharded weights may be bfloat16
+            logits = outputs / self.temperature @ weight.float().T
+            reduction = "mean" if self.training else "none"
+            loss = F.cross_entropy(logits, labels, reduction=reduction)
         if not self.training:
             return BatchResult(
                 loss.double().sum(), after, logits.argmax(-1) == labels, outputs.norm(dim=-1)

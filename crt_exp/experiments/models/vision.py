@@ -36,7 +36,9 @@ from crt_exp.validation import did_you_mean
 SIZED = "vit_tiny_patch16_224"  # accepts any sizes as options; its own sizes are not used
 NEW = {"embed_dim": 64, "depth": 4, "num_heads": 4}  # default sizes of a new model
 SIZES = {"patch": "patch_size", "width": "embed_dim", "depth": "depth", "heads": "num_heads"}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+# of ImageNet
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
 ATTENTION = "attention.safetensors"
 HEAD = (
     "head.",
@@ -250,12 +252,9 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             content = json_object(config)
             if not isinstance(own := content.get("crt_exp", {}), dict):
                 raise DataError(f"{config}: crt_exp: expected keys with values")
-            return Checkpoint(
-                named,
-                folder,
-                VisionDescription.read(content, config),
-                {} if own.get("described", EXACT) == EXACT else own,
-            )
+            attention = {} if own.get("described", EXACT) == EXACT else own
+            description = VisionDescription.read(content, config)
+            return Checkpoint(named, folder, description, attention)
     refuse_adapters(path, named)
     if (path / "config.yaml").is_file():
         raise DataError(
@@ -433,7 +432,8 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], named: str, new_h
         }
         absent, unexpected = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        absent, unexpected = [" ".join(str(error).split())[:300]], []
+        absent = [" ".join(str(error).split())[:300]]
+        unexpected = []
     wrong = [name for name in absent if not name.startswith(HEAD)]
     wrong += [name for name in unexpected if not name.startswith((*HEAD, *FOREIGN))]
     if wrong:
@@ -503,7 +503,8 @@ def load(run: str | Path) -> SavedClassifier:
         or checkpoint.description.classes is None
     ):
         raise DataError(f"{run}: no classifier; expected the directory of a run of task=imagenet")
-    description, saved = checkpoint.description, checkpoint.attention
+    description = checkpoint.description
+    saved = checkpoint.attention
     mechanism = Mechanism.from_saved(saved, checkpoint.named) if saved else Mechanism.of("exact")
     return SavedClassifier(
         build(description, mechanism, str(run)).eval(), description.classes, description.transform()

@@ -59,7 +59,8 @@ class Books(SymbolTask):
     def __post_init__(self):
         if self.text is None:
             self.stand_in = stand_in("books", "WikiText-2", "text=DIR", "pg19")
-        self.causal, apart = self.direction == "unidirectional", self.rows == "apart"
+        self.causal = self.direction == "unidirectional"
+        apart = self.rows == "apart"
         self.load()
         files = self.files()
         if self.saved is not None and "tokenizer" in self.saved.symbols:
@@ -70,7 +71,8 @@ class Books(SymbolTask):
                 self.vocabulary, files["train"], self.vocabulary_size, False, self.cache_dir
             )
             end = tokenizer.eos_token_id
-        self.end, self.predictable = end, max(tokenizer.get_vocab().values()) + 1
+        self.end = end
+        self.predictable = max(tokenizer.get_vocab().values()) + 1
         mask = {} if self.causal else {"mask": self.predictable}  # one more symbol
         self.describe(
             self.predictable + len(mask),
@@ -125,13 +127,15 @@ class Books(SymbolTask):
         return len(self.places[split])
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        data, places = self.data[split], self.places[split]
+        data = self.data[split]
+        places = self.places[split]
         if split == "train" and self.rows == "apart":
             batches = bucketed(data.lengths, plan)
         else:
             batches = plan.rows(len(places), split)
         for numbers in batches:
-            tokens, labels = [], []
+            tokens = []
+            labels = []
             for i in numbers:
                 row = data[places[i]]
                 if not self.causal:
@@ -172,7 +176,8 @@ class Books(SymbolTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        words, unigram = last["word_perplexity"], last["unigram_word_perplexity"]
+        words = last["word_perplexity"]
+        unigram = last["unigram_word_perplexity"]
         return (
             f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
             f"{last['split']}, step {last['step']})"

@@ -49,7 +49,8 @@ class GLUE(Task):
     parts: Count | None = None
     held_out: Count | None = None
 
-    validation, test = "dev", None
+    validation = "dev"
+    test = None
 
     def __post_init__(self):
         self.glue_task = glue.TASKS[self.dataset]
@@ -72,7 +73,8 @@ class GLUE(Task):
         self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
-            self.validation, self.test = "held_out", "dev"
+            self.validation = "held_out"
+            self.test = "dev"
             self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(
                 self.held_out
             )

@@ -58,7 +58,8 @@ class ImageTask(Task):
     held_out: Annotated[float, Field(ge=0, lt=1)]
     workers: Workers
 
-    validation, test = "val", "val"
+    validation = "val"
+    test = "val"
 
     def __post_init__(self):
         name = f"images/{self.dataset}"
@@ -82,7 +83,8 @@ class ImageTask(Task):
                     f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out"
                 )
             self.stream = Streamed(self.hub)
-            self.classes, self.read_source = self.stream.classes, data.read_image
+            self.classes = self.stream.classes
+            self.read_source = data.read_image
             self.asked = {"train": self.stream.training, "val": self.stream.validation}
             self.lengths = {"train": None, "val": self.hub["validation_images"]}
         else:
@@ -249,9 +251,8 @@ class ImageNet(ImageTask):
         if split != "train":
             return self.read(split, plan, self.description.transform(), plain)
         mixes = self.augment["mixup"] or self.augment["cutmix"]
-        return self.read(
-            split, plan, self.training, self.mixed if mixes else plain, self.augment["repeats"]
-        )
+        finish = self.mixed if mixes else plain
+        return self.read(split, plan, self.training, finish, self.augment["repeats"])
 
     def mixed(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:
         """Apply timm's mixup and cutmix, drawn from the first row's generator.
@@ -277,10 +278,10 @@ class ImageNet(ImageTask):
     # ---- training
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits, targets = model(batch["images"]).float(), batch["targets"]
-        return F.cross_entropy(
-            logits, targets, label_smoothing=0.0 if targets.dim() == 2 else self.smoothing
-        )
+        logits = model(batch["images"]).float()
+        targets = batch["targets"]
+        smoothing = 0.0 if targets.dim() == 2 else self.smoothing
+        return F.cross_entropy(logits, targets, label_smoothing=smoothing)
 
     # ---- results
 
@@ -288,7 +289,8 @@ class ImageNet(ImageTask):
         """Loss in nats, top-1 and top-5 accuracy."""
         loss = right = near = count = 0
         for batch in reader.batches(split):
-            logits, labels = model(batch["images"]).float(), batch["targets"]
+            logits = model(batch["images"]).float()
+            labels = batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
             hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
             right = right + int(hits[:, 0].sum())

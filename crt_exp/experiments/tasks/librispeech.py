@@ -99,7 +99,8 @@ class LibriSpeech(Task):
     sizes: dict[str, Any]
     init: Annotated[str, Files(("scratch",))]
 
-    metric, lower_is_better = "wer", True
+    metric = "wer"
+    lower_is_better = True
 
     def __post_init__(self):
         digits = self.corpus == "fsdd"
@@ -205,12 +206,14 @@ class LibriSpeech(Task):
         return plan.steps(self.splits["train"].costs, self.batch_seconds)
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        data, training = self.splits[split], split == "train"
+        data = self.splits[split]
+        training = split == "train"
         order = np.arange(len(data.costs)) if training else np.argsort(data.costs, kind="stable")
         asked = (
             order[places] for places in plan.by_cost(data.costs[order], self.batch_seconds, split)
         )
-        make = partial(self.batch, data, plan if training else None)
+        drawing = plan if training else None
+        make = partial(self.batch, data, drawing)
         for batch in by_workers(make, asked, self.workers):
             if isinstance(batch, str):
                 raise speech.BadAudio(batch)

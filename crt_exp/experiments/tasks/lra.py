@@ -82,7 +82,8 @@ class LRA(SequenceTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         """Yield tokens (B, L), key_mask if there is padding, labels (B / together,)."""
-        data, together = self.arena.splits[split], self.arena.together
+        data = self.arena.splits[split]
+        together = self.arena.together
         lengths = np.minimum(lengths_of(data, together), self.row_length)
         for examples in by_length(lengths, split, plan, group_lengths=True):
             part = data.take(examples)
@@ -115,7 +116,8 @@ class LRA(SequenceTask):
         majority = int(np.bincount(self.arena.splits["train"].labels).argmax())
         loss = correct = count = majority_count = 0
         for batch in reader.batches(split):
-            logits, labels = self.outputs(model, batch), batch["labels"]
+            logits = self.outputs(model, batch)
+            labels = batch["labels"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum"))
             correct += int((logits.argmax(-1) == labels).sum())
             majority_count += int((labels == majority).sum())
@@ -154,7 +156,8 @@ class Pixels(SymbolTask):
     held_out: Annotated[float, Field(gt=0, lt=1)]
     evaluated: Count | None
 
-    metric, counted = "bits_per_dim", "dimensions"
+    metric = "bits_per_dim"
+    counted = "dimensions"
     compatible_runs = "a run of task=pixels of the same size and channels"
     causal = True
     predictable = VALUES

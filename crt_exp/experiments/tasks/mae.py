@@ -62,7 +62,8 @@ class MAE(ImageTask):
     normalised: bool
     augment: MAEAugment
 
-    metric, lower_is_better = "loss", True
+    metric = "loss"
+    lower_is_better = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -89,10 +90,12 @@ class MAE(ImageTask):
         """
         from transformers import ViTMAEConfig
 
-        sizes, size = self.sizes, self.size or (8 if self.embedded else 224)
+        sizes = self.sizes
+        size = self.size or (8 if self.embedded else 224)
         patch = sizes["patch"] or (2 if self.embedded else 16)
         for kind in ("", "decoder_"):
-            width, heads = sizes[f"{kind}width"], sizes[f"{kind}heads"]
+            width = sizes[f"{kind}width"]
+            heads = sizes[f"{kind}heads"]
             if width % heads or width % 4:
                 raise ConfigError(
                     f"task.sizes.{kind}width={width}: expected a multiple of 4 and {kind}heads={heads}"
@@ -175,10 +178,12 @@ class MAE(ImageTask):
 
         With task.normalised, predicting the mean colour of each patch has error 1.
         """
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         for batch in reader.batches(split):
             size = len(batch["noise"])
-            total, count = total + float(model(**batch).loss) * size, count + size
+            total = total + float(model(**batch).loss) * size
+            count = count + size
         total, count = reader.sum(total, count)
         if not np.isfinite(total):
             raise NotFinite("predicted pixels are not finite; try a lower trainer.lr")

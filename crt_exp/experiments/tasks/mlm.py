@@ -105,7 +105,8 @@ class MLM(Task):
     calibration: Whole = 4
     repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
 
-    metric, lower_is_better = "perplexity", True
+    metric = "perplexity"
+    lower_is_better = True
 
     def __post_init__(self):
         self.check_options()
@@ -141,10 +142,11 @@ class MLM(Task):
         """Text of each split that has one."""
         texts: dict[str, data.Text] = {}
         if self.hub["name"] is not None or self.text is not None:
-            refuse_data_dir(self.data_dir, "task.hub.name" if self.text is None else "task.text")
             if self.text is None:
+                refuse_data_dir(self.data_dir, "task.hub.name")
                 texts["train"] = data.HubText.load(**self.hub)
             else:
+                refuse_data_dir(self.data_dir, "task.text")
                 texts["train"] = data.text_files(self.text)
         else:
             for split, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
@@ -167,12 +169,10 @@ class MLM(Task):
         For encoders (blocks, block - 2), because batches add [CLS] and [SEP].
         """
         length = self.block if self.causal else data.body_length(self.tokenizer, self.block)
-        blocks = {
-            split: data.running_blocks(
-                text, self.tokenizer, length, self.cache_dir, "\n" if self.causal else ""
-            )
-            for split, text in self.texts.items()
-        }
+        end = "\n" if self.causal else ""
+        blocks = {}
+        for split, text in self.texts.items():
+            blocks[split] = data.running_blocks(text, self.tokenizer, length, self.cache_dir, end)
         if "validation" not in blocks:
             held_out = math.ceil(HELD_OUT * len(blocks["train"]))
             if held_out == len(blocks["train"]):
@@ -180,10 +180,8 @@ class MLM(Task):
                     f"task.block={self.block}: the text fills only one block; expected at least 2; use a "
                     "longer text, a smaller task.block, or task.validation_text"
                 )
-            blocks["train"], blocks["validation"] = (
-                blocks["train"][:-held_out],
-                blocks["train"][-held_out:],
-            )
+            blocks["validation"] = blocks["train"][-held_out:]
+            blocks["train"] = blocks["train"][:-held_out]
         return blocks
 
     def length(self, split: str) -> int:
@@ -208,8 +206,9 @@ class MLM(Task):
     def new_tokenizer(self):
         if self.vocabulary is not None:
             return data.bert_tokenizer(self.vocabulary, self.lowercase)
+        kind = "byte_pairs" if self.causal else "wordpiece"
         return new_tokenizer(
-            "byte_pairs" if self.causal else "wordpiece",
+            kind,
             self.texts["train"],
             self.vocabulary_size,
             self.lowercase,
@@ -219,9 +218,11 @@ class MLM(Task):
     def new_config(self):
         import transformers
 
-        kind, names = transformers.BertConfig, {}
+        kind = transformers.BertConfig
+        names = {}
         if self.causal:
-            kind, names = transformers.GPT2Config, GPT2_NAMES
+            kind = transformers.GPT2Config
+            names = GPT2_NAMES
         known = [*kind().to_dict(), *names]
         for key in self.sizes:
             if key not in known:

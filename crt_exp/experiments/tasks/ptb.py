@@ -92,7 +92,8 @@ class PTB(Task):
     lengths: LengthPenalties
     eval_columns: Count
 
-    metric, lower_is_better = "perplexity", True
+    metric = "perplexity"
+    lower_is_better = True
 
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
@@ -100,7 +101,8 @@ class PTB(Task):
         if self.corpus == "wordnet":
             self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
         self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
-        V, negatives = len(self.text.words), self.sampling["negatives"]
+        V = len(self.text.words)
+        negatives = self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:
             raise ConfigError(
                 f"task.sampling.negatives={negatives}: expected at most {V - 1}; or set "
@@ -137,7 +139,8 @@ class PTB(Task):
         columns = corpora.columns(self.text.parts[split], count, self.text.eos, whole=not training)
         first = count * plan.rank // plan.world
         last = count * (plan.rank + 1) // plan.world
-        left_out, begin = 0, 0
+        left_out = 0
+        begin = 0
         if plan.limit is not None and not training:
             left_out = max(-(-columns.shape[2] // self.bptt) - plan.limit.batches, 0)
             plan.limit.partial |= left_out > 0
@@ -182,7 +185,8 @@ class PTB(Task):
                 f"task.softmax=features: attention={mechanism.name} has no random features; set "
                 "attention=favorpp, or task.softmax=quadratic or unigram"
             )
-        V, options = len(self.text.words), self.sampling
+        V = len(self.text.words)
+        options = self.sampling
         tables = TreeFeatures if options["tree"] else DenseFeatures
         make = {
             "uniform": lambda: Uniform(V),
@@ -234,9 +238,12 @@ class PTB(Task):
         """Full-softmax loss in nats, perplexity and accuracy over all words of a split."""
         unigram = torch.from_numpy(self.unigram)
         loss = right = count = base = 0
-        state, lengths = None, []
+        state = None
+        lengths = []
         for batch in reader.batches(split):
-            result = model(batch["tokens"], batch["labels"], None if batch["first"] else state)
+            if batch["first"]:
+                state = None
+            result = model(batch["tokens"], batch["labels"], state)
             state = result.state
             labels = batch["labels"][batch["labels"] != IGNORED].cpu()
             loss = loss + float(result.loss)

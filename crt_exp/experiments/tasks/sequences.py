@@ -81,7 +81,8 @@ class SymbolTask(SequenceTask):
     init: Annotated[str, Files(("scratch",))]
     calibration: Whole
 
-    metric, lower_is_better = "perplexity", True
+    metric = "perplexity"
+    lower_is_better = True
     counted = "tokens"  # name of the number of symbols in the metrics
     compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
@@ -168,8 +169,10 @@ class SymbolTask(SequenceTask):
             logits, labels = self.predicted(model, batch)
             counted = labels < self.predictable
             loss += float(F.cross_entropy(logits, labels, reduction="none")[counted].double().sum())
-            labels, answers = labels[counted], logits[counted].argmax(-1)
-            right, count = right + int((answers == labels).sum()), count + len(labels)
+            labels = labels[counted]
+            answers = logits[counted].argmax(-1)
+            right = right + int((answers == labels).sum())
+            count = count + len(labels)
             base -= float(unigram[labels.cpu()].log().sum())
             base_right += int((labels == int(unigram.argmax())).sum())
         loss, right, count, base, base_right = reader.sum(loss, right, count, base, base_right)
@@ -268,7 +271,8 @@ def recall_row(
 
     The first symbols are values, then come keys, then noise.
     """
-    rng, n = np.random.default_rng([SPLITS[split], length, pairs, i]), symbols
+    rng = np.random.default_rng([SPLITS[split], length, pairs, i])
+    n = symbols
     tokens = rng.integers(2 * n, 2 * n + NOISE, length)
     labels = np.full(length, IGNORED)
     keys = n + rng.permutation(n)[:pairs]
@@ -277,7 +281,9 @@ def recall_row(
     pair_slots = length // 2 * pairs // (pairs + queries)  # two-token slots before queries
     places = 2 * rng.permutation(pair_slots)[:pairs]
     later = 2 * (pair_slots + rng.permutation(length // 2 - pair_slots)[:queries])
-    tokens[places], tokens[places + 1] = keys, values
-    tokens[later], tokens[later + 1] = keys[asked], values[asked]
+    tokens[places] = keys
+    tokens[places + 1] = values
+    tokens[later] = keys[asked]
+    tokens[later + 1] = values[asked]
     labels[later] = values[asked]
     return tokens, labels

@@ -219,7 +219,8 @@ class Transfer(MLM):
     Raises ConfigError if there is no exact model to learn from.
     """
 
-    metric, lower_is_better = "error", True
+    metric = "error"
+    lower_is_better = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -56,7 +56,8 @@ class TrEMBL(SymbolTask):
     bucketed: bool
     cache_dir: str | None
 
-    counted, predictable = "letters", len(LETTERS)
+    counted = "letters"
+    predictable = len(LETTERS)
     compatible_runs = "a run of task=trembl on the same task.dataset, split by letters"
 
     def __post_init__(self):

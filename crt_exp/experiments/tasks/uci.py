@@ -141,7 +141,8 @@ class UCI(Measurement):
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
     def summary(self, records: list[dict]) -> str:
-        last, metric = records[-1], self.metric
+        last = records[-1]
+        metric = self.metric
         spread = "" if last[f"{metric}_ci95"] is None else f" +- {last[f'{metric}_ci95']:.4f}"
         lines = [
             f"{self.table.name}: {metric} {last[metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
@@ -212,9 +213,8 @@ def scaler(train: np.ndarray, kind: str):
     """
     if kind == "none":
         return lambda x: x.astype(np.float32)
-    scale = (StandardScaler() if kind == "standard" else MinMaxScaler()).fit(
-        train
-    )  # both ignore missing values
+    scale = StandardScaler() if kind == "standard" else MinMaxScaler()
+    scale.fit(train)  # both ignore missing values
     mean = pd.DataFrame(scale.transform(train)).mean().fillna(0).to_numpy()
     return lambda x: (
         pd.DataFrame(scale.transform(x)).fillna(dict(enumerate(mean))).to_numpy(np.float32)

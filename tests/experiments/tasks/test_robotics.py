@@ -125,7 +125,7 @@ def test_the_policy_reads_only_what_it_attends_to():
         ).squeeze(1)
         torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
     assert kept[:, 0, :3].all()  # of equal ranks the first: uniform attention looks at one place
-    average = ImplicitPolicy(1, 8, 0, 2, looks="average")
+    average = ImplicitPolicy(1, 8, 0, 2, attends=False)
     assert average.parameters == 8
     assert average.selected_patches(None, theta, images).all()
 
@@ -171,9 +171,15 @@ def test_it_learns_where_to_look():
     """What it attends to is where the goal is: without attention it cannot know."""
     plan = Search(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
     returns = {
-        looks: [*evolve(plan, player(ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, looks)), 0, 0, None)][
-            -1
-        ]["return"]
+        looks: [
+            *evolve(
+                plan,
+                player(ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, looks == "attention")),
+                0,
+                0,
+                None,
+            )
+        ][-1]["return"]
         for looks in ("attention", "average")
     }
     assert returns["attention"] > returns["average"] + 1
@@ -380,7 +386,10 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     "options, words",
     [
         (["task=arm_sweeping", "task.policy.patch=5"], ["task.patch=5", "16 pixels"]),
-        (["task=sweep", "task.looks=average", "attention=exact"], ["does not use attention=exact"]),
+        (
+            ["task=arm_sweeping", "task.looks=average", "attention=exact"],
+            ["does not use attention=exact"],
+        ),
     ],
 )
 def test_what_is_refused(typed, tmp_path, options, words):
