@@ -23,7 +23,10 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, handler):
         super().__init__(("127.0.0.1", 0), handler)
-        self.content, self.asked, self.cut, self.silence = {}, [], None, 0.0
+        self.content = {}
+        self.asked = []
+        self.cut = None
+        self.silence = 0.0
 
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{name}"

@@ -10,10 +10,11 @@ from PIL import Image
 def picture(label, number, size=12):
     """Stripes as wide as the class says, in a colour of the class, with noise."""
     rng = np.random.default_rng([label, number])
-    stripes = (np.arange(size)[:, None] // (label + 1) + rng.integers(2)) % 2 * 120
-    return Image.fromarray(
-        (stripes[..., None] + rng.integers(0, 60, (size, size, 3)) + 20 * label).astype(np.uint8)
-    )
+    bands = np.arange(size)[:, None] // (label + 1)
+    stripes = (bands + rng.integers(2)) % 2 * 120
+    noise = rng.integers(0, 60, (size, size, 3))
+    pixels = stripes[..., None] + noise + 20 * label
+    return Image.fromarray(pixels.astype(np.uint8))
 
 
 def write_images(root, classes=3, train=8, val=4, size=12, inner=""):

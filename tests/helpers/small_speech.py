@@ -41,9 +41,11 @@ def write_librispeech(
     lines = []
     for i, text in enumerate(texts):
         name = f"{speaker}-{chapter}-{i:04d}"
-        audio = np.concatenate(
-            [tone(200 + 100 * (ord(c) - 32), seconds or 0.1, rate, seed=i) for c in text]
-        )
+        tones = []
+        for letter in text:
+            frequency = 200 + 100 * (ord(letter) - 32)
+            tones.append(tone(frequency, seconds or 0.1, rate, seed=i))
+        audio = np.concatenate(tones)
         soundfile.write(folder / f"{name}.flac", audio, rate)
         lines.append(f"{name} {text}\n")
     (folder / f"{speaker}-{chapter}.trans.txt").write_text("".join(lines))

@@ -89,7 +89,8 @@ def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_pat
 def test_servers_that_fail(server, plain, how, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "PATIENCE", 0.05)
     server.content = {} if how == "404" else server.content
-    server.cut, server.silence = 20_000, 0.2 * (how == "falls silent")
+    server.cut = 20_000
+    server.silence = 0.2 * (how == "falls silent")
     message = refused(plain, tmp_path)
     assert plain.page in message
     assert plain.files[0].url in message
@@ -155,7 +156,8 @@ def test_nothing_leads_out_of_an_archive(server, target, name, tmp_path):
         for member in ("top/set/one", f"top/set/{name}"):
             info = tarfile.TarInfo(member)
             if target and member.endswith(name):
-                info.type, info.linkname = tarfile.SYMTYPE, target
+                info.type = tarfile.SYMTYPE
+                info.linkname = target
             archive.addfile(info, io.BytesIO())
     server.content["p.tgz"] = gzip.compress(stream.getvalue())
     source = source_of(File("s/set", server.url("p.tgz"), "top/set", ending=".txt"))

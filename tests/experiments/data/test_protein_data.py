@@ -147,9 +147,10 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
         index = read_files([write(tmp_path / f"{name}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
-        found.append(
-            {split: [decode(index[row]) for row in chosen] for split, chosen in rows.items()}
-        )
+        letters_of = {}
+        for split, chosen in rows.items():
+            letters_of[split] = [decode(index[row]) for row in chosen]
+        found.append(letters_of)
         actual = sorted(sum(found[-1].values(), []))
         assert actual == sorted(made)
     whole, repeated = found

@@ -69,9 +69,10 @@ def test_a_file_gives_the_documented_shape(name, tmp_path):
     assert np.isfinite(encoded).all()
     assert (table.classes and len(table.classes)) == classes
     assert table.target.dtype == (np.int64 if table.classes else np.float64)
-    write(
-        tmp_path, name, [[f"{cell} " for cell in row] for row in valid_rows(name)], "\r\n", "\ufeff"
-    )
+    padded = []
+    for row in valid_rows(name):
+        padded.append([f"{cell} " for cell in row])
+    write(tmp_path, name, padded, "\r\n", "\ufeff")
     other = load(name, tmp_path)
     assert (other.encode() == table.encode()).all()
     assert (other.target == table.target).all()

@@ -237,10 +237,8 @@ def test_ctc_of_the_encoder_is_added_in_training_alone():
         {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("ctc.")}
     )
     with torch.no_grad():
-        (encoded, lengths), transducer = (
-            model.encoder(batch["audio"], batch["samples"]),
-            plain.train()(**batch),
-        )
+        encoded, lengths = model.encoder(batch["audio"], batch["samples"])
+        transducer = plain.train()(**batch)
         logs = model.ctc(encoded).log_softmax(-1)
         own = [
             F.ctc_loss(logs[i, :n], batch["targets"][i, :u].long(), n, u.long(), model.blank, "sum")
