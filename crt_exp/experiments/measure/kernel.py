@@ -237,7 +237,7 @@ class QMC(Measurement):
         self.groups = groups
         self.draws = draws
         self.file = file_of(dataset, data_dir)
-        table = load(dataset, data_dir).encode("ordinal")
+        table = load(dataset, data_dir).encode()
         rows = torch.from_numpy(scaler(table, scaling)(table)).double()
         self.data = length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
 
