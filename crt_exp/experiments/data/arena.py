@@ -168,13 +168,13 @@ def load(
     if dataset in PRESETS:
         refuse_data_dir(data_dir, f"task.dataset={dataset}, which is generated")
         symbols, classes = (len(SYMBOLS), 10) if dataset == "listops" else (BYTES, 2)
-        return Arena(generated(dataset, rules, scale, cache_dir), symbols, classes)
+        return Arena(generate_splits(dataset, rules, scale, cache_dir), symbols, classes)
     if rules:
         raise ConfigError(
             "task.rules: only for the generated task.dataset=listops or pathfinder; remove it"
         )
     if dataset == "image":
-        return grey_images(data_dir)
+        return read_grey_images(data_dir)
     if data_dir is None:
         raise DataError(
             f"task.dataset={dataset}: expected task.data_dir=<folder>; get it from {PAGES[dataset]}"
@@ -194,7 +194,7 @@ def load(
 # ---- generated -------------------------------------------------------------------------------------------------------
 
 
-def generated(
+def generate_splits(
     dataset: str, changes: dict[str, Any], scale: str, cache_dir: str | None
 ) -> dict[str, Labelled]:
     """Splits of listops or pathfinder.
@@ -307,12 +307,12 @@ def pathfinder_arrays(rules: dict[str, Any]) -> dict[str, np.ndarray]:
     for number, split in enumerate(SPLITS):
         rng = np.random.default_rng([0, number])
         labels = np.arange(rules[split]) % 2
-        rows = [picture(rules, bool(label), rng).reshape(-1) for label in labels]
+        rows = [draw_picture(rules, bool(label), rng).reshape(-1) for label in labels]
         arrays |= flatten_split(split, rows, labels)
     return arrays
 
 
-def picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
+def draw_picture(rules: dict[str, Any], joined: bool, rng: np.random.Generator) -> np.ndarray:
     """Picture (size, size) uint8: curves, and a dot on each of two ends."""
     attempts = (place_curves(rules, rng) for _ in range(PICTURES))
     curves = next(filter(None, attempts), None)
@@ -396,7 +396,7 @@ def wrong_pair(path: Path, line: int) -> DataError:
     )
 
 
-def grey_images(data_dir: str | None) -> Arena:
+def read_grey_images(data_dir: str | None) -> Arena:
     """CIFAR-10 as grey values of 32 x 32 pixels in raster order; test is val/."""
     loaded = images.load("cifar10", data_dir)
     train, validation = loaded["train"].held_out(HELD_OUT)

@@ -86,7 +86,7 @@ class Streamed:
     def __init__(self, hub: ImageHub):
         self.hub = hub
         self.marks = deque([Mark()])
-        self.stream = self.split(hub["split"])
+        self.stream = self.open_split(hub["split"])
         if (files := self.stream.num_shards) < world_size():
             raise DataError(
                 f"task.hub.split={hub['split']}: {files} files, expected at least {world_size()}"
@@ -94,7 +94,7 @@ class Streamed:
         names = getattr((self.stream.features or {}).get(hub["label"]), "names", [])
         self.classes = tuple(names or map(str, range(hub["classes"] or 0)))
 
-    def split(self, name: str) -> Any:
+    def open_split(self, name: str) -> Any:
         """IterableDataset of undecoded images. Raises DataError."""
         from datasets import Image, load_dataset
 
@@ -114,18 +114,18 @@ class Streamed:
         self.marks = deque([self.marks[0]])
         self.images_per_step = plan.micro * size / repeats
         first = self.marks[0].number * repeats
-        every = chain.from_iterable(repeat(image, repeats) for image in self.shuffled(plan))
+        every = chain.from_iterable(repeat(image, repeats) for image in self.shuffle_windows(plan))
         mine = islice(enumerate(every, first), plan.start * plan.micro * size - first, None)
         while True:
             yield [
-                self.row(number * plan.world + plan.rank, example)
+                self.row_of(number * plan.world + plan.rank, example)
                 for number, example in islice(mine, size)
             ]
 
-    def shuffled(self, plan: Plan) -> Iterator[dict[str, Any]]:
+    def shuffle_windows(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """This process's images from the first mark on, shuffled in windows."""
         number = self.marks[0].number
-        examples = self.passes(plan, self.marks[0])
+        examples = self.read_passes(plan, self.marks[0])
 
         def window() -> Iterator[dict[str, Any]]:
             return islice(iter(partial(next, examples), None), self.hub["buffer"] or 1)
@@ -143,7 +143,7 @@ class Streamed:
             now = [*later, *following] or list(window())
         raise DataError(f"task.hub.split={self.hub['split']}: no image in the files of one process")
 
-    def passes(self, plan: Plan, mark: Mark) -> Iterator[dict[str, Any] | None]:
+    def read_passes(self, plan: Plan, mark: Mark) -> Iterator[dict[str, Any] | None]:
         """This process's images from a mark on, in stored order; None ends a pass."""
         files = np.arange(self.stream.num_shards)
         state = mark.state
@@ -161,17 +161,17 @@ class Streamed:
                     self.part.load_state_dict(state)
                 state = None
                 first = 0
-                yield from self.readable(self.part)
+                yield from self.read_examples(self.part)
             yield None
 
-    def readable(self, examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def read_examples(self, examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The examples. Raises DataError if reading fails."""
         try:
             yield from examples
         except Exception as error:  # of tarfile, zlib, the network
             raise DataError(f"{self.hub['name']}: not readable ({reason_of(error)})") from None
 
-    def trained(self, step: int) -> None:
+    def drop_marks(self, step: int) -> None:
         """Drop the marks that a checkpoint of this step does not need."""
         while len(self.marks) > 1 and self.marks[1].number <= step * self.images_per_step:
             self.marks.popleft()
@@ -195,7 +195,7 @@ class Streamed:
         Raises DataError if the split has fewer images.
         """
         wanted = self.hub["validation_images"]
-        examples = enumerate(self.readable(self.split(self.hub["validation"])))
+        examples = enumerate(self.read_examples(self.open_split(self.hub["validation"])))
         for rows in plan.ordered(wanted):
             batch = []
             due = set(rows.tolist())
@@ -208,10 +208,10 @@ class Streamed:
                     )
                 if number in due:
                     due.remove(number)
-                    batch.append(self.row(number, example))
+                    batch.append(self.row_of(number, example))
             yield batch
 
-    def row(self, number: int, example: dict[str, Any]) -> Row:
+    def row_of(self, number: int, example: dict[str, Any]) -> Row:
         """Row of an example; raises DataError for a missing image or an invalid label."""
         image = example.get(self.hub["image"])
         label = example.get(self.hub["label"])

@@ -116,7 +116,7 @@ class Sequences:
         return np.diff(self.ends, prepend=0)
 
 
-def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
+def read_uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     """Sequences of all FASTA files of a folder, by default $CRT_DATA/protein.
 
     Raises DataError.
@@ -132,7 +132,7 @@ def uniprot(data_dir: str | None, cache_dir: str | None) -> Sequences:
     return read_files(files, cache_dir)
 
 
-def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
+def read_fasta(path: Path) -> Iterator[tuple[bytes, bytes]]:
     """Yield accession and letter codes of each sequence. Raises DataError."""
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
@@ -195,7 +195,7 @@ def write_arrays(files: Sequence[Path], folder: Path) -> None:
     with ExitStack() as stack:
         streams = {name: stack.enter_context((folder / name).open("wb")) for name in ARRAYS}
         for number, file in enumerate(files):
-            sequences = entries(file)
+            sequences = read_fasta(file)
             while block := list(islice(sequences, BLOCK)):
                 accessions, letters = zip(*block)
                 ends = end + np.cumsum([len(codes) for codes in letters])
@@ -336,7 +336,7 @@ class Chains(Singles):
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
-def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
+def next_token_batch(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
     """Batch for next-token prediction: inputs begin with BEGIN, labels are the row.
 
     A row shorter than L also predicts END.
@@ -350,7 +350,7 @@ def next_tokens(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tensor]:
     return batch_of(inputs, targets)
 
 
-def masked_tokens(
+def masked_batch(
     rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
 ) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
@@ -363,7 +363,7 @@ def masked_tokens(
     return batch_of(inputs, labels)
 
 
-def masking(share: float) -> Masking:
+def letter_masking(share: float) -> Masking:
     """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
     special = flag_table(TOKENS, range(len(LETTERS), TOKENS))
     return Masking(MASK, special, share, len(LETTERS))
@@ -380,7 +380,7 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
-def statistics(lengths: np.ndarray) -> dict[str, float]:
+def length_statistics(lengths: np.ndarray) -> dict[str, float]:
     """Length statistics of whole sequences (Performers Table 1)."""
     return {
         "sequences": len(lengths),
@@ -392,7 +392,7 @@ def statistics(lengths: np.ndarray) -> dict[str, float]:
     }
 
 
-def frequencies(rows: Singles) -> np.ndarray:
+def letter_frequencies(rows: Singles) -> np.ndarray:
     """Letter frequencies with add-one smoothing, (25,).
 
     At most COUNTED rows are counted, spread evenly. They define the empirical baseline of Performers C.2.

@@ -86,7 +86,7 @@ def audio_files(name: str | Path, option: str, others: tuple[str, ...] = ()) -> 
     return files
 
 
-def official(subsets: Sequence[str], data_dir: str | None) -> Iterator[Utterance]:
+def read_librispeech(subsets: Sequence[str], data_dir: str | None) -> Iterator[Utterance]:
     """Yield sorted utterances of subsets in LibriSpeech's layout.
 
     The layout is <subset>/<speaker>/<chapter>/*.flac with *.trans.txt. Raises DataError for a missing or empty subset,
@@ -198,7 +198,7 @@ def by_hash(name: str) -> str:
 # ---- spoken digits -----------------------------------------------------------------------------------------
 
 
-def recordings(data_dir: str | None) -> list[AudioPart]:
+def read_recordings(data_dir: str | None) -> list[AudioPart]:
     """Sorted files `<digit>_<speaker>_<index>.wav`; raises DataError for others."""
     folder = task_folder(f"{DIGITS}/recordings", data_dir)
     if folder is None or not folder.is_dir():

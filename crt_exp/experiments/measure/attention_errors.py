@@ -270,7 +270,7 @@ class AttentionMaps(SwapMeasurement):
                         "row": [format_weights(weights) for weights in head.tolist()],
                     }
         if mechanism.name == "exact":
-            index = protein.uniprot(None, None)
+            index = protein.read_uniprot(None, None)
             _, order = np.unique(index.digests, return_index=True)
             test = order[: self.sequences]
             yield from self.similar(saved, [np.array(index[row]) for row in test])
@@ -319,7 +319,7 @@ def of_proteins(start: str) -> language.SavedLanguageModel:
 
 def entry_of(path: Path, accession: str) -> list[int]:
     """Return the tokens of an entry of a FASTA file. Raises DataError."""
-    entries = {name.decode(): list(tokens) for name, tokens in protein.entries(path)}
+    entries = {name.decode(): list(tokens) for name, tokens in protein.read_fasta(path)}
     if accession not in entries:
         raise DataError(
             f"{path}: no entry {accession}; expected an accession such as {next(iter(entries))}"

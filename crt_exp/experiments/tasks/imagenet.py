@@ -130,7 +130,7 @@ class ImageTask(Task):
 
     def updated(self, model: nn.Module, step: int) -> None:
         if self.stream:
-            self.stream.trained(step)
+            self.stream.drop_marks(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands."""

@@ -168,11 +168,11 @@ class LibriSpeech(Task):
             return speech.digit_strings(self.recordings, split, self.strings[split])
         if self.corpus == "table":
             return speech.table_utterances(self.data_dir, split)
-        return speech.official(self.subsets[split], self.data_dir)
+        return speech.read_librispeech(self.subsets[split], self.data_dir)
 
     @cached_property
     def recordings(self) -> list[speech.AudioPart]:
-        return speech.recordings(self.data_dir)
+        return speech.read_recordings(self.data_dir)
 
     def inputs(self) -> Iterator[Path]:
         for split in self.splits.values():

@@ -67,7 +67,7 @@ class TrEMBL(SymbolTask):
             {} if self.dataset == "generated" else {"split": "letters"}
         )  # a resumed run must match it
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
-        self.masking = protein.masking(self.share)
+        self.masking = protein.letter_masking(self.share)
         self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
         if self.synthetic:
@@ -76,7 +76,7 @@ class TrEMBL(SymbolTask):
                 self.generated["sequences"], self.generated["seed"]
             )
         else:
-            self.sequences = protein.uniprot(self.data_dir, self.cache_dir)
+            self.sequences = protein.read_uniprot(self.data_dir, self.cache_dir)
         split = protein.split_rows(
             self.sequences, self.held_out(), self.validation_share, self.test_share
         )
@@ -128,9 +128,9 @@ class TrEMBL(SymbolTask):
         for numbers in by_length(data.lengths, split, plan, self.bucketed):
             rows = [data[i] for i in numbers]
             if self.causal:
-                yield protein.next_tokens(rows, self.max_length)
+                yield protein.next_token_batch(rows, self.max_length)
             else:
-                yield protein.masked_tokens(rows, map(plan.rng, numbers), self.masking)
+                yield protein.masked_batch(rows, map(plan.rng, numbers), self.masking)
 
     def state_dict(self) -> dict[str, str]:
         return self.split_by
@@ -155,7 +155,7 @@ class TrEMBL(SymbolTask):
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        return protein.frequencies(self.rows["train"])
+        return protein.letter_frequencies(self.rows["train"])
 
     def statistics(self) -> dict[str, float]:
         """Length statistics of each split (Performers Table 1).
@@ -166,7 +166,7 @@ class TrEMBL(SymbolTask):
         for split, rows in self.rows.items():
             lengths = rows.lengths if self.chains else self.sequences.lengths[rows.rows]
             result |= {
-                f"{split}_{key}": value for key, value in protein.statistics(lengths).items()
+                f"{split}_{key}": value for key, value in protein.length_statistics(lengths).items()
             }
         return result
 

@@ -368,7 +368,7 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
     states = []
     for step in range(1, 13):  # of 18 images: the third pass has begun, without repeats
         alone.append(next(feed))
-        whole.trained(step)
+        whole.drop_marks(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
     for step, state in [*enumerate(states, 1)][1::3]:
         assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
@@ -388,7 +388,7 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
                 for each in iter(
                     partial(
                         next,
-                        Streamed(HUB | three_files | {"buffer": 5}).passes(
+                        Streamed(HUB | three_files | {"buffer": 5}).read_passes(
                             Plan(4, rank=rank, world=2), Mark()
                         ),
                     ),

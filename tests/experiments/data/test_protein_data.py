@@ -9,7 +9,7 @@ import pytest
 
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.plan import Plan
-from crt_exp.experiments.data.protein import LETTERS, Chains, Singles, entries, read_files
+from crt_exp.experiments.data.protein import LETTERS, Chains, Singles, read_fasta, read_files
 from crt_exp.registry import ConfigError
 
 
@@ -48,7 +48,7 @@ def decode(tokens):
 )
 def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     wanted = sequences(20)
-    found = list(entries(write(tmp_path / file, wanted, kind, end=end)))
+    found = list(read_fasta(write(tmp_path / file, wanted, kind, end=end)))
     assert [decode(tokens) for _, tokens in found] == wanted
     actual = [accession.decode() for accession, _ in found]
     expected = [name(i) for i in range(20)]
@@ -67,7 +67,7 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
 )
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
-    actual = [found.decode() for found, _ in entries(tmp_path / "a.fasta")]
+    actual = [found.decode() for found, _ in read_fasta(tmp_path / "a.fasta")]
     assert actual == [accession]
 
 
@@ -208,8 +208,8 @@ def test_held_out_files(tmp_path):
 def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
     """One file per protein."""
     path = write(tmp_path / "a.fasta", ["ACDEFGHIK"])
-    (row,) = protein.entries(path)
-    monkeypatch.setattr(protein, "entries", lambda path: iter([row]))
+    (row,) = protein.read_fasta(path)
+    monkeypatch.setattr(protein, "read_fasta", lambda path: iter([row]))
     index = read_files([path] * 65_600)
     assert index.files.tolist() == list(range(65_600))
     last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
@@ -221,7 +221,7 @@ def test_files_of_every_ending(tmp_path):
     taken = ["a.FASTA", "b.faa", "c.fas", "d.Fa.gz", "f.pep"]
     for file in (*taken, "g.fna", "i.fasta.bz2", "._a.fasta"):
         write(tmp_path / file, ["ACD"])
-    actual = protein.uniprot(str(tmp_path), None).names
+    actual = protein.read_uniprot(str(tmp_path), None).names
     assert actual == tuple("abcdf")
 
 
@@ -243,7 +243,7 @@ def test_chains_are_all_sequences_with_ends_between(longest, tmp_path):
 
 def test_each_token_is_predicted_from_those_before_it():
     rows = [np.uint8([3, 4, 5]), np.uint8([6, 7, 8, 9, 1])]
-    batch = protein.next_tokens(rows, 5)
+    batch = protein.next_token_batch(rows, 5)
     B = protein.BEGIN
     E = protein.END
     P = protein.PAD
@@ -255,21 +255,21 @@ def test_each_token_is_predicted_from_those_before_it():
     actual = batch["key_mask"].tolist()
     expected = [[True] * 4 + [False], [True] * 5]
     assert actual == expected
-    assert "key_mask" not in protein.next_tokens(rows[:1], 5)
+    assert "key_mask" not in protein.next_token_batch(rows[:1], 5)
 
 
 def test_masks_of_a_row_are_its_own(tmp_path):
     """The same in every batch; letters alone are masked, and become letters; 15% of them are."""
     index = index_of(tmp_path, 300)
     rows = Singles(index, np.arange(300), 30)
-    masking = protein.masking(0.15)
+    masking = protein.letter_masking(0.15)
     plan = Plan(8)
     for i in range(300):
         assert rows[i].tolist() == index[i][:30].tolist()
         assert rows.lengths[i] == len(rows[i])
 
     def take(numbers):
-        return protein.masked_tokens([rows[i] for i in numbers], map(plan.rng, numbers), masking)
+        return protein.masked_batch([rows[i] for i in numbers], map(plan.rng, numbers), masking)
 
     alone = take([4])
     among = take([9, 4, 200])

@@ -27,7 +27,7 @@ def forgetful():
 
 
 def read(root):
-    return list(speech.official(["train-clean-100"], str(root)))
+    return list(speech.read_librispeech(["train-clean-100"], str(root)))
 
 
 # ---- LibriSpeech -------------------------------------------------------------------------------------------
@@ -38,10 +38,10 @@ def test_a_missing_folder_is_named_with_its_source(tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match="CRT_DATA, which is not set.*fetch speech/LibriSpeech/dev-clean"
     ):
-        list(speech.official(["dev-clean"], None))
+        list(speech.read_librispeech(["dev-clean"], None))
     (tmp_path / "own").mkdir()
     with pytest.raises(DataError, match="own: expected an audio file, or a folder of audio files"):
-        list(speech.official(["own"], str(tmp_path)))
+        list(speech.read_librispeech(["own"], str(tmp_path)))
 
 
 def test_files_of_every_ending_but_hidden_ones(tmp_path):
@@ -124,7 +124,7 @@ def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    return speech.recordings(str(write_digits(tmp_path_factory.mktemp("digits"))))
+    return speech.read_recordings(str(write_digits(tmp_path_factory.mktemp("digits"))))
 
 
 def test_strings_of_digits(digits):

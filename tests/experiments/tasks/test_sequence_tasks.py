@@ -86,7 +86,7 @@ def test_generated_lists_keep_the_rules():
         "depth": 3,
         "arguments": 4,
     }
-    found = arena.generated("listops", rules, "small", None)
+    found = arena.generate_splits("listops", rules, "small", None)
     every = []
     for split in found:
         for row in found[split].rows:
@@ -131,7 +131,7 @@ def joined(grey, gap):
 def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
     changes = {"train": count, "validation": 1, "test": 1}
     size = arena.PRESETS["pathfinder"][scale]["size"]
-    found = arena.generated("pathfinder", changes, scale, None)["train"]
+    found = arena.generate_splits("pathfinder", changes, scale, None)["train"]
     pictures = np.stack(found.rows).reshape(count, size, size)
     assert found.labels.sum() == count // 2
     actual = {*np.unique(pictures)}

@@ -84,7 +84,7 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     expected = (batch["labels"] != -100).sum()
     assert actual == expected
     rows = [
-        protein.next_tokens([task.rows["train"][i]], 16)
+        protein.next_token_batch([task.rows["train"][i]], 16)
         for i in next(Plan(8).rows(task.length("train"), "train"))
     ]
     total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
