@@ -56,4 +56,6 @@ def inside_torchrun() -> bool:
 
 def full_tensor(tensor: Any) -> Any:
     """Gather a sharded tensor on all processes (collective); return others unchanged."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

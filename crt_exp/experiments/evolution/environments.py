@@ -44,10 +44,10 @@ class Environment(Protocol):
 
 def need(task: str, *packages: str) -> None:
     """Raise ConfigError, naming the extra, if a package is not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
         raise ConfigError(
-            f"task={task}: {' and '.join(missing)} missing; pip install 'crt_exp[robotics]'"
+            f"task={task}: {' and '.join(absent)} missing; pip install 'crt_exp[robotics]'"
         )
 
 

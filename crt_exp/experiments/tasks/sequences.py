@@ -121,7 +121,7 @@ class SymbolTask(SequenceTask):
             raise ConfigError(f"task.{wrong}: differs from task.init={self.init}; remove it")
         if theirs.positions == "learned" and length > theirs.length:
             raise ConfigError(
-                f"task.{self.length_option}={getattr(self, self.length_option)}: expected at most the "
+                f"task.{self.length_option}: rows of {length} symbols; expected at most the "
                 f"{theirs.length} positions of task.init={self.init}"
             )
         return replace(theirs, dropout=self.dropout)
