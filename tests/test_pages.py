@@ -15,54 +15,77 @@ from crt_exp.experiments.report.rows import read_rows
 from crt_exp.registry import choices
 
 
-def test_links_and_files_that_are_named_exist():
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            is_local = not target.startswith("https://")
+            assert not is_local or (page.parent / target).exists(), (page, target)
+
+
+def test_files_that_are_named_exist():
     """`tests/maps.py`, `conf/attention/`: what begins like a path of the repository is one, or a file of a recipe."""
     own = {block.title for block in BLOCKS if block.title}
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-            assert target.startswith("https://") or (page.parent / target).exists(), (page, target)
         for path in re.findall(r"`((?:crt_exp|conf|tests|docs)/[\w./-]+)`", page.read_text()):
             assert path in own or (ROOT / path).exists(), (page, path)
 
 
-def test_site_holds_every_page_and_every_task():
-    nav = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
-    actual = sorted(nav)
-    expected = sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
-    assert actual == expected
-    page = (ROOT / "docs" / "run.md").read_text().split("\n## Tasks\n")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| (`[^|]+) \|", page, re.M)
-    actual = sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
-    expected = sorted(choices("task"))
-    assert actual == expected
+def test_site_holds_every_page():
+    site = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+    assert sorted(site) == sorted(pages)
+
+
+def test_site_lists_every_task():
+    text = (ROOT / "docs" / "run.md").read_text()
+    section = text.split("\n## Tasks\n")[1]
+    section = section.split("\n## ")[0]
+    listed = []
+    for cell in re.findall(r"^\| (`[^|]+) \|", section, re.M):
+        listed += re.findall(r"`(\w+)`", cell)
+    assert sorted(listed) == sorted(choices("task"))
+
+
+MEMBERS = re.compile(r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", re.M)
 
 
 def test_api_names_exist():
     for page in (ROOT / "docs" / "api").glob("*.md"):
-        found = re.findall(
-            r"^::: (\S+)\n    options:\n      members: \[(.*)\]$", page.read_text(), re.M
-        )
-        assert found
-        for module, members in found:
+        listed = MEMBERS.findall(page.read_text())
+        assert listed
+        for module_name, members in listed:
+            module = importlib.import_module(module_name)
             for name in members.split(", "):
-                assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"
+                assert getattr(module, name).__doc__, f"{module_name}.{name}"
+
+
+NUMBER = re.compile(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])")
+
+
+def paragraphs_with_reports():
+    """Paragraphs and rows of tables that link a page of results."""
+    for page in PAGES:
+        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
+            if "outputs/report/" in text and not text.startswith("```"):
+                yield page, text
+
+
+def linked_reports(page, text):
+    files = set()
+    for link in re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text):
+        files.add((page.parent / link).with_suffix(".md"))
+    return "".join(file.read_text() for file in files if file.is_file())
 
 
 def test_numbers_beside_a_report_are_its_own():
     """Decimals and counts of three digits in a paragraph or a row stand in one of the pages that it links."""
-    paragraphs = []
-    for page in PAGES:
-        for text in re.split(r"\n\n|\n(?=[|-] )", page.read_text()):
-            if "outputs/report/" in text and not text.startswith("```"):
-                paragraphs.append((page, text))
+    paragraphs = [*paragraphs_with_reports()]
     assert paragraphs
     for page, text in paragraphs:
-        links = re.findall(r"\]\(([^)]*outputs/report/[^)]+)\)", text)
-        files = {(page.parent / link).with_suffix(".md") for link in links}
-        reports = "".join(file.read_text() for file in files if file.is_file())
-        numbers = re.findall(r"(?<![\w.=])\d+\.\d+(?:e-?\d+)?|(?<![\w.=])\d{3,}(?![\w.])", text)
-        odd = [number for number in numbers if not re.search(rf"(?<![\d.]){number}(?!\d)", reports)]
-        assert not odd, (page, text)
+        reports = linked_reports(page, text)
+        for number in NUMBER.findall(text):
+            is_reported = re.search(rf"(?<![\d.]){number}(?!\d)", reports)
+            assert is_reported, (page, text, number)
 
 
 @pytest.mark.slow
@@ -97,28 +120,35 @@ def tables_of(head):
         rows = []
         for line in text.splitlines():
             if line.startswith("| "):
-                rows.append([cell.strip() for cell in line.strip("| ").split(" | ")])
+                cells = line.strip("| ").split(" | ")
+                rows.append([cell.strip() for cell in cells])
         if rows and rows[0][0] == head:
-            yield from (dict(zip(rows[0], row)) for row in rows[2:])
+            for row in rows[2:]:
+                yield dict(zip(rows[0], row))
 
 
-def test_cost_of_a_swap_is_that_of_the_page():
-    swap, speed = (read_rows(name, ROOT / "outputs/report") for name in ("swap", "perf_speed"))
-    spent = {
-        SPEED[name]: each[4096] for name, each in times(speed, " causal").items() if 4096 in each
-    }
-    rows = [*tables_of("SmolLM2-135M")]
-    assert len(rows) == len(METHODS)
-    for row in rows:
+def test_losses_of_a_swap_are_those_of_the_page():
+    swap = read_rows("swap", ROOT / "outputs/report")
+    table = [*tables_of("SmolLM2-135M")]
+    assert len(table) == len(METHODS)
+    for row in table:
         method = METHODS[row["SmolLM2-135M"]]
         for text, column in {"new text": "new text", "repeated": "repeated passage"}.items():
-            values = swap.values(
-                "above", method, model="SmolLM2-135M", length=4096, text=text, **COMMON
-            )
-            assert row[column] == f"{mean_ci(values):.3f}", (method, column)
+            where = {"model": "SmolLM2-135M", "length": 4096, "text": text, **COMMON}
+            mean = mean_ci(swap.values("above", method, **where))
+            assert row[column] == f"{mean:.3f}", (method, column)
+
+
+def test_times_of_a_swap_are_those_of_the_page():
+    speed = read_rows("perf_speed", ROOT / "outputs/report")
+    measured = {}
+    for family, by_length in times(speed, " causal").items():
+        if 4096 in by_length:
+            measured[SPEED[family]] = f"{by_length[4096]:.2g}"
+    for row in tables_of("SmolLM2-135M"):
+        method = METHODS[row["SmolLM2-135M"]]
         name = method.split()[0]
-        actual = row.get("time of a training step", "")
-        assert actual == (f"{spent[name]:.2g}" if name in spent else "")
+        assert row.get("time of a training step", "") == measured.get(name, "")
 
 
 def test_accuracies_of_maps_are_those_of_the_page():

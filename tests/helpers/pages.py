@@ -21,11 +21,12 @@ class Block(NamedTuple):
 
 def blocks_of(page):
     for part in re.split(r"^## ", page.read_text(), flags=re.M):
+        section = part.partition("\n")[0]
         for head, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", part, re.S | re.M):
+            language = head.split(" ")[0]
             title = re.search(r'title="([^"]+)"', head)
-            yield Block(
-                page, part.partition("\n")[0], head.split(" ")[0], title[1] if title else "", text
-            )
+            file = title[1] if title else ""
+            yield Block(page, section, language, file, text)
 
 
 BLOCKS = []
@@ -36,11 +37,11 @@ RECIPES = [block for block in BLOCKS if block.page.name == "add-your-own.md"]
 
 def section(name: str, language: str) -> list[str]:
     """The blocks of a section of add-your-own.md that are no files."""
-    return [
-        block.text
-        for block in RECIPES
-        if (block.section, block.language, block.title) == (name, language, "")
-    ]
+    texts = []
+    for block in RECIPES:
+        if block.section == name and block.language == language and not block.title:
+            texts.append(block.text)
+    return texts
 
 
 def write_recipes(folder: Path, *sections: str) -> Path:

@@ -6,14 +6,17 @@ from crt_exp.experiments.report import (
     Claim,
     Page,
     Rows,
+    Tables,
+    control_checks,
     dot_plot,
+    filters_over,
     label,
     line_plot,
     mean_ci,
     mean_table,
+    panels,
     sweep,
 )
-from crt_exp.experiments.report.plots import panels
 
 FIG3 = "fig3"
 WHISPER = "fig3-whisper"
@@ -49,73 +52,146 @@ DIGITS = (
     "+task.sizes.joiner=64 +task.sizes.heads=8 +task.sizes.kernel=1"
 )
 SWAP = f"{DIGITS} task.init={{runs}}/models/exact"
+FROM_SCRATCH = "trainer.steps=1000 trainer.eval_every=250"
 FINE_TUNING = "trainer.steps=150 trainer.lr=3e-4 trainer.eval_every=50"
+
+
+TUNED_METHODS = ["exact", "uniform", "favorp m=64", "favorpp m=64"]
+UNTRAINED_DIGITS = f"{SWAP} trainer.steps=0"
+SMALL = {
+    FIG3: [
+        *sweep(UNTRAINED_DIGITS, setting=UNTRAINED, attention=DIGIT_METHODS[:3], seed=range(1)),
+        *sweep(UNTRAINED_DIGITS, setting=UNTRAINED, attention=DIGIT_METHODS[3:], seed=range(24)),
+        *sweep(f"{SWAP} {FINE_TUNING}", setting=TUNED, attention=DIGIT_METHODS, seed=range(8)),
+        *sweep(f"{DIGITS} {FROM_SCRATCH}", setting=SCRATCH, attention=DIGIT_METHODS, seed=range(5)),
+    ],
+    WHISPER: [
+        *sweep("task=dictation", setting=UNTRAINED, attention=WHISPER_METHODS, seed=range(8)),
+        *sweep("task=whisper", setting=TUNED, seed=range(1), attention=TUNED_METHODS),
+    ],
+}
+FULL_METHODS = ["exact", "uniform", NEAR, *POSITIVE[:6]]
+LONG = "task=whisper task.tested=68"
+FULL = {
+    FIG3: sweep("experiment=crt_conformer_960h", setting=SCRATCH, attention=FULL_METHODS),
+    WHISPER: [
+        *sweep("task=dictation", setting=UNTRAINED, attention=WHISPER_METHODS, seed=range(40)),
+        *sweep(LONG, setting=TUNED, attention=WHISPER_METHODS[:11]),
+    ],
+}
+EXACT = f"{DIGITS} trainer.steps=3000 trainer.eval_every=500 trainer.save_every=500"
+MODELS = {"models": sweep(EXACT, attention=["exact"])}
+
+
+def finding(rows: Rows) -> str:
+    where = {"sweep": FIG3, "setting": TUNED}
+    gain = mean_ci(100 * rows.paired("favorp m=16", "favorpp m=16", "wer", **where))
+    return (
+        "In a small recogniser of digits, fine-tuned after the swap, FAVOR++ (m = 16) has a lower word error rate "
+        f"than FAVOR+ by {gain} points (95% CI, n = {gain.n} seeds). In Whisper without training neither is closer "
+        "to exact attention than uniform attention."
+    )
+
+
+CASES = {"m = 8": 8, "m = 16": 16}
+PAPER = {"m = 8": "2.49", "m = 16": "3.05"}  # points of WER, from scratch
+
+
+def gains(rows: Rows, metric: str, scale: int = 1, **where) -> dict[str, pd.Series]:
+    """FAVOR+ minus FAVOR++, by the number of projections."""
+    gains = {}
+    for case, m in CASES.items():
+        gains[case] = scale * rows.paired(f"favorp m={m}", f"favorpp m={m}", metric, **where)
+    return gains
+
+
+def claims(rows: Rows) -> list[Claim]:
+    claims = []
+    for start, setting in {TUNED: TUNED, "trained from scratch": SCRATCH}.items():
+        where = {"sweep": FIG3, "setting": setting}
+        checked = dict.fromkeys(CASES, where)
+        claims.append(
+            Claim(
+                f"{start} on digits, FAVOR++ has a lower WER than FAVOR+",
+                gains(rows, "wer", 100, **where),
+                unit="points",
+                paper={
+                    case: f"{points} points of WER, from scratch" for case, points in PAPER.items()
+                },
+                fails=control_checks(rows, checked, unit="nats an utterance"),
+                needs="LibriSpeech-960: experiment=crt_conformer_960h, 73 GPU hours a method and seed",
+            )
+        )
+    where = {"sweep": WHISPER, "setting": UNTRAINED}
+    text = "without training, FAVOR++ in Whisper is closer to exact attention than FAVOR+"
+    claims.append(Claim(text, gains(rows, "above", **where), unit="nats"))
+    text = (
+        "without training, HRF-C(3,3) in Whisper is closer to exact attention than FAVOR+, m = 256"
+    )
+    gain = rows.paired("favorp m=256", HYBRID, "above", **where)
+    claims.append(Claim(text, {"": gain}, unit="nats"))
+    claims.append(
+        Claim(
+            "fine-tuned after the swap, FAVOR++ in Whisper has a lower WER than FAVOR+, m = 64",
+            paper="below FAVOR+ at each m, trained from scratch",
+            not_measured="800 steps leave both methods far above the WER of exact attention, on 24 utterances",
+            needs="longer fine-tuning and more utterances",
+        )
+    )
+    return claims
+
+
+def tables(rows: Rows) -> Tables:
+    settings = (UNTRAINED, TUNED, SCRATCH)
+    columns = filters_over("setting", settings, "WER, %, {}", metric="wer", sweep=FIG3)
+    main = mean_table(rows, columns, NAMES, 100, ".1f")
+    for words, setting in (("fine-tuned", TUNED), ("from scratch", SCRATCH)):
+        for case, gain in gains(rows, "wer", 100, sweep=FIG3, setting=setting).items():
+            main.loc[f"FAVOR++, {case}", f"points below FAVOR+, {words}"] = f"{mean_ci(gain):.2f}"
+    for case, points in PAPER.items():
+        main.loc[f"FAVOR++, {case}", "paper"] = points
+    losses = filters_over("setting", settings, metric="loss")
+    above = {
+        f"loss increase over exact, {UNTRAINED}": {"metric": "above", "setting": UNTRAINED},
+        f"loss increase over exact, {TUNED}": {"metric": "above", "setting": TUNED, "steps": 800},
+    }
+    agrees = {f"same token, %, {UNTRAINED}": {"metric": "agrees", "setting": UNTRAINED}}
+    whisper = [
+        mean_table(rows, above, NAMES, spec=".3f"),
+        mean_table(rows, agrees, NAMES, 100, ".1f"),
+    ]
+    return {
+        "Digits: word error rate, lower is better": main,
+        "Digits: loss, nats an utterance": mean_table(rows, losses, NAMES, spec=".2f"),
+        "Whisper: nats a token, and tokens that are the likeliest of exact attention too": pd.concat(
+            whisper, axis=1
+        ),
+    }
+
+
+def figure(rows: Rows):
+    fig, axes = panels(3)
+    digits = rows.by_method("loss", DIGIT_METHODS, sweep=FIG3, setting=UNTRAINED)
+    dot_plot(axes[0], digits, labels=NAMES)
+    axes[0].set(title=f"digits, {UNTRAINED}", xlabel="loss, nats an utterance")
+    increase = "loss increase over exact, nats a token"
+    whisper = rows.by_method("above", WHISPER_METHODS, sweep=WHISPER, setting=UNTRAINED)
+    dot_plot(axes[1], whisper, labels=NAMES)
+    axes[1].set(title=f"Whisper, {UNTRAINED}", xlabel=increase)
+    line_plot(axes[2], rows, "steps", "above", TUNED_METHODS, sweep=WHISPER, setting=TUNED)
+    axes[2].set(title=f"Whisper, {TUNED}", xlabel="steps", ylabel=increase)
+    return fig
+
+
 page = Page(
     "crt_speech",
     title="CRT Figure 3: speech recognition with linear attention",
-    finding="In a small recogniser of digits, fine-tuned after the swap, FAVOR++ (m = 16) has a lower word error rate "
-    "than FAVOR+ by 0.40 ± 0.14 points (95% CI, n = 8 seeds). In Whisper without training neither is closer to "
-    "exact attention than uniform attention.",
-    small={
-        FIG3: [
-            *sweep(
-                f"{SWAP} trainer.steps=0",
-                setting={UNTRAINED: ""},
-                attention=DIGIT_METHODS[:3],
-                seed=range(1),
-            ),
-            *sweep(
-                f"{SWAP} trainer.steps=0",
-                setting={UNTRAINED: ""},
-                attention=DIGIT_METHODS[3:],
-                seed=range(24),
-            ),
-            *sweep(
-                f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=DIGIT_METHODS, seed=range(8)
-            ),
-            *sweep(
-                f"{DIGITS} trainer.steps=1000 trainer.eval_every=250",
-                setting={SCRATCH: ""},
-                attention=DIGIT_METHODS,
-                seed=range(5),
-            ),
-        ],
-        WHISPER: [
-            *sweep(
-                "task=dictation", setting={UNTRAINED: ""}, attention=WHISPER_METHODS, seed=range(8)
-            ),
-            *sweep(
-                "task=whisper",
-                setting={TUNED: ""},
-                seed=range(1),
-                attention=["exact", "uniform", "favorp m=64", "favorpp m=64"],
-            ),
-        ],
-    },
-    full={
-        FIG3: sweep(
-            "experiment=crt_conformer_960h",
-            setting={SCRATCH: ""},
-            attention=["exact", "uniform", NEAR, *POSITIVE[:6]],
-        ),
-        WHISPER: [
-            *sweep(
-                "task=dictation", setting={UNTRAINED: ""}, attention=WHISPER_METHODS, seed=range(40)
-            ),
-            *sweep(
-                "task=whisper task.tested=68", setting={TUNED: ""}, attention=WHISPER_METHODS[:11]
-            ),
-        ],
-    },
-    models={
-        "models": sweep(
-            f"{DIGITS} trainer.steps=3000 trainer.eval_every=500 trainer.save_every=500",
-            attention=["exact"],
-        )
-    },
+    finding=finding,
+    small=SMALL,
+    full=FULL,
+    models=MODELS,
     columns=["setting", "method", "steps"],
     metrics=["loss", "wer", "above", "agrees"],
-    data="spoken digits; models/whisper-tiny.en and LibriSpeech's train-clean-100",
     measured=[
         "Digits: a Conformer transducer of 2 layers with 8 heads of d = 8, the one of about five models in which "
         "attention matters most. Its convolutions span one frame; with 15, uniform attention costs 0.1 nats.",
@@ -127,132 +203,7 @@ page = Page(
         "The runs on digits have another version of near-far attention. m = 64 is ours. At full size the Conformer "
         "encodes no positions; Gulati et al. have relative ones in the logits.",
     ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
 )
-
-
-def claims(rows: Rows) -> list[Claim]:
-    speech = {"sweep": WHISPER, "setting": UNTRAINED}
-
-    def digits(start: str, setting: str) -> Claim:
-        where = {"sweep": FIG3, "setting": setting}
-        cost = rows.paired("uniform", "exact", "loss", **where).mean()
-        check = f"uniform attention costs {cost:.3f} nats an utterance (at least 0.5 needed)"
-        paper = {
-            "m = 8": "2.49 points of WER, from scratch",
-            "m = 16": "3.05 points of WER, from scratch",
-        }
-        return Claim(
-            f"{start} on digits, FAVOR++ has a lower WER than FAVOR+",
-            {
-                f"m = {m}": 100 * rows.paired(f"favorp m={m}", f"favorpp m={m}", "wer", **where)
-                for m in (8, 16)
-            },
-            unit="points",
-            paper=paper,
-            fails=dict.fromkeys(paper, check) if cost < 0.5 else {},
-            needs="LibriSpeech-960: experiment=crt_conformer_960h, 73 GPU hours a method and seed",
-        )
-
-    return [
-        digits(TUNED, TUNED),
-        digits("trained from scratch", SCRATCH),
-        Claim(
-            "without training, FAVOR++ in Whisper is closer to exact attention than FAVOR+",
-            {
-                f"m = {m}": rows.paired(f"favorp m={m}", f"favorpp m={m}", "above", **speech)
-                for m in (8, 16)
-            },
-            unit="nats",
-        ),
-        Claim(
-            "without training, HRF-C(3,3) in Whisper is closer to exact attention than FAVOR+, m = 256",
-            {"": rows.paired("favorp m=256", HYBRID, "above", **speech)},
-            unit="nats",
-        ),
-        Claim(
-            "fine-tuned after the swap, FAVOR++ in Whisper has a lower WER than FAVOR+, m = 64",
-            paper="below FAVOR+ at each m, trained from scratch",
-            not_measured="800 steps leave both methods far above the WER of exact attention, on 24 utterances",
-            needs="longer fine-tuning and more utterances",
-        ),
-    ]
-
-
-def tables(rows: Rows):
-    def table(metric: str, settings: dict, scale: float = 1.0, spec: str = ".3f", **where):
-        return mean_table(
-            rows,
-            {
-                title: {"metric": metric, "setting": setting, **where}
-                for title, setting in settings.items()
-            },
-            NAMES,
-            scale,
-            spec,
-        )
-
-    main = table(
-        "wer",
-        {f"WER, %, {setting}": setting for setting in (UNTRAINED, TUNED, SCRATCH)},
-        100,
-        ".1f",
-        sweep=FIG3,
-    )
-    for m, paper in ((8, "2.49"), (16, "3.05")):
-        row = f"FAVOR++, m = {m}"
-        for words, setting in (("fine-tuned", TUNED), ("from scratch", SCRATCH)):
-            where = {"sweep": FIG3, "setting": setting}
-            gain = 100 * rows.paired(f"favorp m={m}", f"favorpp m={m}", "wer", **where)
-            main.loc[row, f"points below FAVOR+, {words}"] = f"{mean_ci(gain):.2f}"
-        main.loc[row, "paper"] = paper
-    tuned = table("above", {f"loss increase over exact, {TUNED}": TUNED}, steps=800)
-    return {
-        "Digits: word error rate, lower is better": main,
-        "Digits: loss, nats an utterance": table(
-            "loss", {each: each for each in (UNTRAINED, TUNED, SCRATCH)}, 1, ".2f"
-        ),
-        "Whisper: nats a token, and tokens that are the likeliest of exact attention too": pd.concat(
-            [
-                table("above", {f"loss increase over exact, {UNTRAINED}": UNTRAINED}),
-                tuned,
-                table("agrees", {f"same token, %, {UNTRAINED}": UNTRAINED}, 100, ".1f"),
-            ],
-            axis=1,
-        ),
-    }
-
-
-def figure(rows: Rows):
-    fig, axes = panels(3)
-    for ax, metric, name, methods, title in (
-        (axes[0], "loss", FIG3, DIGIT_METHODS, "digits"),
-        (axes[1], "above", WHISPER, WHISPER_METHODS, "Whisper"),
-    ):
-        dot_plot(
-            ax,
-            {
-                method: rows.values(metric, method, sweep=name, setting=UNTRAINED)
-                for method in methods
-            },
-            labels=NAMES,
-        )
-        ax.set(
-            title=f"{title}, {UNTRAINED}",
-            xlabel="loss, nats an utterance"
-            if metric == "loss"
-            else "loss increase over exact, nats a token",
-        )
-    line_plot(
-        axes[2],
-        rows,
-        "steps",
-        "above",
-        ["exact", "uniform", "favorp m=64", "favorpp m=64"],
-        sweep=WHISPER,
-        setting=TUNED,
-    )
-    axes[2].set(
-        title=f"Whisper, {TUNED}", xlabel="steps", ylabel="loss increase over exact, nats a token"
-    )
-    fig.tight_layout()
-    return fig

@@ -2,8 +2,18 @@
 
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, label, line_plot, mean_table, sweep
-from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    PlannedRun,
+    Rows,
+    label,
+    line_plot,
+    mean_ci,
+    mean_table,
+    panels,
+    sweep,
+)
 
 CIFAR = "fig4-left"
 VIT = "fig4-left-vit"
@@ -35,80 +45,42 @@ VIT_IMAGES = (
 VIT_TUNE = f"{AUGMENT} trainer.batch=16 trainer.lr=1e-4 trainer.eval_every=47"
 VIT_FULL = f"{VIT_IMAGES} {VIT_TUNE} task.init=models/vit-s-saliency trainer.steps=94"
 VIT_SWAP = f"{VIT_IMAGES} task.init={{runs}}/vit/exact"
-page = Page(
-    "crt_vit",
-    title="CRT Figure 4, left: a ViT with linear attention",
-    finding="In a small ViT on CIFAR-10 fine-tuned after the swap, FAVOR++ is more accurate than FAVOR+ by 0.58 ± "
-    "0.48 points (corrected 95% CI, n = 12 seeds). In ViT-S without training, both lose nearly as much "
-    "accuracy as uniform attention.",
-    small={
-        CIFAR: [
-            *sweep(
-                f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=FIXED, seed=range(1)
-            ),
-            *sweep(
-                f"{SWAP} trainer.steps=0", setting={UNTRAINED: ""}, attention=MAPS, seed=range(16)
-            ),
-            *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=FIXED, seed=range(5)),
-            *sweep(f"{SWAP} {FINE_TUNING}", setting={TUNED: ""}, attention=PAIR, seed=range(12)),
-            *sweep(WHOLE, setting={SCRATCH: ""}, attention=[*FIXED, *PAIR], seed=range(5)),
-        ],
-        VIT: [
-            *sweep(
-                f"{VIT_SWAP} trainer.steps=0",
-                setting={UNTRAINED: ""},
-                attention=["exact", VIT_NEAR],
-                seed=range(1),
-            ),
-            *sweep(
-                f"{VIT_SWAP} trainer.steps=0",
-                setting={UNTRAINED: ""},
-                attention=["uniform", *PAIR, *VIT_PAIR],
-                seed=range(3),
-            ),
-            *sweep(
-                setting={TUNED: f"{VIT_SWAP} {VIT_TUNE} trainer.steps=47", BEFORE: VIT_FULL},
-                attention=[*VIT_FIXED, *VIT_PAIR],
-            ),
-        ],
-    },
-    full={
-        CIFAR: sweep(
-            setting={
-                TUNED: "experiment=crt_vit_mae_uptrain",
-                SCRATCH: "experiment=crt_vit_scratch",
-            },
-            attention=["exact", "uniform", "nearfar exact_until=0", *VIT_PAIR],
-        )
-    },
-    models={
-        "mae": sweep(
-            f"task=mae {IMAGES} {SIZES} task.sizes.decoder_width=48 task.sizes.decoder_depth=1 "
-            "task.sizes.decoder_heads=3 task.augment.flip=0.5 trainer.batch=50 trainer.steps=600 "
-            "trainer.lr=3e-3 trainer.eval_every=1000000",
-            attention=["exact"],
-        ),
-        "tuned": sweep(
-            f"task=imagenet {IMAGES} {AUGMENT} task.init={{runs}}/mae/exact trainer.batch=50 "
-            "trainer.steps=1500 trainer.lr=1e-3 trainer.weight_decay=0.5 trainer.eval_every=1000000",
-            attention=["exact"],
-        ),
-        "vit": sweep(VIT_FULL, attention=["exact"]),
-    },
-    columns=["setting", "method", "step"],
-    metrics=["loss", "accuracy"],
-    data="CIFAR-10; models/vit-s-saliency and Imagenette",
-    measured=[
-        "Small ViT: width 96, 3 layers, 6 heads of d = 16; CIFAR-10 with 3,000 training and 600 test images. One "
-        "checkpoint, pretrained as MAE; weight decay 0.5 keeps |x + y|^2 from 4 to 24 in most heads.",
-        "n = 16 random projections without training; 5 seeds else. FAVOR+ and FAVOR++ have 12 seeds after fine-tuning, "
-        "because 5 decided nothing; the test is not corrected for this.",
-        "ViT-S: 12 layers, 6 heads of d = 64, initialised by DINOv2; Imagenette with 1,500 training and 500 test "
-        "images at 112 pixels. 3 seeds without training, 1 seed else.",
-        "Projections are orthogonal and never redrawn. Near-far has blocks of 8 and 8 clusters; the "
-        "runs on CIFAR-10 have another version of its code.",
-    ],
+
+
+def untrained_runs(options: str, methods: list[str], seeds: int) -> list[PlannedRun]:
+    options = f"{options} trainer.steps=0"
+    return sweep(options, setting=UNTRAINED, attention=methods, seed=range(seeds))
+
+
+SMALL_VIT = [
+    *untrained_runs(SWAP, FIXED, 1),
+    *untrained_runs(SWAP, MAPS, 16),
+    *sweep(f"{SWAP} {FINE_TUNING}", setting=TUNED, attention=FIXED, seed=range(5)),
+    *sweep(f"{SWAP} {FINE_TUNING}", setting=TUNED, attention=PAIR, seed=range(12)),
+    *sweep(WHOLE, setting=SCRATCH, attention=[*FIXED, *PAIR], seed=range(5)),
+]
+VIT_SETTINGS = {TUNED: f"{VIT_SWAP} {VIT_TUNE} trainer.steps=47", BEFORE: VIT_FULL}
+VIT_S = [
+    *untrained_runs(VIT_SWAP, ["exact", VIT_NEAR], 1),
+    *untrained_runs(VIT_SWAP, ["uniform", *PAIR, *VIT_PAIR], 3),
+    *sweep(setting=VIT_SETTINGS, attention=[*VIT_FIXED, *VIT_PAIR]),
+]
+FULL = sweep(
+    setting={TUNED: "experiment=crt_vit_mae_uptrain", SCRATCH: "experiment=crt_vit_scratch"},
+    attention=["exact", "uniform", "nearfar exact_until=0", *VIT_PAIR],
 )
+MAE = (
+    f"task=mae {IMAGES} {SIZES} task.sizes.decoder_width=48 task.sizes.decoder_depth=1 "
+    "task.sizes.decoder_heads=3 task.augment.flip=0.5 trainer.batch=50 trainer.steps=600 "
+    "trainer.lr=3e-3 trainer.eval_every=1000000"
+)
+EXACT = (
+    f"task=imagenet {IMAGES} {AUGMENT} task.init={{runs}}/mae/exact trainer.batch=50 "
+    "trainer.steps=1500 trainer.lr=1e-3 trainer.weight_decay=0.5 trainer.eval_every=1000000"
+)
+MODELS = {}
+for name, options in {"mae": MAE, "tuned": EXACT, "vit": VIT_FULL}.items():
+    MODELS[name] = sweep(options, attention=["exact"])
 
 
 def failed_check(rows: Rows, sweep_name: str, setting: str, step: int) -> str:
@@ -124,19 +96,40 @@ def failed_check(rows: Rows, sweep_name: str, setting: str, step: int) -> str:
     return "; ".join(reasons)
 
 
+def finding(rows: Rows) -> str:
+    where = {"sweep": CIFAR, "setting": TUNED, "step": 300}
+    gain = mean_ci(100 * rows.paired("favorpp m=64", "favorp m=64", "accuracy", **where))
+    return (
+        "In a small ViT on CIFAR-10 fine-tuned after the swap, FAVOR++ is more accurate than FAVOR+ by "
+        f"{gain} points (95% CI, n = {gain.n} seeds). In ViT-S without training, both lose nearly as much "
+        "accuracy as uniform attention."
+    )
+
+
+SMALL = "small ViT, m = 64"
+LARGE = "ViT-S, m = 256"
+CHECKED = {  # case -> sweep, setting and step of the sanity check
+    SMALL: (CIFAR, UNTRAINED, 0),
+    LARGE: (VIT, UNTRAINED, 0),
+    TUNED: (CIFAR, UNTRAINED, 0),
+    SCRATCH: (CIFAR, SCRATCH, 600),
+}
+
+
 def claims(rows: Rows) -> list[Claim]:
-    sweeps = {"small ViT, m = 64": (CIFAR, PAIR), "ViT-S, m = 256": (VIT, VIT_PAIR)}
-    checks = {case: failed_check(rows, name, UNTRAINED, 0) for case, (name, _) in sweeps.items()}
-    checks[TUNED] = failed_check(rows, CIFAR, UNTRAINED, 0)
-    checks[SCRATCH] = failed_check(rows, CIFAR, SCRATCH, 600)
-    fails = {case: text for case, text in checks.items() if text}
-    losses, accuracies = {}, {}
-    for case, (name, (favorp, favorpp)) in sweeps.items():
-        where = {"sweep": name, "setting": UNTRAINED}
+    fails = {}
+    for case, (name, setting, step) in CHECKED.items():
+        reason = failed_check(rows, name, setting, step)
+        if reason:
+            fails[case] = reason
+    losses = {}
+    for case, (favorp, favorpp) in {SMALL: PAIR, LARGE: VIT_PAIR}.items():
+        where = {"sweep": CHECKED[case][0], "setting": UNTRAINED}
         losses[case] = rows.paired(favorp, favorpp, "loss", **where)
-    for setting, step in ((TUNED, 300), (SCRATCH, 600)):
-        where = {"sweep": CIFAR, "setting": setting, "step": step}
-        accuracies[setting] = 100 * rows.paired("favorpp m=64", "favorp m=64", "accuracy", **where)
+    cases = {
+        TUNED: {"sweep": CIFAR, "setting": TUNED, "step": 300},
+        SCRATCH: {"sweep": CIFAR, "setting": SCRATCH, "step": 600},
+    }
     return [
         Claim(
             "without training, FAVOR++ has a lower loss than FAVOR+",
@@ -146,7 +139,7 @@ def claims(rows: Rows) -> list[Claim]:
         ),
         Claim(
             "FAVOR++ is more accurate than FAVOR+, m = 64",
-            accuracies,
+            rows.paired_by_case("favorpp m=64", "favorp m=64", "accuracy", cases, 100),
             unit="points",
             paper='"able to improve performance especially for uptraining"; a figure without numbers',
             fails=fails,
@@ -186,17 +179,33 @@ def tables(rows: Rows) -> dict[str, pd.DataFrame]:
 
 def figure(rows: Rows):
     fig, axes = panels(2)
+    names = {method: NAMES[method] for method in [*FIXED, *PAIR]}
     for ax, settings in zip(axes, ([UNTRAINED, TUNED], [SCRATCH])):
-        line_plot(
-            ax,
-            rows,
-            "step",
-            "accuracy",
-            {name: NAMES[name] for name in [*FIXED, *PAIR]},
-            scale=100,
-            sweep=CIFAR,
-            setting=settings,
-        )
+        line_plot(ax, rows, "step", "accuracy", names, scale=100, sweep=CIFAR, setting=settings)
         ax.set(title=f"small ViT on CIFAR-10, {settings[-1]}", xlabel="steps", ylabel="accuracy, %")
-    fig.tight_layout()
     return fig
+
+
+page = Page(
+    "crt_vit",
+    title="CRT Figure 4, left: a ViT with linear attention",
+    finding=finding,
+    small={CIFAR: SMALL_VIT, VIT: VIT_S},
+    full={CIFAR: FULL},
+    models=MODELS,
+    columns=["setting", "method", "step"],
+    metrics=["loss", "accuracy"],
+    measured=[
+        "Small ViT: width 96, 3 layers, 6 heads of d = 16; CIFAR-10 with 3,000 training and 600 test images. One "
+        "checkpoint, pretrained as MAE; weight decay 0.5 keeps |x + y|^2 from 4 to 24 in most heads.",
+        "n = 16 random projections without training; 5 seeds else. FAVOR+ and FAVOR++ have 12 seeds after fine-tuning, "
+        "because 5 decided nothing; the test is not corrected for this.",
+        "ViT-S: 12 layers, 6 heads of d = 64, initialised by DINOv2; Imagenette with 1,500 training and 500 test "
+        "images at 112 pixels. 3 seeds without training, 1 seed else.",
+        "Projections are orthogonal and never redrawn. Near-far has blocks of 8 and 8 clusters; the "
+        "runs on CIFAR-10 have another version of its code.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

@@ -5,19 +5,23 @@ Reproduces Figures 2, 5 and 6, Tables 1 and 3, and Appendix L.
 
 from itertools import product
 
+import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.report import (
     Claim,
     Page,
+    PlannedRun,
     Rows,
+    Tables,
+    filters_over,
+    geometric_interval,
     line_plot,
     mean_table,
+    panels,
     quoted_override,
     sweep,
 )
-from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.sweeps import Run
 
 NAMES = {
     "angular": "angular hybrid",
@@ -67,16 +71,16 @@ def table_method(name: str, equal: str, sampler: str = "iid") -> str:
     return f"{name} m={SIZES[equal][name]} sampler={sampler}"
 
 
-def equal_runs(options: str, methods: list[tuple[str, str]], **axes) -> list[Run]:
+def equal_runs(options: str, methods: list[tuple[str, str]], **axes) -> list[PlannedRun]:
     """Runs of maps and samplers at each equal size."""
     runs = []
     for equal in EQUAL:
         features = [table_method(name, equal, sampler) for name, sampler in methods]
-        runs += sweep(options, equal={equal: ""}, features=features, **axes)
+        runs += sweep(options, equal=equal, features=features, **axes)
     return runs
 
 
-def sweeps(angles: str, tables: str, pairs: int, flops: str) -> dict[str, list[Run]]:
+def sweeps(angles: str, tables: str, pairs: int, flops: str) -> dict[str, list[PlannedRun]]:
     clusters = f"task=clusters task.pairs={pairs}"
     budgets = {}
     for name, values in BUDGETS.items():
@@ -106,12 +110,159 @@ def sweeps(angles: str, tables: str, pairs: int, flops: str) -> dict[str, list[R
     }
 
 
+def finding(rows: Rows) -> str:
+    methods = table_method("angular", "projections"), table_method("trig", "projections")
+    where = {"equal": "projections", "length": LENGTHS}
+    largest = np.exp(rows.ratio(*methods, "largest_of_groups", **where))
+    flops = "FLOPs of attention"
+    where = {"equal": flops, "length": 1.0, "budget": BUDGETS[flops][1:]}
+    methods = "angular sampler=iid", "trig sampler=iid"
+    error = np.exp(rows.ratio(*methods, "squared_error", **where))
+    return (
+        "At 16 projections, the largest error of the angular hybrid over that of trigonometric features is "
+        f"{geometric_interval(largest, '.2f')} (95% CI, n = {len(largest)} groups). At equal FLOPs of attention and "
+        f"length 1, the MSE of the hybrid is {geometric_interval(error, '.1f')} times as large (n = {len(error)})."
+    )
+
+
+SMALLER = {"below": 1, "log": True, "unit": "times"}
+
+
+def angle_claim(rows: Rows) -> Claim:
+    samples, theory = {}, {}
+    for other, equal in product(["trig", "pos"], EQUAL):
+        case = f"{NAMES[other]}, {EQUAL[equal]}"
+        methods = table_method("angular", equal), table_method(other, equal)
+        where = {"equal": equal, "length": LENGTHS}
+        samples[case] = rows.ratio(*methods, "largest_of_groups", **where)
+        theory[case] = rows.ratio(*methods, "largest_closed_form", **where).mean()
+    return Claim(
+        "the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
+        samples,
+        **SMALLER,
+        theory=theory,
+        needs="more repetitions",
+        paper="smaller max-relative-error than other estimators",
+    )
+
+
+def table_claim(rows: Rows) -> Claim:
+    samples = {}
+    for (name, sampler), equal, dataset in product([*TABLE_METHODS][1:], EQUAL, TABLES):
+        case = f"{TABLE_METHODS[name, sampler]}, {dataset}, {EQUAL[equal]}"
+        hybrid = table_method("angular", equal, "orthogonal")
+        other = table_method(name, equal, sampler)
+        where = {"equal": equal, "dataset": dataset}
+        samples[case] = rows.ratio(hybrid, other, "mse_of_groups", **where)
+    return Claim(
+        "HRF-ort has a smaller MSE than HRF-iid, ORF-reg, ORF-Had and Halton-R",
+        samples,
+        **SMALLER,
+        paper="HRFs outperform all other methods",
+        needs="the scaling of the paper's tables",
+    )
+
+
+def cluster_claim(rows: Rows) -> Claim:
+    samples, paper = {}, {}
+    for other, dataset in product(OTHERS, SETS):
+        case = f"{CLUSTERED[other]}, {dataset}"
+        where = {"sweep": "hrf-clusters/sets", "dataset": dataset}
+        samples[case] = rows.ratio(HYBRID, other, "closed_form", **where)
+        if dataset != "set 5":
+            paper[case] = "a lower largest MSE on sets 1 to 4"
+    return Claim(
+        "hybrid-cluster has a smaller MSE than FAVOR+ and trigonometric features",
+        samples,
+        **SMALLER,
+        sign_test=True,
+        paper=paper,
+        needs="the spreads of the paper's data sets",
+    )
+
+
+def flops_claim(rows: Rows) -> Claim:
+    samples, theory = {}, {}
+    for other, equal, length in product(["trig", "pos"], BUDGETS, [1.0, 1.5]):
+        case = f"{NAMES[other]}, {equal}, length {length:g}"
+        methods = "angular sampler=iid", f"{other} sampler=iid"
+        where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
+        samples[case] = rows.ratio(*methods, "squared_error", **where)
+        theory[case] = 2 * rows.ratio(*methods, "closed_form", **where).mean()
+    return Claim(
+        "at equal FLOPs, the angular hybrid has a smaller MSE than trigonometric features and FAVOR+",
+        samples,
+        **SMALLER,
+        theory=theory,
+        reason="the products with values cost more with the columns of the hybrid",
+    )
+
+
+def claims(rows: Rows) -> list[Claim]:
+    third = Claim(
+        "the hybrid needs a third of the FLOPs for the same quality",
+        paper="3x fewer FLOPS",
+        not_measured="the paper counts FLOPs of whole policies and states no error of a kernel",
+        needs="the paper's policies; see hrf_robotics for ours",
+    )
+    return [angle_claim(rows), table_claim(rows), cluster_claim(rows), flops_claim(rows), third]
+
+
+def tables(rows: Rows) -> Tables:
+    columns = filters_over("m", PAPER, "m = {}", metric="mse_of_repeats")
+    ranges = mean_table(rows, columns, CLUSTERED, format=four_digit_range)
+    for m, values in PAPER.items():
+        paper = dict(zip(CLUSTERED.values(), values))
+        ranges[f"paper, m = {m}"] = ranges.index.map(paper)
+    angles = {}
+    for prefix, metric in [("", "largest_of_groups"), ("closed form, ", "largest_closed_form")]:
+        angles |= filters_over("length", [1.0, 2.0], prefix + "length {:g}", metric=metric)
+    errors = filters_over("dataset", TABLES, metric="mse_of_groups", length=1.0)
+    iid = {(name, "iid"): label for name, label in NAMES.items()}
+    return {
+        "HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": ranges,
+        "Largest relative error over all angles": equal_table(rows, angles, iid),
+        "HRF Table 1: MSE on tables, length 1": equal_table(rows, errors, TABLE_METHODS),
+    }
+
+
+def four_digit_range(values: pd.Series) -> str:
+    return f"[{values.min():.4f}, {values.max():.4f}]"
+
+
+def equal_table(rows: Rows, columns: dict, methods: dict) -> pd.DataFrame:
+    """Tabulate methods at both equal sizes, side by side."""
+    tables = []
+    for equal, title in EQUAL.items():
+        filters, labels = {}, {}
+        for name, where in columns.items():
+            filters[f"{title}, {name}"] = {**where, "equal": equal}
+        for (name, sampler), label in methods.items():
+            labels[table_method(name, equal, sampler)] = label
+        tables.append(mean_table(rows, filters, labels))
+    return pd.concat(tables, axis=1)
+
+
+def figure(rows: Rows):
+    fig, axes = panels(4, 2)
+    for ax, (equal, title) in zip(axes, EQUAL.items()):
+        ylabel = "relative error (lower is better)"
+        ax.set(title=f"{title}, length 1", xlabel="angle of x and y, radians", ylabel=ylabel)
+        ax.set(ylim=(1e-3, 10), yscale="log")
+        methods = {table_method(name, equal): label for name, label in NAMES.items()}
+        line_plot(ax, rows, "theta", "error", methods, equal=equal, length=1.0)
+    for ax, equal in zip(axes[2:], BUDGETS):
+        line_plot(ax, rows, "budget", "closed_form", COUNTED, log="xy", equal=equal, length=1.0)
+        ax.set_xticks(BUDGETS[equal][1::2], [f"{budget:,}" for budget in BUDGETS[equal][1::2]])
+        ylabel = "relative error, closed form"
+        ax.set(title=f"Equal {equal}, length 1", xlabel="FLOPs per token", ylabel=ylabel)
+    return fig
+
+
 page = Page(
     "hrf_kernels",
     title="HRF Figures 2, 5 and 6, Tables 1 and 3, Appendix L: errors of hybrid random features",
-    finding="At 16 projections, the angular hybrid has 0.29 [0.26, 0.32] times the largest error of trigonometric "
-    "features (95% CI, n = 40 groups). At equal FLOPs of attention and length 1, the MSE of the hybrid is "
-    "3.0 [2.8, 3.3] times as large (n = 60).",
+    finding=finding,
     small=sweeps(
         "task.lengths=[1.0,1.5,2.0] task.groups=40 task.draws=200",
         "task.pairs=300 task.groups=40 task.draws=20",
@@ -124,7 +275,6 @@ page = Page(
         100000,
         "task.draws=500",
     ),
-    data="UCI's boston",
     columns=["equal", "dataset", "length", "theta", "budget", "m", "method"],
     metrics=[
         "largest_of_groups",
@@ -144,163 +294,7 @@ page = Page(
         "is ours.",
         "FLOPs: per token, 60 groups of 20 repetitions. Hybrids have 8 coefficient features. d = 64 as for angles.",
     ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
 )
-
-
-def claims(rows: Rows) -> list[Claim]:
-    smaller = {"below": 1, "log": True, "unit": "times"}
-    claims = []
-
-    samples, theory = {}, {}
-    for other, equal in product(["trig", "pos"], EQUAL):
-        case = f"{NAMES[other]}, {EQUAL[equal]}"
-        methods = table_method("angular", equal), table_method(other, equal)
-        where = {"equal": equal, "length": LENGTHS}
-        samples[case] = rows.ratio(*methods, "largest_of_groups", **where)
-        theory[case] = rows.ratio(*methods, "largest_closed_form", **where).mean()
-    claims.append(
-        Claim(
-            "the angular hybrid has a smaller largest error than trigonometric features and FAVOR+",
-            samples,
-            **smaller,
-            theory=theory,
-            needs="more repetitions",
-            paper="smaller max-relative-error than other estimators",
-        )
-    )
-
-    samples = {}
-    for (name, sampler), equal, dataset in product([*TABLE_METHODS][1:], EQUAL, TABLES):
-        samples[f"{TABLE_METHODS[name, sampler]}, {dataset}, {EQUAL[equal]}"] = rows.ratio(
-            table_method("angular", equal, "orthogonal"),
-            table_method(name, equal, sampler),
-            "mse_of_groups",
-            equal=equal,
-            dataset=dataset,
-        )
-    claims.append(
-        Claim(
-            "HRF-ort has a smaller MSE than HRF-iid, ORF-reg, ORF-Had and Halton-R",
-            samples,
-            **smaller,
-            paper="HRFs outperform all other methods",
-            needs="the scaling of the paper's tables",
-        )
-    )
-
-    samples, paper = {}, {}
-    for other, dataset in product(OTHERS, SETS):
-        case = f"{CLUSTERED[other]}, {dataset}"
-        where = {"sweep": "hrf-clusters/sets", "dataset": dataset}
-        samples[case] = rows.ratio(HYBRID, other, "closed_form", **where)
-        if dataset != "set 5":
-            paper[case] = "a lower largest MSE on sets 1 to 4"
-    claims.append(
-        Claim(
-            "hybrid-cluster has a smaller MSE than FAVOR+ and trigonometric features",
-            samples,
-            **smaller,
-            sign_test=True,
-            paper=paper,
-            needs="the spreads of the paper's data sets",
-        )
-    )
-
-    samples, theory = {}, {}
-    for other, equal, length in product(["trig", "pos"], BUDGETS, [1.0, 1.5]):
-        case = f"{NAMES[other]}, {equal}, length {length:g}"
-        methods = "angular sampler=iid", f"{other} sampler=iid"
-        where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
-        samples[case] = rows.ratio(*methods, "squared_error", **where)
-        theory[case] = 2 * rows.ratio(*methods, "closed_form", **where).mean()
-    claims.append(
-        Claim(
-            "at equal FLOPs, the angular hybrid has a smaller MSE than trigonometric features and FAVOR+",
-            samples,
-            **smaller,
-            theory=theory,
-            reason="the products with values cost more with the columns of the hybrid",
-        )
-    )
-
-    claims.append(
-        Claim(
-            "the hybrid needs a third of the FLOPs for the same quality",
-            paper="3x fewer FLOPS",
-            not_measured="the paper counts FLOPs of whole policies and states no error of a kernel",
-            needs="the paper's policies; see hrf_robotics for ours",
-        )
-    )
-    return claims
-
-
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
-    ranges = mean_table(
-        rows,
-        {f"m = {m}": {"metric": "mse_of_repeats", "m": m} for m in PAPER},
-        CLUSTERED,
-        format=lambda values: f"[{values.min():.4f}, {values.max():.4f}]",
-    )
-    paper = pd.DataFrame(
-        {f"paper, m = {m}": values for m, values in PAPER.items()}, [*CLUSTERED.values()]
-    )
-    angles = {}
-    for prefix, metric in [("", "largest_of_groups"), ("closed form, ", "largest_closed_form")]:
-        for length in [1.0, 2.0]:
-            angles[f"{prefix}length {length:g}"] = {"metric": metric, "length": length}
-    errors = {}
-    for dataset in TABLES:
-        errors[dataset] = {"metric": "mse_of_groups", "dataset": dataset, "length": 1.0}
-    return {
-        "HRF Table 3, set 1: range of the MSE over 20 repetitions (lower is better)": pd.concat(
-            [ranges, paper.reindex(ranges.index)], axis=1
-        ),
-        "Largest relative error over all angles": equal_table(
-            rows, angles, {(name, "iid"): label for name, label in NAMES.items()}
-        ),
-        "HRF Table 1: MSE on tables, length 1": equal_table(rows, errors, TABLE_METHODS),
-    }
-
-
-def equal_table(rows: Rows, columns: dict, methods: dict) -> pd.DataFrame:
-    """Tabulate methods at both equal sizes, side by side."""
-    tables = []
-    for equal, title in EQUAL.items():
-        filters, labels = {}, {}
-        for name, where in columns.items():
-            filters[f"{title}, {name}"] = {**where, "equal": equal}
-        for (name, sampler), label in methods.items():
-            labels[table_method(name, equal, sampler)] = label
-        tables.append(mean_table(rows, filters, labels))
-    return pd.concat(tables, axis=1)
-
-
-def figure(rows: Rows):
-    fig, axes = panels(4, 2)
-    for ax, (equal, title) in zip(axes, EQUAL.items()):
-        ax.set(
-            title=f"{title}, length 1",
-            xlabel="angle of x and y, radians",
-            ylabel="relative error (lower is better)",
-            ylim=(1e-3, 10),
-            yscale="log",
-        )
-        line_plot(
-            ax,
-            rows,
-            "theta",
-            "error",
-            {table_method(name, equal): label for name, label in NAMES.items()},
-            equal=equal,
-            length=1.0,
-        )
-    for ax, equal in zip(axes[2:], BUDGETS):
-        line_plot(ax, rows, "budget", "closed_form", COUNTED, log="xy", equal=equal, length=1.0)
-        ax.set_xticks(BUDGETS[equal][1::2], [f"{budget:,}" for budget in BUDGETS[equal][1::2]])
-        ax.set(
-            title=f"Equal {equal}, length 1",
-            xlabel="FLOPs per token",
-            ylabel="relative error, closed form",
-        )
-    fig.tight_layout()
-    return fig

@@ -5,9 +5,19 @@ from typing import NamedTuple
 import pandas as pd
 
 from crt_exp.experiments.drawing import CONTROL
-from crt_exp.experiments.report import Claim, Page, Rows, line_plot, mean_ci, sweep
-from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.sweeps import Run
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    PlannedRun,
+    Rows,
+    Tables,
+    filters_over,
+    line_plot,
+    mean_ci,
+    mean_table,
+    panels,
+    sweep,
+)
 
 COLUMNS = [16, 64, 256, 512]
 FIXED = {
@@ -80,7 +90,7 @@ def method_overrides(method: str, columns: int) -> str:
     return f"{FEATURES[method]} features.m={projections}"
 
 
-def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list[Run]:
+def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list[PlannedRun]:
     options = TASKS[name].options
     if fit_text:
         options = f"{options} task.fit_text={fit_text}"
@@ -89,73 +99,13 @@ def swap_runs(name: str, methods, columns=(0,), fit_text: str = "") -> list[Run]
         for n in columns:
             runs += sweep(
                 options,
-                model={name: ""},
-                text={fit_text: ""},
+                model=name,
+                text=fit_text,
                 seed=range(TASKS[name].seeds),
                 method={method: method_overrides(method, n)},
                 columns={n: ""},
             )
     return runs
-
-
-def fine_tuning_runs(methods) -> list[Run]:
-    return sweep(
-        "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
-        "trainer.steps=400 task.held_out=500 trainer.eval_every=1000000 trainer.save_every=1000000 "
-        "task.dataset=sst2",
-        model={"MiniLM, SST-2": ""},
-        seed=[0],
-        columns={256: ""},
-        method={method: method_overrides(method, 256) for method in methods},
-        **{"trainer.lr": [1e-4, 2e-4]},
-    )
-
-
-page = Page(
-    "mixture",
-    title="Mixture: positive features fitted to queries and keys",
-    finding="On SmolLM2-135M without training, 256 columns of the mixture increase the loss by 1.99 ± 0.41 nats, and "
-    "of FAVOR# by 3.77 ± 0.18 (95% CI, n = 4 rows). Fitted to code instead of prose, the mixture increases "
-    "the loss by 2.88 ± 0.26 nats.",
-    small={
-        "mixture": [
-            *swap_runs(MINILM, FIXED),
-            *swap_runs(MINILM, FEATURES, COLUMNS),
-            *swap_runs(SMOLLM2, ["uniform"]),
-            *swap_runs(SMOLLM2, FEATURES, COLUMNS[:3]),
-            *swap_runs(LONG, ["uniform"]),
-            *swap_runs(LONG, ["favorpp", "favorsharp", FITTED], [256]),
-            *swap_runs(SPEECH, ["exact", "uniform"]),
-            *swap_runs(SPEECH, FEATURES, [64, 256]),
-            *swap_runs(WRITTEN, [method for method in FEATURES if method != "favorp"], [256]),
-            *swap_runs(VISION, FIXED),
-            *swap_runs(VISION, FEATURES, COLUMNS),
-            *swap_runs(HEADS, ["uniform", "nearfar"]),
-            *swap_runs(HEADS, FEATURES, [64, 256]),
-        ],
-        "mixture/shift": [
-            *swap_runs(MINILM, [FITTED, DRAWN], [256], "code"),
-            *swap_runs(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code"),
-        ],
-        "mixture/fine-tuned": fine_tuning_runs(["favorsharp", FITTED]),
-    },
-    data="models/minilm, models/smollm2-135m, models/whisper-tiny.en, models/vit-s-saliency, WikiText-2, LibriSpeech, "
-    "Imagenette, GLUE",
-    columns=["model", "text", "method", "columns", "lr", "split"],
-    metrics=["cosine", "above", "wer", "attention_error", "accuracy"],
-    reduced=False,
-    measured=[
-        "Attention of all layers is replaced, of Whisper in the encoder, without training. FAVOR#, which makes two "
-        "columns of a projection, has half as many projections.",
-        "Mixtures and causal FAVOR++ and FAVOR# are fitted to 8 training rows, documents, utterances or images. "
-        "Bidirectional FAVOR++ and FAVOR# are fitted to each input itself.",
-        "Samples: 12 documents of 512 tokens (MiniLM), 4 or 3 rows (SmolLM2), 3 groups of 4 utterances (Whisper), 16 "
-        "images of 224 pixels (ViT-S). One seed of projections; rows and groups have one of their own.",
-        "ViT-S is DINOv2's checkpoint, fine-tuned for saliency.",
-        "Code: the source of Python's standard library.",
-        "SST-2: 400 steps, at most 64 tokens, better of the learning rates 1e-4 and 2e-4. Samples are 24ths of dev.",
-    ],
-)
 
 
 def samples(rows: Rows, name: str, method: str, columns: int, **where) -> pd.Series:
@@ -167,21 +117,63 @@ def samples(rows: Rows, name: str, method: str, columns: int, **where) -> pd.Ser
     return 100 * values if name == SPEECH else values
 
 
+FINE_TUNED = sweep(
+    "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 task.dataset=sst2 "
+    "task.held_out=500 trainer.steps=400 trainer.eval_every=1000000 trainer.save_every=1000000",
+    model="MiniLM, SST-2",
+    seed=[0],
+    columns={256: ""},
+    method={method: method_overrides(method, 256) for method in ("favorsharp", FITTED)},
+    **{"trainer.lr": [1e-4, 2e-4]},
+)
+
+
+ADAPTIVE = [method for method in FEATURES if method != "favorp"]
+MIXTURE = [
+    *swap_runs(MINILM, FIXED),
+    *swap_runs(MINILM, FEATURES, COLUMNS),
+    *swap_runs(SMOLLM2, ["uniform"]),
+    *swap_runs(SMOLLM2, FEATURES, COLUMNS[:3]),
+    *swap_runs(LONG, ["uniform"]),
+    *swap_runs(LONG, ["favorpp", "favorsharp", FITTED], [256]),
+    *swap_runs(SPEECH, ["exact", "uniform"]),
+    *swap_runs(SPEECH, FEATURES, [64, 256]),
+    *swap_runs(WRITTEN, ADAPTIVE, [256]),
+    *swap_runs(VISION, FIXED),
+    *swap_runs(VISION, FEATURES, COLUMNS),
+    *swap_runs(HEADS, ["uniform", "nearfar"]),
+    *swap_runs(HEADS, FEATURES, [64, 256]),
+]
+SHIFT = [
+    *swap_runs(MINILM, [FITTED, DRAWN], [256], "code"),
+    *swap_runs(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code"),
+]
+
+
+def finding(rows: Rows) -> str:
+    increases = {}
+    for method in (FITTED, "favorsharp"):
+        increases[method] = mean_ci(samples(rows, SMOLLM2, method, 256))
+    shifted = mean_ci(samples(rows, SMOLLM2, FITTED, 256, sweep="mixture/shift", text="code"))
+    return (
+        f"On SmolLM2-135M without training, 256 columns of the mixture increase the loss by {increases[FITTED]} "
+        f"nats, and of FAVOR# by {increases['favorsharp']} (95% CI, n = {shifted.n} rows). Fitted to code instead of "
+        f"prose, the mixture increases the loss by {shifted} nats."
+    )
+
+
 def claims(rows: Rows) -> list[Claim]:
     claims = []
     # Word errors are near 100%, where losses still differ, and losses count for more than heads.
     for name in (MINILM, SMOLLM2, LONG, WRITTEN, VISION):
         model, _, unit = name.rpartition(", ")
+        sign = 1 if unit == "cosine" else -1
         gains = {}
         for n in COLUMNS:
             gain = samples(rows, name, FITTED, n) - samples(rows, name, "favorsharp", n)
-            gains[f"{n} columns"] = gain.dropna()
-        if unit == "cosine":
-            unit = ""
-        else:
-            gains = {case: -gain for case, gain in gains.items()}
+            gains[f"{n} columns"] = sign * gain.dropna()
         text = f"{model}: the mixture is closer to exact attention than FAVOR#"
-        claims.append(Claim(text, gains, unit=unit))
+        claims.append(Claim(text, gains, unit=unit.replace("cosine", "")))
     return claims
 
 
@@ -199,36 +191,16 @@ def method_table(rows: Rows, columns: dict[str, Column], methods=LABELS) -> pd.D
         table[title] = {}
         for method in methods:
             values = samples(rows, column.name, method, column.columns, **column.where)
-            if not len(values):
-                continue
-            if column.name == SPEECH:
-                table[title][LABELS[method]] = f"{values.min():.0f} to {values.max():.0f}"
-            else:
-                table[title][LABELS[method]] = f"{mean_ci(values):.3f}"
-    return (
-        pd.DataFrame(table, index=[LABELS[method] for method in methods], dtype=object)
-        .dropna(how="all")
-        .fillna("")
-        .rename_axis("method")
-    )
-
-
-def fine_tuned_table(rows: Rows) -> pd.DataFrame:
-    """Tabulate the better of two learning rates."""
-    best = {}
-    for method in ("favorsharp", FITTED):
-        means = []
-        for rate in (1e-4, 2e-4):
-            where = {"sweep": "mixture/fine-tuned", "split": "parts", "lr": rate}
-            values = rows.values("accuracy", method, **where)
             if len(values):
-                means.append(mean_ci(100 * values))
-        if means:
-            best[LABELS[method]] = f"{max(means, key=lambda mean: mean.mean):.1f}"
-    return pd.DataFrame({"accuracy, %": pd.Series(best, dtype=object)}).rename_axis("method")
+                text = f"{mean_ci(values):.3f}"
+                if column.name == SPEECH:
+                    text = f"{values.min():.0f} to {values.max():.0f}"
+                table[title][LABELS[method]] = text
+    frame = pd.DataFrame(table, index=[LABELS[method] for method in methods], dtype=object)
+    return frame.dropna(how="all").fillna("").rename_axis("method")
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     columns, shifted = {}, {}
     for name in (MINILM, SMOLLM2):
         for n in (64, 256):
@@ -248,29 +220,49 @@ def tables(rows: Rows) -> dict[str, pd.DataFrame]:
         tables[f"{name}, by columns"] = method_table(rows, by_columns, FEATURES)
     title = "Fitted to WikiText-2 or to code, 256 columns"
     tables[title] = method_table(rows, shifted, ["favorsharp", FITTED, DRAWN])
-    tables["Fine-tuned: MiniLM on SST-2, 256 columns"] = fine_tuned_table(rows)
+    where = {"metric": "accuracy", "sweep": "mixture/fine-tuned", "split": "parts"}
+    rates = filters_over("lr", (1e-4, 2e-4), "accuracy, %, learning rate {}", **where)
+    title = "Fine-tuned: MiniLM on SST-2, 256 columns"
+    tables[title] = mean_table(rows, rates, LABELS, 100, ".1f")
     return tables
 
 
 def figure(rows: Rows):
     fig, axes = panels(3)
+    names = {method: LABELS[method] for method in FEATURES}
     loss = "loss increase over exact, nats (lower is better)"
     cosine = "cosine to exact attention (higher is better)"
     for ax, (name, ylabel) in zip(axes, {MINILM: cosine, SMOLLM2: loss, VISION: cosine}.items()):
-        line_plot(
-            ax,
-            rows,
-            "columns",
-            TASKS[name].metric,
-            {method: LABELS[method] for method in FEATURES},
-            log="x",
-            dotted=[DRAWN],
-            sweep="mixture",
-            model=name,
-        )
+        where = {"sweep": "mixture", "model": name}
+        metric = TASKS[name].metric
+        line_plot(ax, rows, "columns", metric, names, log="x", dotted=[DRAWN], **where)
         uniform = float(samples(rows, name, "uniform", 0).mean())
         ax.axhline(uniform, color=CONTROL, lw=1, ls="--")
         ax.text(ax.get_xlim()[0], uniform, " uniform", va="bottom", color=CONTROL)
         ax.set(title=name.rpartition(",")[0], xlabel="columns", ylabel=ylabel)
-    fig.tight_layout()
     return fig
+
+
+page = Page(
+    "mixture",
+    title="Mixture: positive features fitted to queries and keys",
+    finding=finding,
+    small={"mixture": MIXTURE, "mixture/shift": SHIFT, "mixture/fine-tuned": FINE_TUNED},
+    columns=["model", "text", "method", "columns", "lr", "split"],
+    metrics=["cosine", "above", "wer", "attention_error", "accuracy"],
+    reduced=False,
+    measured=[
+        "Attention of all layers is replaced, of Whisper in the encoder, without training. FAVOR#, which makes two "
+        "columns of a projection, has half as many projections.",
+        "Mixtures and causal FAVOR++ and FAVOR# are fitted to 8 training rows, documents, utterances or images. "
+        "Bidirectional FAVOR++ and FAVOR# are fitted to each input itself.",
+        "Samples: 12 documents of 512 tokens (MiniLM), 4 or 3 rows (SmolLM2), 3 groups of 4 utterances (Whisper), 16 "
+        "images of 224 pixels (ViT-S). One seed of projections; rows and groups have one of their own.",
+        "ViT-S is DINOv2's checkpoint, fine-tuned for saliency.",
+        "Code: the source of Python's standard library.",
+        "SST-2: 400 steps, at most 64 tokens. Samples are 24ths of dev.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

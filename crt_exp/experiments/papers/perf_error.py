@@ -3,20 +3,23 @@
 Reproduces Figures 2, 4 and 14.
 """
 
+import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.report import (
     Claim,
     Page,
+    PlannedRun,
     Rows,
+    filters_over,
     geometric_interval,
     geometric_mean_ci,
     line_plot,
     mean_table,
+    panels,
     sweep,
 )
-from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.sweeps import Run
+from crt_exp.experiments.report.small_models import ENCODERS
 
 COMPARED = {}
 for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}.items():
@@ -45,14 +48,9 @@ HEAD = {
         "150": "task.samples=150 task.ms=[256]",
     },
 }
-ENCODER = """task=mlm task.sizes.hidden_size=128 task.sizes.num_hidden_layers=3 task.sizes.num_attention_heads=8
-    task.sizes.intermediate_size=512 +task.sizes.hidden_dropout_prob=0 +task.sizes.attention_probs_dropout_prob=0
-    task.vocabulary=outputs/texts/characters-88 task.text=${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens
-    task.validation_text=outputs/texts/validation-48.tokens task.block=34 trainer.batch=96 trainer.steps=2000
-    trainer.lr=2e-3 trainer.eval_every=1000000 trainer.save_every=500 trainer.log_every=100 trainer.select=last"""
 
 
-def layer_runs(seeds: int, **axes) -> list[Run]:
+def layer_runs(seeds: int, **axes) -> list[PlannedRun]:
     """Errors through the layers of a model, of feature maps and of uniform attention."""
     features = [method for method in LAYERED if method != "uniform"]
     return [
@@ -67,35 +65,32 @@ small = {
     ),
     "performers-fig4": sweep(**HEAD, features=COMPARED) + sweep(**HEAD, attention=NEARFAR),
     "performers-fig14": [
-        *layer_runs(24, model={"random": ""}, **{"task.sum": [16, 4]}),
-        *layer_runs(8, model={"trained": "task.init={runs}/encoder/exact task.length=34"}),
+        *layer_runs(24, model="random", **{"task.sum": [16, 4]}),
+        *layer_runs(8, model={"trained": "task.init={runs}/encoder/34_0 task.length=34"}),
     ],
 }
 
-page = Page(
-    "perf_error",
-    title="Performers Figures 2, 4 and 14: error of estimates, of attention, and through layers",
-    finding="On Gaussian heads with iid projections, the MSE of attention with FAVOR+ is 0.0011 [0.0006, 0.0022] times "
-    "that with trigonometric features at |x + y|^2 = 8, and 1.7 [1.2, 2.6] times at |x + y|^2 = 4 (95% CI, "
-    "n = 150). Orthogonal projections reduce the MSE most for short vectors.",
-    small=small,
-    full=small,
-    reduced=False,
-    data="WikiText-2 for the trained encoder",
-    models={"encoder": sweep(ENCODER, attention=["exact"])},
-    columns=["length", "angle", "heads", "model", "sum", "m", "layer", "method"],
-    metrics=["log_ratio", "mse", "error", "growth"],
-    measured=[
-        "Figure 2: closed forms at equal numbers of projections. OPRF is fitted to each pair.",
-        "Figure 4: one head, d = 16. Gaussian heads: L = 4096, independent q and k. Matched heads: L = 256, each "
-        "query is the key at its position turned by 0.3 radians. The paper does not state the scale of q and k.",
-        "Figure 4: 15 samples of data and projections, 150 at m = 256; those after the 15th were added after "
-        "the first verdicts. Claims take the geometric mean over m and samples.",
-        "Figure 14: 24 samples (8 of the trained encoder), orthogonal projections. Random weights: 12 layers, 8 "
-        "heads of d = 64, 512 tokens. "
-        "Trained encoder: a BERT of characters with 3 layers on WikiText-2, 34 tokens.",
-    ],
-)
+
+def finding(rows: Rows) -> str:
+    ratios = error_ratios(rows, "pos sampler=iid", "trig sampler=iid")
+    high, low = np.exp(ratios["Gaussian, |x + y|^2 = 8"]), np.exp(ratios["Gaussian, |x + y|^2 = 4"])
+    return (
+        "On Gaussian heads with iid projections, the MSE of attention with FAVOR+ is "
+        f"{geometric_interval(high, '.2g')} times that with trigonometric features at |x + y|^2 = 8, and "
+        f"{geometric_interval(low, '.2g')} times at |x + y|^2 = 4 (95% CI, n = {len(high)}). Orthogonal projections "
+        "reduce the MSE most for short vectors."
+    )
+
+
+SIGN = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
+GAIN = "the theorem is on entries of the kernel; the gain shrinks as |x + y|^2 grows"
+COMPARISONS = [  # text, methods, the paper's result, explanation
+    ("FAVOR+: orthogonal below iid", "pos orthogonal", "pos iid", "below", ""),
+    ("trigonometric: orthogonal below iid", "trig orthogonal", "trig iid", "below", ""),
+    ("iid: FAVOR+ below trigonometric", "pos iid", "trig iid", "below", SIGN),
+    ("orthogonal: FAVOR+ below trigonometric", "pos orthogonal", "trig orthogonal", "below", SIGN),
+    ("OPRF: orthogonal below iid", "oprf orthogonal", "oprf iid", "CRT, Theorem 4.1", GAIN),
+]
 
 
 def claims(rows: Rows) -> list[Claim]:
@@ -114,23 +109,12 @@ def claims(rows: Rows) -> list[Claim]:
             reason="its error is proportional to a power of the kernel itself",
         )
     ]
-    sign = "positive features have a lower MSE from |x + y|^2 = 8 on and a higher MSE up to 4"
-    gain = "the theorem is on entries of the kernel; the gain shrinks as |x + y|^2 grows"
-    theorem = "CRT, Theorem 4.1"
-    pos, pos_iid = "pos sampler=orthogonal", "pos sampler=iid"
-    trig, trig_iid = "trig sampler=orthogonal", "trig sampler=iid"
-    oprf, oprf_iid = "oprf sampler=orthogonal", "oprf sampler=iid"
-    for text, first, second, paper, reason in [
-        ("FAVOR+: orthogonal below iid", pos, pos_iid, "below", ""),
-        ("trigonometric: orthogonal below iid", trig, trig_iid, "below", ""),
-        ("iid: FAVOR+ below trigonometric", pos_iid, trig_iid, "below", sign),
-        ("orthogonal: FAVOR+ below trigonometric", pos, trig, "below", sign),
-        ("OPRF: orthogonal below iid", oprf, oprf_iid, theorem, gain),
-    ]:
+    for text, first, second, paper, reason in COMPARISONS:
+        methods = first.replace(" ", " sampler="), second.replace(" ", " sampler=")
         claims.append(
             Claim(
                 f"MSE of attention, {text}",
-                error_ratios(rows, first, second),
+                error_ratios(rows, *methods),
                 below=1,
                 log=True,
                 unit="times",
@@ -157,12 +141,10 @@ def claims(rows: Rows) -> list[Claim]:
 
 def error_ratios(rows: Rows, first: str, second: str) -> dict[str, pd.Series]:
     """Log ratio of the MSE of two methods, by heads and |x + y|^2."""
-    ratios = {}
+    cases = {}
     for heads in HEADS:
-        for value in SUMS:
-            ratio = rows.ratio(first, second, "mse", heads=heads, sum=value)
-            ratios[f"{heads}, |x + y|^2 = {value}"] = ratio
-    return ratios
+        cases |= filters_over("sum", SUMS, heads + ", |x + y|^2 = {}", heads=heads)
+    return rows.paired_by_case(first, second, "mse", cases, log=True)
 
 
 def growth(rows: Rows, method: str, baseline: str) -> dict[str, pd.Series]:
@@ -186,10 +168,7 @@ def interval(values: pd.Series) -> str:
 
 
 def head_columns(heads: str, sums: list[int]) -> dict[str, dict]:
-    columns = {}
-    for value in sums:
-        columns[f"{heads}, {value}"] = {"metric": "mse", "heads": heads, "sum": value, "m": 256}
-    return columns
+    return filters_over("sum", sums, heads + ", {}", metric="mse", heads=heads, m=256)
 
 
 def tables(rows: Rows) -> dict[str, pd.DataFrame]:
@@ -218,32 +197,41 @@ def figure(rows: Rows):
         xlabel="angle of x and y, degrees",
         ylabel="log ratio, nats (higher is better)",
     )
+    style = {"geometric": True, "dotted": [name for name in COMPARED if name.endswith("iid")]}
     for ax, value in zip(axes[1:3], [2, 8]):
         ax.axhline(1, color="grey", lw=1, ls="--")
-        line_plot(
-            ax,
-            rows,
-            "m",
-            "mse",
-            COMPARED | NEARFAR,
-            log="xy",
-            geometric=True,
-            dotted=[name for name in COMPARED if name.endswith("iid")],
-            heads="Gaussian",
-            sum=value,
-        )
-        ax.set(
-            title=f"Figure 4: Gaussian heads, |x + y|^2 = {value}",
-            xlabel="projections m",
-            ylabel="MSE relative to uniform attention",
-        )
-    line_plot(
-        axes[3], rows, "layer", "error", LAYERED, log="y", geometric=True, model="random", sum=16
-    )
-    axes[3].set(
-        title="Figure 14: random weights, |x + y|^2 = 16",
-        xlabel="layers",
-        ylabel="relative error of hidden states",
-    )
-    fig.tight_layout()
+        where = {"heads": "Gaussian", "sum": value}
+        line_plot(ax, rows, "m", "mse", COMPARED | NEARFAR, log="xy", **style, **where)
+        title = f"Figure 4: Gaussian heads, |x + y|^2 = {value}"
+        ax.set(title=title, xlabel="projections m", ylabel="MSE relative to uniform attention")
+    where = {"model": "random", "sum": 16}
+    line_plot(axes[3], rows, "layer", "error", LAYERED, log="y", geometric=True, **where)
+    title = "Figure 14: random weights, |x + y|^2 = 16"
+    axes[3].set(title=title, xlabel="layers", ylabel="relative error of hidden states")
     return fig
+
+
+page = Page(
+    "perf_error",
+    title="Performers Figures 2, 4 and 14: error of estimates, of attention, and through layers",
+    finding=finding,
+    small=small,
+    full=small,
+    reduced=False,
+    models={"encoder": ENCODERS["characters-16"].pretraining("encoder")},
+    columns=["length", "angle", "heads", "model", "sum", "m", "layer", "method"],
+    metrics=["log_ratio", "mse", "error", "growth"],
+    measured=[
+        "Figure 2: closed forms at equal numbers of projections. OPRF is fitted to each pair.",
+        "Figure 4: one head, d = 16. Gaussian heads: L = 4096, independent q and k. Matched heads: L = 256, each "
+        "query is the key at its position turned by 0.3 radians. The paper does not state the scale of q and k.",
+        "Figure 4: 15 samples of data and projections, 150 at m = 256; those after the 15th were added after "
+        "the first verdicts. Claims take the geometric mean over m and samples.",
+        "Figure 14: 24 samples (8 of the trained encoder), orthogonal projections. Random weights: 12 layers, 8 "
+        "heads of d = 64, 512 tokens. "
+        "Trained encoder: a BERT of characters with 3 layers on WikiText-2, 34 tokens.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

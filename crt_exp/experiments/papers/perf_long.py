@@ -3,12 +3,22 @@
 Reproduces Figures 7 (left) and 19.
 """
 
-from typing import NamedTuple
-
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, label, mean_table, sweep
-from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    Tables,
+    control_checks,
+    dot_plot,
+    filters_over,
+    label,
+    mean_ci,
+    mean_table,
+    panels,
+    sweep,
+)
 
 SIZES = (
     "+task.sizes.heads=4 +task.sizes.layers=2 +task.sizes.d_ff=128 +task.sizes.d=64 task.positions=rotary "
@@ -56,18 +66,9 @@ EXTENDED_LISTOPS = [
 IMAGENET, ARENA = "experiment=performers_imagenet64", "experiment=performers_lra, 13 GPU hours"
 
 
-class Metric(NamedTuple):
-    """How a metric is shown."""
-
-    scale: int
-    spec: str
-    unit: str
-
-
-METRICS = {
-    "bits_per_dim": Metric(1, ".3f", "bits per dimension"),
-    "accuracy": Metric(100, ".1f", "accuracy, %"),
-}
+SCALES = {"bits_per_dim": 1, "accuracy": 100}
+UNITS = {"bits_per_dim": "bits per dimension", "accuracy": "accuracy, %"}
+SPECS = {"bits_per_dim": ".3f", "accuracy": ".1f"}
 FULL_SETS = {
     "ListOps": "",  # the others: sizes, steps and rates of the Arena's base configurations
     "text": "task.dataset=text task.data_dir=aclImdb task.max_length=4000 +task.sizes.layers=4 +task.sizes.heads=4 "
@@ -82,77 +83,35 @@ FULL_SETS = {
     "trainer.warmup=312 trainer.lr=1e-3 trainer.weight_decay=0 trainer.schedule=cosine",
 }
 
-page = Page(
-    "perf_long",
-    title="Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena",
-    finding="On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). "
-    "On ListOps, FAVOR+ is more accurate than ELU by 1.7 ± 0.5 points (95% CI, n = 20 seeds).",
-    small={
-        "pixels": sweep(PIXELS, dataset=IMAGES, attention=IMAGE_METHODS, seed=range(5)),
-        "pixels/speed": sweep(
-            PIXELS,
-            alone=True,
-            dataset=IMAGES,
-            attention=["favorp m=32", REFORMER],
-            seed={0: "seed=0 trainer.steps=10 trainer.log_every=1"},
-        ),
-        "lra": [
-            *sweep(dataset=LISTOPS, attention=LISTOPS_METHODS, seed=range(5)),
-            *sweep(dataset=LISTOPS, attention=EXTENDED_LISTOPS, seed=range(5, 20)),
-        ],
-    },
-    full={
-        "pixels": [
-            *sweep(
-                IMAGENET,
-                dataset={"ImageNet64": ""},
-                seed=[0],
-                attention=[
-                    "exact",
-                    "relu",
-                    "favorp redraw_every=1000",
-                    "smreg redraw_every=1000",
-                    "uniform",
-                ],
-            ),
-            *sweep(
-                f"{IMAGENET} trainer.clip=null attention=reformer attention.hashes=2 attention.chunk=128 "
-                "attention.buckets=192",
-                dataset={"ImageNet64": ""},
-                seed=[0],
-                method={"reformer, 12 layers": "+task.sizes.layers=12"},
-            ),
-        ],
-        "lra": sweep(
-            "experiment=performers_lra",
-            dataset=FULL_SETS,
-            seed=range(4),
-            attention=[
-                "exact",
-                "favorp",
-                "relu",
-                "elu",
-                "linformer length=4000 rank=256",
-                "reformer chunk=64 buckets=128",
-                "uniform",
-                "identity",
-            ],
-        ),
-    },
-    data="CIFAR-10",
-    columns=["dataset", "split", "method"],
-    metrics=[*METRICS, "steps_per_s"],
-    measured=[
-        "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
-        "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU.",
-        "Images: CIFAR-10 at 16 x 16 (200 steps of 4 images) and 32 x 32 (150 steps of one). The paper trains 6 to 24 "
-        "layers on ImageNet64.",
-        "ListOps: lists of at most 3 entries, 15 to 39 symbols, 500 steps of 128. The Arena has up to 2,000 symbols.",
-        "At full size models train on 95% of ImageNet64's training images and are tested on its validation images. "
-        "Sparse Transformer, Longformer, Sinkhorn, Synthesizer, BigBird and Path-X were not run.",
-        "Positions and lengths were chosen with exact and uniform attention alone, so that attention matters early.",
+
+TIMED = {0: "seed=0 trainer.steps=10 trainer.log_every=1"}
+SMALL = {
+    "pixels": sweep(PIXELS, dataset=IMAGES, attention=IMAGE_METHODS, seed=range(5)),
+    "pixels/speed": sweep(
+        PIXELS, alone=True, dataset=IMAGES, attention=["favorp m=32", REFORMER], seed=TIMED
+    ),
+    "lra": [
+        *sweep(dataset=LISTOPS, attention=LISTOPS_METHODS, seed=range(5)),
+        *sweep(dataset=LISTOPS, attention=EXTENDED_LISTOPS, seed=range(5, 20)),
     ],
+}
+DEEP = (
+    f"{IMAGENET} trainer.clip=null attention=reformer attention.hashes=2 attention.chunk=128 "
+    "attention.buckets=192 +task.sizes.layers=12"
 )
+FULL_IMAGE_METHODS = ["exact", "relu", "favorp redraw_every=1000", "smreg redraw_every=1000"]
+FULL_METHODS = ["exact", "favorp", "relu", "elu", "linformer length=4000 rank=256"]
+FULL_METHODS += ["reformer chunk=64 buckets=128", "uniform", "identity"]
+SET = "ImageNet64"
+FULL = {
+    "pixels": [
+        *sweep(IMAGENET, dataset=SET, seed=[0], attention=[*FULL_IMAGE_METHODS, "uniform"]),
+        *sweep(DEEP, dataset=SET, seed=[0], method="reformer, 12 layers"),
+    ],
+    "lra": sweep(
+        "experiment=performers_lra", dataset=FULL_SETS, seed=range(4), attention=FULL_METHODS
+    ),
+}
 
 
 def cases(rows: Rows, metric: str) -> dict[str, dict]:
@@ -162,23 +121,6 @@ def cases(rows: Rows, metric: str) -> dict[str, dict]:
     for sweep_name, dataset in test.groupby(["sweep", "dataset"], sort=False).groups:
         cases[dataset] = {"sweep": sweep_name, "dataset": dataset, "split": "test"}
     return cases
-
-
-def failed_checks(rows: Rows) -> dict[str, str]:
-    """Return the image data sets whose sanity check failed, with the reason.
-
-    On these, uniform or identity attention increases the loss too little to compare methods.
-    """
-    fails = {}
-    for case, where in cases(rows, "bits_per_dim").items():
-        uniform = rows.paired("uniform", "exact", "bits_per_dim", **where).mean()
-        identity = rows.paired("identity", "exact", "bits_per_dim", **where).mean()
-        cost = min(uniform, identity)
-        if cost < 0.5:
-            fails[case] = (
-                f"loss increase of uniform or identity attention: {cost:.3g} bits per dimension (at least 0.5 needed)"
-            )
-    return fails
 
 
 def method_names(rows: Rows, metric: str, case: str) -> dict[str, str]:
@@ -195,64 +137,69 @@ def differences(rows: Rows, metric: str, first: str, second: str) -> dict[str, p
     differences = {}
     for case, where in cases(rows, metric).items():
         methods = {name: method for method, name in method_names(rows, metric, case).items()}
-        difference = rows.paired(
-            methods.get(first, first), methods.get(second, second), metric, **where
-        )
-        differences[case] = METRICS[metric].scale * difference
+        pair = methods.get(first, first), methods.get(second, second)
+        differences[case] = SCALES[metric] * rows.paired(*pair, metric, **where)
     return differences
 
 
-def claims(rows: Rows) -> list[Claim]:
-    bits = {
-        "unit": "bits per dimension",
-        "fails": failed_checks(rows),
-        "needs": "experiment=performers_imagenet64, 160 GPU hours",
-    }
-    layers = "Performer/6-layers matches the Reformer/12-layers"
-    claims = []
-    for name in ("ReLU", "SMREG"):
-        claims.append(
-            Claim(
-                f"{name} has a lower loss than FAVOR+",
-                differences(rows, "bits_per_dim", "FAVOR+", name),
-                **bits,
-                paper="3.67 against 3.69 after 100k steps",
-            )
-        )
-    claims.append(
-        Claim(
-            "FAVOR+ has a lower loss than Reformer at equal depth",
-            differences(rows, "bits_per_dim", "Reformer", "FAVOR+"),
-            paper=layers,
-            reason="Reformer attends to neighbouring pixels, and a window does best here",
-            **bits,
-        )
+def finding(rows: Rows) -> str:
+    gains = differences(rows, "accuracy", "FAVOR+", "ELU")
+    gain = mean_ci(gains.get("ListOps", []))
+    return (
+        "On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). On "
+        f"ListOps, FAVOR+ is more accurate than ELU by {gain} points (95% CI, n = {gain.n} seeds)."
     )
-    speed = {}
-    for case in IMAGES:
-        speed[case] = rows.ratio("favorp m=32", REFORMER, "steps_per_s", dataset=case)
+
+
+STEPS_100K = "3.67 against 3.69 after 100k steps"
+LAYERS = "Performer/6-layers matches the Reformer/12-layers"
+NEIGHBOURS = "Reformer attends to neighbouring pixels, and a window does best here"
+LONGER = "experiment=performers_imagenet64, 160 GPU hours"
+IMAGE_CLAIMS = {  # text -> methods, the paper's result, explanation
+    "ReLU has a lower loss than FAVOR+": ("FAVOR+", "ReLU", STEPS_100K, ""),
+    "SMREG has a lower loss than FAVOR+": ("FAVOR+", "SMREG", STEPS_100K, ""),
+    "FAVOR+ has a lower loss than Reformer at equal depth": (
+        "Reformer",
+        "FAVOR+",
+        LAYERS,
+        NEIGHBOURS,
+    ),
+}
+
+
+def claims(rows: Rows) -> list[Claim]:
+    images = cases(rows, "bits_per_dim")
+    bits = "bits per dimension"
+    fails = {}
+    for control in ("uniform", "identity"):
+        fails |= control_checks(rows, images, "bits_per_dim", unit=bits, control=control)
+    claims = []
+    for text, (worse, better, paper, reason) in IMAGE_CLAIMS.items():
+        gains = differences(rows, "bits_per_dim", worse, better)
+        claims.append(Claim(text, gains, paper, LONGER, unit=bits, fails=fails, reason=reason))
     claims.append(
         Claim(
             "FAVOR+ takes at most half the time of Reformer per step",
-            speed,
+            rows.paired_by_case(
+                "favorp m=32", REFORMER, "steps_per_s", filters_over("dataset", IMAGES), log=True
+            ),
             above=2,
             log=True,
             unit="times",
-            fails=failed_checks(rows),
+            fails=fails,
             paper="can be 2x faster than the Reformer",
             reason="one process was timed",
             needs="timings in several processes on a quiet machine",
         )
     )
     deep = rows.methods("bits_per_dim", dataset="ImageNet64")
-    not_measured = "" if deep else "all models have two layers"
     claims.append(
         Claim(
             "six layers with FAVOR+ have a lower loss than twelve of Reformer",
             differences(rows, "bits_per_dim", "reformer, 12 layers", "FAVOR+"),
-            paper=layers,
-            not_measured=not_measured,
-            needs=bits["needs"],
+            paper=LAYERS,
+            not_measured="" if deep else "all models have two layers",
+            needs=LONGER,
         )
     )
     accuracies = {}
@@ -279,13 +226,15 @@ def claims(rows: Rows) -> list[Claim]:
     return claims
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     columns = {}
-    for metric, (scale, spec, unit) in METRICS.items():
+    for metric, unit in UNITS.items():
         for case, where in cases(rows, metric).items():
+            title = f"{case}, {unit}"
+            column = {title: {"metric": metric, **where}}
             names = method_names(rows, metric, case)
-            table = mean_table(rows, {"": {"metric": metric, **where}}, names, scale, spec)
-            columns[f"{case}, {unit}"] = table[""]
+            table = mean_table(rows, column, names, SCALES[metric], SPECS[metric])
+            columns[title] = table[title]
     columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
     table = pd.concat(columns, axis=1).fillna("").rename_axis("attention")
     return {"On test (bits: lower is better)": table}
@@ -293,20 +242,39 @@ def tables(rows: Rows) -> dict[str, pd.DataFrame]:
 
 def figure(rows: Rows):
     shown = []
-    for metric in METRICS:
+    for metric in UNITS:
         shown += [(metric, case) for case in cases(rows, metric)]
     if not shown:
         return None
     fig, axes = panels(len(shown))
     for ax, (metric, case) in zip(axes, shown):
-        where = cases(rows, metric)[case]
         names = method_names(rows, metric, case)
-        gains = {}
-        for method in names:
-            if method != "exact":
-                gain = rows.paired(method, "exact", metric, **where)
-                gains[method] = METRICS[metric].scale * gain
+        where = cases(rows, metric)[case]
+        gains = rows.by_method(metric, names, SCALES[metric], less="exact", **where)
         dot_plot(ax, gains, zero=True, labels=names)
-        ax.set(title=f"{case}: difference from exact attention", xlabel=METRICS[metric].unit)
-    fig.tight_layout()
+        ax.set(title=f"{case}: difference from exact attention", xlabel=UNITS[metric])
     return fig
+
+
+page = Page(
+    "perf_long",
+    title="Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena",
+    finding=finding,
+    small=SMALL,
+    full=FULL,
+    columns=["dataset", "split", "method"],
+    metrics=[*UNITS, "steps_per_s"],
+    measured=[
+        "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
+        "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU.",
+        "Images: CIFAR-10 at 16 x 16 (200 steps of 4 images) and 32 x 32 (150 steps of one). The paper trains 6 to 24 "
+        "layers on ImageNet64.",
+        "ListOps: lists of at most 3 entries, 15 to 39 symbols, 500 steps of 128. The Arena has up to 2,000 symbols.",
+        "At full size models train on 95% of ImageNet64's training images and are tested on its validation images. "
+        "Sparse Transformer, Longformer, Sinkhorn, Synthesizer, BigBird and Path-X were not run.",
+        "Positions and lengths were chosen with exact and uniform attention alone, so that attention matters early.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

@@ -1,9 +1,23 @@
 """Performers Figures 6 and 7 (right), Table 2: language models of proteins."""
 
+from collections.abc import Mapping
+
 import pandas as pd
 
-from crt_exp.experiments.report import Claim, Page, Rows, dot_plot, label, mean_table, share, sweep
-from crt_exp.experiments.report.plots import panels
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    Rows,
+    Tables,
+    control_checks,
+    dot_plot,
+    label,
+    mean_ci,
+    mean_table,
+    panels,
+    share,
+    sweep,
+)
 
 DIRECTIONS = {"U": "task.direction=unidirectional", "B": "task.direction=bidirectional"}
 MODEL = (
@@ -48,151 +62,120 @@ def training_runs(
     )
 
 
-page = Page(
-    "perf_proteins",
-    title="Performers Figures 6 and 7 (right), Table 2: language models of proteins",
-    finding="On generated families, ReLU is less accurate than exact attention by 4.2 ± 1.5 points for next letters "
-    "and by 17 ± 4 for masked letters (95% CI, n = 8 seeds). FAVOR+ is less accurate by 5.5 ± 1.6 points for "
-    "next letters.",
-    small={
-        "proteins": [
-            *training_runs(MODEL, FAMILIES, "U", METHODS, 8),
-            *training_runs(MODEL, FAMILIES, "U", [REFORMER], 3),
-            *training_runs(MODEL, FAMILIES, "B", [*METHODS, LINFORMER, REFORMER], 8),
-            *training_runs(MODEL, PROTEOMES, "U", [*METHODS, REFORMER], 3),
-            *training_runs(MODEL, PROTEOMES, "B", [*METHODS, LINFORMER, REFORMER], 3),
-        ],
-        "proteins-long": training_runs(
-            CHAINS, {"chains of proteomes": ""}, "U", ["exact", "uniform", "favorpp m=32"], 3
-        ),
-    },
-    full={
-        "proteins": [
-            *training_runs(TREMBL, SET, "U", FULL, 1),
-            *training_runs(TREMBL, SET, "B", FULL, 1),
-            *training_runs(
-                f"{TREMBL} trainer.clip=null",
-                SET,
-                "U",
-                ["reformer hashes=2 chunk=128 buckets=16"],
-                1,
-            ),
-            *training_runs(
-                TREMBL, SET, "B", ["linformer length=1024 rank=600 redraw_every=1000"], 1
-            ),
-        ],
-        "proteins-long": training_runs(
-            "experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U", FULL, 1
-        ),
-    },
-    data="proteomes",
-    stand_in="generated families",
-    columns=["dataset", "mode", "split", "method"],
-    metrics=["loss", "loss_ood", *PAPER, *(f"unigram_{metric}" for metric in PAPER)],
-    measured=[
-        "Models: 2 layers, 4 heads, d = 64, 1000 steps of 32 sequences (generated families) or 200 (proteomes). The "
-        "paper trains 36 layers on TrEMBL.",
-        "U: next letters. B: masked letters. Held out: families, or one proteome, that are not in the training set.",
-        "m = 32 orthogonal projections without redraws. A sample is a seed: three, or eight in most rows of generated "
-        "families. Five of the eight were added after the first results.",
-        "Rows of proteomes and chains were measured on splits by accession: 18 of 20,343 sequences were in more than "
-        "one split. Splits are by the letters of a sequence.",
-        "Uniform attention loses almost nothing on proteomes and chains, so they decide no claim.",
-    ],
+EVERY = [*METHODS, LINFORMER, REFORMER]
+PROTEINS = [
+    *training_runs(MODEL, FAMILIES, "U", METHODS, 8),
+    *training_runs(MODEL, FAMILIES, "U", [REFORMER], 3),
+    *training_runs(MODEL, FAMILIES, "B", EVERY, 8),
+    *training_runs(MODEL, PROTEOMES, "U", [*METHODS, REFORMER], 3),
+    *training_runs(MODEL, PROTEOMES, "B", EVERY, 3),
+]
+LONG = training_runs(
+    CHAINS, {"chains of proteomes": ""}, "U", ["exact", "uniform", "favorpp m=32"], 3
+)
+FULL_REFORMER = "reformer hashes=2 chunk=128 buckets=16"
+FULL_LINFORMER = "linformer length=1024 rank=600 redraw_every=1000"
+FULL_PROTEINS = [
+    *training_runs(TREMBL, SET, "U", FULL, 1),
+    *training_runs(TREMBL, SET, "B", [*FULL, FULL_LINFORMER], 1),
+    *training_runs(f"{TREMBL} trainer.clip=null", SET, "U", [FULL_REFORMER], 1),
+]
+FULL_LONG = training_runs(
+    "experiment=performers_trembl_concat", {"chains of TrEMBL": ""}, "U", FULL, 1
 )
 
 
-def cases(rows: Rows, split: str = "") -> dict[str, dict]:
-    """Data set and direction -> what selects the test rows."""
-    found = rows.select(f"loss{split}", split="test")[["dataset", "mode"]].drop_duplicates()
-    return {
-        f"{name}, {direction}": {"dataset": name, "mode": direction, "split": "test"}
-        for name, direction in found.itertuples(index=False)
-        if not name.startswith("chains")
-    }
+def finding(rows: Rows) -> str:
+    losses = {}
+    for method, mode in (("relu m=32", "U"), ("relu m=32", "B"), ("favorp m=32", "U")):
+        where = {"dataset": "generated families", "mode": mode, "split": "test"}
+        loss = rows.paired("exact", method, "accuracy", **where)
+        losses[f"{method}, {mode}"] = mean_ci(100 * loss)
+    return (
+        f"On generated families, ReLU is less accurate than exact attention by {losses['relu m=32, U']} points for "
+        f"next letters and by {losses['relu m=32, B']} for masked letters (95% CI, n = {len(loss)} seeds). FAVOR+ is "
+        f"less accurate by {losses['favorp m=32, U']} points for next letters."
+    )
 
 
-def failed_checks(rows: Rows, where: dict[str, dict], metric: str, least: float) -> dict[str, str]:
-    """Cases in which uniform attention loses too little to compare methods."""
-    fails = {}
-    for case, test in where.items():
-        cost = rows.paired("uniform", "exact", metric, **test).mean()
-        if cost < least:
-            fails[case] = (
-                f"loss increase of uniform attention: {cost:.3g} nats (at least {least:g} needed)"
-            )
-    return fails
+def cases(rows: Rows, split: str = "") -> dict[str, dict[str, str]]:
+    """Data set and direction -> filter of its test rows."""
+    cases = {}
+    tested = rows.select(f"loss{split}", split="test")[["dataset", "mode"]].drop_duplicates()
+    for dataset, mode in tested.itertuples(index=False):
+        if not dataset.startswith("chains"):
+            cases[f"{dataset}, {mode}"] = {"dataset": dataset, "mode": mode, "split": "test"}
+    return cases
+
+
+def points(rows: Rows, first: str, second: str, cases: Mapping, metric: str = "accuracy"):
+    """Case -> accuracy of the first method minus that of the second; methods are without options."""
+    methods = {method.split(" ")[0]: method for method in rows.methods("loss", split="test")}
+    pair = methods.get(first, first), methods.get(second, second)
+    return rows.paired_by_case(*pair, metric, cases, 100)
 
 
 def claims(rows: Rows) -> list[Claim]:
-    named = {name.split(" ")[0]: name for name in rows.methods("loss", split="test")}
-    seen, unseen = cases(rows), cases(rows, "_ood")
-    chains = {
-        name: {"dataset": name, "split": "test"}
-        for name in rows.frame["dataset"].unique()
-        if "chains" in name
-    }
-
-    def points(first: str, second: str, where: dict[str, dict], metric: str = "accuracy"):
-        return {
-            case: 100
-            * rows.paired(named.get(first, first), named.get(second, second), metric, **each)
-            for case, each in where.items()
-        }
-
-    def paper(metric: str, text: str) -> dict[str, str]:
-        return {
-            case: text.format(*PAPER[metric][each["mode"]].split()) for case, each in seen.items()
-        }
-
-    shared = {
-        "unit": "points",
-        "fails": failed_checks(rows, seen, "loss", 0.5),
-        "needs": "longer training on TrEMBL: experiment=performers_trembl, 91 GPU hours a method",
-    }
-    return [
+    seen = cases(rows)
+    unseen = cases(rows, "_ood")
+    chains, kept, paper, paper_unseen = {}, {}, {}, {}
+    for name in rows.frame["dataset"].unique():
+        if "chains" in name:
+            chains[name] = {"dataset": name, "split": "test"}
+    favorp = [name for name in rows.methods("loss") if name.split(" ")[0] == "favorp"]
+    for case, where in seen.items():
+        gains = []
+        for method in (*favorp, "exact"):
+            gains.append(rows.paired("uniform", method, "loss", **where))
+        kept[case] = share(gains[0], gains[-1])
+        _, exact, relu, *_ = PAPER["accuracy"][where["mode"]].split()
+        paper[case] = f"{relu}% against {exact}%"
+        _, exact, relu, *_ = PAPER["accuracy_ood"][where["mode"]].split()
+        paper_unseen[case] = f"{exact}% against {relu}%"
+    needs = "longer training on TrEMBL: experiment=performers_trembl, 91 GPU hours a method"
+    shared = {"fails": control_checks(rows, seen), "needs": needs}
+    claims = [
         Claim(
             "ReLU is more accurate than exact attention",
-            points("relu", "exact", seen),
+            points(rows, "relu", "exact", seen),
+            unit="points",
+            paper=paper,
             **shared,
-            paper=paper("accuracy", "{2}% against {1}%"),
         ),
         Claim(
             "FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention",
-            {
-                case: share(
-                    rows.paired("uniform", named["favorp"], "loss", **each),
-                    rows.paired("uniform", "exact", "loss", **each),
-                )
-                for case, each in seen.items()
-            },
+            kept,
             above=0.9,
+            unit="of the reduction",
             paper="the same accuracy",
-            **shared | {"unit": "of the reduction"},
+            **shared,
         ),
-        *(
+    ]
+    for other in ("reformer", "linformer"):
+        claims.append(
             Claim(
                 f"exact attention is more accurate than {label(other)}",
-                points("exact", other, seen),
-                **shared,
+                points(rows, "exact", other, seen),
+                unit="points",
                 paper="Reformer and Linformer significantly drop in accuracy",
+                **shared,
             )
-            for other in ("reformer", "linformer")
-        ),
+        )
+    claims += [
         Claim(
             "on held-out sequences exact attention is more accurate than ReLU",
-            points("exact", "relu", unseen, "accuracy_ood"),
+            points(rows, "exact", "relu", unseen, "accuracy_ood"),
             unit="points",
-            fails=failed_checks(rows, unseen, "loss_ood", 0.3),
-            paper=paper("accuracy_ood", "{1}% against {2}%"),
-            needs=shared["needs"],
+            fails=control_checks(rows, unseen, "loss_ood", least=0.3),
+            paper=paper_unseen,
+            needs=needs,
         ),
         Claim(
             "FAVOR++ is more accurate than exact attention",
-            points("favorpp", "exact", chains),
+            points(rows, "favorpp", "exact", chains),
             unit="points",
             paper="the small Transformer stops at 19%, the larger Performer reaches 24%",
-            fails=failed_checks(rows, chains, "loss", 0.3),
+            fails=control_checks(rows, chains, least=0.3),
             needs="experiment=performers_trembl_concat, 21 GPU hours",
         ),
         Claim(
@@ -202,6 +185,7 @@ def claims(rows: Rows) -> list[Claim]:
             needs="a GPU of 16 GB",
         ),
     ]
+    return claims
 
 
 def names(rows: Rows) -> dict[str, str]:
@@ -219,23 +203,19 @@ def table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
             if where["dataset"] != data:
                 continue
             title = f"{where['mode']}{words}"
-            frequencies = {"": {"metric": f"unigram_{metric}{split}", **where}}
-            measured = {"": {"metric": f"{metric}{split}", **where}}
+            frequencies = {title: {"metric": f"unigram_{metric}{split}", **where}}
+            measured = {title: {"metric": f"{metric}{split}", **where}}
             first = mean_table(rows, frequencies, {"exact": PAPER_ROWS[0]}, scale, ".2f")
             others = mean_table(rows, measured, names(rows), scale, ".2f")
-            columns[title] = pd.concat([first, others])[""]
+            columns[title] = pd.concat([first, others])[title]
             if data != "proteomes":
                 values = PAPER[f"{metric}{split}"][where["mode"]].split()
                 columns[f"{title}, paper"] = pd.Series(dict(zip(PAPER_ROWS, values)))
-    return (
-        pd.DataFrame(columns)
-        .reindex([PAPER_ROWS[0], *names(rows).values()])
-        .fillna("")
-        .rename_axis("attention")
-    )
+    table = pd.DataFrame(columns).reindex([PAPER_ROWS[0], *names(rows).values()])
+    return table.fillna("").rename_axis("attention")
 
 
-def tables(rows: Rows):
+def tables(rows: Rows) -> Tables:
     tables = {}
     for dataset in dict.fromkeys(where["dataset"] for where in cases(rows).values()):
         first = not tables
@@ -248,16 +228,32 @@ def tables(rows: Rows):
 def figure(rows: Rows):
     fig, axes = panels(2)
     for ax, (case, where) in zip(axes, cases(rows).items()):
-        dot_plot(
-            ax,
-            {
-                method: 100 * rows.paired(method, "exact", "accuracy", **where)
-                for method in names(rows)
-                if method != "exact"
-            },
-            zero=True,
-            labels=names(rows),
-        )
+        gains = rows.by_method("accuracy", names(rows), 100, less="exact", **where)
+        dot_plot(ax, gains, zero=True, labels=names(rows))
         ax.set(title=f"{case}: test", xlabel="accuracy minus that of exact attention, points")
-    fig.tight_layout()
     return fig
+
+
+page = Page(
+    "perf_proteins",
+    title="Performers Figures 6 and 7 (right), Table 2: language models of proteins",
+    finding=finding,
+    small={"proteins": PROTEINS, "proteins-long": LONG},
+    full={"proteins": FULL_PROTEINS, "proteins-long": FULL_LONG},
+    stand_in="generated families",
+    columns=["dataset", "mode", "split", "method"],
+    metrics=["loss", "loss_ood", *PAPER, *(f"unigram_{metric}" for metric in PAPER)],
+    measured=[
+        "Models: 2 layers, 4 heads, d = 64, 1000 steps of 32 sequences (generated families) or 200 (proteomes). The "
+        "paper trains 36 layers on TrEMBL.",
+        "U: next letters. B: masked letters. Held out: families, or one proteome, that are not in the training set.",
+        "m = 32 orthogonal projections without redraws. A sample is a seed: three, or eight in most rows of generated "
+        "families. Five of the eight were added after the first results.",
+        "Rows of proteomes and chains were measured on splits by accession: 18 of 20,343 sequences were in more than "
+        "one split. Splits are by the letters of a sequence.",
+        "Uniform attention loses almost nothing on proteomes and chains, so they decide no claim.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

@@ -1,7 +1,6 @@
 """Time and memory of attention: Performers Figure 3, CRT Figure 4 (right)."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -9,15 +8,18 @@ import pandas as pd
 from crt_exp.experiments.report import (
     Claim,
     Page,
+    PlannedRun,
     Rows,
+    Tables,
+    filters_over,
+    geometric_interval,
     label,
     line_plot,
     mean_table,
+    panels,
     quoted_override,
     sweep,
 )
-from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.sweeps import Run
 
 FORMED = "exact, matrix formed"
 BOTH = ["exact", "nearfar", "favorpp", "favorp", "favorsharp", "performer-pytorch"]
@@ -40,7 +42,7 @@ NAMES = {"large": "large Transformer, ", "small": "small Transformer, ", "vit": 
 
 def time_runs(
     rounds: dict[str, dict[int, int]], seeds: int, methods: Sequence[str] = ()
-) -> list[Run]:
+) -> list[PlannedRun]:
     runs = []
     for what, lengths in rounds.items():
         for length, count in lengths.items():
@@ -50,7 +52,7 @@ def time_runs(
             runs += sweep(
                 options,
                 alone=True,
-                what={what: ""},
+                what=what,
                 seed=range(seeds),
                 length={length: f"task.lengths=[{length}]"},
             )
@@ -59,11 +61,11 @@ def time_runs(
 
 def memory_runs(
     what: str, methods: Sequence[str], lengths: Sequence[int], seeds: int = 1
-) -> list[Run]:
+) -> list[PlannedRun]:
     return sweep(
         f"task=memory task.what={what}",
         alone=True,
-        what={what: ""},
+        what=what,
         **{"task.length": lengths},
         seed=range(seeds),
         method={name: quoted_override("task.method", name) for name in methods},
@@ -71,7 +73,7 @@ def memory_runs(
 
 
 LINEAR = [*BOTH[2:], *CAUSAL[2:]]
-RATIO = {"log": True, "unit": "times"}
+
 FIG4 = {
     "fig4-right": [
         *time_runs({"vit_ti": {64: 6, 196: 6, 784: 4, 1024: 3, 3136: 1}}, 5, VIT),
@@ -98,109 +100,105 @@ ON_GPU = [
     "favorp causal",
     "chunked causal",
 ]
-page = Page(
-    "perf_speed",
-    title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
-    finding="On two CPU cores, a training step with near-far attention is 2.9 [2.8, 2.9] times as fast as with "
-    "exact attention at 1024 tokens and 13 [12, 14] times at 4096 (95% CI, n = 5 processes). Causal: 1.0 "
-    "[0.9, 1.1] and 2.0 [1.8, 2.2] times.",
-    small={
-        "speed": time_runs(ROUNDS, 5),
-        "speed/memory": [
-            *memory_runs("attention", LINEAR, [65536]),
-            *memory_runs("attention", ["nearfar", "nearfar causal"], [65536], 5),
-            *memory_runs("attention", ["exact"], [4096]),
-        ],
-        "speed-gpu": sweep(
-            "task=speed task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536] "
-            + quoted_override("task.methods", ON_GPU),
-            alone=True,
-            what={GPU: ""},
-            seed=range(2),
-        ),
-    }
-    | FIG4,
-    full={
-        "speed": time_runs(ROUNDS, 10) + time_runs(LONG, 10),
-        "speed/memory": memory_runs(
-            "attention", [*LINEAR, "nearfar", "nearfar causal"], [4096, 16384, 65536, 131072]
-        ),
-    }
-    | FIG4,
-    columns=["what", "method", "length"],
-    metrics=["training", "ms", "mib"],
-    measured=[
-        "Batch 1, float32, 2 threads of an AMD EPYC. A sample is a process; methods take turns in every round.",
-        "GPU: one NVIDIA H200, bfloat16, torch 2.11, two processes; exact attention is FlashAttention. Needs a GPU.",
-        "Attention alone: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, fits to statistics included. FAVOR# has 2m "
-        "features. chunked: causal FAVOR+ in PyTorch. large: 6 layers, d = 512; small: 6 layers, d = 64.",
-        "CRT Figure 4: ViT-Ti/16 with AdamW's update. A row is the median of 5 processes, so claims have one sample.",
-        "Memory: peak of one training step, in addition to inputs, output and gradients (ViT: weights, gradients and "
-        "optimiser). Values near 0 are too small to be measured.",
-    ],
+
+
+GPU_OPTIONS = "task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536]"
+GPU_RUNS = sweep(
+    f"task=speed {GPU_OPTIONS} {quoted_override('task.methods', ON_GPU)}",
+    alone=True,
+    what=GPU,
+    seed=range(2),
 )
+NEARFAR = ["nearfar", "nearfar causal"]
+MEMORY = [
+    *memory_runs("attention", LINEAR, [65536]),
+    *memory_runs("attention", NEARFAR, [65536], 5),
+    *memory_runs("attention", ["exact"], [4096]),
+]
+SMALL = {"speed": time_runs(ROUNDS, 5), "speed/memory": MEMORY, "speed-gpu": GPU_RUNS, **FIG4}
+FULL = {
+    "speed": time_runs(ROUNDS, 10) + time_runs(LONG, 10),
+    "speed/memory": memory_runs("attention", LINEAR + NEARFAR, [4096, 16384, 65536, 131072]),
+    **FIG4,
+}
 
 
-MORE = "more processes on a quiet machine"
+def finding(rows: Rows) -> str:
+    times = {}
+    for direction in ("", " causal"):
+        for length in (1024, 4096):
+            methods = f"exact{direction}", f"nearfar{direction}"
+            ratio = rows.ratio(*methods, "training", what="attention", length=length)
+            times[f"{length}{direction}"] = geometric_interval(np.exp(ratio), ".2g")
+    return (
+        "On two CPU cores, a training step with exact attention takes "
+        f"{times['1024']} times as long as with near-far attention at 1024 tokens and {times['4096']} times at 4096 "
+        f"(95% CI, n = {len(ratio)} processes). Causal: {times['1024 causal']} and {times['4096 causal']} times."
+    )
 
 
-def claims(rows: Rows) -> list[Claim]:
-    ratio = partial(rows.ratio, metric="training")
-
+def memory_growth(rows: Rows) -> str:
+    """State the exponents of the memory of a ViT in its tokens."""
     growth = []
     for method, words in GROWTH.items():
         frame = rows.select("mib", method, what="vit_ti")[["length", "value"]]
         if len(frame) > 1:
             lengths, mib = np.log(frame.to_numpy(float)).T
             growth.append(f"as L^{np.polyfit(lengths, mib, 1)[0]:.2f} {words}")
-    memory = f"memory grows {', '.join(growth)}" if growth else "no run measured memory"
-    identity = {}
-    for what, length in (("large", 2048), ("small", 4096)):
-        ratios = ratio("favorp", "identity", what=what, length=length)
-        identity[f"{NAMES[what]}L = {length}"] = ratios
-    return [
-        Claim(
-            "a training step with FAVOR+ takes at most 1.25 times that with identity",
-            identity,
-            below=1.25,
-            **RATIO,
-            paper="close to X (OPT), the line of attention that returns V",
-            needs=MORE,
-        ),
-        Claim(
-            "FAVOR++ takes at most 1.05 times the time of FAVOR+",
-            {"ViT, L = 3136": ratio("favorpp", "favorp", what="vit", length=3136)},
-            below=1.05,
-            paper="steps per second alike",
-            needs=MORE,
-            **RATIO,
-        ),
-        Claim(
-            "FAVOR++ takes less time than exact attention",
-            {"ViT, L = 784": ratio("favorpp", "exact", what="vit", length=784)},
-            below=1,
-            **RATIO,
-            paper="exact softmax is slower from some hundred tokens on",
-        ),
-        Claim(
-            "a training step with FAVOR++ takes less than 1.1 times that of FAVOR+",
-            {
-                "ViT, 16384 tokens": rows.ratio(
-                    "favorpp", "favorp", "ms", what="vit_ti", length=16384
-                )
-            },
-            below=1.1,
-            paper="very similar computation time",
-            needs=MORE,
-            **RATIO,
-        ),
+    return f"memory grows {', '.join(growth)}" if growth else "no run measured memory"
+
+
+COMPARISONS = [  # text, methods, cases, largest ratio, the paper's result
+    (
+        "a training step with FAVOR+ takes at most 1.25 times that with identity",
+        ("favorp", "identity"),
+        {
+            "large Transformer, L = 2048": {"what": "large", "length": 2048},
+            "small Transformer, L = 4096": {"what": "small", "length": 4096},
+        },
+        1.25,
+        "close to X (OPT), the line of attention that returns V",
+    ),
+    (
+        "FAVOR++ takes at most 1.05 times the time of FAVOR+",
+        ("favorpp", "favorp"),
+        {"ViT, L = 3136": {"what": "vit", "length": 3136}},
+        1.05,
+        "steps per second alike",
+    ),
+    (
+        "FAVOR++ takes less time than exact attention",
+        ("favorpp", "exact"),
+        {"ViT, L = 784": {"what": "vit", "length": 784}},
+        1,
+        "exact softmax is slower from some hundred tokens on",
+    ),
+    (
+        "a training step with FAVOR++ takes less than 1.1 times that of FAVOR+",
+        ("favorpp", "favorp"),
+        {"ViT, 16384 tokens": {"what": "vit_ti", "length": 16384}},
+        1.1,
+        "very similar computation time",
+    ),
+]
+
+
+def claims(rows: Rows) -> list[Claim]:
+    claims = []
+    for text, methods, cases, below, paper in COMPARISONS:
+        metric = "ms" if "ViT, 16384 tokens" in cases else "training"
+        ratios = rows.paired_by_case(*methods, metric, cases, log=True)
+        needs = "" if below == 1 else "more processes on a quiet machine"
+        claims.append(Claim(text, ratios, paper, needs, below=below, log=True, unit="times"))
+    claims.append(
         Claim(
             "training a ViT above 1000 tokens fails for lack of memory",
-            not_measured=memory,
+            not_measured=memory_growth(rows),
             paper="out of memory",
             needs="a TPU, and exact attention that forms its matrix",
-        ),
-    ]
+        )
+    )
+    return claims
 
 
 def labels(methods: Sequence[str]) -> dict[str, str]:
@@ -220,9 +218,8 @@ def length_table(
     lengths: Sequence[int],
     spec: str = ".0f",
 ) -> pd.DataFrame:
-    columns = {}
-    for n in lengths:
-        columns[f"{NAMES.get(what, '')}L = {n}"] = {"metric": metric, "what": what, "length": n}
+    title = NAMES.get(what, "") + "L = {}"
+    columns = filters_over("length", lengths, title, metric=metric, what=what)
     return mean_table(rows, columns, labels(methods), spec=spec)
 
 
@@ -238,48 +235,63 @@ def speedup_table(rows: Rows, lengths: Sequence[int]) -> pd.DataFrame:
     return pd.DataFrame(table).rename_axis("method")
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     lengths = (256, 1024, 4096, 16384)
+    both = [*BOTH, *CAUSAL]
     title = "Attention alone: time of exact attention over the method's, of a training step (higher is faster)"
     tables = {title: speedup_table(rows, lengths)}
-    tables["Attention alone: milliseconds of a training step (lower is faster)"] = length_table(
-        rows, "training", "attention", [*BOTH, *CAUSAL], lengths
-    )
-    if len(rows.select("training", what=GPU)):
-        title = "Attention alone on a GPU (H200, bfloat16): milliseconds of a training step"
-        tables[title] = length_table(rows, "training", GPU, ON_GPU, (*lengths, 65536), ".1f")
-    large, small, vit = [
-        length_table(rows, "training", what, MODEL, [*ROUNDS[what]][-2:]) for what in NAMES
-    ]
-    tables["Models: milliseconds of a training step"] = large.join([small, vit])
-    tables["ViT-Ti/16 (CRT Figure 4): milliseconds of a training step"] = length_table(
-        rows, "ms", "vit_ti", VIT, [784, 3136, 16384]
-    )
-    tables["Attention alone: peak memory of a training step"] = mean_table(
-        rows,
-        {"MiB, L = 65536": {"metric": "mib", "length": 65536}},
-        labels([*BOTH, *CAUSAL]),
-        format=lambda mib: f"{max(0, mib.mean()):.0f}",
-    )
+    title = "Attention alone: milliseconds of a training step (lower is faster)"
+    tables[title] = length_table(rows, "training", "attention", both, lengths)
+    title = "Attention alone on a GPU (H200, bfloat16): milliseconds of a training step"
+    tables[title] = length_table(rows, "training", GPU, ON_GPU, (*lengths, 65536), ".1f")
+    models = []
+    for what in NAMES:
+        models.append(length_table(rows, "training", what, MODEL, [*ROUNDS[what]][-2:]))
+    tables["Models: milliseconds of a training step"] = models[0].join(models[1:])
+    title = "ViT-Ti/16 (CRT Figure 4): milliseconds of a training step"
+    tables[title] = length_table(rows, "ms", "vit_ti", VIT, [784, 3136, 16384])
+    columns = {"MiB, L = 65536": {"metric": "mib", "length": 65536}}
+    memory = mean_table(rows, columns, labels(both), format=mebibytes)
+    tables["Attention alone: peak memory of a training step"] = memory
     return tables
+
+
+def mebibytes(values: pd.Series) -> str:
+    return f"{max(0, values.mean()):.0f}"
 
 
 def figure(rows: Rows):
     fig, axes = panels(3)
-    for ax, title, metric, what, methods in [
-        (axes[0], "attention, both directions", "training", "attention", [*BOTH, "uniform"]),
-        (axes[1], "causal attention", "training", "attention", [*CAUSAL, "uniform causal"]),
-        (axes[2], "ViT-Ti/16 (CRT Figure 4)", "ms", "vit_ti", VIT[:-1]),
-    ]:
-        line_plot(
-            ax,
-            rows,
-            "length",
-            metric,
-            {name: text.removesuffix(", causal") for name, text in labels(methods).items()},
-            log="xy",
-            what=what,
-        )
+    plots = [
+        ("attention, both directions", "training", "attention", [*BOTH, "uniform"]),
+        ("causal attention", "training", "attention", [*CAUSAL, "uniform causal"]),
+        ("ViT-Ti/16 (CRT Figure 4)", "ms", "vit_ti", VIT[:-1]),
+    ]
+    for ax, (title, metric, what, methods) in zip(axes, plots):
+        names = {name: label(name.removesuffix(" causal")) for name in methods}
+        line_plot(ax, rows, "length", metric, names, log="xy", what=what)
         ax.set(title=title, xlabel="tokens L", ylabel="training step, ms (lower is faster)")
-    fig.tight_layout()
     return fig
+
+
+page = Page(
+    "perf_speed",
+    title="Performers Figure 3 and CRT Figure 4 (right): speed and memory of attention",
+    finding=finding,
+    small=SMALL,
+    full=FULL,
+    columns=["what", "method", "length"],
+    metrics=["training", "ms", "mib"],
+    measured=[
+        "Batch 1, float32, 2 threads of an AMD EPYC. A sample is a process; methods take turns in every round.",
+        "GPU: one NVIDIA H200, bfloat16, torch 2.11, two processes; exact attention is FlashAttention. Needs a GPU.",
+        "Attention alone: 8 heads, d = 64, m = 256, |x + y|^2 of about 10, fits to statistics included. FAVOR# has 2m "
+        "features. chunked: causal FAVOR+ in PyTorch. large: 6 layers, d = 512; small: 6 layers, d = 64.",
+        "CRT Figure 4: ViT-Ti/16 with AdamW's update. A row is the median of 5 processes, so claims have one sample.",
+        "Memory: peak of one training step, in addition to inputs, output and gradients (ViT: weights, gradients and "
+        "optimiser). Values near 0 are too small to be measured.",
+    ],
+    tables=tables,
+    claims=claims,
+    figure=figure,
+)

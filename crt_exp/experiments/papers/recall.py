@@ -4,16 +4,20 @@ import pandas as pd
 
 from crt_exp.experiments.report import (
     Page,
+    PlannedRun,
     Rows,
+    Tables,
+    filters_over,
     line_plot,
+    mean_ci,
     mean_table,
+    panels,
     quoted_override,
     share,
+    staged_sweep,
     sweep,
 )
-from crt_exp.experiments.report.plots import panels
-from crt_exp.experiments.report.rows import mean_ci
-from crt_exp.experiments.report.sweeps import Run
+from crt_exp.experiments.report.small_models import WIKITEXT2, stage
 
 WINDOW = "window block=64 first=16"
 NEARFAR = "nearfar exact_until=64 open={}"
@@ -40,16 +44,6 @@ KEYS = {"iid": "", "in 32 clusters": "task.clusters=32"}
 LENGTHS = [512, 2048, 8192, 16384]
 
 
-def stage_runs(name: str, options: str, stages: list[tuple[int, str]]) -> list[Run]:
-    """Training runs (tokens, options), each initialised from the one before."""
-    runs = []
-    start = ""
-    for block, stage_options in stages:
-        runs += sweep(f"{options} {stage_options}{start}", **{"task.block": [block]}, seed=[0])
-        start = f" task.init={{runs}}/{name}/{block}_0"
-    return runs
-
-
 PAIRS = (
     "task=recall attention=exact task.symbols=256 task.rows=512000 task.evaluated=16 trainer.eval_every=1000000 "
     "trainer.select=last"
@@ -59,31 +53,26 @@ COPY = (
     "trainer.eval_every=1000000 trainer.save_every=500 trainer.log_every=50 trainer.select=last "
     "task.validation_text=outputs/texts/validation-8.tokens"
 )
-TRAIN = "${oc.env:CRT_DATA}/wikitext2/wiki.train.tokens"
-DRAWN = f"task.text=[{TRAIN},outputs/texts/drawn-14000.tokens]"
-PAIR_STAGES = []
+DRAWN = f"task.text=[{WIKITEXT2},outputs/texts/drawn-14000.tokens]"
+
+PAIR_STAGES = {}
 for block, pairs, queries, batch, steps, rate in [
-    (16, 2, 6, 256, 400, 2e-3),
-    (32, 4, 12, 128, 400, 2e-3),
-    (64, 8, 24, 64, 500, 2e-3),
-    (128, 16, 48, 32, 500, 2e-3),
-    (256, 32, 64, 16, 500, 2e-3),
-    (512, 64, 128, 8, 500, 2e-3),
-    (2048, 64, 128, 4, 300, 5e-4),
-    (8192, 64, 256, 2, 150, 5e-4),
+    (16, 2, 6, 256, 400, "2e-3"),
+    (32, 4, 12, 128, 400, "2e-3"),
+    (64, 8, 24, 64, 500, "2e-3"),
+    (128, 16, 48, 32, 500, "2e-3"),
+    (256, 32, 64, 16, 500, "2e-3"),
+    (512, 64, 128, 8, 500, "2e-3"),
+    (2048, 64, 128, 4, 300, "5e-4"),
+    (8192, 64, 256, 2, 150, "5e-4"),
 ]:
-    task = f"task.pairs={pairs} task.queries={queries}"
-    trainer = f"trainer.batch={batch} trainer.steps={steps} trainer.lr={rate}"
-    PAIR_STAGES.append((block, f"{task} {trainer}"))
-COPY_STAGES = [
-    (
-        128,
-        f"{DRAWN} task.model=outputs/texts/llama-2048 trainer.batch=32 trainer.steps=1500 trainer.lr=2e-3",
-    ),
-    (256, f"{DRAWN} trainer.batch=16 trainer.steps=900 trainer.lr=1.5e-3"),
-    (512, f"task.text={TRAIN} trainer.batch=8 trainer.steps=1200 trainer.lr=1e-3"),
-    (2048, f"task.text={TRAIN} trainer.batch=2 trainer.steps=400 trainer.lr=5e-4"),
-]
+    PAIR_STAGES[block] = f"task.pairs={pairs} task.queries={queries} {stage(batch, steps, rate)}"
+COPY_STAGES = {
+    128: f"{DRAWN} task.model=outputs/texts/llama-2048 {stage(32, 1500, '2e-3')}",
+    256: f"{DRAWN} {stage(16, 900, '1.5e-3')}",
+    512: f"task.text={WIKITEXT2} {stage(8, 1200, '1e-3')}",
+    2048: f"task.text={WIKITEXT2} {stage(2, 400, '5e-4')}",
+}
 SWAP = "task=swap_copying task.start={runs}/copying-model/2048_0"
 DENSE_OPTIONS = {}
 for name in DENSE:
@@ -91,7 +80,7 @@ for name in DENSE:
     DENSE_OPTIONS[name] = f"attention=exact {baseline}"
 
 
-def pair_runs() -> list[Run]:
+def pair_runs() -> list[PlannedRun]:
     runs = []
     for length, pairs, evaluated in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]:
         runs += sweep(
@@ -103,72 +92,46 @@ def pair_runs() -> list[Run]:
     return runs
 
 
-page = Page(
-    "recall",
-    title="Recall of distant tokens",
-    finding="A Llama with near-far attention (64 keys) copies from 1024 tokens back: loss increase 0.006 ± 0.002 "
-    "nats (95% CI, n = 5 seeds). A window, pages of keys and FAVOR++ cannot copy (3.5 nats or more).",
-    small={
-        "recall": sweep(
-            f"task=far_key {quoted_override('task.methods', [*HEADS])}",
-            keys=KEYS,
-            **{"task.length": LENGTHS},
-            seed=range(10),
-        ),
-        "recall/pairs": pair_runs(),
-        "copying": [
-            *sweep(SWAP, **{"task.length": [2048]}, attention=[*MODELS], seed=range(5)),
-            *sweep(SWAP, **{"task.length": [2048]}, method=DENSE_OPTIONS, seed=range(5)),
-        ],
-    },
-    models={
-        "pairs": stage_runs("pairs", PAIRS, PAIR_STAGES),
-        "copying-model": stage_runs("copying-model", COPY, COPY_STAGES),
-    },
-    data="WikiText-2, for the model that copies",
-    columns=["keys", "pairs", "length", "method"],
-    metrics=["error", "accuracy", "new", "copied", "gain"],
-    measured=[
-        "Limit: these rows have larger errors of near-far attention than the present code.",
-        "Heads: 4 causal heads, d = 32, 10 seeds. Each of the last 256 queries gives 0.9 of its weight to one key at "
-        "least 96 tokens back. Pages have 16 keys; pages and largest weights are computed densely.",
-        "Pairs: one model of two layers, trained with exact attention up to 8192 tokens; 8 seeds of test rows.",
-        "Copying: one Llama of 4 layers, trained with exact attention; 5 seeds of 4 test rows of 2048 tokens whose "
-        "second half repeats the first. Clusters use future keys.",
-    ],
-)
-
-
 def copying_table(rows: Rows) -> pd.DataFrame:
-    table = {}
-    exact_gain = rows.values("gain", "exact", sweep="copying")
-    for method, name in (MODELS | DENSE).items():
-        increases = []
-        for metric in ("new", "copied"):
-            increase = rows.paired(method, "exact", metric, sweep="copying")
-            increases.append(f"{mean_ci(increase):.3f}")
-        remaining = share(rows.values("gain", method, sweep="copying"), exact_gain)
-        percentage = f"{100 * remaining.mean():.1f}" if len(remaining) else ""
-        table[name] = [*increases, percentage]
-    columns = [
-        "loss increase over exact, new text (nats)",
-        "the same, copied text",
-        "remaining gain from copying, %",
-    ]
-    return pd.DataFrame.from_dict(table, orient="index", columns=columns).rename_axis("method")
+    names = MODELS | DENSE
+    columns = {
+        "loss increase over exact, new text (nats)": {"metric": "new", "sweep": "copying"},
+        "the same, copied text": {"metric": "copied", "sweep": "copying"},
+    }
+    table = mean_table(rows, columns, names, spec=".3f", less="exact")
+    exact = rows.values("gain", "exact", sweep="copying")
+    remaining = {}
+    for method, name in names.items():
+        gain = share(rows.values("gain", method, sweep="copying"), exact)
+        if len(gain):
+            remaining[name] = f"{100 * gain.mean():.1f}"
+    table["remaining gain from copying, %"] = table.index.map(remaining)
+    return table
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def finding(rows: Rows) -> str:
+    increases = {}
+    for method in MODELS | DENSE:
+        increase = rows.paired(method, "exact", "copied", sweep="copying")
+        increases[method] = mean_ci(increase)
+    near = increases[NEARFAR.format(64)]
+    others = [increases[name].mean for name in (WINDOW, "pages keys=64", "favorpp m=256")]
+    return (
+        f"A Llama with near-far attention (64 keys) copies from 1024 tokens back: loss increase {near} nats (95% CI, "
+        f"n = {near.n} seeds). A window, pages of keys and FAVOR++ cannot copy ({min(others):.1f} nats or more)."
+    )
+
+
+def tables(rows: Rows) -> Tables:
     tables = {"A model that copies, without training (2048 tokens)": copying_table(rows)}
     for keys in KEYS:
-        columns = {f"L = {n}": {"metric": "error", "keys": keys, "length": n} for n in LENGTHS}
+        columns = filters_over("length", LENGTHS, "L = {}", metric="error", keys=keys)
         title = f"Heads, keys {keys}: relative error of the output (lower is better)"
         tables[title] = mean_table(rows, columns, HEADS, spec=".3f")
     columns = {}
     for pairs in (64, 1):
-        for n in (2048, 8192):
-            where = {"metric": "accuracy", "pairs": pairs, "length": n}
-            columns[f"{pairs} pairs, L = {n}"] = where
+        title = f"{pairs} pairs, L = " + "{}"
+        columns |= filters_over("length", (2048, 8192), title, metric="accuracy", pairs=pairs)
     title = "A model of pairs, without training: accuracy, %"
     tables[title] = mean_table(rows, columns, MODELS, 100, ".1f")
     return tables
@@ -183,5 +146,40 @@ def figure(rows: Rows):
             xlabel="tokens L",
             ylabel="relative error (lower is better)",
         )
-    fig.tight_layout()
     return fig
+
+
+page = Page(
+    "recall",
+    title="Recall of distant tokens",
+    finding=finding,
+    small={
+        "recall": sweep(
+            f"task=far_key {quoted_override('task.methods', [*HEADS])}",
+            keys=KEYS,
+            **{"task.length": LENGTHS},
+            seed=range(10),
+        ),
+        "recall/pairs": pair_runs(),
+        "copying": [
+            *sweep(SWAP, **{"task.length": [2048]}, attention=[*MODELS], seed=range(5)),
+            *sweep(SWAP, **{"task.length": [2048]}, method=DENSE_OPTIONS, seed=range(5)),
+        ],
+    },
+    models={
+        "pairs": staged_sweep("pairs", PAIRS, PAIR_STAGES),
+        "copying-model": staged_sweep("copying-model", COPY, COPY_STAGES),
+    },
+    columns=["keys", "pairs", "length", "method"],
+    metrics=["error", "accuracy", "new", "copied", "gain"],
+    measured=[
+        "Limit: these rows have larger errors of near-far attention than the present code.",
+        "Heads: 4 causal heads, d = 32, 10 seeds. Each of the last 256 queries gives 0.9 of its weight to one key at "
+        "least 96 tokens back. Pages have 16 keys; pages and largest weights are computed densely.",
+        "Pairs: one model of two layers, trained with exact attention up to 8192 tokens; 8 seeds of test rows.",
+        "Copying: one Llama of 4 layers, trained with exact attention; 5 seeds of 4 test rows of 2048 tokens whose "
+        "second half repeats the first. Clusters use future keys.",
+    ],
+    tables=tables,
+    figure=figure,
+)

@@ -16,15 +16,10 @@ from crt_exp.experiments import drawing
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.papers.swap import COMMON
 from crt_exp.experiments.report import Rows, mean_ci, pages
-from crt_exp.experiments.report.pages import claims_frame, to_markdown
-from crt_exp.experiments.report.rows import (
-    CONFLICT,
-    NOT_MEASURED,
-    UNDECIDED,
-    WORDS,
-    TestedClaim,
-    read_rows,
-)
+from crt_exp.experiments.report.claims import CONFLICT, NOT_MEASURED, UNDECIDED, WORDS, CaseResult
+from crt_exp.experiments.report.rendering import claims_frame
+from crt_exp.experiments.report.rows import read_rows
+from crt_exp.experiments.report.tables import to_markdown
 from crt_exp.experiments.runner.run import write_atomic
 
 METHODS = {
@@ -101,7 +96,6 @@ SMALL = {
     "characters d=8": "nearfar block=4 heavy=2 cells=4 exact_until=0",
     "word pieces d=8": "nearfar block=8 heavy=8 cells=16 exact_until=0",
 }
-SMOLLM2 = {"model": "SmolLM2-135M", "length": 4096, **COMMON}
 
 WINDOW32 = {"window": "window block=32 first=16"}
 FIDELITY = {"sweep": "fidelity", "length": 512}
@@ -116,7 +110,7 @@ NEW_TEXT, REPEATED = [
     Setting(
         "swap",
         "above",
-        {"sweep": "pretrained", **SMOLLM2, "text": text},
+        {"sweep": "pretrained", "length": 4096, **COMMON, "text": text},
         {"near-far": "nearfar", "window": "window block=64 first=16"},
         above=True,
     )
@@ -164,7 +158,7 @@ TUNED = [
 ]
 
 
-def write(folder: Path, tested: Mapping[str, Sequence[TestedClaim]]) -> None:
+def write(folder: Path, tested: Mapping[str, Sequence[CaseResult]]) -> None:
     """results.md, its picture, index.md and claims.csv."""
     rows = {name: read_rows(name, folder) for name in tested}
     frames = [claims_frame(name, cases) for name, cases in tested.items() if cases]
@@ -183,13 +177,8 @@ def times(rows: Rows, direction: str = "") -> dict[str, dict[int, float]]:
     for family, method in SPEED.items():
         times[family] = {}
         for length in LENGTHS:
-            ratio = rows.ratio(
-                f"{method}{direction}",
-                f"exact{direction}",
-                "training",
-                what="attention",
-                length=length,
-            )
+            methods = f"{method}{direction}", f"exact{direction}"
+            ratio = rows.ratio(*methods, "training", what="attention", length=length)
             if len(ratio):
                 times[family][length] = math.exp(ratio.mean())
     return times
@@ -218,7 +207,7 @@ def method_table(rows: Mapping[str, Rows]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(table, orient="index", columns=columns).rename_axis("method")
 
 
-def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedClaim]]) -> str:
+def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseResult]]) -> str:
     tuned = all_costs(TUNED, rows)
     near = mean_ci(loss(rows["swap"], REPEATED, "nearfar"))
     window = mean_ci(loss(rows["swap"], REPEATED, "window block=64 first=16"))
@@ -250,9 +239,9 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedC
     return "\n\n".join(paragraphs) + "\n"
 
 
-def index_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedClaim]]) -> str:
+def index_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseResult]]) -> str:
     table = verdict_counts(tested)
-    table["finding"] = [pages.load(name).page.finding_text(rows[name]) for name in tested]
+    table["finding"] = [pages.load(name).finding_text(rows[name]) for name in tested]
     return (
         "# Pages of results\n\n[Which attention to take](results.md), and one page for each experiment.\n\n"
         + to_markdown(table).rstrip()
@@ -260,11 +249,11 @@ def index_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[TestedCla
     )
 
 
-def verdict_counts(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
+def verdict_counts(tested: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
     """One row a page: how many cases of the paper's claims have each verdict."""
     counts = {}
     for name, cases in tested.items():
-        title = f"[{pages.load(name).page.title}]({name}.md)"
+        title = f"[{pages.load(name).title}]({name}.md)"
         counts[title] = Counter(case.base_verdict for case in cases if case.paper)
     words = [*WORDS]
     if not any(CONFLICT in count for count in counts.values()):
@@ -273,7 +262,7 @@ def verdict_counts(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(table, orient="index", columns=words).rename_axis("page")
 
 
-def undecided_claims(tested: Mapping[str, Sequence[TestedClaim]]) -> pd.DataFrame:
+def undecided_claims(tested: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
     """One row a claim that is not decided, with its cases and what it would take."""
     undecided = {}
     for name, cases in tested.items():
@@ -306,36 +295,23 @@ def percentage(share: float) -> str:
     return f"{share:.0%}".replace("-0%", "0%")
 
 
-def loss_against_time(shares: Mapping[str, float], spent: Mapping[str, Mapping[int, float]]):
+def loss_against_time(shares: Mapping[str, float], times: Mapping[str, Mapping[int, float]]):
+    """Plot the loss increase of each family against its time at 4096 tokens; a line if it is not timed."""
     fig, ax = new_figure(1, 1, figsize=(4.0, 3.0), layout="constrained")
     for family, share in {**shares, "exact": 0.0}.items():
-        x = 1.0 if family == "exact" else spent.get(family, {}).get(4096)
+        x = 1.0 if family == "exact" else times.get(family, {}).get(4096)
+        y = 100 * share
         shade = drawing.colour(SPEED.get(family, family).lower())
         if x is None:
-            ax.axhline(100 * share, color=shade, lw=1, ls=":")
-            ax.annotate(
-                f"{family} (not timed)",
-                (0.02, 100 * share),
-                color=shade,
-                va="top",
-                xycoords=("axes fraction", "data"),
-            )
+            ax.axhline(y, color=shade, lw=1, ls=":")
+            place = {"xy": (0.02, y), "xycoords": ("axes fraction", "data"), "va": "top"}
+            ax.annotate(f"{family} (not timed)", color=shade, **place)
             continue
-        ax.scatter([x], [100 * share], color=shade, s=45, zorder=3)
+        ax.scatter([x], [y], color=shade, s=45, zorder=3)
         alignment = "right" if x > 0.9 else "center"
-        ax.annotate(
-            family,
-            (x, 100 * share),
-            color=shade,
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha=alignment,
-        )
-    ax.set(
-        xlim=(0, 1.12),
-        ylim=(-8, 118),
-        title="SmolLM2, repeated passage of 4096 tokens",
-        xlabel="time of a training step relative to exact attention",
-        ylabel="loss increase, % of that of uniform attention",
-    )
+        place = {"xytext": (0, 7), "textcoords": "offset points", "ha": alignment}
+        ax.annotate(family, (x, y), color=shade, **place)
+    ax.set(xlim=(0, 1.12), ylim=(-8, 118), title="SmolLM2, repeated passage of 4096 tokens")
+    ax.set_xlabel("time of a training step relative to exact attention")
+    ax.set_ylabel("loss increase, % of that of uniform attention")
     return fig

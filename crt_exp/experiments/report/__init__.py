@@ -1,24 +1,34 @@
 """Result pages: sweeps of runs, tables of result rows, claims and figures."""
 
-from crt_exp.experiments.report.pages import Page, label, mean_table
-from crt_exp.experiments.report.plots import dot_plot, line_plot
-from crt_exp.experiments.report.rows import (
-    Claim,
-    Rows,
+from crt_exp.experiments.intervals import (
     geometric_interval,
     geometric_mean_ci,
     interval_or_range,
     mean_ci,
-    share,
 )
-from crt_exp.experiments.report.sweeps import Run, quoted_override, sweep
+from crt_exp.experiments.report.claims import Claim, control_checks
+from crt_exp.experiments.report.pages import Page
+from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
+from crt_exp.experiments.report.rows import Rows, share
+from crt_exp.experiments.report.sweeps import (
+    HOME,
+    PlannedRun,
+    quoted_override,
+    staged_sweep,
+    sweep,
+)
+from crt_exp.experiments.report.tables import Tables, filters_over, label, mean_table
 
 __all__ = [
+    "HOME",
     "Claim",
     "Page",
+    "PlannedRun",
     "Rows",
-    "Run",
+    "Tables",
+    "control_checks",
     "dot_plot",
+    "filters_over",
     "geometric_interval",
     "geometric_mean_ci",
     "interval_or_range",
@@ -26,7 +36,9 @@ __all__ = [
     "line_plot",
     "mean_ci",
     "mean_table",
+    "panels",
     "quoted_override",
     "share",
+    "staged_sweep",
     "sweep",
 ]

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.report import pages
-from crt_exp.experiments.report.rows import FOLDER
+from crt_exp.experiments.report import pages, rendering
+from crt_exp.experiments.report.rows import FOLDER, has_rows
 from crt_exp.registry import ConfigError, own_names, written_folder
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     try:
         with own_names([args.config_dir] if args.config_dir else []):
-            make(args)
+            make_pages(args)
     except (ValueError, OSError, DataError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -35,33 +35,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def make(args: argparse.Namespace) -> None:
-    args.out = args.out and written_folder(args.out, "--out")
+def make_pages(args: argparse.Namespace) -> None:
+    """Render the page that the arguments name, or all; with --run, make its rows first."""
+    out = args.out and written_folder(args.out, "--out")
     if args.page is None:
-        render_all(args.out or pages.folder_of(args.size), args.size)
+        render_all(out or pages.folder_of(args.size), args.size)
         return
-    module = pages.load(args.page)
-    page, folder = (
-        module.page,
-        args.out or pages.folder_of(args.size, bool(args.methods or args.seeds)),
-    )
-    pages.check(page)
-    part = " ".join(
-        [f'--methods "{args.methods}"'] * bool(args.methods)
-        + [f"--seeds {args.seeds}"] * bool(args.seeds)
-    )
+    page = pages.load(args.page)
+    page.check()
+    part = part_options(args)
+    folder = out or pages.folder_of(args.size, bool(part))
     if args.run or part:
         wanted = args.page if args.page in page.targets else ""
-        page.run(
-            args.size,
-            wanted,
-            [each.strip() for each in args.methods.split(",") if each.strip()],
-            args.seeds,
-            args.launcher,
-            args.out,
-        )
-    pages.render(module, folder, args.size, part)
-    print(f"{pages.first_table(module, folder, part)}\n\nwritten: {folder / page.name}.md")
+        methods = [name.strip() for name in args.methods.split(",") if name.strip()]
+        page.run(args.size, wanted, methods, args.seeds, args.launcher, out)
+    rendering.render(page, folder, args.size, part)
+    print(f"{rendering.first_table(page, folder, part)}\n\nwritten: {folder / page.name}.md")
+
+
+def part_options(args: argparse.Namespace) -> str:
+    """The options that select a part of a page, as on the command line."""
+    options = []
+    if args.methods:
+        options.append(f'--methods "{args.methods}"')
+    if args.seeds:
+        options.append(f"--seeds {args.seeds}")
+    return " ".join(options)
 
 
 def render_all(folder: Path, size: str) -> None:
@@ -71,52 +70,42 @@ def render_all(folder: Path, size: str) -> None:
     """
     from crt_exp.experiments.papers import results
 
-    tested = {}
+    verdicts = {}
     for name in pages.names():
-        if pages.has_rows(name, folder):
-            tested[name] = pages.render(pages.load(name), folder, size)
+        if has_rows(name, folder):
+            verdicts[name] = rendering.render(pages.load(name), folder, size)
             print(f"written: {folder / name}.md", flush=True)
-    if missing := [name for name in pages.names() if name not in tested]:
+    if missing := [name for name in pages.names() if name not in verdicts]:
         print(f"results.md and index.md not written: no rows of {', '.join(missing)}")
         return
-    results.write(folder, tested)
+    results.write(folder, verdicts)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m crt_exp report",
         description=__doc__.splitlines()[0],
         epilog=f"pages: {', '.join(pages.names())}",
     )
-    made.add_argument(
-        "page",
-        metavar="PAGE",
-        nargs="?",
-        help="a page, one of its sweeps (table1, fig2), or a file",
-    )
-    made.add_argument("--run", action="store_true", help="make the rows that are missing")
-    made.add_argument(
+    add = parser.add_argument
+    add("page", metavar="PAGE", nargs="?", help="a page, one of its sweeps (table1), or a file")
+    add("--run", action="store_true", help="make the rows that are missing")
+    add(
         "--size",
         choices=pages.SIZES,
         default=os.environ.get("SIZE", "small"),
         help="small, or full: the papers' setting (default: %(default)s)",
     )
-    made.add_argument(
+    add(
         "--methods",
         default="",
-        help=f'only these, "exact, favorpp m=64"; the page goes to {FOLDER}/part',
+        help=f'only these, "exact, favorp m=64"; the page goes to {FOLDER}/part',
     )
-    made.add_argument("--seeds", type=int, default=0, help="only the first seeds")
-    made.add_argument(
-        "--launcher",
-        default="basic",
-        help="of Hydra: basic, joblib, submitit_local, submitit_slurm",
-    )
-    made.add_argument("--out", help=f"folder (default: {FOLDER})")
-    made.add_argument(
-        "--config-dir", help="a folder of your own configuration, as of python -m crt_exp"
-    )
-    return made
+    add("--seeds", type=int, default=0, help="only the first seeds")
+    add("--launcher", default="basic", help="basic, joblib, submitit_local or submitit_slurm")
+    add("--out", help=f"folder (default: {FOLDER})")
+    add("--config-dir", help="a folder of your own configuration, as of python -m crt_exp")
+    return parser
 
 
 if __name__ == "__main__":

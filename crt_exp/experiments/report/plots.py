@@ -9,8 +9,9 @@ import pandas as pd
 
 from crt_exp.experiments import drawing
 from crt_exp.experiments.drawing import label_ends, new_figure, plain_ticks
-from crt_exp.experiments.report.pages import label
-from crt_exp.experiments.report.rows import Rows, mean_ci
+from crt_exp.experiments.intervals import Mean, mean_ci
+from crt_exp.experiments.report.rows import Rows
+from crt_exp.experiments.report.tables import label
 
 WIDTH, HEIGHT = 5.2, 3.9  # size of a panel, inches
 CONTROLS = (
@@ -68,45 +69,26 @@ def line_plot(
         geometric: Use geometric means, for heavy-tailed values.
         where: Column values that select the rows.
     """
+    labels = methods if isinstance(methods, Mapping) else None
     ends = []
     for method in methods or rows.methods(metric, **where):
         if method == less:
             continue
-        frame = rows.select(metric, method, **where)
-        found = {
-            place: rows.paired(method, less, metric, geometric, **where, **{x: place})
-            if less
-            else rows.values(metric, method, geometric, **where, **{x: place})
-            for place in sorted({*pd.to_numeric(frame[x])})
-        }
-        means = {place: mean_ci(values) for place, values in found.items() if len(values)}
+        places, means = _means(rows, x, metric, method, less, geometric, where)
         if not means:
             continue
-        mean, half, _, n = np.array([*means.values()]).T
-        places, shade = [*means], colour(method)
-        low, middle, high = (
-            scale * (np.exp(each) if geometric else each)
-            for each in (mean - half, mean, mean + half)
-        )
-        ax.plot(
-            places,
-            middle,
-            color=shade,
-            lw=1.5,
-            marker="o",
-            ms=2.5,
-            ls=":" if method in dotted else "--" if method in CONTROLS else "-",
-        )
+        mean, half, _, n = np.array(means).T
+        low, middle, high = mean - half, mean, mean + half
+        if geometric:
+            low, middle, high = np.exp(low), np.exp(middle), np.exp(high)
+        shade = colour(method)
+        style = "--" if method in CONTROLS else "-"
+        if method in dotted:
+            style = ":"
+        ax.plot(places, scale * middle, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)
         if (n > 1).all():
-            ax.fill_between(places, low, high, color=shade, alpha=0.12, lw=0)
-        ends.append(
-            (
-                label(method, methods if isinstance(methods, Mapping) else None),
-                places[-1],
-                middle[-1],
-                shade,
-            )
-        )
+            ax.fill_between(places, scale * low, scale * high, color=shade, alpha=0.12, lw=0)
+        ends.append((label(method, labels), places[-1], scale * middle[-1], shade))
     if not ends:
         return
     if less:
@@ -116,6 +98,24 @@ def line_plot(
     if "x" in log:
         plain_ticks(ax.xaxis)
     label_ends(ax, ends)
+
+
+def _means(
+    rows: Rows, x: str, metric: str, method: str, less: str, log: bool, where: Mapping[str, Any]
+) -> tuple[list[float], list[Mean]]:
+    """Return the values of column x that have samples, and the mean of each."""
+    places, means = [], []
+    frame = rows.select(metric, method, **where)
+    for place in sorted({*pd.to_numeric(frame[x])}):
+        filters = {**where, x: place}
+        if less:
+            samples = rows.paired(method, less, metric, log, **filters)
+        else:
+            samples = rows.values(metric, method, log, **filters)
+        if len(samples):
+            places.append(place)
+            means.append(mean_ci(samples))
+    return places, means
 
 
 def dot_plot(
@@ -133,13 +133,17 @@ def dot_plot(
         zero: Draw a line at 0 (exact attention).
         overlap: See `mean_ci`.
     """
-    shown = [(method, np.asarray(each, float)) for method, each in values.items() if len(each)]
-    if not shown:
+    samples = {method: samples for method, samples in values.items() if len(samples)}
+    if not samples:
         return
-    for place, (method, each) in enumerate(reversed(shown)):
-        found = mean_ci(np.log(each) if log else each, overlap=overlap)
-        ends = found.mean + np.array([-1, 0, 1]) * (found.half if found.n > 1 else 0)
-        low, middle, high = np.exp(ends) if log else ends
+    methods = [*reversed(samples)]
+    for place, method in enumerate(methods):
+        numbers = np.asarray(samples[method], float)
+        mean = mean_ci(np.log(numbers) if log else numbers, overlap=overlap)
+        half = mean.half if mean.n > 1 else 0
+        low, middle, high = mean.mean - half, mean.mean, mean.mean + half
+        if log:
+            low, middle, high = np.exp(low), np.exp(middle), np.exp(high)
         ax.errorbar(
             middle,
             place,
@@ -150,7 +154,7 @@ def dot_plot(
             capsize=2,
             lw=1,
         )
-    ax.set_yticks(range(len(shown)), [label(method, labels) for method, _ in reversed(shown)])
+    ax.set_yticks(range(len(methods)), [label(method, labels) for method in methods])
     if zero:
         ax.axvline(0, color=drawing.EXACT, lw=1)
     if log:

@@ -40,7 +40,7 @@ class RunsFailed(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One run of a sweep: its overrides and the columns of its rows.
 
     alone: execute in a separate process, for timings.
@@ -53,52 +53,75 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the run's folder: the values of its columns."""
-        return (
-            re.sub(r"[^\w.+=-]+", "-", "_".join(str(value) for value in self.columns.values()))
-            or "run"
-        )
+        values = "_".join(str(value) for value in self.columns.values())
+        return re.sub(r"[^\w.+=-]+", "-", values) or "run"
 
 
-def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[Run]:
+def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[PlannedRun]:
     """Return one run for each combination of the axes' values.
-
-    Example: `sweep("task=uci", attention=["exact", "favorpp m=64"], **{"task.dataset": ["wine", "digits"]},
-    seed=range(3))`.
 
     Args:
         options: Overrides of all runs, in one string; options with spaces are quoted as in a shell.
         alone: Execute each run in a separate process.
-        axes: An override key with its values, or a column with {value: overrides in one string}. The values of
-            `attention` and `features` are methods, and their column is `method`. The column of another key is its last
-            part.
+        axes: An override key with its values, or a column with {value: overrides in one string}, or a column with the
+            one value that all runs have. The values of `attention` and `features` are methods, and their column is
+            `method`. The column of another key is its last part.
+
+    >>> [run.name for run in sweep("task=uci", attention=["exact", "favorpp m=64"], seed=range(2))]
+    ['exact_0', 'exact_1', 'favorpp-m=64_0', 'favorpp-m=64_1']
     """
-    names, choices = [], []
+    names, values_of_axes = [], []
     for key, values in axes.items():
-        if key in METHODS:
-            names.append("method")
-            choices.append([(text, _method_overrides(key, text)) for text in values])
-            continue
-        names.append(key.rpartition(".")[2])
-        if isinstance(values, Mapping):
-            choices.append([(value, shlex.split(text)) for value, text in values.items()])
-        else:
-            choices.append([(value, [_axis_override(key, value)]) for value in values])
+        names.append("method" if key in METHODS else key.rpartition(".")[2])
+        values_of_axes.append(_axis_values(key, values))
     runs = []
     common = shlex.split(options)
-    for combination in itertools.product(*choices):
+    for combination in itertools.product(*values_of_axes):
         overrides = [*common]
         columns = {}
         for name, (value, value_overrides) in zip(names, combination):
             columns[name] = value
             overrides += value_overrides
         last = {override.partition("=")[0]: override for override in overrides}
-        runs.append(Run(tuple(last.values()), columns, alone))
+        runs.append(PlannedRun(tuple(last.values()), columns, alone))
     return runs
 
 
-def _axis_override(key: str, value: Any) -> str:
-    text = value if isinstance(value, str) else to_text(value)
-    return f"{key}={text}"
+def _axis_values(key: str, values: Any) -> list[tuple[Any, list[str]]]:
+    """Return each value of an axis with its overrides."""
+    if isinstance(values, str):
+        return [(values, [])]
+    if key in METHODS:
+        return [(text, _method_overrides(key, text)) for text in values]
+    if isinstance(values, Mapping):
+        return [(value, shlex.split(text)) for value, text in values.items()]
+    overrides = []
+    for value in values:
+        text = value if isinstance(value, str) else to_text(value)
+        overrides.append((value, [f"{key}={text}"]))
+    return overrides
+
+
+def staged_sweep(
+    name: str, options: str, stages: Mapping[int, str], seeds: int = 1
+) -> list[PlannedRun]:
+    """Return training runs, each initialised from the one before.
+
+    Args:
+        name: Name of the sweep.
+        stages: Tokens of a row -> options of the stage.
+    """
+    runs = []
+    previous = None
+    for block, stage_options in stages.items():
+        starts = {}
+        for seed in range(seeds):
+            starts[seed] = f"seed={seed}"
+            if previous:
+                starts[seed] += f" task.init={HOME}/{name}/{previous}_{seed}"
+        runs += sweep(f"{options} {stage_options}", **{"task.block": [block]}, seed=starts)
+        previous = block
+    return runs
 
 
 def quoted_override(key: str, value: Any) -> str:
@@ -120,7 +143,9 @@ def _method_overrides(group: str, text: str) -> list[str]:
 # ---- running
 
 
-def run_missing(runs: Sequence[Run], folder: Path, home: Path, launcher: str = "basic") -> None:
+def run_missing(
+    runs: Sequence[PlannedRun], folder: Path, home: Path, launcher: str = "basic"
+) -> None:
     """Execute unfinished runs, each in `folder`/<name>; interrupted runs continue.
 
     Args:
@@ -154,7 +179,9 @@ def is_finished(directory: Path) -> bool:
     return bool(records and records[-1].get("final")) or (directory / DIVERGED).is_file()
 
 
-def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) -> Iterator[str]:
+def _launch(
+    jobs: Sequence[tuple[PlannedRun, list[str]]], folder: Path, launcher: str
+) -> Iterator[str]:
     """Execute runs by a Hydra launcher; yield the names of failed runs."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
@@ -164,16 +191,15 @@ def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) 
 
     from crt_exp.train import run as task_function
 
-    with initialize_config_dir(
-        version_base="1.3", config_dir=str(CONF.resolve()), job_name="crt_exp"
-    ):
+    settings = [
+        "hydra.mode=MULTIRUN",
+        f"hydra/launcher={launcher}",
+        f"hydra.sweep.dir={folder.absolute()}",
+        *with_folders(own_folders()),
+    ]
+    directory = str(CONF.resolve())
+    with initialize_config_dir(version_base="1.3", config_dir=directory, job_name="crt_exp"):
         hydra = GlobalHydra.instance().hydra
-        settings = [
-            "hydra.mode=MULTIRUN",
-            f"hydra/launcher={launcher}",
-            f"hydra.sweep.dir={folder.absolute()}",
-            *with_folders(own_folders()),
-        ]
         config = hydra.compose_config("config", settings, run_mode=RunMode.MULTIRUN)
         context = HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks(config))
         instance = Plugins.instance().instantiate_launcher(
@@ -183,24 +209,28 @@ def _launch(jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str) 
         if launcher == "basic":
             batches = [[job] for job in jobs]  # so that a failure is reported at once
         for batch in tqdm(batches, desc=folder.name, unit="run", mininterval=mininterval()):
-            arguments = [
-                [*overrides, f'hydra.sweep.subdir="{run.name}"'] for run, overrides in batch
-            ]
+            arguments = []
+            for run, overrides in batch:
+                arguments.append([*overrides, f'hydra.sweep.subdir="{run.name}"'])
             with redirect_stdout(StringIO()):  # the table at the end has what runs print
                 results = instance.launch(arguments, 0)
             for (run, _), result in zip(batch, results):
-                try:
-                    _ = result.return_value  # re-raises the error of the run
-                except Exception as error:
-                    if getattr(error, "code", None) != DIVERGED_CODE:
-                        yield run.name
-                        continue
-                    # It does not exist if the run diverged before its first record.
-                    directory = folder / run.name
-                    directory.mkdir(parents=True, exist_ok=True)
-                    if not (directory / "versions.json").is_file():
-                        write_atomic(directory / "versions.json", json.dumps(versions(0)))
-                    (directory / DIVERGED).touch()
+                if _has_failed(result, folder / run.name):
+                    yield run.name
+
+
+def _has_failed(result: Any, directory: Path) -> bool:
+    """Whether a run failed; a run that diverged is marked, and did not fail."""
+    try:
+        _ = result.return_value  # re-raises the error of the run
+    except Exception as error:
+        if getattr(error, "code", None) != DIVERGED_CODE:
+            return True
+        directory.mkdir(parents=True, exist_ok=True)  # it may have diverged before its first record
+        if not (directory / "versions.json").is_file():
+            write_atomic(directory / "versions.json", json.dumps(versions(0)))
+        (directory / DIVERGED).touch()
+    return False
 
 
 def mininterval() -> float:
@@ -209,7 +239,7 @@ def mininterval() -> float:
 
 
 def _run_in_processes(
-    jobs: Sequence[tuple[Run, list[str]]], folder: Path, launcher: str
+    jobs: Sequence[tuple[PlannedRun, list[str]]], folder: Path, launcher: str
 ) -> Iterator[str]:
     """Execute runs one after another, each in a new process."""
     own = with_folders(own_folders())
@@ -223,7 +253,11 @@ def _run_in_processes(
 
 
 def rows_of_runs(
-    runs: Sequence[Run], folder: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
+    runs: Sequence[PlannedRun],
+    folder: Path,
+    sweep: str,
+    columns: Sequence[str],
+    metrics: Sequence[str],
 ) -> pd.DataFrame:
     """Return one row for each metric of each record of finished runs.
 
@@ -232,82 +266,103 @@ def rows_of_runs(
     """
     rows = []
     for run in runs:
-        rows += _rows_of_run(run, folder / run.name, sweep, columns, metrics)
+        directory = folder / run.name
+        records = _finished_records(directory)
+        if not records:
+            continue
+        origin = _origin(directory, records[-1])
+        seconds = origin.pop("seconds")
+        for record in _evaluations(records, columns):
+            values = {"sample": run.columns.get("seed", ""), "method": "", **run.columns, **record}
+            for row in _rows_of_record(values, columns, metrics):
+                rows.append({"sweep": sweep, **row, "seconds": seconds, **origin})
+                seconds = ""  # on the first row of a run
     names = ["sweep", *columns, "sample", "metric", "value", *ORIGIN]
     return pd.DataFrame(rows, columns=names).fillna("")
 
 
-def _rows_of_run(
-    run: Run, directory: Path, sweep: str, columns: Sequence[str], metrics: Sequence[str]
-) -> Iterator[dict[str, Any]]:
+def _finished_records(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of a finished run, or [] if it is unfinished."""
+    if (directory / DIVERGED).is_file():
+        return [{"split": "test", "diverged": 1, "final": True}]
     records = read_records(directory / "metrics.jsonl")
-    diverged = (directory / DIVERGED).is_file()
-    if diverged:
-        records = [{"split": "test", "diverged": 1, "final": True}]
     if not records or not records[-1].get("final"):
-        return
+        return []
     if PARTIAL in records[-1]:
         raise ConfigError(
             f"{directory}: incomplete evaluation (trainer.evaluate); delete the directory and run again"
         )
-    made, written = (
-        json_object(directory / "versions.json"),
-        directory / (DIVERGED if diverged else "metrics.jsonl"),
-    )
-    origin = {
-        "seconds": records[-1].get("time_s", ""),
-        "commit": (made["commit"] or "")[:12],
-        "date": str(date.fromtimestamp(written.stat().st_mtime)),
-        "versions": f"torch {made['packages']['torch']}, numpy {made['packages']['numpy']}; {made['machine']}",
-    }
     speed = _steps_per_second(records)
-    for record in records:
-        if (
-            record.get("split") == "train"
-            or record.get("split") in VALIDATION
-            and "step" not in columns
-        ):
+    if speed:
+        records[-1] = {**records[-1], "steps_per_s": speed}
+    return records
+
+
+def _origin(directory: Path, last: Mapping[str, Any]) -> dict[str, Any]:
+    written = directory / "metrics.jsonl"
+    if (directory / DIVERGED).is_file():
+        written = directory / DIVERGED
+    versions = json_object(directory / "versions.json")
+    packages = versions["packages"]
+    return {
+        "seconds": last.get("time_s", ""),
+        "commit": (versions["commit"] or "")[:12],
+        "date": str(date.fromtimestamp(written.stat().st_mtime)),
+        "versions": f"torch {packages['torch']}, numpy {packages['numpy']}; {versions['machine']}",
+    }
+
+
+def _evaluations(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Leave out records of training, and those of validation unless `step` is a column."""
+    excluded = ["train"]
+    if "step" not in columns:
+        excluded += VALIDATION
+    return [record for record in records if record.get("split") not in excluded]
+
+
+def _rows_of_record(
+    values: Mapping[str, Any], columns: Sequence[str], metrics: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the columns, sample, metric and value of each value of a record."""
+    for key, value in values.items():
+        part = PART.fullmatch(key)
+        metric = part[1] if part else key
+        if metric not in metrics:
             continue
-        given = {"sample": run.columns.get("seed", ""), "method": "", **run.columns, **record}
-        if record.get("final") and speed:
-            given["steps_per_s"] = speed
-        for key, value in given.items():
-            part, many = PART.fullmatch(key), isinstance(value, list)
-            metric, sample = (part[1], int(part[2])) if part else (key, given["sample"])
-            for i, each in enumerate(value if many else [value]):
-                if metric not in metrics or each is None:
-                    continue
-                along = {
-                    name: given[name][i] if many and len(given[name]) == len(value) else ""
-                    for name in columns
-                    if isinstance(given.get(name), list)
-                }
-                place = {name: given.get(name, "") for name in columns} | along
-                if part and "split" in columns:
-                    place["split"] = "parts"
-                numbered = many and not any(at != "" for at in along.values())
-                own = (
-                    given["sample"][i]
-                    if isinstance(given["sample"], list)
-                    else i
-                    if numbered
-                    else sample
-                )
-                yield {
-                    "sweep": sweep,
-                    **place,
-                    "sample": own,
-                    "metric": metric,
-                    "value": each,
-                    **origin,
-                }
-                origin = origin | {"seconds": ""}
+        entries = value if isinstance(value, list) else [value]
+        lists = []  # columns with one entry for each value
+        if isinstance(value, list):
+            for name in columns:
+                column = values.get(name)
+                if isinstance(column, list) and len(column) == len(value):
+                    lists.append(name)
+        for i, entry in enumerate(entries):
+            if entry is None:
+                continue
+            row = {}
+            for name in columns:
+                column = values.get(name, "")
+                row[name] = "" if isinstance(column, list) else column
+            for name in lists:
+                row[name] = values[name][i]
+            if part and "split" in columns:
+                row["split"] = "parts"
+            sample = int(part[2]) if part else values["sample"]
+            if isinstance(sample, list):
+                sample = sample[i]
+            elif isinstance(value, list) and not lists:
+                sample = i
+            yield {**row, "sample": sample, "metric": metric, "value": entry}
 
 
 def _steps_per_second(records: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the median over the intervals between training records."""
-    train = [
-        (record["step"], record["time_s"]) for record in records if record.get("split") == "train"
-    ]
-    rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(train, train[1:]) if b[1] > a[1]]
+    train = [record for record in records if record.get("split") == "train"]
+    rates = []
+    for first, second in itertools.pairwise(train):
+        seconds = second["time_s"] - first["time_s"]
+        if seconds > 0:
+            rates.append((second["step"] - first["step"]) / seconds)
     return median(rates) if rates else None

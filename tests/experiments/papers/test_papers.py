@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from crt_exp.experiments.papers import results
-from crt_exp.experiments.report import pages, plots
+from crt_exp.experiments.report import pages, plots, rendering
 from crt_exp.experiments.report.__main__ import main
 from crt_exp.experiments.report.rows import FOLDER, read_rows, write_rows
 from crt_exp.experiments.runner.command_line import check_command_line
@@ -34,28 +34,21 @@ def committed_rows(name):
 
 @cache
 def committed_verdicts(name):
-    return pages.verdicts(pages.load(name), committed_rows(name))
+    return pages.load(name).verdicts(committed_rows(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_committed_page_is_that_of_its_rows(name):
-    module = pages.load(name)
+    page = pages.load(name)
     rows = committed_rows(name)
-    page = module.page
     frame = rows.frame
-    made = pages.page_text(
-        page,
-        rows,
-        committed_verdicts(name),
-        module.tables(rows),
-        hasattr(module, "figure"),
-        FOLDER,
-        "small",
-        "",
+    is_drawn = page.figure is not None
+    text = rendering.page_text(
+        page, rows, committed_verdicts(name), is_drawn, FOLDER, "small", part=""
     )
-    assert made == (FOLDER / f"{name}.md").read_text()
-    assert (FOLDER / f"{name}.png").is_file() == hasattr(module, "figure")
-    pages.check(page)
+    assert text == (FOLDER / f"{name}.md").read_text()
+    assert (FOLDER / f"{name}.png").is_file() == is_drawn
+    page.check()
     assert {*page.columns} <= {*frame.columns}
     assert {*frame["metric"].unique()} <= {*page.metrics}
     assert {*frame["sweep"].unique()} <= {*page.small}
@@ -65,59 +58,75 @@ def single_sweeps(frame):
     """Rows of one sweep; of two methods and one sample."""
     for sweep in frame["sweep"].unique():
         yield frame[frame["sweep"] == sweep], ""
-    rows = frame[frame["method"].isin(frame["method"].unique()[-2:])]
-    yield rows[rows["sample"] == rows["sample"].iloc[-1]], "--methods last --seeds 1"
+    last = frame["method"].unique()[-2:]
+    rows = frame[frame["method"].isin(last)]
+    sample = rows["sample"].iloc[-1]
+    yield rows[rows["sample"] == sample], "--methods last --seeds 1"
 
 
 def single_methods(frame):
     """Rows of one method of each sweep."""
     for sweep in frame["sweep"].unique():
         rows = frame[frame["sweep"] == sweep]
-        yield rows[rows["method"] == rows["method"].iloc[0]], "--methods first"
+        first = rows["method"].iloc[0]
+        yield rows[rows["method"] == first], "--methods first"
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that pages save."""
+    figures = []
+    monkeypatch.setattr(rendering, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "label_ends", lambda *_: None)  # the slowest part of a figure
+    return figures
+
+
+PARTS = [single_sweeps, pytest.param(single_methods, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "parts_of", [single_sweeps, pytest.param(single_methods, marks=pytest.mark.slow)]
-)
-def test_a_page_renders_from_a_part_of_its_rows(parts_of, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("parts_of", PARTS)
+def test_a_page_renders_from_a_part_of_its_rows(parts_of, name, tmp_path, figures):
     """Without error, and without tables that have no value; a part of a page has no empty columns."""
-    saved = []
-    monkeypatch.setattr(pages, "save_figure", lambda figure, path: saved.append(figure))
-    monkeypatch.setattr(plots, "label_ends", lambda *_: None)  # the slowest part of a figure
-    module = pages.load(name)
+    page = pages.load(name)
     frame = committed_rows(name).frame
-    frame = frame[frame["sample"].isin(["", *frame["sample"].unique()[:24]])]
+    samples = ["", *frame["sample"].unique()[:24]]
+    frame = frame[frame["sample"].isin(samples)]
     for rows, part in parts_of(frame):
         write_rows(name, rows, tmp_path)
-        saved.clear()
-        pages.render(module, tmp_path, "small", part)
+        figures.clear()
+        rendering.render(page, tmp_path, "small", part)
         text = (tmp_path / f"{name}.md").read_text()
-        assert (f"{name}.png)" in text) == bool(saved)
-        for figure in saved:
+        assert (f"{name}.png)" in text) == bool(figures)
+        for figure in figures:
             for ax in figure.axes:
                 assert ax.has_data()
-        assert pages.NO_TABLE in text or "| ---" in text
-        for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
-            lines = [re.split(r" \| ", line.strip("| \n")) for line in table.splitlines()]
-            assert len(lines) > 2, (part, table)
-            for cells in lines:
-                assert any(cells[1:]), (part, table)
-            assert "nan" not in table
-        assert pages.first_table(module, tmp_path, part)
+        assert rendering.NO_TABLE in text or "| ---" in text
+        assert_tables_have_values(text, part)
+        assert rendering.first_table(page, tmp_path, part)
+
+
+def assert_tables_have_values(text, part):
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        lines = table.splitlines()
+        assert len(lines) > 2, (part, table)
+        assert "nan" not in table
+        for line in lines:
+            cells = line.strip("| \n").split(" | ")
+            assert any(cells[1:]), (part, table)
 
 
 def test_a_part_without_a_table_keeps_its_figure(tmp_path):
     frame = read_rows("crt_variance").frame
     write_rows("crt_variance", frame[frame["sweep"] == "fig1"], tmp_path)
-    module = pages.load("crt_variance")
-    pages.render(module, tmp_path, part="--methods oprf --seeds 1")
+    page = pages.load("crt_variance")
+    rendering.render(page, tmp_path, part="--methods oprf --seeds 1")
     text = (tmp_path / "crt_variance.md").read_text()
     assert "crt_variance.png)" in text
     assert "| ---" not in text
-    assert pages.NO_TABLE in text
+    assert rendering.NO_TABLE in text
     assert (tmp_path / "crt_variance.png").is_file()
-    assert pages.first_table(module, tmp_path) == pages.NO_TABLE
+    assert rendering.first_table(page, tmp_path) == rendering.NO_TABLE
 
 
 def test_the_committed_results_are_those_of_the_pages(monkeypatch):
@@ -134,7 +143,7 @@ def test_the_committed_results_are_those_of_the_pages(monkeypatch):
 
 
 def sweeps_of(name):
-    page = pages.load(name).page
+    page = pages.load(name)
     return [*page.models.values(), *page.small.values(), *page.full.values()]
 
 
@@ -144,20 +153,24 @@ def attentions_of_tasks(name):
     for sweep in sweeps_of(name):
         for run in sweep:
             values = dict(override.partition("=")[::2] for override in run.overrides)
-            if "task" in values and "attention" in values:
-                pairs.add((values["task"], values["attention"]))
-    return pairs
+            pairs.add((values.get("task"), values.get("attention")))
+    return {pair for pair in pairs if None not in pair}
+
+
+def task_class(name):
+    conf = yaml.safe_load((ROOT / f"conf/task/{name}.yaml").read_text())
+    if "_target_" not in conf:
+        conf = conf["task"]
+    return import_object(conf["_target_"])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_measurements_accept_every_method_of_their_page(name):
     for task_name, attention in attentions_of_tasks(name):
-        conf = yaml.safe_load((ROOT / f"conf/task/{task_name}.yaml").read_text())
-        if "_target_" not in conf:
-            conf = conf["task"]
-        task = import_object(conf["_target_"])
+        task = task_class(task_name)
         mechanism = Mechanism.parse(attention)
-        if hasattr(task, "records") and not (mechanism.estimates or mechanism.is_exact):
+        needs_whole = not (mechanism.estimates or mechanism.is_exact)
+        if needs_whole and hasattr(task, "records"):
             assert task.measures_whole(mechanism), (task_name, attention)
 
 
@@ -182,14 +195,17 @@ def keys_by_task(run):
     return parts
 
 
-@pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
-)
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
     checked = set()
     for page, i, run in runs_of_pages():
-        parts = {(page, i, run.columns.get("method", ""))} if every else keys_by_task(run)
+        parts = keys_by_task(run)
+        if every:
+            parts = {(page, i, run.columns.get("method", ""))}
         if parts <= checked:
             continue
         checked |= parts
@@ -201,7 +217,7 @@ def test_make_targets_are_sweeps():
     makefile = (ROOT / "Makefile").read_text()
     for name in NAMES:
         targets = re.search(rf"^{name} +:= (.+)$", makefile, re.M)[1].split()
-        assert {*targets} | {"demo"} >= {*pages.load(name).page.targets} >= {*targets}, name
+        assert {*targets} | {"demo"} >= {*pages.load(name).targets} >= {*targets}, name
         for target in targets:
             assert pages.load(target) is pages.load(name)
     listed = re.search(r"^PAGES +:= ((?:.+\\\n)*.+)$", makefile, re.M)[1].replace("\\", "").split()

@@ -1,0 +1,89 @@
+"""Tables of means, and their Markdown."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from crt_exp.experiments.drawing import LABELS, markdown
+from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report.rows import Rows
+
+Tables = dict[str, pd.DataFrame]  # by title
+
+
+def label(method: str, labels: Mapping[str, str] | None = None) -> str:
+    """Format a method as in the papers.
+
+    >>> label("favorpp m=256")
+    'FAVOR++, m = 256'
+    """
+    if labels and method in labels:
+        return labels[method]
+    name, *options = method.split(" ")
+    if not all("=" in option for option in options):
+        return method
+    words = [LABELS.get(name, name)]
+    words += [option.replace("=", " = ") for option in options]
+    return ", ".join(words)
+
+
+def mean_table(
+    rows: Rows,
+    columns: Mapping[str, Mapping[str, Any]],
+    methods: Sequence[str] | Mapping[str, str] = (),
+    scale: float = 1.0,
+    spec: str = ".3g",
+    overlap: float = 0.0,
+    format: Callable[[pd.Series], str] | None = None,
+    less: str = "",
+) -> pd.DataFrame:
+    """Tabulate the mean ± 95% CI of each method (rows) in each column.
+
+    Args:
+        columns: Column name to the filter of its rows, such as {"metric": ..., "dataset": ...}.
+        methods: Methods, or a mapping from methods to labels. Default: the methods of the first column.
+        scale: Factor on all values, such as 100 for percent.
+        overlap: See `mean_ci`.
+        format: Function from samples to text, in place of the mean.
+        less: Method whose values are subtracted, sample by sample.
+    """
+    methods = methods or rows.methods(**next(iter(columns.values())))
+    labels = methods if isinstance(methods, Mapping) else None
+    table = {}
+    for column, where in columns.items():
+        table[column] = {}
+        for method, values in rows.by_method(
+            methods=methods, scale=scale, less=less, **where
+        ).items():
+            if len(values):
+                cell = format(values) if format else f"{mean_ci(values, overlap=overlap):{spec}}"
+                table[column][label(method, labels)] = cell
+    names = dict.fromkeys(label(method, labels) for method in methods)
+    frame = pd.DataFrame(table, index=[*names], columns=[*columns], dtype=object)
+    return frame.dropna(how="all").fillna("").rename_axis("method")
+
+
+def filters_over(
+    key: str, values: Iterable[Any], title: str = "{}", **where: Any
+) -> dict[str, dict[str, Any]]:
+    """Return one filter of rows for each value of a column: columns of a table, or cases of a claim.
+
+    >>> filters_over("length", [512, 2048], "L = {}", metric="error")
+    {'L = 512': {'metric': 'error', 'length': 512}, 'L = 2048': {'metric': 'error', 'length': 2048}}
+    """
+    return {title.format(value): {**where, key: value} for value in values}
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    """Format a table as Markdown, with the index as first column."""
+    header, *lines = table_cells(table)
+    return markdown(header, lines)
+
+
+def table_cells(table: pd.DataFrame) -> list[list[str]]:
+    """Return the header, then the rows, as lists; missing values are empty."""
+    cells = [[table.index.name or "", *map(str, table.columns)]]
+    for name, values in zip(table.index, table.astype(object).fillna("").to_numpy()):
+        cells.append([str(name), *map(str, values)])
+    return cells
