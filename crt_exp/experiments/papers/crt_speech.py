@@ -2,21 +2,11 @@
 
 import pandas as pd
 
-from crt_exp.experiments.report import (
-    Claim,
-    Page,
-    Rows,
-    Tables,
-    control_checks,
-    dot_plot,
-    filters_over,
-    label,
-    line_plot,
-    mean_ci,
-    mean_table,
-    panels,
-    sweep,
-)
+from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report import Claim, Page, Rows, control_checks
+from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
+from crt_exp.experiments.report.sweeps import sweep
+from crt_exp.experiments.report.tables import Tables, filters_over, label, mean_table
 
 FIG3 = "fig3"
 WHISPER = "fig3-whisper"

@@ -2,18 +2,11 @@
 
 import pandas as pd
 
-from crt_exp.experiments.report import (
-    Claim,
-    Page,
-    PlannedRun,
-    Rows,
-    label,
-    line_plot,
-    mean_ci,
-    mean_table,
-    panels,
-    sweep,
-)
+from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report import Claim, Page, Rows, control_checks
+from crt_exp.experiments.report.plots import line_plot, panels
+from crt_exp.experiments.report.sweeps import PlannedRun, sweep
+from crt_exp.experiments.report.tables import label, mean_table
 
 CIFAR = "fig4-left"
 VIT = "fig4-left-vit"
@@ -83,19 +76,6 @@ for name, options in {"mae": MAE, "tuned": EXACT, "vit": VIT_FULL}.items():
     MODELS[name] = sweep(options, attention=["exact"])
 
 
-def failed_check(rows: Rows, sweep_name: str, setting: str, step: int) -> str:
-    """Return why models of a setting cannot compare methods, or ""."""
-    where = {"sweep": sweep_name, "setting": setting, "step": step}
-    reasons = []
-    accuracy = 100 * rows.values("accuracy", "exact", **where).mean()
-    if accuracy < 30:
-        reasons.append(f"exact accuracy is {accuracy:.1f}% (at least 30 needed)")
-    cost = rows.paired("uniform", "exact", "loss", **where).mean()
-    if cost < 0.3:
-        reasons.append(f"uniform attention costs {cost:.3f} nats (at least 0.3 needed)")
-    return "; ".join(reasons)
-
-
 def finding(rows: Rows) -> str:
     where = {"sweep": CIFAR, "setting": TUNED, "step": 300}
     gain = mean_ci(100 * rows.paired("favorpp m=64", "favorp m=64", "accuracy", **where))
@@ -108,24 +88,19 @@ def finding(rows: Rows) -> str:
 
 SMALL = "small ViT, m = 64"
 LARGE = "ViT-S, m = 256"
-CHECKED = {  # case -> sweep, setting and step of the sanity check
-    SMALL: (CIFAR, UNTRAINED, 0),
-    LARGE: (VIT, UNTRAINED, 0),
-    TUNED: (CIFAR, UNTRAINED, 0),
-    SCRATCH: (CIFAR, SCRATCH, 600),
+CHECKED = {  # case -> rows of the sanity check
+    SMALL: {"sweep": CIFAR, "setting": UNTRAINED, "step": 0},
+    LARGE: {"sweep": VIT, "setting": UNTRAINED, "step": 0},
+    TUNED: {"sweep": CIFAR, "setting": UNTRAINED, "step": 0},
+    SCRATCH: {"sweep": CIFAR, "setting": SCRATCH, "step": 600},
 }
 
 
 def claims(rows: Rows) -> list[Claim]:
-    fails = {}
-    for case, (name, setting, step) in CHECKED.items():
-        reason = failed_check(rows, name, setting, step)
-        if reason:
-            fails[case] = reason
+    fails = control_checks(rows, CHECKED, least=0.3)
     losses = {}
-    for case, (favorp, favorpp) in {SMALL: PAIR, LARGE: VIT_PAIR}.items():
-        where = {"sweep": CHECKED[case][0], "setting": UNTRAINED}
-        losses[case] = rows.paired(favorp, favorpp, "loss", **where)
+    for case, methods in {SMALL: PAIR, LARGE: VIT_PAIR}.items():
+        losses[case] = rows.paired(*methods, "loss", **CHECKED[case])
     cases = {
         TUNED: {"sweep": CIFAR, "setting": TUNED, "step": 300},
         SCRATCH: {"sweep": CIFAR, "setting": SCRATCH, "step": 600},

@@ -6,6 +6,7 @@ results.md recommends an attention; index.md counts the verdicts on the claims o
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -249,36 +250,36 @@ def index_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseResul
     )
 
 
-def verdict_counts(tested: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
+def verdict_counts(verdicts: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
     """One row a page: how many cases of the paper's claims have each verdict."""
     counts = {}
-    for name, cases in tested.items():
+    for name, results in verdicts.items():
         title = f"[{pages.load(name).title}]({name}.md)"
-        counts[title] = Counter(case.base_verdict for case in cases if case.paper)
-    words = [*WORDS]
-    if not any(CONFLICT in count for count in counts.values()):
-        words.remove(CONFLICT)
-    table = {title: [count[word] or "" for word in words] for title, count in counts.items()}
-    return pd.DataFrame.from_dict(table, orient="index", columns=words).rename_axis("page")
+        counts[title] = Counter(result.base_verdict for result in results if result.paper)
+    table = pd.DataFrame(counts, index=[*WORDS]).T.astype(object).rename_axis("page")
+    if table[CONFLICT].isna().all():
+        table = table.drop(columns=CONFLICT)
+    return table.map(lambda count: "" if pd.isna(count) else f"{count:.0f}")
 
 
-def undecided_claims(tested: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
+def undecided_claims(verdicts: Mapping[str, Sequence[CaseResult]]) -> pd.DataFrame:
     """One row a claim that is not decided, with its cases and what it would take."""
-    undecided = {}
-    for name, cases in tested.items():
-        for case in cases:
-            if case.paper and case.base_verdict in (UNDECIDED, NOT_MEASURED):
-                undecided.setdefault((name, case.claim.text), []).append(case)
-    table = []
-    for (_, text), cases in undecided.items():
-        listed = "; ".join(case.case for case in cases)
-        if len(cases) > 3:
-            listed = f"{len(cases)} cases"
-        table.append([text, listed, cases[-1].claim.needs])
-    links = [f"[{name}]({name}.md)" for name, _ in undecided]
-    return pd.DataFrame(
-        table, columns=["claim", "cases", "needs"], index=pd.Index(links, name="page")
-    )
+    table, links = [], []
+    for name, results in verdicts.items():
+        for claim, group in groupby(results, lambda result: result.claim.text):
+            undecided = []
+            for result in group:
+                if result.paper and result.base_verdict in (UNDECIDED, NOT_MEASURED):
+                    undecided.append(result)
+            if not undecided:
+                continue
+            cases = "; ".join(result.case for result in undecided)
+            if len(undecided) > 3:
+                cases = f"{len(undecided)} cases"
+            table.append([claim, cases, undecided[-1].claim.needs])
+            links.append(f"[{name}]({name}.md)")
+    index = pd.Index(links, name="page")
+    return pd.DataFrame(table, columns=["claim", "cases", "needs"], index=index)
 
 
 def median_and_range(settings: Sequence[dict[str, float]], family: str) -> str:
