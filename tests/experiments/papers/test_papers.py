@@ -81,7 +81,10 @@ def figures(monkeypatch):
     return figures
 
 
-PARTS = [single_sweeps, pytest.param(single_methods, marks=pytest.mark.slow)]
+PARTS = [
+    single_sweeps,
+    pytest.param(single_methods, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -195,7 +198,10 @@ def keys_by_task(run):
     return parts
 
 
-SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+SLOW = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
@@ -209,8 +215,10 @@ def test_a_run_is_a_command(every, tmp_path):
         if parts <= checked:
             continue
         checked |= parts
-        overrides = [override.replace("{runs}", str(tmp_path)) for override in run.overrides]
-        check_command_line([*overrides, f"hydra.run.dir={tmp_path}/run"])
+        overrides = [f"hydra.run.dir={tmp_path}/run"]
+        for override in run.overrides:
+            overrides.append(override.replace("{runs}", str(tmp_path)))
+        check_command_line(overrides)
 
 
 def test_make_targets_are_sweeps():

@@ -79,8 +79,26 @@ def test_large_tables_are_compressed(tmp_path):
     assert len(read_rows("page", tmp_path).frame) == 5000 * len(ROWS)
 
 
-NUMBERS = ["012345678901", "5285e1900000", "48f8ed069106+", "1e5", "01", "1.50", "+1", "1_000"]
-NUMBERS += [" 1", "0x10", "nan", "NA", "None", "null", "-inf", "true", "2026-11-28", ""]
+NUMBERS = [
+    "012345678901",
+    "5285e1900000",
+    "48f8ed069106+",
+    "1e5",
+    "01",
+    "1.50",
+    "+1",
+    "1_000",
+    " 1",
+    "0x10",
+    "nan",
+    "NA",
+    "None",
+    "null",
+    "-inf",
+    "true",
+    "2026-11-28",
+    "",
+]
 
 
 @pytest.mark.parametrize("column", ["sweep", "method", "sample", "metric", "commit"])
