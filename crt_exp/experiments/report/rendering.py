@@ -18,7 +18,6 @@ from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.rows import FOLDER, Rows, read_rows, rows_path
 from crt_exp.experiments.report.tables import Tables, table_cells, to_markdown
 from crt_exp.experiments.runner.run import write_atomic
-from crt_exp.experiments.runner.sweep import aligned
 
 LONG = 40  # maximum rows of a folded table; longer tables are left out
 NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
@@ -72,7 +71,8 @@ def first_table(page: Page, folder: Path = FOLDER, part: str = "") -> str:
     if not tables:
         return NO_TABLE
     title, table = next(iter(tables.items()))
-    return "\n".join([title, *aligned(table_cells(table))])
+    header, *rows = table_cells(table)
+    return f"{title}\n{pd.DataFrame(rows, columns=header).to_string(index=False)}"
 
 
 def page_text(
