@@ -355,7 +355,7 @@ def read_utterances(source: str) -> list[speech.Utterance]:
             utterances.append(speech.Utterance(file.stem, "", (part,)))
     if not utterances:
         raise DataError(f"task.audio={source}: no utterances; expected at least one")
-    return speech.checked_lengths(utterances, float("inf"))
+    return speech.checked_lengths(utterances)
 
 
 def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:

@@ -35,7 +35,7 @@ from crt_exp.experiments.models.folder import take_weights
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, checked
+from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, checked, warn
 
 Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = (
@@ -145,7 +145,9 @@ class LibriSpeech(Task):
         """Read and check all splits."""
         utterances = {}
         for split in SPLITS:
-            utterances[split] = speech.checked_lengths(self.read(split), self.max_seconds)
+            utterances[split] = speech.checked_lengths(self.read(split))
+            if split == "train":
+                utterances[split] = self.without_longest(utterances[split])
             if not utterances[split]:
                 raise DataError(f"{split}: no utterances; expected at least one")
         if self.corpus == "librispeech":
@@ -160,6 +162,16 @@ class LibriSpeech(Task):
             texts = [utterance.text for utterance in utterances["train"]]
             self.vocabulary = Symbols.from_texts(self.symbols, texts, self.pieces)
         return {split: self.encode_split(split, of_split) for split, of_split in utterances.items()}
+
+    def without_longest(self, utterances: list[speech.Utterance]) -> list[speech.Utterance]:
+        """Leave out training utterances of more than max_seconds, and report their number."""
+        left = [utterance for utterance in utterances if utterance.seconds <= self.max_seconds]
+        if len(left) < len(utterances):
+            warn(
+                f"task.max_seconds={self.max_seconds:g}: {len(utterances) - len(left)} of "
+                f"{len(utterances)} training utterances are longer and left out"
+            )
+        return left
 
     def read(self, split: str) -> Iterable[speech.Utterance]:
         if self.on_hub:

@@ -76,8 +76,7 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
         ("", None, "7-9-0001.flac: no transcript"),
         ("7-9-0001 A CAB\n", "", "7-9-0001: a transcript without audio beside it"),
         ("7-9-0001 A CAB\n", "no audio at all", "7-9-0001.flac: not readable"),
-        ("7-9-0001 A CAB\n", 9.0, "7-9-0001.flac: 9.000 s, expected 0.1 to 5 s"),
-        ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected 0.1 to 5 s"),
+        ("7-9-0001 A CAB\n", 0.05, "7-9-0001.flac: 0.050 s, expected at least 0.1 s"),
     ],
 )
 def test_bad_input_is_named(transcript, audio, words, tmp_path):
@@ -92,7 +91,7 @@ def test_bad_input_is_named(transcript, audio, words, tmp_path):
     elif audio == "":
         file.unlink()
     with pytest.raises(BadAudio, match=words):
-        speech.checked_lengths(read(tmp_path), 5.0)
+        speech.checked_lengths(read(tmp_path))
 
 
 @pytest.mark.parametrize("suffix", [".wav", ".flac"])
