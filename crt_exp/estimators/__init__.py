@@ -201,7 +201,8 @@ class RandomFeatureEstimator(BaseEstimator):
         d = X.shape[1]
         if self._uses_length_scale:
             lengths = check_lengths(1.0 if self.length_scale is None else self.length_scale, d)
-            self.gamma_, self.scale_ = 0.5, 1 / lengths
+            self.gamma_ = 0.5
+            self.scale_ = 1 / lengths
         else:
             gamma = gamma if self.gamma is None else self.gamma
             spread = _variance(X, weight) if gamma == "scale" else 0.0
@@ -244,10 +245,12 @@ class RandomFeatureEstimator(BaseEstimator):
         return Statistics(moments, moments)
 
     def _means(self, X, weight: np.ndarray) -> dict[str, np.ndarray]:
-        sums, names = 0.0, ("mean", "mean_sq", "mean_abs")
+        sums = 0.0
+        names = ("mean", "mean_sq", "mean_abs")
         products = np.zeros((X.shape[1] if self.map_.second_moments else 0, X.shape[1]))
         for rows in _rows_of(X):
-            x, w = self._scaled(X[rows].astype(np.float64)).numpy(), weight[rows] / weight.sum()
+            x = self._scaled(X[rows].astype(np.float64)).numpy()
+            w = weight[rows] / weight.sum()
             sums = sums + np.stack([w @ x, w @ x**2, w @ abs(x)])
             products += (x[:, : len(products)] * w[:, None]).T @ x
         return dict(zip(names, sums)) | ({"second": products} if self.map_.second_moments else {})
@@ -361,7 +364,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def _projections(self) -> int:
         """Return m; the last pair of features may give one column."""
-        m, phi = super()._projections(), self.map_
+        m = super()._projections()
+        phi = self.map_
         if phi.width(m) != self.n_components and not (
             phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))
         ):
@@ -380,7 +384,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write m first features, the last one rotated, then m - 1 second features."""
-        m, n = self.noise_.m, self._n_features_out
+        m = self.noise_.m
+        n = self._n_features_out
         pairs = x.new_empty(len(x), 2 * m)
         self.map_.writer(self.noise_, self.params_)(x, pairs)
         pairs *= (2 * m / n) ** 0.5
@@ -402,7 +407,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
             raise AttributeError(
                 "random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf"
             )
-        n, m = self._n_features_out, self.noise_.m
+        n = self._n_features_out
+        m = self.noise_.m
         if isinstance(self.map_, Trigonometric):
             rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
             offset = np.where(np.arange(n) < m, 0.0, -np.pi / 2)

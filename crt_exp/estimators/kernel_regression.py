@@ -54,10 +54,12 @@ class _KernelRegression(RandomFeatureEstimator):
         weight = np.ones(len(X))
         self._set_scale(X, weight, "scale")
         if self._exact:
-            self.x_, self.targets_ = X[:0], None
+            self.x_ = X[:0]
+            self.targets_ = None
             return
         self._fit_map(X, weight)
-        self.state_, self.log_scale_ = None, None
+        self.state_ = None
+        self.log_scale_ = None
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
         """Add rows to Phi^T [R, 1], stored as state_ exp(log_scale_).
@@ -79,7 +81,8 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def _merge(self, state: torch.Tensor, log_scale: torch.Tensor) -> None:
         if self.state_ is None:
-            self.state_, self.log_scale_ = state, log_scale
+            self.state_ = state
+            self.log_scale_ = log_scale
             return
         top = torch.maximum(self.log_scale_, log_scale)
         self.state_ = (

@@ -35,7 +35,8 @@ ROUNDING = {
     "float64": 1e-13,
     "float32": 1e-7,
 }  # rounding error of eigenvalues, relative to their sum
-STEPS, ABOVE = 8, 3  # grid points per decade; decades above the largest eigenvalue
+STEPS = 8  # grid points per decade
+ABOVE = 3  # decades of the grid above the largest eigenvalue
 CALIBRATION_ROWS = 4000  # rows stored for the calibration of a classifier
 SOFTNESS = 100.0  # inverse L2 penalty of the calibration
 LEAST_RIDGE = 1e-6  # of classifiers, relative to the sum of eigenvalues; leave-one-out scores are inaccurate below it
@@ -68,7 +69,8 @@ class Sums:
         Raises:
             ValueError: a sum overflows.
         """
-        y, root = y - self.origin, w.sqrt()
+        y = y - self.origin
+        root = w.sqrt()
         z = z * root[:, None]
         with np.errstate(invalid="ignore", over="ignore"):
             # NumPy computes one triangle: half the time
@@ -195,7 +197,8 @@ class Solution:
 
 def ridges(least: float, top: float) -> Tensor:
     """Return a grid of ridges, from rounding level to almost zero coefficients."""
-    low, high = np.log10(least), np.log10(top) + ABOVE
+    low = np.log10(least)
+    high = np.log10(top) + ABOVE
     return torch.logspace(low, high, int(STEPS * (high - low)) + 1, dtype=torch.float64)
 
 
@@ -205,7 +208,8 @@ class BaseRandomFeatureRidge(BaseEstimator):
     The feature map is fitted to the first batch of rows.
     """
 
-    together, least_ridge = False, 0.0
+    together = False
+    least_ridge = 0.0
 
     def __init__(
         self,
@@ -524,7 +528,8 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         """Store evenly spaced rows, at most KEPT: every row, every second, every fourth..."""
         before = self.rows_ - len(y)
         if before == 0:
-            self._stride, self._kept = 1, (X[:0], y[:0], weight[:0])
+            self._stride = 1
+            self._kept = (X[:0], y[:0], weight[:0])
         old = self._stride
         while self.rows_ > CALIBRATION_ROWS * self._stride:
             self._stride *= 2
@@ -560,10 +565,8 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         if len(self.classes_) > 2:  # classes without rows get probability 0
             seen = np.isin(self.classes_, fitted.classes_)
             if len(slopes) == 1:
-                slopes, offsets = (
-                    np.concatenate([0 * slopes, slopes]),
-                    np.concatenate([0 * offsets, offsets]),
-                )
+                slopes = np.concatenate([0 * slopes, slopes])
+                offsets = np.concatenate([0 * offsets, offsets])
             full = (
                 np.zeros((len(self.classes_), slopes.shape[1])),
                 np.full(len(self.classes_), -np.inf),

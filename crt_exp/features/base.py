@@ -168,7 +168,8 @@ class FeatureMap:
 
     def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
         """Sample the projections; `draw` is called once for each independent request."""
-        needed, drawn = self.projections(m), {}
+        needed = self.projections(m)
+        drawn = {}
         for p in distinct(needed):
             if p.drawn_as not in drawn:
                 drawn[p.drawn_as] = draw(p)
@@ -231,7 +232,8 @@ class FeatureMap:
         The shape is that of x[..., 0] broadcast with y[..., 0]. The value is -inf for variance zero and +inf for
         infinite variance. With m i.i.d. projections the variance is divided by m.
         """
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         return 2 * self.log_kernel(x, y) + log_expm1(self.log_relative_second_moment(x, y, params))
 
 

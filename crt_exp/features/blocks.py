@@ -364,7 +364,8 @@ class GaussianCoefficient(Coefficient):
         object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
-        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
+        noise = match_float64(noise, x.dtype)
+        x = at_least_float32(x)
         phase = noise.project((-self._m(x) * x if key else x) / self.c)
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
 

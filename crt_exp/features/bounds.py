@@ -37,7 +37,8 @@ def ensemble_log_variance(
     Exact for the exponential maps (own: one pair moment serves every GERF, for all A). Raises ValueError for the
     discrete maps. -inf where the variance is zero.
     """
-    x, y = x.double(), y.double()
+    x = x.double()
+    y = y.double()
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
     covariance, log_unit = relative_covariance(phi, x, y, params, ensemble)
     top = torch.maximum(log_one, log_unit)
@@ -62,7 +63,8 @@ def relative_covariance(
     if ensemble not in ENSEMBLES:
         raise ValueError(f"ensemble={ensemble!r}: expected one of {', '.join(ENSEMBLES)}")
     s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
-    zero, d = torch.zeros_like(s_plus), x.shape[-1]
+    zero = torch.zeros_like(s_plus)
+    d = x.shape[-1]
     if ensemble == "iid":
         return zero, zero
     if not couples(phi):
@@ -146,7 +148,8 @@ def _poisson_mean(rate: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     """
     top = float(rate.max()) if rate.numel() else 0.0
     k = torch.arange(int(top + 12 * math.sqrt(top) + 40), dtype=torch.float64)
-    values, log_factorial = f(k), torch.lgamma(k + 1)
+    values = f(k)
+    log_factorial = torch.lgamma(k + 1)
     parts = rate.reshape(-1, 1).split(max(1, TERMS // len(k)))
     means = [(torch.xlogy(k, r) - r - log_factorial).exp() @ values for r in parts]
     return torch.cat(means).view(rate.shape)

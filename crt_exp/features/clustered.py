@@ -95,7 +95,8 @@ class ClusteredMap(InBlocks):
         )
 
     def _clusters_of(self, x: Tensor, y: Tensor) -> Clusters:
-        r, t = k_means(x, self.queries, "queries"), k_means(y, self.keys, "keys")
+        r = k_means(x, self.queries, "queries")
+        t = k_means(y, self.keys, "keys")
         if self.by == "centres":
             M = diagonal_by_centres(*torch.broadcast_tensors(r[:, None], t[None]), self.field)
         else:
@@ -149,8 +150,10 @@ class ClusteredHybrid(ClusteredMap):
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
         """Return log(Var / K^2) of the active base, with m i.i.d. projections."""
-        x, y = x.double(), y.double()
-        r, t = _paired(params.queries, x, y), _paired(params.keys, x, y)
+        x = x.double()
+        y = y.double()
+        r = _paired(params.queries, x, y)
+        t = _paired(params.keys, x, y)
         pair = nearest(x, r) * self.keys + nearest(y, t)
         size, imaginary = (_row(_paired(u, x, y), pair) for u in params[2:])
         return log_expm1(_log_second_moment(x, y, size, imaginary)) - math.log(m)
@@ -234,7 +237,8 @@ class PairCoefficient(Coefficient):
     has_constant = False
 
     def rho(self, x, noise, params, key):
-        noise, x = match_float64(noise, x.dtype), at_least_float32(x)
+        noise = match_float64(noise, x.dtype)
+        x = at_least_float32(x)
         factor = (2 * params.imaginary - 1) / params.size if key else params.size
         phase = noise.project(x * (factor / self.tau).to(x))
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)

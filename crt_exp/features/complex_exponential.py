@@ -52,7 +52,8 @@ def diagonal_by_centres(r: Tensor, t: Tensor, field: Field = "complex") -> Diago
     r and t (..., d) are centres of queries and keys. The variance at the centres is zero for complex M. For real M it
     is zero if r_l t_l <= 0 in every coordinate.
     """
-    r, t = r.double(), t.double()
+    r = r.double()
+    t = t.double()
     none = (r == 0) & (t == 0)
     size = torch.where(none, 1.0, (t / torch.where(r == 0, 1.0, r)).abs().sqrt())
     size = torch.where((r == 0) & ~none, SIZES[1], size).clamp(*SIZES)
@@ -67,7 +68,8 @@ def diagonal_by_moments(
     The arguments are moments (..., d) of the sets. Unlike a fit to centres, this fit uses the spread of the sets and
     has no degenerate cases. It was derived for this project.
     """
-    x, y = x_mean_sq.double(), y_mean_sq.double()
+    x = x_mean_sq.double()
+    y = y_mean_sq.double()
     ridge = RIDGE * (x + y).mean(-1, keepdim=True) + 1e-300
     size = ((y + ridge) / (x + ridge)) ** 0.25
     return Diagonal(
@@ -152,7 +154,8 @@ class CERF(FeatureMap):
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         w = self.pair_vector(x, y, params)
-        high, low = w.abs().square().sum(-1), (w * w).sum(-1)
+        high = w.abs().square().sum(-1)
+        low = (w * w).sum(-1)
         if self.antithetic:  # Re cosh(a + ib) = cosh a cos b
             return log_mean_exp2(log_cosh(high), log_cosh(low.real), low.imag)
         return log_mean_exp2(high, low.real, low.imag)
@@ -232,7 +235,8 @@ def exponential(
         logs = [offset + projected if s > 0 else offset - projected for s in signs]
         return Features(ONE, logs[0] if len(logs) == 1 else torch.cat(logs, -1))
     log = torch.cat([offset + s * projected for s in signs], -1)
-    turned, turn = noise.project(im), (re * im).sum(-1, keepdim=True)
+    turned = noise.project(im)
+    turn = (re * im).sum(-1, keepdim=True)
     phase = torch.cat([s * turned - turn for s in signs], -1)
     return Features(
         torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1),

@@ -405,7 +405,8 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     side.
     """
     middle = -(-len(x) // 2)
-    first, second = x[:middle], x[middle:] if len(x) > 1 else x
+    first = x[:middle]
+    second = x[middle:] if len(x) > 1 else x
     places = (
         torch.arange(min(len(second), VECTORS), device=x.device)
         * len(second)

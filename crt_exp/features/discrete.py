@@ -143,7 +143,8 @@ class DiscreteRF(FeatureMap):
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         if params.shift is None:
             return x, y
         c = align(params.shift.double(), x, y)
@@ -311,7 +312,8 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
     """
     roots = [(p, math.sqrt(1 - p)) for p in P_RANGE]
     lo, hi = (torch.full_like(t[..., 0], math.log(p / (root * (1 + root)))) for p, root in roots)
-    double, pole = 2 * t, 2 * t.shape[-1]
+    double = 2 * t
+    pole = 2 * t.shape[-1]
     for _ in range(steps):
         mid = (lo + hi) / 2
         e = mid.exp()
@@ -319,7 +321,8 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
         rising = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) > pole / (
             (1 + e) * e * (2 + e)
         )
-        lo, hi = torch.where(rising, lo, mid), torch.where(rising, mid, hi)
+        lo = torch.where(rising, lo, mid)
+        hi = torch.where(rising, mid, hi)
     v = 1 + ((lo + hi) / 2).exp()
     return ((v - 1) * (v + 1) / (v * v)).clamp(*P_RANGE)
 

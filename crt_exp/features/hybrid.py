@@ -191,8 +191,10 @@ class HybridMap(InBlocks):
         Raises:
             NotImplementedError: no covariance is known. It is known for TrigRF, PosRF, HypRF and CERF.
         """
-        x, y = x.double(), y.double()
-        bases, moments = self.components()[1], self._moments(x, y, params[0], n)
+        x = x.double()
+        y = y.double()
+        bases = self.components()[1]
+        moments = self._moments(x, y, params[0], n)
         spread = torch.stack(
             [
                 log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
@@ -310,7 +312,8 @@ class Bipolar(HybridMap):
 
     def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
         """Return positive and trigonometric features from projections (..., L, m)."""
-        half, m = sq_norm(x) / 2, omega_x.shape[-1]
+        half = sq_norm(x) / 2
+        m = omega_x.shape[-1]
         both = torch.cat([omega_x, -omega_x], -1) if self.base == "hyp" else omega_x
         down = half if self.kernel == "softmax" else 2 * half
         up = half if self.kernel == "softmax" else torch.zeros_like(half)

@@ -35,12 +35,14 @@ from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import orthogonal
 from crt_exp.validation import Count
 
-KEYS, PAIRS = 2, 8  # least number of sampled keys per query, and of sampled pairs per centre
+KEYS = 2
+PAIRS = 8  # least number of sampled keys per query, and of sampled pairs per centre
 UNIFORM = (
     1 / 16
 )  # share of keys sampled uniformly from all visible keys; the others are sampled by attention
 ROUNDS = 4  # iterations of k-means
-QUERIES, UPDATES = 128, 30  # queries per sequence and iterations of the weight fit
+QUERIES = 128
+UPDATES = 30  # queries per sequence and iterations of the weight fit
 DEVIATION = 0.6  # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
 LEAST = 1e-30  # of a fitted weight relative to its start
@@ -128,12 +130,11 @@ class Mixture(Dense):
         """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
         if self.weights == "fitted" or params.centres.shape[-2] > 1:
             return FeatureMap.log_relative_second_moment(self, x, y, params)
-        G, ndim = params.balance, max(x.ndim, y.ndim)
+        G = params.balance
+        ndim = max(x.ndim, y.ndim)
         if G is not None:
-            x, y = (
-                apply_to_pairs(x.double(), G.double(), ndim),
-                apply_to_pairs(y.double(), inverse_transposed(G.double()), ndim),
-            )
+            x = apply_to_pairs(x.double(), G.double(), ndim)
+            y = apply_to_pairs(y.double(), inverse_transposed(G.double()), ndim)
         return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
 
     # ---- fit
@@ -166,10 +167,12 @@ class Mixture(Dense):
         )
 
     def _of_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
-        G, generator = None, torch.Generator().manual_seed(0)
+        G = None
+        generator = torch.Generator().manual_seed(0)
         if self.kernel == "softmax":
             G = balance(*(Moments.of(t.flatten(0, 1)).covariance for t in (x, y)))
-            x, y = x @ G, y @ torch.linalg.inv(G)
+            x = x @ G
+            y = y @ torch.linalg.inv(G)
         seen = torch.ones(x.shape[1], y.shape[1], dtype=torch.bool, device=x.device)
         seen = seen.tril() if causal else seen
         exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
@@ -277,7 +280,8 @@ def relative_factors(
     for (queries, _), top in zip(slices, tops):
         largest = (log_q[:, queries] + top).amax(-1, keepdim=True)
         most[:, queries] = most[:, queries].maximum(largest)
-    blocks, sums = [], torch.zeros_like(log_q)
+    blocks = []
+    sums = torch.zeros_like(log_q)
     for (queries, keys), top in zip(slices, tops):
         q = (log_q[:, queries] + top - most[:, queries]).exp()
         k = (log_k[:, keys] - top).exp().float()

@@ -45,7 +45,8 @@ class SpectralRF(Trigonometric):
 
     def log_relative_second_moment(self, x, y, params=()) -> Tensor:
         """Return the moment from E cos^2 = (1 + K(2 (x - y))) / 2."""
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         twice = self.log_kernel(2 * x, 2 * y)
         return torch.log1p(torch.expm1(twice) / 2) - 2 * self.log_kernel(x, y)
 
@@ -100,8 +101,10 @@ class MaternRF(RadialRF):
         """Return the quantile of d F(d, 2 nu), from the closer tail of a beta."""
         from scipy.special import betaincinv, gammainc, gammaincc
 
-        low, high = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
-        b, rest = betaincinv(d / 2, self.nu, low), betaincinv(self.nu, d / 2, high)
+        low = gammainc(d / 2, sq_norm / 2)
+        high = gammaincc(d / 2, sq_norm / 2)
+        b = betaincinv(d / 2, self.nu, low)
+        rest = betaincinv(self.nu, d / 2, high)
         with np.errstate(divide="ignore"):  # from the tail that np.where discards
             return 2 * self.nu * np.where(low < 0.5, b / (1 - b), (1 - rest) / rest)
 
@@ -127,7 +130,8 @@ class RationalQuadraticRF(RadialRF):
         from scipy.special import gammainc, gammaincc
 
         log_square, low, high = rational_quadratic_distribution(float(self.alpha), d)
-        p, q = gammainc(d / 2, sq_norm / 2), gammaincc(d / 2, sq_norm / 2)
+        p = gammainc(d / 2, sq_norm / 2)
+        q = gammaincc(d / 2, sq_norm / 2)
         below = np.interp(np.log(np.maximum(p, 1e-300)), low, log_square)
         above = np.interp(-np.log(np.maximum(q, 1e-300)), -high, log_square)
         return np.exp(np.where(p < 0.5, below, above))
@@ -143,7 +147,8 @@ def rational_quadratic_distribution(
     """Return log |w|^2 on a grid, and the log CDF and log survival function there."""
     from scipy.special import gammainc, gammaincc, gammainccinv, gammaincinv
 
-    low, high = np.log(gammaincinv(alpha, 1e-14)), np.log(gammainccinv(alpha, 1e-14))
+    low = np.log(gammaincinv(alpha, 1e-14))
+    high = np.log(gammainccinv(alpha, 1e-14))
     log_g = np.linspace(max(low, -600), high, NODES)
     log_weight = alpha * log_g - np.exp(log_g)
     weight = np.exp(log_weight - log_weight.max())
@@ -204,7 +209,8 @@ class ArcCosineRF(FeatureMap):
         return BoundMap(phi, phi)
 
     def log_kernel(self, x, y):
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         theta = angle(x, y)
         if self.order == 0:
             return torch.log1p(-theta / math.pi)
@@ -409,7 +415,8 @@ def _concatenate(fs: list[Features], weights: Sequence[float], signed: bool) -> 
 
 def _outer(a: Features, b: Features) -> Features:
     (va, la), (vb, lb) = _full(a), _full(b)
-    values, logs = va[..., :, None] * vb[..., None, :], la[..., :, None] + lb[..., None, :]
+    values = va[..., :, None] * vb[..., None, :]
+    logs = la[..., :, None] + lb[..., None, :]
     return Features(values.flatten(-2), logs.flatten(-2))
 
 

@@ -37,9 +37,11 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
     The result is accurate near 0 and pi.
     """
-    nx, ny = x.norm(dim=-1, keepdim=True), y.norm(dim=-1, keepdim=True)
+    nx = x.norm(dim=-1, keepdim=True)
+    ny = y.norm(dim=-1, keepdim=True)
     zero = ((nx == 0) | (ny == 0)).squeeze(-1)
-    u, v = x / nx.where(nx > 0, torch.ones_like(nx)), y / ny.where(ny > 0, torch.ones_like(ny))
+    u = x / nx.where(nx > 0, torch.ones_like(nx))
+    v = y / ny.where(ny > 0, torch.ones_like(ny))
     theta = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
     return theta.masked_fill(zero, math.pi / 2)
 
@@ -101,7 +103,8 @@ class Moments:
         x = at_least_float32(x.detach())
         self._mask = mask
         self._x = x if mask is None else torch.where(mask[..., None], x, x.new_zeros(()))
-        self.d, self._scale = x.shape[-1], scale
+        self.d = x.shape[-1]
+        self._scale = scale
         return self
 
     @classmethod
@@ -157,7 +160,8 @@ class Moments:
         """
         if "_x" not in self.__dict__:
             return centred(self.second, self.mean)
-        x, count = self._x.double() * self._scale, self.count.double().unsqueeze(-1)
+        x = self._x.double() * self._scale
+        count = self.count.double().unsqueeze(-1)
         x = x - x.sum(-2, keepdim=True) / count
         x = x if self._mask is None else x.masked_fill(~self._mask[..., None], 0)
         return x.mT @ x / count
@@ -184,7 +188,8 @@ class Moments:
             raise ValueError(
                 "statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)"
             )
-        batch, x = self._x.shape[:-2], self._x * self._scale
+        batch = self._x.shape[:-2]
+        x = self._x * self._scale
         if transforming():
             raise ValueError(
                 "a map that is fitted to vectors: torch.func cannot trace the fit; fit before"
@@ -220,7 +225,8 @@ class Mirrored:
     """
 
     def __init__(self, of: Moments):
-        self._of, self.d = of, of.d
+        self._of = of
+        self.d = of.d
 
     def __getattr__(self, name):  # squares and absolute values do not change with the sign
         if name == "mean":

@@ -181,7 +181,8 @@ class FixedDistribution(ClassSampler):
             return Drawn(ids, self.log_probability(ids).to(torch.float32), None)
         t = targets[:, None]
         target_log_q = self.log_probability(t)
-        q_t, before = target_log_q.exp(), self.below(t)
+        q_t = target_log_q.exp()
+        before = self.below(t)
         u = u * (1 - q_t)
         ids = self.at(torch.where(u >= before, u + q_t, u).clamp(max=1 - 2.0**-53))
         # rounding errors of u may hit the target

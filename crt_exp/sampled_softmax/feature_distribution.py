@@ -158,7 +158,8 @@ class FeatureDistribution(ClassSampler):
         check_classes(weight, bias, self.classes, self.d)
         if not len(rows) or not self.built:
             return
-        vectors, biases = weight.index_select(0, rows), None if bias is None else bias[rows]
+        vectors = weight.index_select(0, rows)
+        biases = None if bias is None else bias[rows]
         check_finite(vectors, biases, rows)
         if not self._update(rows, vectors, biases):
             self.rebuild(weight, bias)
@@ -175,7 +176,8 @@ class FeatureDistribution(ClassSampler):
 
     def _uniform(self, hidden: Tensor, targets: Tensor | None, k: int) -> Tensor:
         """Sample uniform classes for a share `defensive` of the entries, else -1."""
-        shape, device = (len(hidden), k), hidden.device
+        shape = (len(hidden), k)
+        device = hidden.device
         if not self.defensive:
             return torch.full((1, 1), -1, device=device).expand(shape)
         ids = torch.randint(self.classes - (targets is not None), shape, device=device)

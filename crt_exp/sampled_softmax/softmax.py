@@ -71,7 +71,8 @@ class SampledSoftmax(nn.Module):
             raise ValueError(
                 f"sampler: {self.sampler.classes} classes, expected {classes} as in the head"
             )
-        self.sparse, self.rebuild_every = sparse, whole_number(rebuild_every, "rebuild_every", 0)
+        self.sparse = sparse
+        self.rebuild_every = whole_number(rebuild_every, "rebuild_every", 0)
         self.register_buffer("updates", torch.zeros((), dtype=torch.long))
         self._touched: list[Tensor] = []  # classes used since the last update
 

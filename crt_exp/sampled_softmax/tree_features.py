@@ -126,7 +126,8 @@ class TreeFeatures(FeatureDistribution):
         """
         a = self._signed_queries(hidden)
         taken = None if targets is None else (a * self.tree.leaves[targets]).sum(-1, keepdim=True)
-        node, log_q = torch.zeros_like(given), torch.zeros(given.shape, device=given.device)
+        node = torch.zeros_like(given)
+        log_q = torch.zeros(given.shape, device=given.device)
         for number in reversed(range(self.tree.depth)):
             children = node[..., None] * FAN + torch.arange(FAN, device=node.device)
             weights = self._weights(a, number, children, targets, taken)
@@ -144,7 +145,8 @@ class TreeFeatures(FeatureDistribution):
         self, a: Tensor, number: int, children: Tensor, targets: Tensor | None, taken: Tensor | None
     ) -> Tensor:
         """Return non-negative weights of children (B, k, FAN) of a level."""
-        scores, counts = self._scores(a, number, children), self.tree.counts(number, children)
+        scores = self._scores(a, number, children)
+        counts = self.tree.counts(number, children)
         if targets is not None:
             mine = children == (targets // FAN**number)[:, None, None]
             scores = torch.where(mine, scores - taken[..., None], scores)
@@ -154,13 +156,12 @@ class TreeFeatures(FeatureDistribution):
 
     def _scores(self, a: Tensor, number: int, children: Tensor) -> Tensor:
         """Return a.(sum of f below each child), (B, k, FAN)."""
-        level, k = self.tree.level(number), children.shape[1]
+        level = self.tree.level(number)
+        k = children.shape[1]
         if number and len(level) <= SHARED * k:
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
-        groups, step = (
-            level.view(-1, FAN * level.shape[1]),
-            max(1, GATHER_BLOCK // (FAN * k * level.shape[1])),
-        )
+        groups = level.view(-1, FAN * level.shape[1])
+        step = max(1, GATHER_BLOCK // (FAN * k * level.shape[1]))
         parts = zip((children[..., 0] // FAN).split(step), a.split(step))
         scores = [
             F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None]
@@ -224,7 +225,8 @@ class SumTree(nn.Module):
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype = torch.float64):
         super().__init__()
-        self.rows, self.width = rows, width
+        self.rows = rows
+        self.width = width
         self.register_buffer("level0", torch.zeros(_padded(rows), width))
         self.depth = 1
         while len(self.level(self.depth - 1)) > FAN:
@@ -269,7 +271,8 @@ class SumTree(nn.Module):
             self.level(number).copy_(self._sums(number))
 
     def _sums(self, number: int) -> Tensor:
-        level, below = self.level(number), self.level(number - 1)
+        level = self.level(number)
+        below = self.level(number - 1)
         summed = below.view(-1, FAN, self.width).sum(1, dtype=level.dtype)
         return torch.nn.functional.pad(summed, (0, 0, 0, len(level) - len(summed)))
 
@@ -313,7 +316,8 @@ class SumTree(nn.Module):
 
         One search serves all columns: the distribution function of column i covers [i, i + 1).
         """
-        total, nodes = ends[:, -1:].clone(), ends.shape[1]
+        total = ends[:, -1:].clone()
+        nodes = ends.shape[1]
         ends = (ends / total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
         if (
             without is not None

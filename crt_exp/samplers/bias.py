@@ -47,8 +47,10 @@ def measured_bias(
         Ratio and standard error, (pairs,) each.
     """
     d = x.shape[-1]
-    m, draws = d if m is None else whole_number(m, "m"), whole_number(draws, "draws", 2)
-    x, y = x.double(), y.double()
+    m = d if m is None else whole_number(m, "m")
+    draws = whole_number(draws, "draws", 2)
+    x = x.double()
+    y = y.double()
     chunk = max(1, 2**22 // (m * d))  # 32 MiB of rows at a time
     sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)
 
@@ -70,10 +72,8 @@ def bias_record(
     g = torch.Generator().manual_seed(0)
     if sampler(2, 2, g).gaussian:  # independent of the dimension
         return {}
-    i, j = (
-        torch.randint(len(x), (pairs,), generator=g),
-        torch.randint(len(y), (pairs,), generator=g),
-    )
+    i = torch.randint(len(x), (pairs,), generator=g)
+    j = torch.randint(len(y), (pairs,), generator=g)
     bias = measured_bias(phi, sampler, x[i], y[j], params, generator=g)
     return {
         "sampler_bias": bias.ratio.mean().item(),
@@ -96,6 +96,7 @@ def estimate_ratios(phi, x: Tensor, y: Tensor, noise: Noise, params) -> Tensor:
 
     x and y are (pairs, d). The division by the kernel is done in log space.
     """
-    fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
+    fx = phi.phi_q(x, noise, params)
+    fy = phi.phi_k(y, noise, params)
     log_scale = fx.log_scale + fy.log_scale - phi.log_kernel(x, y).unsqueeze(-1)
     return (fx.value * fy.value * log_scale.exp()).sum(-1)

@@ -156,7 +156,8 @@ def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor
     offset = d * torch.arange(count, device=x.device)
     flat = x.flatten(0, 1).clone()
     for i, j, c, s in zip(first + offset, second + offset, angle.cos(), angle.sin()):
-        a, b = flat.index_select(0, i), flat.index_select(0, j)
+        a = flat.index_select(0, i)
+        b = flat.index_select(0, j)
         flat.index_copy_(0, i, c * a - s * b).index_copy_(0, j, s * a + c * b)
     return flat.view_as(x)
 

@@ -41,7 +41,8 @@ class cached_property:  # noqa: N801 (used as a decorator)
     """
 
     def __init__(self, function):
-        self.function, self.__doc__ = function, function.__doc__
+        self.function = function
+        self.__doc__ = function.__doc__
 
     def __set_name__(self, owner, name):
         self.name = name
@@ -127,7 +128,8 @@ class DenseNoise(Noise):
     stored = ("weight",)
 
     def __init__(self, weight: Tensor, gaussian: bool):
-        self.weight, self.gaussian = weight, gaussian
+        self.weight = weight
+        self.gaussian = gaussian
         *batch, self.m, self.d = weight.shape
         self.batch = tuple(batch)
 
@@ -153,7 +155,8 @@ class HadamardNoise(Noise):
     MATRIX_FREE_FROM the product with the rows is faster; the rows are then cached.
     """
 
-    gaussian, stored = False, ("signs", "lengths")
+    gaussian = False
+    stored = ("signs", "lengths")
 
     def __init__(self, signs: Tensor, lengths: Tensor, d: int):
         self.signs = signs
@@ -221,7 +224,8 @@ def fwht(x: Tensor) -> Tensor:
     The length must be a power of two. The transform applies the Kronecker factors of H_n, of size at most 64, in O(n
     log n). It is differentiable.
     """
-    n, h = x.shape[-1], 1
+    n = x.shape[-1]
+    h = 1
     if n & (n - 1):
         raise ValueError(f"n={n}: expected a power of two")
     for r in _radices(n):
@@ -236,7 +240,8 @@ def fwht(x: Tensor) -> Tensor:
 
 def _radices(n: int) -> list[int]:
     """Return powers of two up to RADIX with product n, as even as possible."""
-    bits, most = n.bit_length() - 1, RADIX.bit_length() - 1
+    bits = n.bit_length() - 1
+    most = RADIX.bit_length() - 1
     steps = max(1, -(-bits // most))
     return [2 ** (bits // steps + (i < bits % steps)) for i in range(steps)]
 
