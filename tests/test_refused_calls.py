@@ -74,7 +74,7 @@ CALLS = {
         "kernel=laplace: expected softmax or gaussian",
     ),
     "vectors of known moments": (
-        lambda: Moments.known(mean=torch.ones(4)).sets(),
+        lambda: Moments.from_values(mean=torch.ones(4)).sets(),
         ValueError,
         "statistics without vectors",
     ),

@@ -295,7 +295,7 @@ class RandomFeatureAttention(Redraws, Running):
         The queries of the call may lie in the future of each other.
         """
         mask = None if key_mask is None else key_mask[:, None]
-        keys = Moments.of(k, mask, self.scale)
+        keys = Moments.from_vectors(k, mask, self.scale)
         queries = Mirrored(keys)
         if self.keeps_statistics:
             queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)

@@ -93,7 +93,7 @@ class Running(LinearAttention):
         weight = torch.where(seen, self.running_weight, 1.0)
         moments = {name: self._moment("running", side, name) / weight for name in self.moments}
         minimum = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
-        return Moments.known(**moments, minimum=minimum)
+        return Moments.from_values(**moments, minimum=minimum)
 
     def _moment(self, stage: str, side: str, name: str) -> Tensor:
         return getattr(self, f"{stage}_{side}_{name}")
@@ -210,7 +210,9 @@ def grouped_statistics(
     if groups > 1:
         x = x.unflatten(1, (y.shape[1], groups)).flatten(2, 3)
         x_mask = None if x_mask is None else x_mask.repeat(1, 1, groups)
-    return Statistics(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
+    return Statistics(
+        Moments.from_vectors(x, x_mask, scale), Moments.from_vectors(y, y_mask, scale)
+    )
 
 
 def for_query_heads(params: Nested, groups: int) -> Nested:

@@ -241,7 +241,9 @@ class RandomFeatureEstimator(BaseEstimator):
         if not isinstance(self.map_, PositiveExponential):
             low = X.min(0).toarray().ravel() if issparse(X) else X.min(0)
             known["minimum"] = (low.astype(np.float64) - self.center_) * self.scale_
-        moments = Moments.known(**{name: torch.from_numpy(value) for name, value in known.items()})
+        moments = Moments.from_values(
+            **{name: torch.from_numpy(value) for name, value in known.items()}
+        )
         return Statistics(moments, moments)
 
     def _means(self, X, weight: np.ndarray) -> dict[str, np.ndarray]:

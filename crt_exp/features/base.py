@@ -1,4 +1,4 @@
-"""Interface of random-feature maps, and checks for non-finite numbers.
+"""Interface of random-feature maps, and numerical helpers.
 
 Notation: L queries x, S keys y, d dimension, m projections, M features. Projections are the rows omega of a random
 matrix. A map computes M features from m projections.
@@ -7,22 +7,20 @@ Features are represented as value * exp(log_scale), so that attention can stabil
 """
 
 import math
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crt_exp.features.statistics import Kernel, Statistics, log_kernel
 from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
 from crt_exp.validation import check_values
 
-ONE = torch.ones(
-    ()
-)  # value of positive features; zero-dimensional tensors combine with every device and dtype
+# Value of positive features. Zero-dimensional tensors combine with every device and dtype.
+ONE = torch.ones(())
 LOG2 = math.log(2)
 
 # nested tensors (samplers/noise.py), mostly (..., 1, 1), (..., 1, d) or (..., d, d); () for maps without parameters
@@ -45,7 +43,9 @@ class Features(NamedTuple):
         phi may overflow or underflow for large |x|.
         """
         phi = self.log_scale.exp()
-        return phi if self.value is ONE else self.value * phi
+        if self.value is ONE:
+            return phi
+        return self.value * phi
 
     def write(self, out: Tensor) -> None:
         """Write phi into `out` (..., L, M), without gradient.
@@ -93,13 +93,16 @@ class Projections:
         """The name under which the projections are sampled."""
         return self.name if self.begin is None else self.begin
 
-    def of_part(self, part: int) -> "Projections":
-        """Return the request renamed for part number `part` of a composite map."""
-        name, begin = (
-            None if name is None else f"{part}_{name}" if name else str(part)
-            for name in (self.name, self.begin)
-        )
-        return replace(self, name=name, begin=begin)
+    def of_part(self, prefix: str) -> "Projections":
+        """Return the request renamed for a part of a composite map."""
+        begin = self.begin
+        if begin is not None:
+            begin = _join(prefix, begin)
+        return replace(self, name=_join(prefix, self.name), begin=begin)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if name else prefix
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,10 @@ class FeatureMap:
     kernel: Kernel = "softmax"
 
     estimates = True  # the features estimate a kernel without bias; False for learned features
-    fixes_scale = (
-        True  # the features estimate the kernel, not only its ratios over the keys of a query
-    )
-    own_kernel = (
-        False  # the kernel is neither softmax nor Gaussian; such maps do not serve attention
-    )
+    # The features estimate the kernel, not only its ratios over the keys of a query.
+    fixes_scale = True
+    # The kernel is neither softmax nor Gaussian; such maps do not serve attention.
+    own_kernel = False
     learned = False  # the projections are always parameters of the layer
     trainable = False  # a layer can train the parameters and projections (attention.learn)
     fitted = False  # `fit` uses statistics; if False, call `fit(None)`
@@ -169,11 +170,11 @@ class FeatureMap:
     def noise(self, m: Nested, draw: Callable[[Projections], Noise]) -> Nested:
         """Sample the projections; `draw` is called once for each independent request."""
         needed = self.projections(m)
-        drawn = {}
-        for p in distinct(needed):
-            if p.drawn_as not in drawn:
-                drawn[p.drawn_as] = draw(p)
-        return map_leaves(lambda p: drawn[p.drawn_as], needed)
+        noises: dict[str, Noise] = {}
+        for request in distinct(needed):
+            if request.drawn_as not in noises:
+                noises[request.drawn_as] = draw(request)
+        return map_leaves(lambda request: noises[request.drawn_as], needed)
 
     def fit(self, stats: Statistics) -> Params:
         """Return the parameters of least mean log variance for these statistics."""
@@ -194,9 +195,9 @@ class FeatureMap:
     def bind(self, noise: Noise, params: Params = ()) -> BoundMap:
         """Return both maps as functions of the vectors alone, for use on chunks."""
         phi_q = partial(self.phi_q, noise=noise, params=params)
-        return BoundMap(
-            phi_q, phi_q if self.one_map else partial(self.phi_k, noise=noise, params=params)
-        )
+        if self.one_map:
+            return BoundMap(phi_q, phi_q)
+        return BoundMap(phi_q, partial(self.phi_k, noise=noise, params=params))
 
     def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
         """Return a function that writes phi_q(x) into `out` (..., L, M).
@@ -214,8 +215,9 @@ class FeatureMap:
         Raises:
             ValueError: the map has no closed form.
         """
+        name = type(self).__name__
         raise ValueError(
-            f"features={type(self).__name__}: no closed-form variance; define log_relative_second_moment"
+            f"features={name}: no closed-form variance; define log_relative_second_moment"
         )
 
     def log_mse(self, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
@@ -237,19 +239,20 @@ class FeatureMap:
         return 2 * self.log_kernel(x, y) + log_expm1(self.log_relative_second_moment(x, y, params))
 
 
-def distinct(needed: Nested) -> list[Projections]:
+def distinct(requests: Nested) -> list[Projections]:
     """Return one request per name.
 
     Raises:
         ValueError: parts share projections but need different numbers of them.
     """
-    named = {}
-    for p in leaves(needed):
-        if named.setdefault(p.name, p).m != p.m:
+    by_name: dict[str, Projections] = {}
+    for request in leaves(requests):
+        first = by_name.setdefault(request.name, request)
+        if first.m != request.m:
             raise ValueError(
-                f"shared projections: parts need {named[p.name].m} and {p.m} rows; use equal m"
+                f"shared projections: parts need {first.m} and {request.m} rows; use equal m"
             )
-    return list(named.values())
+    return list(by_name.values())
 
 
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -259,31 +262,32 @@ def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 def broadcast_matrix(M: Tensor, ndim: int) -> Tensor:
     """Reshape a matrix (*batch, k, d) to broadcast with vectors of `ndim` dimensions."""
-    batch = M.shape[:-2]
-    return M.reshape(*batch, *[1] * (ndim - 1 - len(batch)), *M.shape[-2:])
+    ones = [1] * (ndim + 1 - M.ndim)
+    return M.reshape(*M.shape[:-2], *ones, *M.shape[-2:])
 
 
 def log_expm1(t: Tensor) -> Tensor:
     """Return log(exp(t) - 1) for t >= 0, accurate at both ends; -inf at t <= 0."""
     t = t.clamp(min=0)
-    small = t.clamp(max=20.0)
-    return torch.where(t > 20, t + torch.log1p(-torch.exp(-t)), torch.log(torch.expm1(small)))
+    large = t + torch.log1p(-torch.exp(-t))
+    small = torch.log(torch.expm1(t.clamp(max=20.0)))
+    return torch.where(t > 20, large, small)
 
 
 def log_cosh(t: Tensor) -> Tensor:
     """Return log cosh t, to full relative accuracy near 0."""
     t = t.abs()
     near = t.clamp(max=1.0)
-    return torch.where(
-        t > 1,
-        t - LOG2 + torch.log1p(torch.exp(-2 * t)),
-        torch.log1p(2 * torch.sinh(near / 2).square()),
-    )
+    large = t - LOG2 + torch.log1p(torch.exp(-2 * t))
+    small = torch.log1p(2 * torch.sinh(near / 2).square())
+    return torch.where(t > 1, large, small)
 
 
 def all_true(condition: Tensor) -> bool:
     """Whether a condition is true everywhere; under vmap, for all mapped entries."""
-    return bool((torch.func.debug_unwrap(condition) if transforming() else condition).all())
+    if transforming():
+        condition = torch.func.debug_unwrap(condition)
+    return bool(condition.all())
 
 
 def values_readable(t: Tensor) -> bool:
@@ -313,104 +317,3 @@ def check_finite(value: Tensor, name: str) -> Tensor:
 
 class NotFinite(ValueError):
     """Raised when a computation that needs finite numbers receives others."""
-
-
-def first_nonfinite(
-    model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor]
-) -> str | None:
-    """Name the first non-finite parameter, layer output, loss or gradient.
-
-    The function recomputes the forward and backward passes of `batches`. It checks layers in execution order, inner
-    layers first, and gradients in backward order. It leaves gradients behind.
-
-    Args:
-        model: the uncompiled model, because compiled code runs no hooks.
-
-    Returns:
-        A description, or None if everything is finite.
-    """
-    names = nonfinite_parameters(model)
-    model.zero_grad()
-    for batch in batches:
-        replay(model, batch, loss, names)
-    if not names:  # only the sum over micro-batches or processes overflowed; backward reaches the last layer first
-        late = [
-            name
-            for name, p in model.named_parameters()
-            if p.grad is not None and not finite(p.grad)
-        ]
-        names = [f"gradient of {name}" for name in reversed(late)]
-    return names[0] if names else None
-
-
-def nonfinite_parameters(model: nn.Module) -> list[str]:
-    return [
-        f"parameter {name}" for name, parameter in model.named_parameters() if not finite(parameter)
-    ]
-
-
-def layer_of(error: BaseException, model: nn.Module) -> str:
-    """Return the innermost layer that ran when `error` was raised, with its message."""
-    names = {module: name for name, module in model.named_modules()}
-    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    layers = [module for module in frames if isinstance(module, nn.Module) and names.get(module)]
-    return f"{names[layers[-1]]} ({type(layers[-1]).__name__}): {error}" if layers else str(error)
-
-
-def replay(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], names: list[str]
-) -> None:
-    """Run one micro-batch forward and backward; append the first problem to `names`."""
-    hooks = [
-        module.register_forward_hook(output_hook(name, names))
-        for name, module in model.named_modules()
-    ]
-    hooks += [
-        p.register_hook(gradient_hook(name, names))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
-    try:
-        value = loss(model, batch)
-        if not names and not finite(value):
-            names.append("the loss itself")
-        value.backward()
-    except NotFinite as error:
-        if not names:
-            names.append(layer_of(error, model))
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def output_hook(name: str, names: list[str]):
-    def hook(module, args, output):
-        if not names and not all(finite(t) for t in tensors_in(output)):
-            names.append(f"output of {name or 'the model'} ({type(module).__name__})")
-
-    return hook
-
-
-def gradient_hook(name: str, names: list[str]):
-    def hook(gradient):
-        if not names and not finite(gradient):
-            names.append(f"gradient of {name}")
-
-    return hook
-
-
-def finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return not local.is_floating_point() or bool(torch.isfinite(local).all())
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors of nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif hasattr(value, "values"):
-        for item in value.values():
-            yield from tensors_in(item)

@@ -8,6 +8,7 @@ Sources: HRF 2.3 and H.2. The variance for complex M was derived for this projec
 
 import math
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -54,10 +55,10 @@ def diagonal_by_centres(r: Tensor, t: Tensor, field: Field = "complex") -> Diago
     """
     r = r.double()
     t = t.double()
-    none = (r == 0) & (t == 0)
-    size = torch.where(none, 1.0, (t / torch.where(r == 0, 1.0, r)).abs().sqrt())
-    size = torch.where((r == 0) & ~none, SIZES[1], size).clamp(*SIZES)
-    return Diagonal(size, (r * t > 0) & (field == "complex"))
+    ratio = t / torch.where(r == 0, 1.0, r)
+    size = torch.where(r == 0, SIZES[1], ratio.abs().sqrt())
+    size = torch.where((r == 0) & (t == 0), 1.0, size)
+    return Diagonal(size.clamp(*SIZES), (r * t > 0) & (field == "complex"))
 
 
 def diagonal_by_moments(
@@ -72,9 +73,8 @@ def diagonal_by_moments(
     y = y_mean_sq.double()
     ridge = RIDGE * (x + y).mean(-1, keepdim=True) + 1e-300
     size = ((y + ridge) / (x + ridge)) ** 0.25
-    return Diagonal(
-        size.clamp(*SIZES), (x_mean.double() * y_mean.double() > 0) & (field == "complex")
-    )
+    equal_signs = x_mean.double() * y_mean.double() > 0
+    return Diagonal(size.clamp(*SIZES), equal_signs & (field == "complex"))
 
 
 class CERFParams(NamedTuple):
@@ -92,11 +92,15 @@ class CERF(FeatureMap):
     Args:
         M: a number, d numbers (diagonal) or d rows of d numbers, real or complex; None: a diagonal fitted to the
             moments of queries and keys.
-        field: "real" or "complex" entries of a fitted M; real M gives positive features.
+        field: "real" or "complex" entries of a fitted M; real M gives positive features. None: as M, else "complex".
         antithetic: use omega and -omega: twice as many features.
 
     Raises:
         ValueError: M is singular, not finite or of another shape, or complex with field="real".
+
+    >>> x = torch.ones(4)
+    >>> CERF(M=1j).log_variance(x, x, CERF(M=1j).fit(None)).item(), CERF(M=1j).width(8)
+    (-inf, 16)
     """
 
     M: Any = None
@@ -107,38 +111,44 @@ class CERF(FeatureMap):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.M is None:
-            object.__setattr__(self, "field", self.field or "complex")
-            return
-        M = _matrix(self.M)
-        object.__setattr__(self, "M", _as_tuples(M))
-        if self.field == "real" and M.is_complex():
+        if self.field == "real" and self.matrix is not None and self.matrix.is_complex():
             raise ValueError("M: complex entries; expected real entries with field='real'")
-        object.__setattr__(self, "field", self.field or ("complex" if M.is_complex() else "real"))
+
+    @cached_property
+    def matrix(self) -> Tensor | None:
+        """The fixed M as a tensor, complex only if an entry is; None: M is fitted."""
+        return None if self.M is None else _matrix(self.M)
+
+    @cached_property
+    def is_complex(self) -> bool:
+        """Whether features have real and imaginary parts."""
+        if self.field is not None or self.matrix is None:
+            return self.field != "real"
+        return self.matrix.is_complex()
 
     @property
     def fitted(self) -> bool:
-        return self.M is None
+        return self.matrix is None
 
     def width(self, m: int) -> int:
-        return m * (2 if self.field == "complex" else 1) * (2 if self.antithetic else 1)
+        return m * 2 ** (self.is_complex + self.antithetic)
 
     def fit(self, stats: Statistics) -> CERFParams:
-        if self.M is not None:
-            M = torch.as_tensor(_matrix(self.M))
+        M = self.matrix
+        if M is not None:
             return CERFParams(M.reshape(1, -1) if M.ndim < 2 else M)
-        best = diagonal_by_moments(
-            stats.x.mean, stats.x.mean_sq, stats.y.mean, stats.y.mean_sq, self.field
-        )
+        x = stats.x
+        y = stats.y
+        field: Field = "complex" if self.is_complex else "real"
+        best = diagonal_by_moments(x.mean, x.mean_sq, y.mean, y.mean_sq, field)
         check_finite(best.size, "M")
-        return CERFParams((best.size if self.field == "real" else best.matrix).unsqueeze(-2))
+        M = best.matrix if self.is_complex else best.size
+        return CERFParams(M.unsqueeze(-2))
 
     def bind(self, noise: Noise, params: CERFParams) -> BoundMap:
-        for_keys = inverse_transposed(params.M)
-        return BoundMap(
-            lambda x: self._phi(x, noise, params.M, key=False),
-            lambda y: self._phi(y, noise, for_keys, key=True),
-        )
+        phi_q = partial(self._phi, noise=noise, M=params.M, key=False)
+        phi_k = partial(self._phi, noise=noise, M=inverse_transposed(params.M), key=True)
+        return BoundMap(phi_q, phi_k)
 
     def _phi(self, x: Tensor, noise: Noise, M: Tensor, key: bool) -> Features:
         noise.check(x)
@@ -147,8 +157,10 @@ class CERF(FeatureMap):
             M = _for_dimension(M, x).to(x.device)
             re = apply_matrix(x, M.real.to(x.dtype))
             im = None
-            if self.field == "complex":
-                im = apply_matrix(x, M.imag.to(x.dtype)) if M.is_complex() else torch.zeros_like(re)
+            if self.is_complex:
+                im = torch.zeros_like(re)
+                if M.is_complex():
+                    im = apply_matrix(x, M.imag.to(x.dtype))
             base = -sq_norm(x) / 2 if self.kernel == "gaussian" else 0.0
             return exponential(noise, re, im, base, self.antithetic, key)
 
@@ -162,9 +174,10 @@ class CERF(FeatureMap):
 
     def pair_vector(self, x: Tensor, y: Tensor, params: CERFParams) -> Tensor:
         """Return w = M x + M^-T y for each pair, complex128 (..., d)."""
-        x, y, M = (t.to(torch.complex128) for t in (x, y, _for_dimension(params.M, x)))
+        M = _for_dimension(params.M, x).to(torch.complex128)
         ndim = max(x.ndim, y.ndim)
-        return apply_to_pairs(x, M, ndim) + apply_to_pairs(y, inverse_transposed(M), ndim)
+        of_x = apply_to_pairs(x.to(M.dtype), M, ndim)
+        return of_x + apply_to_pairs(y.to(M.dtype), inverse_transposed(M), ndim)
 
 
 @dataclass(frozen=True)
@@ -226,22 +239,27 @@ def exponential(
         base: log factor of all features, (..., L, 1) or a number.
         half: Re v^2/2, if it is already computed.
     """
-    signs = (1, -1) if antithetic else (1,)
     if half is None:
-        half = (sq_norm(re) if im is None else sq_norm(re) - sq_norm(im)) / 2
-    offset = base - half - math.log(noise.m * len(signs)) / 2
-    projected = noise.project(re)
+        half = sq_norm(re) / 2 if im is None else (sq_norm(re) - sq_norm(im)) / 2
+    count = 2 * noise.m if antithetic else noise.m
+    offset = base - half - math.log(count) / 2
+    log_scale = _both_signs(offset, noise.project(re), antithetic)
     if im is None:
-        logs = [offset + projected if s > 0 else offset - projected for s in signs]
-        return Features(ONE, logs[0] if len(logs) == 1 else torch.cat(logs, -1))
-    log = torch.cat([offset + s * projected for s in signs], -1)
-    turned = noise.project(im)
+        return Features(ONE, log_scale)
     turn = (re * im).sum(-1, keepdim=True)
-    phase = torch.cat([s * turned - turn for s in signs], -1)
-    return Features(
-        torch.cat([phase.cos(), -phase.sin() if key else phase.sin()], -1),
-        torch.cat([log, log], -1),
-    )
+    phase = _both_signs(-turn, noise.project(im), antithetic)
+    sine = phase.sin()
+    if key:
+        sine = -sine
+    value = torch.cat([phase.cos(), sine], -1)
+    return Features(value, torch.cat([log_scale, log_scale], -1))
+
+
+def _both_signs(offset: Tensor, projected: Tensor, antithetic: bool) -> Tensor:
+    """Return offset + projected, followed by offset - projected if antithetic."""
+    if antithetic:
+        return torch.cat([offset + projected, offset - projected], -1)
+    return offset + projected
 
 
 def inverse_transposed(M: Tensor) -> Tensor:
@@ -263,31 +281,27 @@ def apply_to_pairs(x: Tensor, M: Tensor, ndim: int) -> Tensor:
 def _matrix(M: Any) -> Tensor:
     """Return M as a tensor of 0, 1 or 2 dimensions, complex only if an entry is."""
     try:
-        M = M.detach().cpu() if isinstance(M, Tensor) else torch.from_numpy(np.array(M, complex))
+        M = torch.as_tensor(M if isinstance(M, Tensor) else np.array(M, complex))
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers"
         ) from None
-    M = M.to(torch.complex128)
+    M = M.detach().cpu().to(torch.complex128)
     if M.ndim > 2 or (M.ndim == 2 and M.shape[0] != M.shape[1]) or M.numel() == 0:
         raise ValueError(
             f"M: shape {tuple(M.shape)}; expected a number, d numbers, or d rows of d numbers"
         )
     if not bool(M.abs().isfinite().all()):
         raise ValueError("M: expected finite entries")
-    singular = bool((M == 0).any()) if M.ndim < 2 else float(torch.linalg.cond(M)) > 1e12
-    if singular:
+    singular = (M == 0).any() if M.ndim < 2 else torch.linalg.cond(M) > 1e12
+    if bool(singular):
         raise ValueError("M: singular; expected an invertible matrix")
     return M if bool((M.imag != 0).any()) else M.real
 
 
-def _as_tuples(M: Tensor) -> Any:
-    plain = M.tolist()
-    return tuple(map(tuple, plain)) if M.ndim == 2 else tuple(plain) if M.ndim else plain
-
-
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:
     """Return M; raise ValueError if its dimension differs from that of x (..., d)."""
-    if M.shape[-1] not in (1, x.shape[-1]) or (M.shape[-2] > 1 and M.shape[-1] != x.shape[-1]):
-        raise ValueError(f"M: {M.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
+    d = x.shape[-1]
+    if M.shape[-1] != d and M.shape[-2:] != (1, 1):
+        raise ValueError(f"M: {M.shape[-1]} dimensions, expected {d} as the vectors")
     return M

@@ -100,6 +100,13 @@ class TrigRF(Trigonometric):
 
     Features are bounded for the Gaussian kernel. Estimates are exact at x = y and may be negative. M = 2m: cosines,
     then sines.
+
+    >>> from crt_exp.samplers import orthogonal
+    >>> phi = TrigRF(kernel="gaussian")
+    >>> noise = orthogonal(64, 4, torch.Generator().manual_seed(0))
+    >>> features = phi.phi_q(torch.ones(3, 4), noise).exp()
+    >>> features.shape, float(features[0] @ features[1]) > 1 - 1e-5
+    (torch.Size([3, 128]), True)
     """
 
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
@@ -153,7 +160,8 @@ class PositiveExponential(FeatureMap):
     def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
             noise = self.directions(noise)
-            phi = partial(self._phi_matrix_free, noise=noise, affine=self.affine(noise, params))
+            scale, bias = self.affine(noise, params)
+            phi = partial(self._phi_matrix_free, noise=noise, scale=scale, bias=bias)
         else:
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
         return BoundMap(phi, phi)
@@ -186,14 +194,16 @@ class PositiveExponential(FeatureMap):
         x = at_least_float32(x)
         return torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
 
-    def _phi_matrix_free(self, x: Tensor, noise: Noise, affine: tuple) -> Features:
+    def _phi_matrix_free(
+        self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor | float
+    ) -> Features:
         x = at_least_float32(x)
-        scale, bias = affine
         if isinstance(bias, Tensor):
             bias = bias.to(x.dtype)
         offset = bias - self.norm_weight * sq_norm(x)
-        scaled = x if scale is None else x * scale.to(x.dtype)
-        projected = noise.project(scaled)
+        if scale is not None:
+            x = x * scale.to(x.dtype)
+        projected = noise.project(x)
         logs = offset + projected
         if self.antithetic:
             logs = torch.cat([logs, offset - projected], -1)
@@ -231,7 +241,13 @@ class PositiveExponential(FeatureMap):
 
 @dataclass(frozen=True)
 class PosRF(PositiveExponential):
-    """Positive random features of FAVOR+ (Performers Lemma 1): exact at x = -y."""
+    """Positive random features of FAVOR+ (Performers Lemma 1): exact at x = -y.
+
+    >>> from crt_exp.samplers import iid
+    >>> noise = iid(8, 4, torch.Generator().manual_seed(0))
+    >>> bool((PosRF().phi_q(torch.ones(3, 4), noise).exp() > 0).all())
+    True
+    """
 
 
 @dataclass(frozen=True)
@@ -239,6 +255,9 @@ class HypRF(PositiveExponential):
     """Hyperbolic positive features: PosRF with antithetic pairs, M = 2m.
 
     Sources: Performers Lemma 1, HRF eq. (3).
+
+    >>> HypRF().width(8)
+    16
     """
 
     antithetic: bool = True
@@ -253,6 +272,10 @@ class SMREG(PositiveExponential):
     e^(-N/2).
 
     All samplers are allowed: the map rescales the projections.
+
+    >>> x = torch.ones(4)
+    >>> float(SMREG().log_kernel(x, x)) < float(PosRF().log_kernel(x, x))
+    True
     """
 
     trainable = False
@@ -284,6 +307,14 @@ class OPRF(PositiveExponential):
     Args:
         A: fixed value instead of the fit.
         antithetic: use omega and -omega: M = 2m features.
+
+    >>> from crt_exp.samplers import orthogonal
+    >>> x, y = torch.full((5, 4), 0.5), torch.full((6, 4), 0.4)
+    >>> params = OPRF().fit(Statistics.of(x, y))
+    >>> noise = orthogonal(1024, 4, torch.Generator().manual_seed(0))
+    >>> kernel = OPRF().phi_q(x, noise, params).exp() @ OPRF().phi_k(y, noise, params).exp().mT
+    >>> kernel.shape, bool((kernel.log() - (x @ y.mT)).abs().max() < 0.1)
+    (torch.Size([5, 6]), True)
     """
 
     A: Annotated[float, Field(lt=1 / 8)] | None = None
@@ -332,6 +363,10 @@ class GERF(FeatureMap):
 
     Raises:
         ValueError: A is fixed without s, or Re(1 - 8A) <= 0.
+
+    >>> x = torch.ones(1, 4)
+    >>> GERF("gaussian").fit(Statistics.of(x, x)).s.item()  # x = y: trigonometric features are exact
+    -1
     """
 
     s: Literal["auto", 1, -1] = "auto"
@@ -340,8 +375,7 @@ class GERF(FeatureMap):
     def __post_init__(self):
         super().__post_init__()
         if self.A is not None:
-            object.__setattr__(self, "A", complex(self.A))
-            check_a(self.A)
+            check_a(complex(self.A))
             if self.s == "auto":
                 raise ValueError(f"A={self.A} with s='auto': expected s=1 or s=-1")
 
@@ -354,17 +388,18 @@ class GERF(FeatureMap):
 
     def fit(self, stats: Statistics) -> GERFParams:
         if self.A is not None:
-            A = torch.tensor([[self.A]], dtype=torch.complex128)
-            if not self.A.imag:
+            A = torch.tensor([[complex(self.A)]], dtype=torch.complex128)
+            if not A.imag.any():
                 A = A.real
             return GERFParams(A, torch.tensor([[self.s]]))
-        signs = [1, -1] if self.s == "auto" else [self.s]
-        A, moment, s = self._best(stats, signs[0])
-        for other_sign in signs[1:]:
-            other_a, other_moment, other_s = self._best(stats, other_sign)
-            better = other_moment < moment
-            A = torch.where(better, other_a, A)
-            s = torch.where(better, other_s, s)
+        if self.s != "auto":
+            A, _, s = self._best(stats, self.s)
+        else:
+            positive = self._best(stats, 1)
+            negative = self._best(stats, -1)
+            better = negative[1] < positive[1]
+            A = torch.where(better, negative[0], positive[0])
+            s = torch.where(better, negative[2], positive[2])
         return GERFParams(A[..., None, None], s[..., None, None])
 
     def _best(self, stats: Statistics, s: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -391,23 +426,27 @@ class GERF(FeatureMap):
         """Return [Re f, Im f] for queries and [Re f, -Im f] for keys."""
         x = at_least_float32(x)
         noise = match_float64(noise, x.dtype)
-        device = noise.sq_norm.device
-        A = params.A.to(torch.complex128).to(device)
-        s = params.s.to(device)
+        norms = noise.sq_norm
+        A = params.A.to(torch.complex128).to(norms.device)
+        s = params.s.to(norms.device)
         B = torch.sqrt(s * (1 - 4 * A))
         if key:
             B = B * s
+        C = -(s + 1) / 2
+        if self.kernel == "softmax":
+            C = -s / 2
         log_d = noise.d / 4 * torch.log(1 - 4 * A)
-        C = -s / 2 if self.kernel == "softmax" else -(s + 1) / 2
         projected = noise.project(x)
-        scale = (log_d.real - math.log(noise.m) / 2).to(x.dtype)
-        scale_of_norms = (A.real * noise.sq_norm).to(x.dtype)
-        log_scale = scale + scale_of_norms + B.real.to(x.dtype) * projected
+        log_scale = (log_d.real - math.log(noise.m) / 2).to(x.dtype)
+        log_scale = log_scale + (A.real * norms).to(x.dtype)
+        log_scale = log_scale + B.real.to(x.dtype) * projected
         log_scale = log_scale + C.to(x.dtype) * sq_norm(x)
-        turn = torch.remainder(log_d.imag, 2 * math.pi).to(x.dtype)
-        turn_of_norms = (A.imag * noise.sq_norm).to(x.dtype)
-        phase = turn + turn_of_norms + B.imag.to(x.dtype) * projected
-        sine = -phase.sin() if key else phase.sin()
+        phase = torch.remainder(log_d.imag, 2 * math.pi).to(x.dtype)
+        phase = phase + (A.imag * norms).to(x.dtype)
+        phase = phase + B.imag.to(x.dtype) * projected
+        sine = phase.sin()
+        if key:
+            sine = -sine
         value = torch.cat([phase.cos(), sine], -1)
         return Features(value, torch.cat([log_scale, log_scale], -1))
 
@@ -432,8 +471,8 @@ def gerf_log_relative_second_moment(A: Tensor, s: Tensor | int, s_s: Tensor, d: 
         a = torch.log1p(-8 * A.double())
         lcosh = d * log_cosh(a / 2)
         low = lcosh + s * torch.exp(-a) * s_s
-        high = lcosh + torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0) * s_s
-        return log_mean_exp2(high, low)
+        factor = torch.where(torch.as_tensor(s) > 0, torch.exp(-a), 1.0)
+        return log_mean_exp2(lcosh + factor * s_s, low)
     a = torch.log(1 - 8 * A)
     low = d * torch.log(torch.cosh(a / 2)) + s * torch.exp(-a) * s_s
     size = a.real.exp()

@@ -170,7 +170,7 @@ class Mixture(Dense):
         G = None
         generator = torch.Generator().manual_seed(0)
         if self.kernel == "softmax":
-            G = balance(*(Moments.of(t.flatten(0, 1)).covariance for t in (x, y)))
+            G = balance(*(Moments.from_vectors(t.flatten(0, 1)).covariance for t in (x, y)))
             x = x @ G
             y = y @ torch.linalg.inv(G)
         seen = torch.ones(x.shape[1], y.shape[1], dtype=torch.bool, device=x.device)

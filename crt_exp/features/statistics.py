@@ -39,10 +39,10 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
     """
     nx = x.norm(dim=-1, keepdim=True)
     ny = y.norm(dim=-1, keepdim=True)
-    zero = ((nx == 0) | (ny == 0)).squeeze(-1)
     u = x / nx.where(nx > 0, torch.ones_like(nx))
     v = y / ny.where(ny > 0, torch.ones_like(ny))
     theta = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+    zero = ((nx == 0) | (ny == 0)).squeeze(-1)
     return theta.masked_fill(zero, math.pi / 2)
 
 
@@ -70,9 +70,8 @@ def log_0f1(b: float, z: Tensor) -> Tensor:
 
 
 def _log_0f1_series(b: float, z: np.ndarray) -> np.ndarray:
-    terms = max(
-        60, int(4 * np.sqrt(z.max(initial=0.0))) + 60
-    )  # the largest term sits near k = sqrt(z)
+    # the largest term sits near k = sqrt(z)
+    terms = max(60, int(4 * np.sqrt(z.max(initial=0.0))) + 60)
     k = np.arange(1, terms)
     with np.errstate(divide="ignore"):
         steps = np.log(z)[..., None] - np.log(k * (b + k - 1))
@@ -84,36 +83,49 @@ def _log_0f1_series(b: float, z: np.ndarray) -> np.ndarray:
 class Moments:
     """Moments of one set of vectors, computed lazily and without gradient.
 
-    `Moments.of(x, mask)` takes a set x (..., L, d) and a mask (..., L), True = keep. Masked positions may hold any
-    number, including NaN. `Moments.known(mean=..., ...)` takes moments from elsewhere, such as running averages.
+    `Moments.from_vectors(x, mask)` takes a set x (..., L, d) and a mask (..., L), True = keep. Masked positions may
+    hold any number, including NaN. `Moments.from_values(mean=..., ...)` takes moments from elsewhere, such as running
+    averages.
 
     First moments take O(L d). Second moments between coordinates take O(L d^2) and are float64.
     """
 
+    d: int
+    _x: Tensor
+    _mask: Tensor | None
+    _scale: float
+
     @classmethod
-    def of(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
-        """Return the moments of scale * x, without computing this product."""
+    def from_vectors(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
+        """Return the moments of scale * x, without computing this product.
+
+        Raises:
+            ValueError: x is empty or has fewer than two dimensions, or the mask has another length.
+        """
         if x.ndim < 2:
             raise ValueError(f"vectors: shape {tuple(x.shape)}, expected (..., L, d)")
         if 0 in x.shape[-2:]:
             raise ValueError(f"vectors: shape {tuple(x.shape)}; expected at least one vector")
-        if mask is not None and mask.shape[-1] != x.shape[-2]:
-            raise ValueError(f"mask: {mask.shape[-1]} positions, expected {x.shape[-2]}")
-        self = cls()
         x = at_least_float32(x.detach())
-        self._mask = mask
-        self._x = x if mask is None else torch.where(mask[..., None], x, x.new_zeros(()))
-        self.d = x.shape[-1]
-        self._scale = scale
-        return self
+        if mask is not None:
+            if mask.shape[-1] != x.shape[-2]:
+                raise ValueError(f"mask: {mask.shape[-1]} positions, expected {x.shape[-2]}")
+            x = torch.where(mask[..., None], x, x.new_zeros(()))
+        moments = cls()
+        moments._x = x
+        moments._mask = mask
+        moments._scale = scale
+        moments.d = x.shape[-1]
+        return moments
 
     @classmethod
-    def known(cls, **moments: Tensor) -> "Moments":
-        self = cls()
-        for name, moment in moments.items():
-            setattr(self, name, moment)
-        self.d = next(iter(moments.values())).shape[-1]
-        return self
+    def from_values(cls, **values: Tensor) -> "Moments":
+        """Return moments with the given values, by name; all others are missing."""
+        moments = cls()
+        for name, value in values.items():
+            setattr(moments, name, value)
+        moments.d = next(iter(values.values())).shape[-1]
+        return moments
 
     def __getattr__(self, name):  # reached only for missing moments
         raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
@@ -156,14 +168,15 @@ class Moments:
     def covariance(self) -> Tensor:
         """Mean of (x - mean)(x - mean)^T, (..., d, d).
 
-        For known moments it is computed from `second` and `mean`.
+        Without vectors it is computed from `second` and `mean`.
         """
         if "_x" not in self.__dict__:
             return centred(self.second, self.mean)
         x = self._x.double() * self._scale
         count = self.count.double().unsqueeze(-1)
         x = x - x.sum(-2, keepdim=True) / count
-        x = x if self._mask is None else x.masked_fill(~self._mask[..., None], 0)
+        if self._mask is not None:
+            x = x.masked_fill(~self._mask[..., None], 0)
         return x.mT @ x / count
 
     @cached_property
@@ -182,30 +195,27 @@ class Moments:
         """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
 
         Raises:
-            ValueError: the moments were given by `known`, without vectors, or the batch is empty.
+            ValueError: the moments have no vectors, or the batch is empty; or inside torch.func.
         """
         if "_x" not in self.__dict__:
             raise ValueError(
                 "statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)"
             )
-        batch = self._x.shape[:-2]
-        x = self._x * self._scale
         if transforming():
             raise ValueError(
                 "a map that is fitted to vectors: torch.func cannot trace the fit; fit before"
             )
+        x = self._x * self._scale
+        batch = x.shape[:-2]
         if 0 in batch:
             raise ValueError(
                 f"vectors: shape {tuple(x.shape)}; a map that is fitted to vectors expected at least one set"
             )
-        keep = (
-            torch.ones_like(x[..., 0], dtype=torch.bool)
-            if self._mask is None
-            else self._mask.expand(x.shape[:-1])
-        )
-        return batch, [
-            v[k] for v, k in zip(x.reshape(-1, *x.shape[-2:]), keep.reshape(-1, x.shape[-2]))
-        ]
+        vectors = x.reshape(-1, *x.shape[-2:])
+        if self._mask is None:
+            return batch, list(vectors)
+        masks = self._mask.expand(x.shape[:-1]).reshape(vectors.shape[:-1])
+        return batch, [v[mask] for v, mask in zip(vectors, masks)]
 
     def _average(self, values: Tensor) -> Tensor:
         return values.sum(-2) / self.count
@@ -220,20 +230,28 @@ def centred(second: Tensor, mean: Tensor) -> Tensor:
 class Mirrored:
     """Moments of the union of a set and its negatives.
 
-    They are the expected moments of vectors with known size and unknown sign. The minimum is -1.5 times the largest
-    |x_l|: discrete maps with a shift lose positivity below it.
+    They are the expected moments of vectors with known size and unknown sign. Squares and absolute values are those of
+    the set. The minimum is -1.5 times the largest |x_l|: discrete maps with a shift lose positivity below it.
     """
 
-    def __init__(self, of: Moments):
-        self._of = of
-        self.d = of.d
+    def __init__(self, moments: Moments):
+        self._moments = moments
+        self.d = moments.d
 
-    def __getattr__(self, name):  # squares and absolute values do not change with the sign
-        if name == "mean":
-            return torch.zeros_like(self._of.mean_sq)
-        if name == "covariance":
-            return self._of.second
-        return -1.5 * self._of.largest if name == "minimum" else getattr(self._of, name)
+    @property
+    def mean(self) -> Tensor:
+        return torch.zeros_like(self._moments.mean_sq)
+
+    @property
+    def covariance(self) -> Tensor:
+        return self._moments.second
+
+    @property
+    def minimum(self) -> Tensor:
+        return -1.5 * self._moments.largest
+
+    def __getattr__(self, name: str):
+        return getattr(self._moments, name)
 
 
 class EitherMoments:
@@ -242,13 +260,13 @@ class EitherMoments:
     They are computed lazily, without device synchronisation.
     """
 
-    def __init__(self, condition: Tensor, first: Moments, other: "Moments | Mirrored"):
+    def __init__(self, condition: Tensor, first: Moments, other: Moments | Mirrored):
         self._condition = condition
         self._first = first
         self._other = other
         self.d = other.d
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Tensor:
         return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))
 
 
@@ -274,6 +292,13 @@ class Statistics:
         """Return the statistics of scale * x (..., L, d) and scale * y (..., S, d).
 
         Masks have shapes (..., L) and (..., S), True = keep.
+
+        Raises:
+            ValueError: x and y differ in dimension or device, or either is empty.
+
+        >>> stats = Statistics.of(torch.ones(3, 2), torch.tensor([[1.0, 0.0]]))
+        >>> float(stats.mean_norms), float(stats.mean_sq_sum), float(stats.mean_sq_diff)
+        (3.0, 5.0, 1.0)
         """
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(
@@ -281,7 +306,7 @@ class Statistics:
             )
         if x.device != y.device:
             raise ValueError(f"x is on {x.device}, y is on {y.device}: expected one device")
-        return cls(Moments.of(x, x_mask, scale), Moments.of(y, y_mask, scale))
+        return cls(Moments.from_vectors(x, x_mask, scale), Moments.from_vectors(y, y_mask, scale))
 
     @property
     def d(self) -> int:

@@ -279,7 +279,7 @@ class Watcher:
                 for name, value in pooled.items()
             }
             pooled["minimum"] = torch.minimum(old.minimum, new.minimum.amin(0))
-        return Moments.known(**pooled)
+        return Moments.from_values(**pooled)
 
 
 @torch.no_grad()

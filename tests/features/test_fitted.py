@@ -204,11 +204,11 @@ def test_shifts_change_no_error_and_no_attention(phi):
 def test_covariances_of_all_kinds_of_moments():
     x = torch.randn(3, 9, 4) + 2
     mask = torch.rand(3, 9, generator=torch.Generator().manual_seed(0)) > 0.3
-    own = Moments.of(x.masked_fill(~mask[..., None], torch.nan), mask, scale=0.5)
+    own = Moments.from_vectors(x.masked_fill(~mask[..., None], torch.nan), mask, scale=0.5)
     for i in range(3):
         expected = torch.cov(0.5 * x[i][mask[i]].double().mT, correction=0)
         torch.testing.assert_close(own.covariance[i], expected, rtol=1e-6, atol=1e-9)
-    known = Moments.known(mean=own.mean, second=own.second)
+    known = Moments.from_values(mean=own.mean, second=own.second)
     torch.testing.assert_close(known.covariance, own.covariance, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(Mirrored(own).covariance, own.second)
     torch.testing.assert_close(
@@ -825,7 +825,7 @@ def test_a_mixture_of_the_gaussian_kernel():
 
 # ---- what is refused
 
-WITHOUT_SECOND = Moments.known(mean=torch.zeros(3), mean_sq=torch.ones(3))
+WITHOUT_SECOND = Moments.from_values(mean=torch.zeros(3), mean_sq=torch.ones(3))
 BAD = {
     "d=257: expected at most 256": lambda: SDERF().fit(
         Statistics.of(torch.zeros(2, 257), torch.zeros(2, 257))

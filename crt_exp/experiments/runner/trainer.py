@@ -28,6 +28,7 @@ from crt_exp.experiments.runner.checkpoint import TrainingState
 from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.loggers import ProgressLine
+from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import direction
 from crt_exp.experiments.runner.trainer_config import (
@@ -38,7 +39,7 @@ from crt_exp.experiments.runner.trainer_config import (
     schedule,
 )
 from crt_exp.experiments.tasks.base import Plan, Reader, Task
-from crt_exp.features.base import NotFinite, first_nonfinite, layer_of, nonfinite_parameters
+from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
