@@ -46,9 +46,8 @@ class InBlocks(FeatureMap):
         return torch.nn.functional.softplus(self.log_relative_variance(x, y, params))
 
     def log_variance(self, x, y, params) -> Tensor:
-        return 2 * self.log_kernel(x.double(), y.double()) + self.log_relative_variance(
-            x, y, params
-        )
+        log_kernel = self.log_kernel(x.double(), y.double())
+        return 2 * log_kernel + self.log_relative_variance(x, y, params)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class Block:
 
     @property
     def columns(self) -> int:
-        return max(t.shape[-1] for t in self.base if t is not ONE)
+        value, log_scale = self.base
+        return log_scale.shape[-1] if value is ONE else value.shape[-1]
 
     @property
     def width(self) -> int:
@@ -73,21 +73,21 @@ class Block:
 
         `log` has shape (..., L, D or 1).
         """
-        top = log.amax(-2).unsqueeze(-1)
-        return top.expand(*top.shape[:-2], self.columns, 1).repeat(
-            *[1] * (top.ndim - 2), self.weight.shape[-1], 1
-        )
+        top = log.amax(-2)
+        top = top.expand(*top.shape[:-1], self.columns)
+        return torch.cat([top] * self.weight.shape[-1], -1).unsqueeze(-1)
 
     def to_base(self, top: Tensor) -> Tensor:
         """Map maxima per column (..., width, 1) to the base features, (..., 1, D or 1)."""
         return top[..., : self.base.log_scale.shape[-1], :].mT
 
     def dense(self) -> Features:
-        value, log = torch.broadcast_tensors(
+        value, log_scale = torch.broadcast_tensors(
             self.base.value.to(self.base.log_scale), self.base.log_scale
         )
         value = self.weight.unsqueeze(-1) * value.unsqueeze(-2)
-        return Features(value.flatten(-2), log.unsqueeze(-2).expand(value.shape).flatten(-2))
+        log_scale = log_scale.unsqueeze(-2).expand(value.shape)
+        return Features(value.flatten(-2), log_scale.flatten(-2))
 
 
 @dataclass(frozen=True)
@@ -100,48 +100,43 @@ class Selected(Block):
     cluster: Tensor  # (..., L, 1), index of the token's cluster
     groups: int = 1
 
-    @classmethod
-    def of(cls, cluster: Tensor, clusters: int, base: Features, groups: int = 1) -> "Selected":
-        own = cluster == torch.arange(clusters, device=cluster.device)
-        return cls(own.to(base.log_scale), base, cluster, groups)
-
     def column_maxima(self, log: Tensor) -> Tensor:
-        tops = [
-            log.masked_fill(weight.unsqueeze(-1) == 0, -torch.inf).amax(-2)
-            for weight in self.weight.unbind(-1)
-        ]
-        return (
-            torch.stack([t.unflatten(-1, (self.groups, -1)) for t in tops], -2)
-            .flatten(-3)
-            .unsqueeze(-1)
-        )
+        tops = []
+        for own in self.weight.unbind(-1):
+            top = log.masked_fill(own.unsqueeze(-1) == 0, -torch.inf).amax(-2)
+            tops.append(top.unflatten(-1, (self.groups, -1)))
+        return torch.stack(tops, -2).flatten(-3).unsqueeze(-1)
 
     def to_base(self, top: Tensor) -> Tensor:
-        of_cluster = (
-            top.squeeze(-1)
-            .unflatten(-1, (self.groups, self.weight.shape[-1], -1))
-            .transpose(-3, -2)
-        )
-        return rows_of(of_cluster.flatten(-2), self.cluster)
+        shape = (self.groups, self.weight.shape[-1], -1)
+        of_clusters = top.squeeze(-1).unflatten(-1, shape).transpose(-3, -2)
+        return take_rows(of_clusters.flatten(-2), self.cluster)
 
     def dense(self) -> Features:
-        value, log = self.base
-        value = ONE if value is ONE else self._spread(value, 0.0)
-        return Features(value, self._spread(log, -torch.inf))
+        value, log_scale = self.base
+        if value is not ONE:
+            value = self._fill_others(value, 0.0)
+        return Features(value, self._fill_others(log_scale, -torch.inf))
 
-    def _spread(self, t: Tensor, empty: float) -> Tensor:
+    def _fill_others(self, t: Tensor, empty: float) -> Tensor:
+        """Return the columns of all clusters, with `empty` for those of other clusters."""
         t = t.unflatten(-1, (self.groups, 1, -1))
         return torch.where(self.weight[..., None, :, None] > 0, t, empty).flatten(-3)
 
 
-def rows_of(table: Tensor, index: Tensor) -> Tensor:
+def select_cluster(cluster: Tensor, clusters: int, base: Features, groups: int = 1) -> Selected:
+    """Return the block with the base features of the cluster (..., L, 1) of each token."""
+    own = cluster == torch.arange(clusters, device=cluster.device)
+    return Selected(own.to(base.log_scale), base, cluster, groups)
+
+
+def take_rows(table: Tensor, index: Tensor) -> Tensor:
     """Return rows of a table (..., C, k) by index (..., L, 1): (..., L, k).
 
     C passes of `where` over k columns are faster than a gather.
     """
-    rows = table[..., :1, :].expand(
-        *[1] * (index.ndim - table.ndim), *table.shape[:-2], index.shape[-2], -1
-    )
+    ones = [1] * (index.ndim - table.ndim)
+    rows = table[..., :1, :].expand(*ones, *table.shape[:-2], index.shape[-2], -1)
     for c in range(1, table.shape[-2]):
         rows = torch.where(index == c, table[..., c : c + 1, :], rows)
     return rows
@@ -158,7 +153,8 @@ class Blocks:
         parts = [part.dense() for part in self.parts]
         if len(parts) == 1:
             return parts[0]
-        return Features(*(torch.cat(t, -1) for t in zip(*parts)))
+        values, logs = zip(*parts)
+        return Features(torch.cat(values, -1), torch.cat(logs, -1))
 
 
 @dataclass(frozen=True)
@@ -192,15 +188,14 @@ class Coefficient(FeatureMap):
 
     def lambda_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of lambda: [sqrt|a|, rho], with sgn(a) on the query side."""
-        return (
-            torch.cat([column(self.constant(params), rho, key), rho], -1)
-            if self.has_constant
-            else rho
-        )
+        if not self.has_constant:
+            return rho
+        return torch.cat([column(self.constant(params), rho, key), rho], -1)
 
     def complement_columns(self, rho: Tensor, params, key: bool) -> Tensor:
         """Return the columns of 1 - lambda, from those of `rho`."""
-        return torch.cat([column(1 - self.constant(params), rho, key), rho if key else -rho], -1)
+        rest = column(1 - self.constant(params), rho, key)
+        return torch.cat([rest, rho if key else -rho], -1)
 
     @abstractmethod
     def mean(self, x: Tensor, y: Tensor, params=()) -> Tensor:
@@ -211,13 +206,13 @@ class Coefficient(FeatureMap):
         """Return the variance with one projection, float64; n i.i.d. ones divide it by n."""
 
     def phi_q(self, x, noise, params=()) -> Features:
-        return self._features(self.rho(x, noise, params, key=False), params, key=False)
+        return self._features(x, noise, params, key=False)
 
     def phi_k(self, y, noise, params=()) -> Features:
-        return self._features(self.rho(y, noise, params, key=True), params, key=True)
+        return self._features(y, noise, params, key=True)
 
-    def _features(self, rho: Tensor, params, key: bool) -> Features:
-        columns = self.lambda_columns(rho, params, key)
+    def _features(self, x: Tensor, noise: Noise, params, key: bool) -> Features:
+        columns = self.lambda_columns(self.rho(x, noise, params, key), params, key)
         return Features(columns, torch.zeros_like(columns[..., :1]))
 
     def log_kernel(self, x, y) -> Tensor:
@@ -300,7 +295,7 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     def __post_init__(self):
         super().__post_init__()
         if self.sigma is not None and self.r is not None:
-            _check_product(self.sigma * self.r)
+            check_product(self.sigma * self.r)
 
     @property
     def fitted(self) -> bool:
@@ -311,15 +306,13 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
             r = torch.tensor([[float(self.r)]], dtype=torch.float64)
         else:
             r = check_finite((stats.mean_norms / 2).sqrt(), "r")[..., None, None]
-        known = r > 0
-        sigma = (
-            torch.full_like(r, self.sigma)
-            if self.sigma is not None
-            else torch.where(known, 1 / r, 1.0)
-        )
-        product = torch.where(known, sigma * r, torch.inf)
+        if self.sigma is not None:
+            sigma = torch.full_like(r, self.sigma)
+        else:
+            sigma = torch.where(r > 0, 1 / r, 1.0)
+        product = torch.where(r > 0, sigma * r, torch.inf)
         if values_readable(product) and not all_true(product >= LEAST):
-            _check_product(float(product.min()))
+            check_product(float(product.min()))
         return GaussianParams(sigma, -torch.expm1(-2 * product.square()))
 
     def constant(self, params):
@@ -328,15 +321,20 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
     def of_projections(self, projected, params, key):
         phase = projected * params.sigma.to(projected)
         size = (params.norm * projected.shape[-1]).rsqrt().to(projected)
-        return torch.cat([phase.cos(), phase.sin()], -1) * (size if key else -size)
+        if not key:
+            size = -size
+        return torch.cat([phase.cos(), phase.sin()], -1) * size
 
     def mean(self, x, y, params):
-        sigma, norm = (align(t.double(), x, y)[..., 0] for t in params)
+        sigma, norm = self._aligned(x, y, params)
         return -torch.expm1(-sigma.square() * _sq_distance(x, y) / 2) / norm
 
     def variance(self, x, y, params):
-        sigma, norm = (align(t.double(), x, y)[..., 0] for t in params)
+        sigma, norm = self._aligned(x, y, params)
         return (torch.expm1(-sigma.square() * _sq_distance(x, y)) / norm).square() / 2
+
+    def _aligned(self, x: Tensor, y: Tensor, params: GaussianParams) -> list[Tensor]:
+        return [align(t.double(), x, y)[..., 0] for t in params]
 
 
 @dataclass(frozen=True)
@@ -361,38 +359,44 @@ class GaussianCoefficient(Coefficient):
             raise ValueError(
                 f"M={self.M!r}: expected a real number, or d real numbers for a diagonal"
             )
-        object.__setattr__(self, "M", tuple(M.tolist()) if M.ndim else float(M))
 
     def rho(self, x, noise, params, key):
         noise = match_float64(noise, x.dtype)
         x = at_least_float32(x)
-        phase = noise.project((-self._m(x) * x if key else x) / self.c)
+        if key:
+            x = -self._times_m(x)
+        phase = noise.project(x / self.c)
         return torch.cat([phase.cos(), phase.sin()], -1) / math.sqrt(noise.m)
 
     def mean(self, x, y, params=()):
-        return torch.exp(-_sq_distance(x, -self._m(y.double()) * y) / (2 * self.c**2))
+        return torch.exp(-_sq_distance(x, -self._times_m(y.double())) / (2 * self.c**2))
 
     def variance(self, x, y, params=()):
-        return torch.expm1(-_sq_distance(x, -self._m(y.double()) * y) / self.c**2).square() / 2
+        distance = _sq_distance(x, -self._times_m(y.double()))
+        return torch.expm1(-distance / self.c**2).square() / 2
 
-    def _m(self, x: Tensor) -> Tensor:
-        M = x.new_tensor(self.M)
+    def _times_m(self, x: Tensor) -> Tensor:
+        """Return M x for x (..., d)."""
+        M = torch.as_tensor(self.M, dtype=x.dtype, device=x.device)
         if M.ndim and len(M) != x.shape[-1]:
             raise ValueError(
                 f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers"
             )
-        return M
+        return M * x
 
 
-def _check_product(product: float) -> None:
+def check_product(product: float) -> None:
     if product < LEAST:
         raise ValueError(f"sigma * r={product:.3g}: expected >= {LEAST}; use a larger sigma")
 
 
 def column(constant: Tensor | float, like: Tensor, key: bool) -> Tensor:
+    """Return sqrt|a| as a column (..., L, 1), with sgn(a) on the query side."""
     constant = torch.as_tensor(constant, dtype=torch.float64).to(like)
     size = constant.abs().sqrt()
-    return (size if key else torch.where(constant < 0, -size, size)).expand(like[..., :1].shape)
+    if not key:
+        size = torch.where(constant < 0, -size, size)
+    return size.expand(like[..., :1].shape)
 
 
 def _sq_distance(x: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ in closed form. Feature blocks are in the order (i, j).
 """
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,13 +16,14 @@ from torch import Tensor
 from crt_exp.features.base import (
     ONE,
     BoundMap,
+    FeatureMap,
     Features,
     align,
     broadcast_matrix,
     check_finite,
     log_expm1,
 )
-from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, Selected, rows_of
+from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, select_cluster, take_rows
 from crt_exp.features.complex_exponential import (
     CERF,
     Diagonal,
@@ -88,29 +88,34 @@ class ClusteredMap(InBlocks):
         Raises:
             ValueError: the statistics hold no vectors.
         """
-        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
-        clusters = [self._clusters_of(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        return Clusters(
-            *(torch.stack(t).reshape(*batch, *t[0].shape).to(xs[0].device) for t in zip(*clusters))
-        )
+        batch, xs = stats.x.sets()
+        ys = stats.y.sets()[1]
+        entries = []
+        for x, y in zip(xs, ys, strict=True):
+            entries.append(self.cluster_pairs(x.double(), y.double()))
+        tensors = [torch.stack(values) for values in zip(*entries)]
+        return Clusters(*(t.reshape(*batch, *t.shape[1:]) for t in tensors))
 
-    def _clusters_of(self, x: Tensor, y: Tensor) -> Clusters:
+    def cluster_pairs(self, x: Tensor, y: Tensor) -> Clusters:
+        """Return the clusters of queries (L, d) and keys (S, d)."""
         r = k_means(x, self.queries, "queries")
         t = k_means(y, self.keys, "keys")
         if self.by == "centres":
-            M = diagonal_by_centres(*torch.broadcast_tensors(r[:, None], t[None]), self.field)
+            M = diagonal_by_centres(r[:, None], t[None], self.field)
         else:
-            (mx, sx), (my, sy) = moments_by_cluster(x, r), moments_by_cluster(y, t)
-            M = diagonal_by_moments(mx[:, None], sx[:, None], my[None], sy[None], self.field)
-        size, imaginary = (u.expand(self.queries, self.keys, -1).flatten(0, 1) for u in M)
-        return Clusters(r, t, size, imaginary.double())
+            x_mean, x_mean_sq = moments_by_cluster(x, r)
+            y_mean, y_mean_sq = moments_by_cluster(y, t)
+            M = diagonal_by_moments(
+                x_mean[:, None], x_mean_sq[:, None], y_mean[None], y_mean_sq[None], self.field
+            )
+        shape = (self.queries, self.keys, -1)
+        size = M.size.expand(shape).flatten(0, 1)
+        return Clusters(r, t, size, M.imaginary.expand(shape).flatten(0, 1).double())
 
     def initial_clusters(self, d: int) -> Clusters:
         """Return initial clusters with M = 1 for all pairs, so that every base is PosRF."""
-        r, t, size, imaginary = (
-            torch.zeros(count, d, dtype=torch.float64)
-            for count in (self.queries, self.keys, self.pairs, self.pairs)
-        )
+        counts = (self.queries, self.keys, self.pairs, self.pairs)
+        r, t, size, imaginary = (torch.zeros(n, d, dtype=torch.float64) for n in counts)
         return Clusters(r, t, size + 1, imaginary)
 
 
@@ -123,7 +128,8 @@ class ClusteredHybrid(ClusteredMap):
     """
 
     def width(self, m: int) -> int:
-        return self.pairs * m * (2 if self.field == "complex" else 1)
+        columns = 2 * m if self.field == "complex" else m
+        return self.pairs * columns
 
     def fit(self, stats: Statistics) -> Clusters:
         return self.clusters(stats)
@@ -135,31 +141,28 @@ class ClusteredHybrid(ClusteredMap):
         return params._replace(imaginary=params.imaginary.round())
 
     def bind(self, noise: Noise, params: Clusters) -> BoundMap:
-        size, imaginary = (t.unflatten(-2, (self.queries, self.keys)) for t in params[2:])
-        inverse = 1 / size
-        of_queries = _Side(self, noise, params.queries, size, imaginary, key=False)
-        of_keys = _Side(
-            self,
-            noise,
-            params.keys,
-            inverse.transpose(-3, -2),
-            -imaginary.transpose(-3, -2),
-            key=True,
-        )
+        shape = (self.queries, self.keys)
+        size = params.size.unflatten(-2, shape)
+        imaginary = params.imaginary.unflatten(-2, shape)
+        key_size = (1 / size).transpose(-3, -2)
+        key_imaginary = -imaginary.transpose(-3, -2)
+        of_queries = ClusteredSide(self, noise, params.queries, size, imaginary, key=False)
+        of_keys = ClusteredSide(self, noise, params.keys, key_size, key_imaginary, key=True)
         return BoundMap(of_queries.features, of_keys.features)
 
     def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
         """Return log(Var / K^2) of the active base, with m i.i.d. projections."""
         x = x.double()
         y = y.double()
-        r = _paired(params.queries, x, y)
-        t = _paired(params.keys, x, y)
-        pair = nearest(x, r) * self.keys + nearest(y, t)
-        size, imaginary = (_row(_paired(u, x, y), pair) for u in params[2:])
+        r = nearest(x, _paired(params.queries, x, y))
+        t = nearest(y, _paired(params.keys, x, y))
+        pair = r * self.keys + t
+        size = _row(_paired(params.size, x, y), pair)
+        imaginary = _row(_paired(params.imaginary, x, y), pair)
         return log_expm1(_log_second_moment(x, y, size, imaginary)) - math.log(m)
 
 
-class _Side:
+class ClusteredSide:
     """Computes the features of queries or of keys, with the cluster of each token.
 
     Features are those of the bases that the token's cluster forms with all clusters of the other side.
@@ -174,17 +177,17 @@ class _Side:
         imaginary: Tensor,
         key: bool,
     ):
-        self.phi = phi
         self.noise = noise
         self.centres = centres
         self.key = key
         self.others = size.shape[-2]
         self.re = (size * (1 - imaginary.abs())).flatten(-2)  # (..., C, others d)
-        self.im = (size * imaginary).flatten(-2) if phi.field == "complex" else None
+        self.im = None
+        if phi.field == "complex":
+            self.im = (size * imaginary).flatten(-2)
         # coefficients of x_l^2 in Re (Mx)^2/2, plus |x|^2/2 for the Gaussian kernel
-        self.half = (
-            size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")
-        ).flatten(-3, -2) / 2
+        squares = size.square() * (1 - 2 * imaginary.abs()) + (phi.kernel == "gaussian")
+        self.half = squares.flatten(-3, -2) / 2
 
     def features(self, x: Tensor) -> Blocks:
         self.noise.check(x)
@@ -193,25 +196,23 @@ class _Side:
         cluster = nearest_centre(x, self.centres)  # (..., L, 1)
         re = self._scaled(x, cluster, self.re)  # (..., others L, d)
         im = None if self.im is None else self._scaled(x, cluster, self.im)
-        half = rows_of(
-            product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others)),
-            cluster.unsqueeze(-1),
-        )
-        f = exponential(
-            self.noise, re, im, 0.0, False, self.key, half.squeeze(-2).mT.flatten(-2).unsqueeze(-1)
-        )
-        f = Features(*(self._together(t) for t in f))
-        return Blocks(
-            (Selected.of(cluster, self.centres.shape[-2], f, self.others if self.key else 1),)
-        )
+        halves = product(x.square(), self.half.to(x)).unflatten(-1, (-1, self.others))
+        half = take_rows(halves, cluster.unsqueeze(-1)).squeeze(-2)  # (..., L, others)
+        half = half.mT.flatten(-2).unsqueeze(-1)
+        value, log_scale = exponential(self.noise, re, im, 0.0, False, self.key, half)
+        if value is not ONE:
+            value = self._to_columns(value)
+        base = Features(value, self._to_columns(log_scale))
+        groups = self.others if self.key else 1
+        return Blocks((select_cluster(cluster, self.centres.shape[-2], base, groups),))
 
     def _scaled(self, x: Tensor, cluster: Tensor, factors: Tensor) -> Tensor:
-        factors = rows_of(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
+        factors = take_rows(factors.to(x), cluster).unflatten(-1, (self.others, x.shape[-1]))
         return (x.unsqueeze(-3) * factors.movedim(-2, -3)).flatten(-3, -2)
 
-    def _together(self, t: Tensor) -> Tensor:
+    def _to_columns(self, t: Tensor) -> Tensor:
         """Reshape (..., others L, D) to (..., L, others D)."""
-        return t if t is ONE else t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
+        return t.unflatten(-2, (self.others, -1)).movedim(-3, -2).flatten(-2)
 
 
 class PairParams(NamedTuple):
@@ -245,14 +246,18 @@ class PairCoefficient(Coefficient):
 
     def between(self, x: Tensor, y: Tensor, params: PairParams) -> Tensor:
         """Return v (..., d) with lambda = exp(-|v|^2 / 2)."""
-        size, imaginary = (align(t.double(), x, y) for t in params)
-        return (size * x.double() + (1 - 2 * imaginary) * y.double() / size) / self.tau
+        size = align(params.size.double(), x, y)
+        imaginary = align(params.imaginary.double(), x, y)
+        return _signed_sum(x, y, size, imaginary) / self.tau
 
     def mean(self, x, y, params):
         return torch.exp(-self.between(x, y, params).square().sum(-1) / 2)
 
     def variance(self, x, y, params):
         return torch.expm1(-self.between(x, y, params).square().sum(-1)).square() / 2
+
+
+DEFAULTS = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF}
 
 
 @dataclass(frozen=True)
@@ -280,10 +285,9 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
             )
 
     def _build_components(self):
-        default = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, None: None}[self.default]
-        bases = (CERF(self.kernel, field=self.field),) * self.pairs
-        if default is not None:
-            bases = (*bases, default(self.kernel))
+        bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
+        if self.default is not None:
+            bases = (*bases, DEFAULTS[self.default](self.kernel))
         return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
 
     def fit(self, stats: Statistics):
@@ -294,7 +298,9 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     def admitted(self, params):
         def rounded(pair: PairParams | tuple) -> PairParams | tuple:
-            return pair._replace(imaginary=pair.imaginary.round()) if pair else pair
+            if isinstance(pair, PairParams):
+                return pair._replace(imaginary=pair.imaginary.round())
+            return pair
 
         coefficients, bases = params
         return tuple(map(rounded, coefficients)), tuple(map(rounded, bases))
@@ -302,16 +308,17 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def _params(self, clusters: Clusters) -> tuple[tuple, tuple]:
         pairs = []
         for k in range(self.pairs):
-            pairs.append(PairParams(*(t[..., k : k + 1, :] for t in clusters[2:])))
+            row = slice(k, k + 1)
+            pairs.append(PairParams(clusters.size[..., row, :], clusters.imaginary[..., row, :]))
         if self.default is None:
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
 
     def _moments(self, x, y, params, n):
         """Include covariances of coefficients, which share their projections."""
-        coefficients = self.components()[0]
-        vectors = [c.between(x, y, p) for c, p in zip(coefficients, params)]
-        means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
+        parts = list(zip(self.components[0], params))
+        vectors = [part.between(x, y, p) for part, p in parts]
+        means = [part.mean(x, y, p) for part, p in parts]
         moments = []
         remainders = []  # E lambda_k (1 - sum)
         for mean, vector in zip(means, vectors):
@@ -335,38 +342,27 @@ def _both_signs(u: Tensor, v: Tensor) -> Tensor:
 # ---- clusters of vectors
 
 
-def k_means(points: Tensor, count: int, what: str) -> Tensor:
+def k_means(points: Tensor, count: int, name: str) -> Tensor:
     """Return cluster centres (count, d) of points (n, d), float64 (scikit-learn).
 
     Raises:
-        ValueError: there are fewer points than clusters, or a cluster is empty.
+        ValueError: there are fewer distinct points than clusters.
     """
-    check_finite(points, f"centre of the {what}")
-    if len(points) < count:
-        samples = "1 sample" if len(points) == 1 else f"{len(points)} samples"
-        raise ValueError(f"{what}: {samples} for {count} clusters; use fewer clusters")
+    check_finite(points, f"centre of the {name}")
+    if len(points.unique(dim=0)) < count:
+        raise ValueError(f"{name}: fewer than {count} distinct vectors; use fewer clusters")
     if count == 1:
         return points.mean(0, keepdim=True)
     from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
 
-    values = points.cpu().numpy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            centres = KMeans(count, n_init=STARTS, random_state=SEED).fit(values).cluster_centers_
-        except ConvergenceWarning:
-            raise ValueError(
-                f"{what}: fewer than {count} distinct vectors; use fewer clusters"
-            ) from None
-    return torch.from_numpy(centres).to(points)
+    k_means = KMeans(count, n_init=STARTS, random_state=SEED).fit(points.cpu().numpy())
+    return torch.from_numpy(k_means.cluster_centers_).to(points)
 
 
 def moments_by_cluster(points: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
     """Return means and mean squares (C, d) of the points of each cluster."""
-    own = (nearest_centre(points, centres) == torch.arange(len(centres), device=points.device)).to(
-        points
-    )
+    numbers = torch.arange(len(centres), device=points.device)
+    own = (nearest_centre(points, centres) == numbers).to(points)
     count = own.sum(0).unsqueeze(-1).clamp(min=1)
     return own.mT @ points / count, own.mT @ points.square() / count
 
@@ -378,9 +374,8 @@ def nearest_centre(x: Tensor, centres: Tensor) -> Tensor:
     A tie goes to the first centre.
     """
     centres = centres.to(x)
-    return (product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2).argmax(
-        -1, keepdim=True
-    )
+    scores = product(x, centres) - centres.square().sum(-1).unsqueeze(-2) / 2
+    return scores.argmax(-1, keepdim=True)
 
 
 def product(x: Tensor, rows: Tensor) -> Tensor:
@@ -395,9 +390,10 @@ def nearest(x: Tensor, centres: Tensor) -> Tensor:
 
 
 def check_dimension(centres: Tensor, x: Tensor) -> None:
-    if centres.shape[-1] != x.shape[-1]:
+    d = x.shape[-1]
+    if centres.shape[-1] != d:
         raise ValueError(
-            f"cluster centres: {centres.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors"
+            f"cluster centres: {centres.shape[-1]} dimensions, expected {d} as the vectors"
         )
 
 
@@ -414,5 +410,11 @@ def _row(rows: Tensor, index: Tensor) -> Tensor:
 
 def _log_second_moment(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
     """Return log E (Re Z)^2 / K^2 for diagonal M with real or imaginary entries."""
-    parts = (size * x.double() + (1 - 2 * imaginary) * y.double() / size).square()
-    return log_mean_exp2(parts.sum(-1), ((1 - 2 * imaginary) * parts).sum(-1))
+    squares = _signed_sum(x, y, size, imaginary).square()
+    signs = 1 - 2 * imaginary
+    return log_mean_exp2(squares.sum(-1), (signs * squares).sum(-1))
+
+
+def _signed_sum(x: Tensor, y: Tensor, size: Tensor, imaginary: Tensor) -> Tensor:
+    """Return |M| x + |M|^-1 y, with the second sign reversed where M is imaginary."""
+    return size * x.double() + (1 - 2 * imaginary) * y.double() / size

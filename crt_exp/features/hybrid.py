@@ -11,8 +11,8 @@ side.
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -64,62 +64,52 @@ class HybridMap(InBlocks):
 
     def __post_init__(self):
         super().__post_init__()
-        self.components()  # building parts checks their options
+        _ = self.components  # building parts checks their options
 
     @abstractmethod
     def _build_components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
         """Return the coefficients and bases; called once."""
 
-    def components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
-        """Return p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
-        return self._components
-
     @cached_property
-    def _components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+    def components(self) -> tuple[tuple[Coefficient, ...], tuple[FeatureMap, ...]]:
+        """The p coefficients and p + 1 bases; the last base has weight 1 - sum lambda."""
         return self._build_components()
 
     @property
     def fitted(self) -> bool:
-        coefficients, bases = self.components()
+        coefficients, bases = self.components
         return any(part.fitted for part in (*coefficients, *bases))
 
     @property
     def second_moments(self) -> bool:
-        coefficients, bases = self.components()
+        coefficients, bases = self.components
         return any(part.second_moments for part in (*coefficients, *bases))
 
     def projections(self, m: Nested) -> Nested:
-        coefficients, bases = self.components()
+        coefficients, bases = self.components
         n, m = self._counts(m)
-        several = len(coefficients) > 1 and not self.one_coefficient_noise
-        of_coefficients = []
-        for i, (coefficient, count) in enumerate(zip(coefficients, n)):
-            part = i if several else None
-            projections = coefficient.projections(count)
-            of_coefficients.append(_rename_parts("coefficient", part, projections))
-        of_bases = []
-        for i, (base, count) in enumerate(zip(bases, m)):
-            part = None if self.shared else i
-            of_bases.append(_rename_parts("base", part, base.projections(count)))
-        return tuple(of_coefficients), tuple(of_bases)
+        one_noise = len(coefficients) == 1 or self.one_coefficient_noise
+        return (
+            _rename("coefficient", one_noise, coefficients, n),
+            _rename("base", self.shared, bases, m),
+        )
 
     def width(self, m: Nested) -> int:
-        coefficients, bases = self.components()
+        coefficients, bases = self.components
         n, m = self._counts(m)
-        columns = [c.width(k) for c, k in zip(coefficients, n)]
+        columns = [part.width(k) for part, k in zip(coefficients, n)]
         if len(coefficients) == 1:
             columns.append(coefficients[0].complement_width(n[0]))
         else:
-            columns.append(1 + sum(c.columns * k for c, k in zip(coefficients, n)))
-        return sum(r * b.width(k) for r, b, k in zip(columns, bases, m))
+            columns.append(1 + sum(part.columns * k for part, k in zip(coefficients, n)))
+        return sum(r * base.width(k) for r, base, k in zip(columns, bases, m))
 
     def _counts(self, m: Nested) -> tuple[tuple, tuple]:
         """Return the numbers of projections of each coefficient and of each base."""
-        coefficients, bases = self.components()
+        coefficients, bases = self.components
+        n = self.n or m
         if isinstance(m, tuple):
             n, m = m
-        else:
-            n = self.n or m
         if not isinstance(n, tuple):
             n = (n,) * len(coefficients)
         if not isinstance(m, tuple):
@@ -127,51 +117,54 @@ class HybridMap(InBlocks):
         return n, m
 
     def fit(self, stats: Statistics) -> Params:
-        coefficients, bases = self.components()
-        of_coefficients = tuple(part.fit(stats) for part in coefficients)
-        return of_coefficients, tuple(part.fit(stats) for part in bases)
+        coefficients, bases = self.components
+        return tuple(part.fit(stats) for part in coefficients), tuple(
+            base.fit(stats) for base in bases
+        )
 
     def _check(self, noise: Nested, params: Nested) -> None:
-        coefficients, bases = self.components()
         if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
             raise ValueError(
                 "noise: expected independent projections for the two parts; use phi.noise(m, draw)"
             )
-        for given, what in ((noise, "noise"), (params, "params")):
-            if len(given) != 2 or [len(part) for part in given] != [len(coefficients), len(bases)]:
+        sizes = [len(parts) for parts in self.components]
+        for name, value in (("noise", noise), ("params", params)):
+            if [len(parts) for parts in value] != sizes:
                 raise ValueError(
-                    f"{what}: expected a pair of tuples ({len(coefficients)} coefficients, {len(bases)} "
-                    "bases); use phi.noise and phi.fit"
+                    f"{name}: expected a pair of tuples ({sizes[0]} coefficients, {sizes[1]} bases); use "
+                    "phi.noise and phi.fit"
                 )
 
     def bind(self, noise, params) -> BoundMap:
         self._check(noise, params)
-        bases = self.components()[1]
-        bound = [b.bind(n, p) for b, n, p in zip(bases, noise[1], params[1])]
+        coefficients, bases = self.components
+        bound = [base.bind(n, p) for base, n, p in zip(bases, noise[1], params[1])]
+        coefficient_parts = list(zip(coefficients, noise[0], params[0]))
 
         def features(x: Tensor, key: bool) -> Blocks:
-            rhos = [
-                c.rho(x, n, p, key) for c, n, p in zip(self.components()[0], noise[0], params[0])
-            ]
+            rhos = [part.rho(x, n, p, key) for part, n, p in coefficient_parts]
+            maps = [base.phi_k if key else base.phi_q for base in bound]
             weights = self._weights(rhos, params[0], key)
-            return Blocks(
-                tuple(Block(w, (b.phi_k if key else b.phi_q)(x)) for w, b in zip(weights, bound))
-            )
+            return Blocks(tuple(Block(weight, phi(x)) for weight, phi in zip(weights, maps)))
 
-        return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
+        return BoundMap(partial(features, key=False), partial(features, key=True))
 
     def _weights(self, rhos: list[Tensor], params: tuple, key: bool) -> list[Tensor]:
         """Return the weights of each base, (..., L, R).
 
         They are [sqrt|a|, rho] of its coefficient; the last base has the columns of 1 - sum lambda.
         """
-        coefficients, _ = self.components()
-        weights = [c.lambda_columns(rho, p, key) for c, rho, p in zip(coefficients, rhos, params)]
+        coefficients, _ = self.components
         if len(coefficients) == 1:
-            return [*weights, coefficients[0].complement_columns(rhos[0], params[0], key)]
-        constants = [c.constant(p) for c, p in zip(coefficients, params)]
-        rest = [column(1 - sum(constants), rhos[0], key), *(rho if key else -rho for rho in rhos)]
-        return [*weights, torch.cat(rest, -1)]
+            rest = coefficients[0].complement_columns(rhos[0], params[0], key)
+        else:
+            constants = [part.constant(p) for part, p in zip(coefficients, params)]
+            columns = [column(1 - sum(constants), rhos[0], key)]
+            for rho in rhos:
+                columns.append(rho if key else -rho)
+            rest = torch.cat(columns, -1)
+        parts = zip(coefficients, rhos, params)
+        return [*(part.lambda_columns(rho, p, key) for part, rho, p in parts), rest]
 
     # ---- exact errors
 
@@ -193,22 +186,23 @@ class HybridMap(InBlocks):
         """
         x = x.double()
         y = y.double()
-        bases = self.components()[1]
+        bases = list(zip(self.components[1], params[1]))
         moments = self._moments(x, y, params[0], n)
-        spread = torch.stack(
-            [
-                log_expm1(b.log_relative_second_moment(x, y, p)) + moments[k][k].log()
-                for k, (b, p) in enumerate(zip(bases, params[1]))
-            ]
-        )
+        logs = []
+        for k, (base, p) in enumerate(bases):
+            variance = log_expm1(base.log_relative_second_moment(x, y, p))
+            logs.append(variance + moments[k][k].log())
+        spread = torch.stack(logs)
         top = spread.amax(0).clamp(min=-1e300)
         total = (spread - top).exp().sum(0)
         if self.shared:
+            vectors = [_pair_vector(base, x, y, p) for base, p in bases]
+            antithetic = [isinstance(base, HypRF | CERF) and base.antithetic for base, _ in bases]
             for k in range(len(bases)):
                 for j in range(k):
-                    total = total + 2 * moments[k][j] * covariance(
-                        (bases[k], bases[j]), (params[1][k], params[1][j]), x, y, top
-                    )
+                    either = antithetic[k] or antithetic[j]
+                    pair = covariance(vectors[k], vectors[j], either, top)
+                    total = total + 2 * moments[k][j] * pair
         return torch.where(total > 0, total.clamp(min=0).log() + top, -torch.inf) - math.log(m)
 
     def _moments(self, x: Tensor, y: Tensor, params: tuple, n: int) -> list[list[Tensor]]:
@@ -216,17 +210,15 @@ class HybridMap(InBlocks):
 
         The entries sum to 1.
         """
-        coefficients = self.components()[0]
-        means = [c.mean(x, y, p) for c, p in zip(coefficients, params)]
-        spreads = [c.variance(x, y, p) / n for c, p in zip(coefficients, params)]
+        parts = list(zip(self.components[0], params))
+        means = [part.mean(x, y, p) for part, p in parts]
         means.append(1 - sum(means))
-        moments = []
-        for mean in means:
-            moments.append([mean * other for other in means])
-        for k, spread in enumerate(spreads):
-            moments[k][k] = moments[k][k] + spread
-            moments[k][-1] = moments[-1][k] = moments[k][-1] - spread
-            moments[-1][-1] = moments[-1][-1] + spread
+        moments = [[mean * other for other in means] for mean in means]
+        for k, (part, p) in enumerate(parts):
+            variance = part.variance(x, y, p) / n
+            moments[k][k] = moments[k][k] + variance
+            moments[k][-1] = moments[-1][k] = moments[k][-1] - variance
+            moments[-1][-1] = moments[-1][-1] + variance
         return moments
 
 
@@ -251,27 +243,27 @@ class Hybrid(HybridMap):
 
     def _build_components(self):
         coefficients = tuple(
-            _part("coefficients", each, COEFFICIENTS) for each in self.coefficients
+            build_part("coefficients", part, COEFFICIENTS) for part in self.coefficients
         )
-        bases = tuple(_part("bases", each, BASES, kernel=self.kernel) for each in self.bases)
+        bases = tuple(build_part("bases", part, BASES, kernel=self.kernel) for part in self.bases)
         if len(bases) != len(coefficients) + 1:
             raise ValueError(
                 f"coefficients: {len(coefficients)}; expected one fewer than bases ({len(bases)})"
             )
-        if any(b.kernel != self.kernel or isinstance(b, SMREG) for b in bases):
+        if any(base.kernel != self.kernel or isinstance(base, SMREG) for base in bases):
             raise ValueError(f"kernel={self.kernel}: expected bases that all estimate this kernel")
         return coefficients, bases
 
 
-def _part(key: str, part: Any, known: dict[str, type], **given: Any) -> Any:
+def build_part(key: str, part: Any, classes: dict[str, type], **options: Any) -> Any:
     """Build a coefficient or base from a string; return objects unchanged."""
     if not isinstance(part, str):
         return part
-    name, options = split_words(part)
-    if name not in known:
-        raise unknown(key, name, known)
-    check_options(f"{key} {name}", known[name], options)
-    return known[name](**options, **given)
+    name, words = split_words(part)
+    if name not in classes:
+        raise unknown(key, name, classes)
+    check_options(f"{key} {name}", classes[name], words)
+    return classes[name](**words, **options)
 
 
 @dataclass(frozen=True)
@@ -297,30 +289,32 @@ class Bipolar(HybridMap):
     def bind(self, noise, params) -> BoundMap:
         """Bind both maps; shared projections need one matrix product."""
         self._check(noise, params)
-        (of_coefficient,), (of_base, other) = noise
-        if of_base is not other or of_base.matrix_free or of_base.batch != of_coefficient.batch:
+        (tau,), (omega, other) = noise
+        if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
-        rows = DenseNoise(torch.cat([of_coefficient.rows(), of_base.rows()], -2), gaussian=False)
+        rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
+        coefficient = self.components[0][0]
 
         def features(x: Tensor, key: bool) -> Blocks:
-            tau_x, omega_x = rows.project(x).split([of_coefficient.m, of_base.m], -1)
-            rho = self.components()[0][0].of_projections(tau_x, params[0][0], key)
+            tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)
+            rho = coefficient.of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
 
-        return BoundMap(lambda x: features(x, False), lambda y: features(y, True))
+        return BoundMap(partial(features, key=False), partial(features, key=True))
 
     def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
         """Return positive and trigonometric features from projections (..., L, m)."""
-        half = sq_norm(x) / 2
-        m = omega_x.shape[-1]
-        both = torch.cat([omega_x, -omega_x], -1) if self.base == "hyp" else omega_x
-        down = half if self.kernel == "softmax" else 2 * half
-        up = half if self.kernel == "softmax" else torch.zeros_like(half)
-        return (
-            Features(ONE, both - (down + math.log(both.shape[-1]) / 2)),
-            Features(torch.cat([omega_x.cos(), omega_x.sin()], -1), up - math.log(m) / 2),
-        )
+        down = up = sq_norm(x) / 2
+        if self.kernel == "gaussian":
+            down = 2 * down
+            up = torch.zeros_like(up)
+        logs = omega_x
+        if self.base == "hyp":
+            logs = torch.cat([omega_x, -omega_x], -1)
+        positive = Features(ONE, logs - (down + math.log(logs.shape[-1]) / 2))
+        waves = torch.cat([omega_x.cos(), omega_x.sin()], -1)
+        return positive, Features(waves, up - math.log(omega_x.shape[-1]) / 2)
 
 
 @dataclass(frozen=True)
@@ -334,7 +328,7 @@ class AngularHybrid(Bipolar):
     def rank(self, m: Nested) -> int:
         """Return 4m (n + 1), the dimension in HRF, which has a = 1/2 and no indicators."""
         (n,), m = self._counts(m)
-        return (n + 1) * sum(b.width(k) for b, k in zip(self.components()[1], m))
+        return (n + 1) * sum(base.width(k) for base, k in zip(self.components[1], m))
 
     def coefficient(self):
         return AngularCoefficient()
@@ -355,18 +349,19 @@ class GaussianHybrid(Bipolar):
         return BipolarGaussianCoefficient(sigma=self.sigma, r=self.r)
 
 
-def covariance(
-    bases: tuple[FeatureMap, FeatureMap], params: tuple, x: Tensor, y: Tensor, log_unit: Tensor
-) -> Tensor:
+def covariance(one: Tensor, other: Tensor, antithetic: bool, log_unit: Tensor) -> Tensor:
     """Return Cov(K_1, K_2) / K^2 of two estimates from one projection.
 
     The result is divided by exp(log_unit). For TrigRF with PosRF or HypRF the covariance is cos(|x|^2 - |y|^2) - 1
     (HRF Theorem 3.1). The general case was derived for this project.
+
+    Args:
+        one: w = M x + M^-T y of the first base (..., d), complex.
+        other: w of the second base.
+        antithetic: one of the bases uses omega and -omega.
     """
-    one, other = (_pair_vector(b, x, y, p) for b, p in zip(bases, params))
-    antithetic = any(getattr(b, "antithetic", False) for b in bases)
+    total = torch.zeros_like(log_unit)
     signs = (1, -1) if antithetic else (1,)
-    total = 0
     for product in ((one * other).sum(-1), (one * other.conj()).sum(-1)):
         for sign in signs:
             total = total + torch.exp(sign * product.real - log_unit) * product.imag.cos()
@@ -375,7 +370,7 @@ def covariance(
 
 def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
     """Return w = M x + M^-T y of the base, complex (..., d)."""
-    if hasattr(base, "pair_vector"):
+    if isinstance(base, CERF):
         return base.pair_vector(x, y, params)
     if isinstance(base, TrigRF):
         return 1j * (x - y)
@@ -386,10 +381,11 @@ def _pair_vector(base: FeatureMap, x: Tensor, y: Tensor, params) -> Tensor:
     )
 
 
-def _rename_parts(what: str, part: int | None, needed: Nested) -> Nested:
-    prefix = what if part is None else f"{what}_{part}"
-
-    def named(p: Projections) -> Projections:
-        return replace(p, name=f"{prefix}_{p.name}" if p.name else prefix)
-
-    return map_leaves(named, needed) if not isinstance(needed, Projections) else named(needed)
+def _rename(name: str, equal: bool, parts: tuple, counts: tuple) -> tuple:
+    """Return the requests of each part, named `name`, numbered unless they are equal."""
+    requests = []
+    for i, (part, count) in enumerate(zip(parts, counts)):
+        prefix = name if equal else f"{name}_{i}"
+        rename = partial(Projections.of_part, prefix=prefix)
+        requests.append(map_leaves(rename, part.projections(count)))
+    return tuple(requests)

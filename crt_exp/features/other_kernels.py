@@ -8,18 +8,18 @@ distribution. Radial kernels preserve the coupling of directions by the sampler.
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import BoundMap, FeatureMap, Features, Params
+from crt_exp.features.base import BoundMap, FeatureMap, Features, Params, Projections
 from crt_exp.features.exponential import Trigonometric
-from crt_exp.features.statistics import Kernel, Statistics, angle
+from crt_exp.features.statistics import Statistics, angle
 from crt_exp.samplers.noise import (
     DenseNoise,
     Nested,
@@ -31,10 +31,8 @@ from crt_exp.samplers.noise import (
 )
 from crt_exp.validation import Positive
 
-NODES, POINTS = (
-    400,
-    1500,
-)  # sizes of the quadrature over the mixture and of the table of the rational quadratic kernel
+NODES = 400  # of the quadrature over the mixture of the rational quadratic kernel
+POINTS = 1500  # of the table of its distribution
 
 
 @dataclass(frozen=True)
@@ -62,21 +60,19 @@ class RadialRF(SpectralRF):
             ValueError: all projections have one length, so their lengths are not chi-distributed; or torch.func maps
                 over projections.
         """
+        name = type(self).__name__
         sq_norm = noise.sq_norm.double().clamp(min=1e-300).cpu()
         values = torch.func.debug_unwrap(sq_norm) if transforming() else sq_norm
         if values.shape != sq_norm.shape:
             raise ValueError(
-                f"{type(self).__name__}: torch.func cannot map over projections; map over the vectors"
+                f"{name}: torch.func cannot map over projections; map over the vectors"
             )
         # inside torch.func, numpy() fails
         squares = np.array(values.tolist()).reshape(values.shape)
-        if (
-            not noise.gaussian
-            and noise.m > 1
-            and squares.max() - squares.min() < 1e-6 * squares.max()
-        ):
+        spread = squares.max() - squares.min()
+        if not noise.gaussian and noise.m > 1 and spread < 1e-6 * squares.max():
             raise ValueError(
-                f"lengths=sqrt_d or fixed: {type(self).__name__} needs chi-distributed lengths; use chi"
+                f"lengths=sqrt_d or fixed: {name} needs chi-distributed lengths; use chi"
             )
         factor = np.sqrt(self.squared_length(squares, noise.d) / squares)
         return noise.scaled(torch.from_numpy(factor).mT.to(noise.sq_norm))
@@ -102,9 +98,8 @@ class MaternRF(RadialRF):
         from scipy.special import betaincinv, gammainc, gammaincc
 
         low = gammainc(d / 2, sq_norm / 2)
-        high = gammaincc(d / 2, sq_norm / 2)
         b = betaincinv(d / 2, self.nu, low)
-        rest = betaincinv(self.nu, d / 2, high)
+        rest = betaincinv(self.nu, d / 2, gammaincc(d / 2, sq_norm / 2))
         with np.errstate(divide="ignore"):  # from the tail that np.where discards
             return 2 * self.nu * np.where(low < 0.5, b / (1 - b), (1 - rest) / rest)
 
@@ -112,7 +107,9 @@ class MaternRF(RadialRF):
         t = (2 * self.nu) ** 0.5 * (x - y).norm(dim=-1)
         if self.nu == 0.5:
             return -t
-        return (torch.log1p(t) if self.nu == 1.5 else torch.log1p(t + t * t / 3)) - t
+        if self.nu == 1.5:
+            return torch.log1p(t) - t
+        return torch.log1p(t + t * t / 3) - t
 
 
 @dataclass(frozen=True)
@@ -153,13 +150,16 @@ def rational_quadratic_distribution(
     log_weight = alpha * log_g - np.exp(log_g)
     weight = np.exp(log_weight - log_weight.max())
     weight /= weight.sum()
-    edges = np.log(2 * gammaincinv(d / 2, 1e-13)), np.log(2 * gammainccinv(d / 2, 1e-13))
-    log_square = np.linspace(edges[0] + log_g[0], edges[1] + log_g[-1], POINTS) - math.log(alpha)
+    first = np.log(2 * gammaincinv(d / 2, 1e-13)) + log_g[0]
+    last = np.log(2 * gammainccinv(d / 2, 1e-13)) + log_g[-1]
+    log_square = np.linspace(first, last, POINTS) - math.log(alpha)
     halves = np.exp(log_square[:, None] + math.log(alpha) - log_g) / 2
     with np.errstate(divide="ignore"):
-        less, more = (np.log(cdf(d / 2, halves) @ weight) for cdf in (gammainc, gammaincc))
-    inner = np.flatnonzero((less > -60) & (more > -60))
-    return log_square[inner], np.maximum.accumulate(less[inner]), np.minimum.accumulate(more[inner])
+        log_cdf = np.log(gammainc(d / 2, halves) @ weight)
+        log_survival = np.log(gammaincc(d / 2, halves) @ weight)
+    inner = np.flatnonzero((log_cdf > -60) & (log_survival > -60))
+    log_cdf = np.maximum.accumulate(log_cdf[inner])
+    return log_square[inner], log_cdf, np.minimum.accumulate(log_survival[inner])
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class ArcCosineRF(FeatureMap):
         return torch.where(kernel == -torch.inf, 0.0, ratio.clamp(min=0))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Composite(FeatureMap):
     """Base class of maps with parts.
 
@@ -243,90 +243,120 @@ class Composite(FeatureMap):
     common kernel of the parts, ignoring parts with kernel None.
     """
 
+    kernel: str | None = None
     parts: tuple[FeatureMap, ...] = ()
 
     one_map = False
 
-    def _set(self, **fields) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
     @property
     def fitted(self) -> bool:
-        return any(p.fitted for p in self.parts)
+        return any(part.fitted for part in self.parts)
 
     @property
     def second_moments(self) -> bool:
-        return any(p.second_moments for p in self.parts)
+        return any(part.second_moments for part in self.parts)
+
+    def widths(self, m) -> list[int]:
+        """Return the number of features of each part."""
+        return [part.width(k) for part, k in zip(self.parts, self._per_part(m))]
 
     def projections(self, m) -> Nested:
-        needed = zip(self.parts, _spread(m, self.parts))
-        return tuple(
-            map_leaves(lambda p, i=i: p.of_part(i), part.projections(k))
-            for i, (part, k) in enumerate(needed)
-        )
+        requests = []
+        for i, (part, k) in enumerate(zip(self.parts, self._per_part(m))):
+            rename = partial(Projections.of_part, prefix=str(i))
+            requests.append(map_leaves(rename, part.projections(k)))
+        return tuple(requests)
 
     def fit(self, stats: Statistics) -> Params:
-        return tuple(p.fit(stats) for p in self.parts)
+        return tuple(part.fit(stats) for part in self.parts)
 
-    def _bound(self, noise: Nested, params: Params) -> list[BoundMap]:
+    def bind_parts(self, noise: Nested, params: Params) -> list[BoundMap]:
         """Bind each part."""
-        return [
-            p.bind(n, q)
-            for p, n, q in zip(self.parts, _spread(noise, self.parts), _each(params, self.parts))
-        ]
+        noises = self._per_part(noise)
+        return [part.bind(n, p) for part, n, p in self.zip_parts(noises, params)]
+
+    def zip_parts(self, *values: tuple) -> Iterator[tuple]:
+        """Iterate over the parts and their entries of tuples.
+
+        Raises:
+            ValueError: a tuple has not one entry per part.
+        """
+        for entries in values:
+            if len(entries) != len(self.parts):
+                raise ValueError(
+                    f"noise, params: {len(entries)} entries, expected {len(self.parts)}, one per part"
+                )
+        return zip(self.parts, *values)
+
+    def _per_part(self, value: Nested) -> tuple:
+        """Return one entry per part: a tuple unchanged, all else repeated."""
+        return value if isinstance(value, tuple) else (value,) * len(self.parts)
+
+
+@dataclass(frozen=True)
+class WeightedParts(Composite):
+    """Parts with one weight each, and whether they share their projections."""
+
+    weights: tuple[float, ...] = ()
+    shared: bool = False
 
 
 @dataclass(frozen=True, init=False)
-class Sum(Composite):
+class Sum(WeightedParts):
     """Estimates sum_i weights_i K_i by concatenated features.
 
     Args:
         weights: may be negative; default 1.
         shared: all parts use the same projections. The estimate stays unbiased, but `log_variance` is not available.
-    """
 
-    weights: tuple[float, ...] | None = None
-    shared: bool = False
+    Raises:
+        ValueError: there are no parts, or another number of weights.
+
+    >>> from crt_exp.features import PosRF, TrigRF
+    >>> Sum(TrigRF(), PosRF(), weights=[0.5, 0.5]).width((8, 16))
+    32
+    """
 
     def __init__(
         self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False
     ):
         if not parts:
             raise ValueError("parts: empty; expected at least one")
-        if weights is not None and len(weights) != len(parts):
+        if weights is None:
+            weights = (1.0,) * len(parts)
+        if len(weights) != len(parts):
             raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
-        self._set(
-            kernel=_common_kernel(parts),
-            parts=parts,
-            shared=shared,
-            weights=tuple(weights) if weights is not None else (1.0,) * len(parts),
-        )
+        super().__init__(common_kernel(parts), parts, tuple(weights), shared)
 
     def projections(self, m) -> Nested:
         if not self.shared:
             return super().projections(m)
-        return tuple(part.projections(k) for part, k in zip(self.parts, _spread(m, self.parts)))
+        return tuple(part.projections(k) for part, k in zip(self.parts, self._per_part(m)))
 
     def width(self, m) -> int:
-        return sum(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+        return sum(self.widths(m))
 
     def bind(self, noise, params) -> BoundMap:
-        bound = self._bound(noise, params)
-        return BoundMap(
-            lambda x: _concatenate([b.phi_q(x) for b in bound], self.weights, signed=True),
-            lambda y: _concatenate([b.phi_k(y) for b in bound], self.weights, signed=False),
-        )
+        bound = self.bind_parts(noise, params)
+        key_scales = [abs(weight) ** 0.5 for weight in self.weights]
+        scales = [math.copysign(abs(weight) ** 0.5, weight) for weight in self.weights]
+
+        def phi_q(x: Tensor) -> Features:
+            return _concatenate([part.phi_q(x) for part in bound], scales)
+
+        def phi_k(y: Tensor) -> Features:
+            return _concatenate([part.phi_k(y) for part in bound], key_scales)
+
+        return BoundMap(phi_q, phi_k)
 
     def log_kernel(self, x, y) -> Tensor:
         """Return the log of the weighted sum; NaN if the sum is negative."""
-        logs = torch.stack([p.log_kernel(x, y) for p in self.parts])
-        return _log_weighted_sum(logs, self.weights)
+        logs = [part.log_kernel(x, y) for part in self.parts]
+        return _log_weighted_sum(torch.stack(logs), self.weights)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return torch.log1p(
-            (self.log_variance(x, y, params) - 2 * self.log_kernel(x.double(), y.double())).exp()
-        )
+        log_kernel = self.log_kernel(x.double(), y.double())
+        return torch.log1p((self.log_variance(x, y, params) - 2 * log_kernel).exp())
 
     def log_variance(self, x, y, params) -> Tensor:
         """Return the log variance for independent parts.
@@ -338,10 +368,8 @@ class Sum(Composite):
             raise NotImplementedError(
                 "Sum with shared projections: no closed-form variance; use shared=False"
             )
-        logs = torch.stack(
-            [p.log_variance(x, y, q) for p, q in zip(self.parts, _each(params, self.parts))]
-        )
-        return _log_weighted_sum(logs, [w * w for w in self.weights])
+        logs = [part.log_variance(x, y, p) for part, p in self.zip_parts(params)]
+        return _log_weighted_sum(torch.stack(logs), [weight**2 for weight in self.weights])
 
 
 @dataclass(frozen=True, init=False)
@@ -349,20 +377,24 @@ class Product(Composite):
     """Estimates K_1 K_2 by the outer product of features with independent projections.
 
     `width((m1, m2))` = M1 M2. Feature (i, j) has index i * M2 + j.
+
+    >>> from crt_exp.features import PosRF, TrigRF
+    >>> Product(TrigRF(), PosRF()).width((8, 16))
+    256
     """
 
     def __init__(self, first: FeatureMap, second: FeatureMap):
-        self._set(kernel=_common_kernel((first, second)), parts=(first, second))
+        super().__init__(common_kernel((first, second)), (first, second))
 
     def width(self, m) -> int:
-        return math.prod(p.width(k) for p, k in zip(self.parts, _spread(m, self.parts)))
+        return math.prod(self.widths(m))
 
     def bind(self, noise, params) -> BoundMap:
         if not isinstance(noise, tuple) or len(noise) != 2 or share_leaf(*noise):
             raise ValueError(
                 "noise: expected a pair of independent projections; use phi.noise(m, draw)"
             )
-        first, second = self._bound(noise, params)
+        first, second = self.bind_parts(noise, params)
         return BoundMap(
             lambda x: _outer(first.phi_q(x), second.phi_q(x)),
             lambda y: _outer(first.phi_k(y), second.phi_k(y)),
@@ -372,29 +404,15 @@ class Product(Composite):
         return self.parts[0].log_kernel(x, y) + self.parts[1].log_kernel(x, y)
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
-        return sum(
-            p.log_relative_second_moment(x, y, q)
-            for p, q in zip(self.parts, _each(params, self.parts))
-        )
+        moments = [part.log_relative_second_moment(x, y, p) for part, p in self.zip_parts(params)]
+        return moments[0] + moments[1]
 
 
-def _common_kernel(parts: Sequence[FeatureMap]) -> Kernel | None:
+def common_kernel(parts: Sequence[FeatureMap]) -> str | None:
     """Return the kernel of the parts; if they differ, one that is not softmax."""
-    kernels = [p.kernel for p in parts if p.kernel is not None]
-    return next((k for k in kernels if k != "softmax"), kernels[0] if kernels else None)
-
-
-def _spread(given: Nested, parts: Sequence[FeatureMap]) -> tuple:
-    """Return one entry per part: a tuple unchanged, all else repeated."""
-    return _each(given, parts) if isinstance(given, tuple) else (given,) * len(parts)
-
-
-def _each(given: tuple, parts: Sequence[FeatureMap]) -> tuple:
-    if len(given) != len(parts):
-        raise ValueError(
-            f"noise, params: {len(given)} entries, expected {len(parts)}, one per part"
-        )
-    return given
+    kernels = [part.kernel for part in parts if part.kernel is not None]
+    others = [kernel for kernel in kernels if kernel != "softmax"]
+    return next(iter(others + kernels), None)
 
 
 def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -406,18 +424,19 @@ def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return math.copysign(1.0, scale) * value, log_scale + math.log(abs(scale))
 
 
-def _concatenate(fs: list[Features], weights: Sequence[float], signed: bool) -> Features:
-    """Concatenate with factors sqrt(|weight|); the sign goes to the query side."""
-    scales = [math.copysign(abs(w) ** 0.5, w if signed else 1.0) for w in weights]
-    values, logs = zip(*(_full(f, s) for f, s in zip(fs, scales)))
+def _concatenate(fs: list[Features], scales: list[float]) -> Features:
+    """Concatenate features, each multiplied by its scale."""
+    full = [_full(f, scale) for f, scale in zip(fs, scales)]
+    values, logs = zip(*full)
     return Features(torch.cat(values, -1), torch.cat(logs, -1))
 
 
 def _outer(a: Features, b: Features) -> Features:
-    (va, la), (vb, lb) = _full(a), _full(b)
-    values = va[..., :, None] * vb[..., None, :]
-    logs = la[..., :, None] + lb[..., None, :]
-    return Features(values.flatten(-2), logs.flatten(-2))
+    a_value, a_log = _full(a)
+    b_value, b_log = _full(b)
+    value = a_value[..., :, None] * b_value[..., None, :]
+    log_scale = a_log[..., :, None] + b_log[..., None, :]
+    return Features(value.flatten(-2), log_scale.flatten(-2))
 
 
 def _log_weighted_sum(logs: Tensor, weights: Sequence[float]) -> Tensor:

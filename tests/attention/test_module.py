@@ -616,7 +616,7 @@ BAD = {
     "saved .* 3, 8": lambda: make(ClusteredHybrid(keys=2)).load_state_dict(
         make(ClusteredHybrid(keys=3)).state_dict()
     ),
-    "6 samples for 7 clusters": lambda: ClusteredHybrid(queries=7).fit(
+    "queries: fewer than 7 distinct": lambda: ClusteredHybrid(queries=7).fit(
         Statistics.of(POINTS, POINTS)
     ),
     "keys: fewer than 2 distinct": lambda: ClusteredHybrid().fit(

@@ -155,7 +155,7 @@ def test_zero_vectors_and_ties():
     ids=repr,
 )
 def test_a_hybrid_is_the_sum_of_its_products(phi):
-    (coefficient,), bases = phi.components()
+    (coefficient,), bases = phi.components
     x = vectors(5, 3)
     y = vectors(6, 3, seed=1)
     params = phi.fit(Statistics.of(x, y))
