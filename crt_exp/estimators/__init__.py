@@ -19,7 +19,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
+from crt_exp.features import FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
@@ -32,6 +32,8 @@ from crt_exp.validation import whole_number
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
+
+BLOCK = 2**19  # features per block, so that they fit the cache
 NO_KERNEL = "mechanism={}: estimates no kernel; use another map, such as oprf"
 SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
@@ -344,7 +346,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
         write = self._writer()
-        for rows in _rows_of(X):
+        for rows in _rows_of(X, max(ROWS // 8, BLOCK // self._n_features_out)):
             write(X[rows], torch.from_numpy(out[rows]))
         return out
 
@@ -355,10 +357,16 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
                 f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
                 "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor"
             )
-        write = (
-            self._write_odd if self._has_odd_column else self.map_.writer(self.noise_, self.params_)
-        )
-        return lambda X, out: write(self._check_range(self._scaled(X)), out)
+        phi = self.map_.bind(self.noise_, self.params_).phi_q
+
+        def write(X, out: torch.Tensor) -> None:
+            features = phi(self._check_range(self._scaled(X))).dense()
+            if self._has_odd_column:
+                self._write_odd(features, out)
+            else:
+                features.write(out)
+
+        return write
 
     @property
     def _centred(self) -> bool:
@@ -384,13 +392,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
             self.noise_.m
         )
 
-    def _write_odd(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def _write_odd(self, features: Features, out: torch.Tensor) -> None:
         """Write m first features, the last one rotated, then m - 1 second features."""
         m = self.noise_.m
         n = self._n_features_out
-        pairs = x.new_empty(len(x), 2 * m)
-        self.map_.writer(self.noise_, self.params_)(x, pairs)
-        pairs *= (2 * m / n) ** 0.5
+        pairs = features.exp() * (2 * m / n) ** 0.5
         out.copy_(pairs[:, :n])
         out[:, m - 1] = np.cos(self._turn) * pairs[:, m - 1] - np.sin(self._turn) * pairs[:, -1]
 
@@ -504,11 +510,11 @@ def _variance(X, weight: np.ndarray) -> float:
     return max(0.0, second / total - (first / total) ** 2)
 
 
-def _rows_of(X) -> list[slice]:
+def _rows_of(X, size: int = ROWS) -> list[slice]:
     """Return blocks of rows; sparse rows become dense and need smaller blocks."""
-    return blocks(
-        X.shape[0], max(1, min(ROWS, SPARSE_ENTRIES // X.shape[1])) if issparse(X) else ROWS
-    )
+    if issparse(X):
+        size = max(1, min(size, SPARSE_ENTRIES // X.shape[1]))
+    return blocks(X.shape[0], size)
 
 
 def blocks(n: int, size: int = ROWS) -> list[slice]:

@@ -199,14 +199,6 @@ class FeatureMap:
             return BoundMap(phi_q, phi_q)
         return BoundMap(phi_q, partial(self.phi_k, noise=noise, params=params))
 
-    def writer(self, noise: Noise, params: Params = ()) -> Callable[[Tensor, Tensor], None]:
-        """Return a function that writes phi_q(x) into `out` (..., L, M).
-
-        The function has no gradient and needs few passes over memory.
-        """
-        phi = self.bind(match_float64(noise, torch.float64), params).phi_q
-        return lambda x, out: phi(x).dense().write(out)
-
     def log_relative_second_moment(self, x: Tensor, y: Tensor, params: Params = ()) -> Tensor:
         """Return log(E Z^2 / (E Z)^2) of the estimate Z from one projection.
 
@@ -313,6 +305,15 @@ def check_finite(value: Tensor, name: str) -> Tensor:
             f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow"
         )
     return value
+
+
+def check_gaussian(noise: Noise, name: str) -> None:
+    """Raise ValueError unless the projections are exactly Gaussian, naming the map."""
+    if not noise.gaussian:
+        raise ValueError(
+            f"sampler: {name} needs exactly Gaussian projections; use iid, orthogonal with lengths=chi, "
+            "simplex, or scrambled halton or sobol"
+        )
 
 
 class NotFinite(ValueError):

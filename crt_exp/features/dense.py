@@ -90,9 +90,6 @@ class Dense(PositiveExponential):
         """Return the h that is subtracted from the vectors, or None."""
         return params.shift
 
-    def writer(self, noise, params):
-        return FeatureMap.writer(self, noise, params)  # the parent's writer skips shift and balance
-
     def transform_inputs(self, x, params, key=False, factor=1.0):
         G = params.balance
         shift = self.shift(params)

@@ -24,10 +24,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features, align, check_finite
+from crt_exp.features.base import (
+    ONE,
+    BoundMap,
+    FeatureMap,
+    Features,
+    align,
+    check_finite,
+    check_gaussian,
+)
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import Noise, at_least_float32, match_float64, no_autocast, transforming
+from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast, transforming
 from crt_exp.validation import Positive
 
 MAX_COUNT = 10_000
@@ -67,58 +75,36 @@ class DiscreteRF(FeatureMap):
         phi = partial(self._phi, noise=noise, weight=weight, half_odd=half_odd, shift=params.shift)
         return BoundMap(phi, phi)
 
-    def writer(self, noise: Noise, params: DiscreteParams):
-        weight, half_odd = self._weights(match_float64(noise, torch.float64), params)
-        buffer = torch.empty(0)
-
-        @torch.no_grad()
-        def write(x: Tensor, out: Tensor) -> None:
-            nonlocal buffer
-            inputs, shifted, positive = self._inputs(x, noise, params.shift)
-            torch.matmul(inputs, weight.to(out.dtype).mT, out=out).exp_()
-            if not positive:
-                buffer = buffer if buffer.shape == out.shape else torch.empty_like(out)
-                negative = torch.lt(shifted, 0, out=torch.empty_like(shifted))
-                out.mul_(_parity_sign(negative, half_odd.to(out.dtype), buffer))
-
-        return write
-
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
         """Return [counts, bias, 1] (..., m, d + 2), and 1/2 at odd counts (..., m, d)."""
         counts = self.counts(noise, params)  # (..., m, d)
         of_counts, constant = self._log_weights(counts, params)
         bias = (of_counts + constant - math.log(noise.m) / 2).mT  # (..., m, 1)
         counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
-        weight = torch.cat([counts, bias, torch.ones_like(bias)], -1).to(noise.sq_norm.dtype)
-        return weight, (counts % 2 / 2).to(weight.dtype)
+        weight = torch.cat([counts, bias, torch.ones_like(bias)], -1)
+        dtype = noise.sq_norm.dtype
+        return weight.to(dtype), (counts % 2 / 2).to(dtype)
 
     def _phi(
         self, x: Tensor, noise: Noise, weight: Tensor, half_odd: Tensor, shift: Tensor | None
     ) -> Features:
         """Compute log|phi| as [log|x|, 1, norm term] [counts, bias, 1]^T, and the sign."""
-        with no_autocast(x):
-            inputs, shifted, positive = self._inputs(x, noise, shift)
-            log_scale = inputs @ weight.to(inputs.dtype).mT
-            sign = (
-                ONE
-                if positive
-                else _parity_sign((shifted < 0).to(inputs.dtype), half_odd.to(inputs.dtype))
-            )
-            return Features(sign, log_scale)
-
-    def _inputs(self, x: Tensor, noise: Noise, shift: Tensor | None) -> tuple[Tensor, Tensor, bool]:
-        """Return [log|x|, 1, norm term] of the shifted x, shifted x, and whether x > 0."""
         noise.check(x)
-        x = at_least_float32(x)
-        shifted = x if shift is None else x - shift.to(x)
-        positive = _all_positive(shifted)
-        least = 1e-300 if x.dtype == torch.float64 else 1e-30
-        logs = (shifted if positive else shifted.abs()).clamp(min=least).log_()  # (..., L, d)
-        return (
-            torch.cat([logs, torch.ones_like(logs[..., :1]), self._norm_term(x, shifted)], -1),
-            shifted,
-            positive,
-        )
+        with no_autocast(x):
+            x = at_least_float32(x)
+            shifted = x if shift is None else x - shift.to(x)
+            positive = _all_positive(shifted)
+            sizes = shifted if positive else shifted.abs()
+            least = 1e-300 if x.dtype == torch.float64 else 1e-30
+            logs = sizes.clamp(min=least).log_()  # (..., L, d)
+            ones = torch.ones_like(logs[..., :1])
+            inputs = torch.cat([logs, ones, self._norm_term(x, shifted)], -1)
+            log_scale = inputs @ weight.to(x.dtype).mT
+            if positive:
+                return Features(ONE, log_scale)
+            # prod_l (-1)^omega_l over negative entries
+            odd = ((shifted < 0).to(x.dtype) @ half_odd.to(x.dtype).mT).frac_()  # 0 or 1/2
+            return Features(torch.rsub(odd, 1, alpha=4), log_scale)
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
         """Return the term that makes the shifted features estimate the chosen kernel.
@@ -127,7 +113,9 @@ class DiscreteRF(FeatureMap):
         """
         if self.kernel == "gaussian":
             return -sq_norm(shifted) / 2
-        return torch.zeros_like(x[..., :1]) if shifted is x else (sq_norm(x) - sq_norm(shifted)) / 2
+        if shifted is x:
+            return torch.zeros_like(x[..., :1])
+        return (sq_norm(x) - sq_norm(shifted)) / 2
 
     def counts(self, noise: Noise, params: DiscreteParams) -> Tensor:
         """Return omega (..., m, d), float64, from the Gaussian projections.
@@ -135,11 +123,7 @@ class DiscreteRF(FeatureMap):
         Raises:
             ValueError: the projections are not exactly Gaussian.
         """
-        if not noise.gaussian:
-            raise ValueError(
-                f"sampler: {type(self).__name__} needs exactly Gaussian projections; use iid, orthogonal "
-                "with lengths=chi, simplex, or scrambled halton or sobol"
-            )
+        check_gaussian(noise, type(self).__name__)
         return self._quantile(noise.rows().double(), params.rate.double().to(noise.sq_norm.device))
 
     def _shifted(self, x: Tensor, y: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
@@ -157,21 +141,16 @@ def _all_positive(x: Tensor) -> bool:
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
-def _parity_sign(negative: Tensor, half_odd: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return prod_l (-1)^omega_l over negative entries, (..., L, m).
-
-    `negative` (..., L, d) is 1 at negative entries, else 0.
-    """
-    odd = torch.matmul(negative, half_odd.mT, out=out).frac_()  # 0 or 1/2
-    return torch.rsub(odd, 1, alpha=4) if out is None else torch.sub(1, odd, alpha=4, out=odd)
-
-
 @dataclass(frozen=True)
 class PoisRF(DiscreteRF):
     """Poisson features with one rate for all coordinates (CRT 3.2, Theorem 3.4).
 
     Args:
         rate: fixed lambda instead of the fit (CRT eq. (12)).
+
+    >>> x = torch.tensor([[2.0, 0.0]])
+    >>> PoisRF().fit(Statistics.of(x, x)).rate  # the root of the mean of x_l^2 y_l^2
+    tensor([[2.8284]], dtype=torch.float64)
     """
 
     rate: Positive | None = None
@@ -186,16 +165,17 @@ class PoisRF(DiscreteRF):
         if self.rate is not None:
             return torch.tensor([[float(self.rate)]], dtype=torch.float64)
         products = _mean_sq_products(stats, shift)
-        products = products if self.each_coordinate else products.mean(-1, keepdim=True)
-        return check_finite(products.sqrt().clamp(min=MIN_RATE), "Poisson rate").unsqueeze(-2)
+        if not self.each_coordinate:
+            products = products.mean(-1, keepdim=True)
+        rate = products.sqrt().clamp(min=MIN_RATE)
+        return check_finite(rate, "Poisson rate").unsqueeze(-2)
 
     def _quantile(self, g, rate):
         return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
 
     def _log_weights(self, counts, params):
-        rate = (
-            params.rate.double().to(counts.device).expand(*params.rate.shape[:-1], counts.shape[-1])
-        )
+        rate = params.rate.double().to(counts.device)
+        rate = rate.expand(*rate.shape[:-1], counts.shape[-1])
         return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
 
     def log_relative_second_moment(self, x, y, params):
@@ -210,6 +190,10 @@ class PoisCoordRF(PoisRF):
     """Poisson features with one rate per coordinate.
 
     For a fixed pair their variance is the least of all discrete features.
+
+    >>> x = torch.tensor([[2.0, 1.0]])
+    >>> PoisCoordRF().fit(Statistics.of(x, x)).rate
+    tensor([[4., 1.]], dtype=torch.float64)
     """
 
     each_coordinate = True
@@ -221,6 +205,10 @@ class GeomRF(DiscreteRF):
 
     Args:
         p: fixed value instead of the numerical fit (CRT eq. (14)).
+
+    >>> x = torch.tensor([[2.0, 1.0]])
+    >>> 0 < GeomRF().fit(Statistics.of(x, x)).rate.item() < 1
+    True
     """
 
     p: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -233,10 +221,11 @@ class GeomRF(DiscreteRF):
         if self.p is not None:
             return torch.tensor([[float(self.p)]], dtype=torch.float64)
         if shift is None:
-            sizes = [side.mean_abs.double() for side in (stats.x, stats.y)]
+            products = stats.x.mean_abs.double() * stats.y.mean_abs.double()
         else:  # x - c > 0, so the mean of |x - c| is mean(x) - c
-            sizes = [side.mean.double() - shift.squeeze(-2) for side in (stats.x, stats.y)]
-        return check_finite(optimal_p(sizes[0] * sizes[1]), "p")[..., None, None]
+            c = shift.squeeze(-2)
+            products = (stats.x.mean.double() - c) * (stats.y.mean.double() - c)
+        return check_finite(optimal_p(products), "p")[..., None, None]
 
     def _quantile(self, g, rate):
         """Return floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
@@ -271,37 +260,47 @@ class _Shifted(DiscreteRF):
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()
-        variance = (
-            sum(
-                (s.mean_sq.double() - s.mean.double().square()).clamp(min=0)
-                for s in (stats.x, stats.y)
-            )
-            / 2
-        )
+        variance = (_variance(stats.x) + _variance(stats.y)) / 2
         spread = torch.where(variance > 0, variance.sqrt(), 1.0)
         return check_finite(low - self.margin * spread, "shift").unsqueeze(-2)
 
 
 @dataclass(frozen=True)
 class PoisRFPlus(_Shifted, PoisRF):
-    """PoisRF on shifted vectors: positive features (CRT 3.2.3)."""
+    """PoisRF on shifted vectors: positive features (CRT 3.2.3).
+
+    >>> from crt_exp.samplers import iid
+    >>> x = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    >>> params = PoisRFPlus().fit(Statistics.of(x, x))
+    >>> bool((PoisRFPlus().phi_q(x, iid(8, 2), params).exp() >= 0).all())
+    True
+    """
 
 
 @dataclass(frozen=True)
 class GeomRFPlus(_Shifted, GeomRF):
-    """GeomRF on shifted vectors: positive, bounded features (CRT 3.2.3)."""
+    """GeomRF on shifted vectors: positive, bounded features (CRT 3.2.3).
+
+    >>> x = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    >>> bool((GeomRFPlus().fit(Statistics.of(x, x)).shift < x.amin(0)).all())
+    True
+    """
+
+
+def _variance(moments) -> Tensor:
+    return (moments.mean_sq.double() - moments.mean.double().square()).clamp(min=0)
 
 
 def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:
     """Return mean (x_l - c_l)^2 times mean (y_l - c_l)^2, (..., d), float64."""
-    if shift is None:
-        return stats.x.mean_sq.double() * stats.y.mean_sq.double()
-    c = shift.squeeze(-2)
-    x, y = (
-        (s.mean_sq.double() - 2 * c * s.mean.double() + c * c).clamp(min=0)
-        for s in (stats.x, stats.y)
-    )
-    return x * y
+    squares = []
+    for side in (stats.x, stats.y):
+        square = side.mean_sq.double()
+        if shift is not None:
+            c = shift.squeeze(-2)
+            square = (square - 2 * c * side.mean.double() + c * c).clamp(min=0)
+        squares.append(square)
+    return squares[0] * squares[1]
 
 
 def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
@@ -310,17 +309,19 @@ def optimal_p(t: Tensor, steps: int = 44) -> Tensor:
     The shape is (...); p is clamped to [1e-6, 1 - 1e-9]. The objective is strictly convex in v = (1 - p)^(-1/2). The
     function bisects its derivative in log(v - 1).
     """
-    roots = [(p, math.sqrt(1 - p)) for p in P_RANGE]
-    lo, hi = (torch.full_like(t[..., 0], math.log(p / (root * (1 + root)))) for p, root in roots)
+    bounds = []
+    for p in P_RANGE:
+        root = math.sqrt(1 - p)
+        bounds.append(torch.full_like(t[..., 0], math.log(p / (root * (1 + root)))))
+    lo, hi = bounds
     double = 2 * t
     pole = 2 * t.shape[-1]
     for _ in range(steps):
         mid = (lo + hi) / 2
         e = mid.exp()
         q = double * (1 + e).unsqueeze(-1)
-        rising = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1) > pole / (
-            (1 + e) * e * (2 + e)
-        )
+        slope = (double * torch.special.i1e(q) / torch.special.i0e(q)).sum(-1)
+        rising = slope > pole / ((1 + e) * e * (2 + e))
         lo = torch.where(rising, lo, mid)
         hi = torch.where(rising, mid, hi)
     v = 1 + ((lo + hi) / 2).exp()
@@ -346,13 +347,11 @@ def poisson_quantile(g: Tensor, rate: Tensor) -> Tensor:
             "map"
         )
     k = torch.arange(size, dtype=torch.float64, device=g.device)
-    log_pmf = (
-        k * rate.unsqueeze(-1).log() - rate.unsqueeze(-1) - torch.lgamma(k + 1)
-    )  # (..., d, size)
+    rate = rate.unsqueeze(-1)
+    log_pmf = k * rate.log() - rate - torch.lgamma(k + 1)  # (..., d, size)
     survival = log_pmf.exp().flip(-1).cumsum(-1).flip(-1)  # P(omega >= k), exact in the tail
-    batch = np.broadcast_shapes(
-        rate.shape[:-1], g.shape[:-2]
-    )  # torch.broadcast_shapes would import sympy
+    # torch.broadcast_shapes would import sympy
+    batch = np.broadcast_shapes(survival.shape[:-2], g.shape[:-2])
     g = g.expand(*batch, *g.shape[-2:]).mT.contiguous()  # (..., d, m)
     survival = survival.expand(*batch, *survival.shape[-2:])
     tail = torch.special.ndtr(-g)  # 1 - u

@@ -79,17 +79,6 @@ class Trigonometric(FeatureMap):
         phase = match_float64(noise, x.dtype).project(x)
         return Features(torch.cat([phase.cos(), phase.sin()], -1), self._log_scale(x, phase))
 
-    def writer(self, noise, params=()):
-        noise = self.directions(noise)
-
-        def write(x: Tensor, out: Tensor) -> None:
-            phase = match_float64(noise, x.dtype).project(x)
-            scale = self._log_scale(x, phase).exp_()
-            torch.mul(phase.cos(), scale, out=out[..., : noise.m])
-            torch.mul(phase.sin_(), scale, out=out[..., noise.m :])
-
-        return write
-
     def _log_scale(self, x: Tensor, phase: Tensor) -> Tensor:
         return torch.full_like(phase[..., :1], -math.log(phase.shape[-1]) / 2)
 
@@ -165,16 +154,6 @@ class PositiveExponential(FeatureMap):
         else:
             phi = partial(self._phi, noise=noise, weight=self._weight(noise, params))
         return BoundMap(phi, phi)
-
-    def writer(self, noise, params=()):
-        if noise.matrix_free:
-            return super().writer(noise, params)
-        weight = self._weight(match_float64(noise, torch.float64), params)
-
-        def write(x: Tensor, out: Tensor) -> None:
-            torch.matmul(self._inputs(x, noise), weight.to(out.dtype).mT, out=out).exp_()
-
-        return write
 
     def _weight(self, noise: Noise, params) -> Tensor:
         """Return W (..., M, d + 2) with log phi = [x, 1, |x|^2] W^T."""

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import BoundMap, FeatureMap, Features, Params, Projections
+from crt_exp.features.base import (
+    BoundMap,
+    FeatureMap,
+    Features,
+    Params,
+    Projections,
+    check_gaussian,
+)
 from crt_exp.features.exponential import Trigonometric
 from crt_exp.features.statistics import Statistics, angle
 from crt_exp.samplers.noise import (
@@ -173,11 +180,7 @@ class LaplaceRF(SpectralRF):
     kernel: Literal["laplace"] = "laplace"
 
     def directions(self, noise: Noise) -> Noise:
-        if not noise.gaussian:
-            raise ValueError(
-                "sampler: LaplaceRF needs exactly Gaussian projections; use iid, orthogonal with "
-                "lengths=chi, simplex, or scrambled halton or sobol"
-            )
+        check_gaussian(noise, "LaplaceRF")
         g = noise.rows().double()
         cauchy = g.sign() / torch.tan(math.pi * torch.special.ndtr(-g.abs()))
         return DenseNoise(cauchy.to(noise.dtype), gaussian=False)

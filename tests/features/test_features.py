@@ -138,7 +138,7 @@ def test_batches_are_one_by_one(phi):
         expected = (2, 3, 6, phi.width(7))
         assert fy.shape == expected
         written = torch.full_like(fx, torch.nan)
-        phi.writer(noise, params)(x, written)
+        phi.phi_q(x, noise, params).write(written)
         torch.testing.assert_close(written, fx)
         if not batch:
             one = phi.phi_q(x[1, 2], noise, phi.fit(Statistics.of(x[1, 2], y[1, 2]))).exp()
