@@ -16,6 +16,7 @@ antithetic pairs were derived for this project.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from crt_exp.features.base import (
     BoundMap,
     FeatureMap,
     Features,
-    broadcast_matrix,
+    align,
     check_finite,
     log_cosh,
 )
@@ -43,9 +44,7 @@ from crt_exp.features.exponential import (
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
-LARGEST_D = (
-    256  # limit for full matrices; the decomposition of larger ones takes longer than the features
-)
+LARGEST_D = 256  # of full matrices; larger ones take longer to decompose than the features
 # Ridge of the balance, relative to the mean square. It prevents overfitting to few vectors (10 vectors, d = 64:
 # 4.1 nats on held-out vectors, 7.7 with 1e-6) and limits rounding errors in half precision.
 RIDGE = 1e-3
@@ -103,11 +102,9 @@ class Dense(PositiveExponential):
         """Return factor G x - h, or factor x - h/2 for the Gaussian kernel."""
         x = at_least_float32(x)
         x = x * factor if G is None else _precise_times(x, factor * G)
-        return x if h is None else x - self._step * h.to(x)
-
-    @property
-    def _step(self) -> float:
-        return 0.5 / self.norm_weight
+        if h is None:
+            return x
+        return x - 0.5 / self.norm_weight * h.to(x)
 
     def exponent(self, noise, params):
         """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
@@ -118,10 +115,10 @@ class Dense(PositiveExponential):
             rows = torch.cat([rows, -rows], -2)
             bias = torch.cat([bias, bias], -1)
         shift = self.shift(params)
-        if shift is None or self.kernel != "softmax":
-            return rows, None, bias
-        h = shift.to(rows)
-        return rows, None, bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
+        if shift is not None and self.kernel == "softmax":
+            h = shift.to(rows)
+            bias = bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
+        return rows, None, bias
 
     def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
         R = params.root.double()
@@ -137,29 +134,28 @@ class Dense(PositiveExponential):
         s, size = self._principal(x.double(), y.double(), params)
         log_rho = -torch.log1p(2 * (size - 1) * (size + 1))  # 1 - 8a = 2 size^2 - 1
         log_alpha = log_cosh(log_rho / 2).sum(-1)
-        high = log_alpha + (log_rho.exp() * s.square()).sum(-1)
+        same_sign = log_alpha + (log_rho.exp() * s.square()).sum(-1)
         if not self.antithetic:
-            return high
-        return log_mean_exp2(high, log_alpha - s.square().sum(-1))
+            return same_sign
+        return log_mean_exp2(same_sign, log_alpha - s.square().sum(-1))
 
     def _principal(self, x: Tensor, y: Tensor, params: SDERFParams) -> tuple[Tensor, Tensor]:
         """Return s - h in principal directions and the eigenvalues of R, (..., d) each."""
         R = params.root.double()
+        ndim = max(x.ndim, y.ndim)
         if params.balance is not None:
             G = params.balance.double()
-            ndim = max(x.ndim, y.ndim)
             x = apply_to_pairs(x, G, ndim)
             y = apply_to_pairs(y, inverse_transposed(G), ndim)
         s = x + y
         shift = self.shift(params)
         if shift is not None:
-            s = s - broadcast_matrix(shift.double(), s.ndim)[..., 0, :]
-        if R.shape[-2] == 1:
-            return s, broadcast_matrix(R, s.ndim)[..., 0, :]
-        size, Q = torch.linalg.eigh(R)
-        return apply_to_pairs(s, Q.mT, s.ndim), broadcast_matrix(size.unsqueeze(-2), s.ndim)[
-            ..., 0, :
-        ]
+            s = s - align(shift.double(), x, y)
+        if R.shape[-2] > 1:
+            sizes, Q = torch.linalg.eigh(R)
+            s = apply_to_pairs(s, Q.mT, ndim)
+            R = sizes.unsqueeze(-2)
+        return s, align(R, x, y)
 
 
 @dataclass(frozen=True)
@@ -179,6 +175,11 @@ class SDERF(Dense):
 
     Raises:
         ValueError: a balance with the Gaussian kernel, or (in `fit`) full matrices with d > 256.
+
+    >>> x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    >>> params = SDERF().fit(Statistics.of(x, x))
+    >>> params.root.shape, bool((params.A <= 0).all())
+    (torch.Size([4, 4]), True)
     """
 
     diagonal: bool = False
@@ -196,7 +197,9 @@ class SDERF(Dense):
 
     @property
     def balanced(self) -> bool:
-        return self.kernel == "softmax" if self.balance is None else self.balance
+        if self.balance is None:
+            return self.kernel == "softmax"
+        return self.balance
 
     @property
     def second_moments(self) -> bool:
@@ -211,8 +214,10 @@ class SDERF(Dense):
             raise ValueError(
                 f"d={stats.d}: expected at most {LARGEST_D} for full matrices; set features.diagonal=true"
             )
-        x_mean, y_mean = (side.mean.double().unsqueeze(-2) for side in (stats.x, stats.y))
-        x, y = (check_finite(self._spread(side), "A") for side in (stats.x, stats.y))
+        x_mean = stats.x.mean.double().unsqueeze(-2)
+        y_mean = stats.y.mean.double().unsqueeze(-2)
+        x = check_finite(self._spread(stats.x), "A")
+        y = check_finite(self._spread(stats.y), "A")
         G = None
         if self.balanced:
             if self.centred:
@@ -225,18 +230,16 @@ class SDERF(Dense):
             x_mean = apply_matrix(x_mean, G)
             y_mean = apply_matrix(y_mean, inverse)
         h = x_mean + y_mean
-        spread = x + y if self.centred else x + y + self._square(h)
-        # R of the optimal A: of least mean log second moment (CRT eq. (7) in each principal direction)
-        root = matrix_function(
-            spread, lambda sizes: torch.sqrt(1 - 4 * optimal_a(sizes.clamp(min=0)))
-        )
-        return SDERFParams(root, h if self.centred else None, G)
+        spread = x + y
+        if not self.centred:
+            spread = spread + self._square(h)
+            h = None
+        return SDERFParams(matrix_function(spread, optimal_root), h, G)
 
     def unfitted(self, d: int) -> SDERFParams:
+        unit = torch.eye(d, dtype=torch.float64)
         if self.diagonal:
             unit = torch.ones(1, d, dtype=torch.float64)
-        else:
-            unit = torch.eye(d, dtype=torch.float64)
         shift = torch.zeros(1, d, dtype=torch.float64) if self.centred else None
         return SDERFParams(unit, shift, unit.clone() if self.balanced else None)
 
@@ -246,7 +249,9 @@ class SDERF(Dense):
         The estimate is unbiased for every invertible R and G and every h.
         """
         R = params.root
-        return params if R.shape[-2] == 1 else params._replace(root=(R + R.mT) / 2)
+        if R.shape[-2] == 1:
+            return params
+        return params._replace(root=(R + R.mT) / 2)
 
     def _spread(self, side: Moments) -> Tensor:
         """Return variances (..., 1, d), or the covariance (..., d, d)."""
@@ -278,7 +283,17 @@ def sizes_of_a(root: Tensor) -> Tensor:
     return (1 - sizes.square()) / 4
 
 
-def matrix_function(M: Tensor, function) -> Tensor:
+def optimal_root(spread: Tensor) -> Tensor:
+    """Return R of the A of least mean log second moment, for eigenvalues (CRT eq. (7))."""
+    return torch.sqrt(1 - 4 * optimal_a(spread.clamp(min=0)))
+
+
+def root_above(least: float) -> Callable[[Tensor], Tensor]:
+    """Return the function that takes the square root of eigenvalues above `least`."""
+    return lambda sizes: sizes.clamp(min=least).sqrt()
+
+
+def matrix_function(M: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function to the eigenvalues of a symmetric matrix."""
     if M.shape[-2] == 1:
         return function(M)
@@ -295,15 +310,13 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    factor = torch.linalg.cholesky(
-        (x + ridge * unit) / ridge
-    )  # scaled by the ridge to avoid underflow
-    middle = matrix_function(
-        factor.mT @ (y / ridge + unit) @ factor, lambda v: v.clamp(min=1e-300).sqrt()
-    )
+    # scaled by the ridge to avoid underflow
+    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)
+    middle = factor.mT @ (y / ridge + unit) @ factor
+    middle = matrix_function(middle, root_above(1e-300))
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
-    return matrix_function((P + P.mT) / 2, lambda v: v.clamp(min=1e-12).sqrt())
+    return matrix_function((P + P.mT) / 2, root_above(1e-12))
 
 
 def _mean_size(M: Tensor) -> Tensor:
@@ -347,36 +360,44 @@ class AutoRF(Dense):
 
     def candidates(self, d: int) -> dict[str, FeatureMap]:
         """Return the candidate maps for d dimensions, by name."""
-        options = {"kernel": self.kernel, "antithetic": self.antithetic}
-        maps = {"oprf": OPRF(**options), "diagonal sderf": SDERF(**options, diagonal=True)}
-        return maps | {"sderf": SDERF(**options)} if d <= LARGEST_D else maps
+        maps: dict[str, FeatureMap] = {
+            "oprf": OPRF(self.kernel, self.antithetic),
+            "diagonal sderf": SDERF(self.kernel, self.antithetic, diagonal=True),
+        }
+        if d <= LARGEST_D:
+            maps["sderf"] = SDERF(self.kernel, self.antithetic)
+        return maps
 
     def unfitted(self, d: int) -> AutoParams:
         one = OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
         return AutoParams(*as_dense(one, d), torch.zeros(1, 1, dtype=torch.float64))
 
     def fit(self, stats: Statistics) -> AutoParams:
-        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
-        fitted = [self._select(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        return AutoParams(*(torch.stack(t).reshape(*batch, *t[0].shape) for t in zip(*fitted)))
+        batch, xs = stats.x.sets()
+        ys = stats.y.sets()[1]
+        entries = [self._select(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+        tensors = [torch.stack(values) for values in zip(*entries)]
+        return AutoParams(*(t.reshape(*batch, *t.shape[1:]) for t in tensors))
 
     def _select(self, x: Tensor, y: Tensor) -> AutoParams:
         """Return the parameters for queries (L, d) and keys (S, d)."""
         candidates = list(self.candidates(x.shape[-1]).values())
-        (x_half, x_judges), (y_half, y_judges) = _halves(x), _halves(y)
+        x_half, x_rest = _halves(x)
+        y_half, y_rest = _halves(y)
         half = Statistics.of(x_half, y_half)
-        moments = [
-            phi.log_relative_second_moment(x_judges[:, None], y_judges[None], phi.fit(half)).mean()
-            for phi in candidates
-        ]
+        moments = []
+        for phi in candidates:
+            params = phi.fit(half)
+            pairs = phi.log_relative_second_moment(x_rest[:, None], y_rest[None], params)
+            moments.append(pairs.mean())
         choice = torch.stack(moments).argmin()
         params = candidates[int(choice)].fit(Statistics.of(x, y))
         return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
 
     def names(self, params: AutoParams) -> list[str]:
         """Return the name of the selected map of each batch entry, in order."""
-        known = list(self.candidates(params.root.shape[-1]))
-        return [known[int(i)] for i in params.choice.flatten()]
+        names = list(self.candidates(params.root.shape[-1]))
+        return [names[int(i)] for i in params.choice.flatten()]
 
 
 def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
@@ -402,11 +423,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     side.
     """
     middle = -(-len(x) // 2)
-    first = x[:middle]
-    second = x[middle:] if len(x) > 1 else x
-    places = (
-        torch.arange(min(len(second), VECTORS), device=x.device)
-        * len(second)
-        // min(len(second), VECTORS)
-    )
-    return first, second[places]
+    rest = x[middle:] if len(x) > 1 else x
+    count = min(len(rest), VECTORS)
+    places = torch.arange(count, device=x.device) * len(rest) // count
+    return x[:middle], rest[places]

@@ -88,9 +88,8 @@ class Mixture(Dense):
 
     @property
     def until_fitted(self) -> str:
-        return "using zero centres: " + (
-            "FAVOR+" if self.weights == "unbiased" else "uniform attention"
-        )
+        name = "FAVOR+" if self.weights == "unbiased" else "uniform attention"
+        return f"using zero centres: {name}"
 
     def of_size(self, m: int) -> "Mixture":
         return replace(self, size=m)
@@ -99,11 +98,8 @@ class Mixture(Dense):
         """Return None: the centres include the shift."""
 
     def unfitted(self, d: int) -> MixtureParams:
-        return MixtureParams(
-            torch.eye(d),
-            torch.zeros(self.size, d),
-            torch.full((1, self.size), -math.log(self.size)),
-        )
+        log_weights = torch.full((1, self.size), -math.log(self.size))
+        return MixtureParams(torch.eye(d), torch.zeros(self.size, d), log_weights)
 
     def admitted(self, params: MixtureParams) -> MixtureParams:
         return params  # all invertible balances and all centres are valid
@@ -120,31 +116,34 @@ class Mixture(Dense):
         if self.weights == "fitted":
             return centres, None, (params.log_weights.to(centres) - sq_norm(centres).mT / 2) / 2
         rows = centres + noise.rows()
-        return (
-            rows,
-            None,
-            -(centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True) / 2,
-        )
+        log_density = (centres @ rows.mT - sq_norm(centres) / 2).logsumexp(-2, keepdim=True)
+        return rows, None, -log_density / 2
 
     def log_relative_second_moment(self, x, y, params) -> Tensor:
         """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
         if self.weights == "fitted" or params.centres.shape[-2] > 1:
             return FeatureMap.log_relative_second_moment(self, x, y, params)
-        G = params.balance
-        ndim = max(x.ndim, y.ndim)
-        if G is not None:
-            x = apply_to_pairs(x.double(), G.double(), ndim)
-            y = apply_to_pairs(y.double(), inverse_transposed(G.double()), ndim)
+        if params.balance is not None:
+            G = params.balance.double()
+            ndim = max(x.ndim, y.ndim)
+            x = apply_to_pairs(x.double(), G, ndim)
+            y = apply_to_pairs(y.double(), inverse_transposed(G), ndim)
         return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
 
     # ---- fit
 
     def fit(self, stats: Statistics) -> MixtureParams:
         """Fit to sets of vectors in which each query attends to all keys."""
-        (batch, xs), (_, ys) = stats.x.sets(), stats.y.sets()
+        batch, xs = stats.x.sets()
+        ys = stats.y.sets()[1]
         params = self.fit_sequences([x[None] for x in xs], [y[None] for y in ys])
+        G, centres, log_weights = params
+        if G is not None:
+            G = G.reshape(*batch, *G.shape[1:])
         return MixtureParams(
-            *(None if t is None else t.reshape(*batch, *t.shape[1:]) for t in params)
+            G,
+            centres.reshape(*batch, *centres.shape[1:]),
+            log_weights.reshape(*batch, *log_weights.shape[1:]),
         )
 
     def fit_sequences(
@@ -157,53 +156,51 @@ class Mixture(Dense):
         """
         if self.size is None:
             raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
-        of_heads = []
+        heads = []
         for queries, keys in zip(x, y, strict=True):
-            for vectors in (queries, keys):
-                check_finite(sq_norm(vectors.float()), "mixture")
-            of_heads.append(self._of_head(queries.double(), keys.double(), causal))
-        return MixtureParams(
-            *(None if each[0] is None else torch.stack(each) for each in zip(*of_heads))
-        )
-
-    def _of_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
+            check_finite(sq_norm(queries.float()), "mixture")
+            check_finite(sq_norm(keys.float()), "mixture")
+            heads.append(self._fit_head(queries.double(), keys.double(), causal))
+        balances, centres, log_weights = zip(*heads)
         G = None
-        generator = torch.Generator().manual_seed(0)
         if self.kernel == "softmax":
-            G = balance(*(Moments.from_vectors(t.flatten(0, 1)).covariance for t in (x, y)))
+            G = torch.stack(balances)
+        return MixtureParams(G, torch.stack(centres), torch.stack(log_weights))
+
+    def _fit_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
+        generator = torch.Generator().manual_seed(0)
+        G = None
+        if self.kernel == "softmax":
+            x_spread = Moments.from_vectors(x.flatten(0, 1)).covariance
+            G = balance(x_spread, Moments.from_vectors(y.flatten(0, 1)).covariance)
             x = x @ G
             y = y @ torch.linalg.inv(G)
         seen = torch.ones(x.shape[1], y.shape[1], dtype=torch.bool, device=x.device)
-        seen = seen.tril() if causal else seen
+        if causal:
+            seen = seen.tril()
         exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
-        s = x.unsqueeze(2) + self._attended(y, exact, seen, generator)
+        s = x.unsqueeze(2) + self._sample_keys(y, exact, seen, generator)
         centres, count = lloyd_centres(s.flatten(0, 2), self.size)
         if self.weights == "unbiased":
             return MixtureParams(G, centres, torch.zeros_like(count))
         if not causal:
-            drawn = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
-            centres = centres + DEVIATION * drawn.to(centres)
+            rows = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
+            centres = centres + DEVIATION * rows.to(centres)
         some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].sort().values.to(x.device)
-        return MixtureParams(
-            G,
-            centres,
-            fitted_weights(
-                x[:, some], y, centres, count.clamp(min=1).log(), exact[:, some], seen[some]
-            ),
-        )
+        log_count = count.clamp(min=1).log()
+        log_weights = fit_weights(x[:, some], y, centres, log_count, exact[:, some], seen[some])
+        return MixtureParams(G, centres, log_weights)
 
-    def _attended(
+    def _sample_keys(
         self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Sample n keys per query, mostly by attention, (B, L, n, d)."""
         n = max(KEYS, -(-PAIRS * self.size // exact[..., 0].numel()))
         shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
-        drawn = torch.multinomial(
-            shares.flatten(0, 1).cpu(), n, replacement=True, generator=generator
-        ).to(y.device)
-        return y[
-            torch.arange(len(y), device=y.device).view(-1, 1, 1), drawn.view(*exact.shape[:2], n)
-        ]
+        shares = shares.flatten(0, 1).cpu()
+        places = torch.multinomial(shares, n, replacement=True, generator=generator).to(y.device)
+        sequences = torch.arange(len(y), device=y.device).view(-1, 1, 1)
+        return y[sequences, places.view(*exact.shape[:2], n)]
 
 
 def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -211,17 +208,14 @@ def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
+    k_means = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ConvergenceWarning
-        )  # with few distinct points some centres are equal
-        found = KMeans(count, init="random", n_init=1, max_iter=ROUNDS, random_state=0).fit(
-            points.float().cpu().numpy()
-        )
-    return (
-        torch.from_numpy(found.cluster_centers_).to(points),
-        torch.bincount(torch.from_numpy(found.labels_).long(), minlength=count)[None].to(points),
-    )
+        # with few distinct points some centres are equal
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        k_means.fit(points.float().cpu().numpy())
+    labels = torch.from_numpy(k_means.labels_).long()
+    sizes = torch.bincount(labels, minlength=count)[None]
+    return torch.from_numpy(k_means.cluster_centers_).to(points), sizes.to(points)
 
 
 class Block(NamedTuple):
@@ -233,7 +227,7 @@ class Block(NamedTuple):
     k: Tensor  # (B, s, m), float32
 
 
-def fitted_weights(
+def fit_weights(
     x: Tensor, y: Tensor, rows: Tensor, start: Tensor, exact: Tensor, seen: Tensor
 ) -> Tensor:
     """Return log a_r + |w_r|^2 / 2 (1, m) of least KL divergence from exact attention.
@@ -275,11 +269,13 @@ def relative_factors(
     slices = [(slice(None), slice(None))]
     if float(excess.max()) > MOST_EXCESS:
         slices = visible_blocks(counts.tolist())
-    tops = [log_k[:, keys].amax(1, keepdim=True) for _, keys in slices]
     most = torch.full_like(log_q[..., :1], -torch.inf)
-    for (queries, _), top in zip(slices, tops):
+    tops = []
+    for queries, keys in slices:
+        top = log_k[:, keys].amax(1, keepdim=True)
         largest = (log_q[:, queries] + top).amax(-1, keepdim=True)
         most[:, queries] = most[:, queries].maximum(largest)
+        tops.append(top)
     blocks = []
     sums = torch.zeros_like(log_q)
     for (queries, keys), top in zip(slices, tops):

@@ -603,7 +603,7 @@ def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch
     found = []
     for updates in (0, 1, 2, 5, 20, 4000):
         monkeypatch.setattr(mixture, "UPDATES", updates)
-        log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
+        log_weights = mixture.fit_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
         found.append(float(divergence(log_weights, x, y, rows, exact, seen)))
     assert found == sorted(found, reverse=True)
     assert found[-1] < 0.98 * found[0]
@@ -623,7 +623,7 @@ def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length
     found = []
     for updates in (0, 1, 5, 30):
         monkeypatch.setattr(mixture, "UPDATES", updates)
-        log_weights = mixture.fitted_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
+        log_weights = mixture.fit_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
         assert log_weights.isfinite().all()
         args = log_weights, x, y, rows, exact, seen
         found.append(float(divergence(*args, least=mixture.TINY)))
