@@ -104,7 +104,7 @@ class DiscreteRF(FeatureMap):
                 return Features(ONE, log_scale)
             # prod_l (-1)^omega_l over negative entries
             odd = ((shifted < 0).to(x.dtype) @ half_odd.to(x.dtype).mT).frac_()  # 0 or 1/2
-            return Features(torch.rsub(odd, 1, alpha=4), log_scale)
+            return Features(odd.mul_(-4).add_(1), log_scale)
 
     def _norm_term(self, x: Tensor, shifted: Tensor) -> Tensor:
         """Return the term that makes the shifted features estimate the chosen kernel.

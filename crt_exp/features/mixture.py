@@ -35,14 +35,14 @@ from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers import orthogonal
 from crt_exp.validation import Count
 
-KEYS = 2
-PAIRS = 8  # least number of sampled keys per query, and of sampled pairs per centre
+KEYS = 2  # least number of sampled keys per query
+PAIRS = 8  # least number of sampled pairs per centre
 UNIFORM = (
     1 / 16
 )  # share of keys sampled uniformly from all visible keys; the others are sampled by attention
 ROUNDS = 4  # iterations of k-means
-QUERIES = 128
-UPDATES = 30  # queries per sequence and iterations of the weight fit
+QUERIES = 128  # queries per sequence of the weight fit
+UPDATES = 30  # iterations of the weight fit
 DEVIATION = 0.6  # of fitted rows from their centres; causal attention: 0
 TINY = 1e-8
 LEAST = 1e-30  # of a fitted weight relative to its start
