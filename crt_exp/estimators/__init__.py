@@ -33,7 +33,7 @@ from crt_exp.validation import whole_number
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
 
-BLOCK = 2**19  # features per block, so that they fit the cache
+BLOCK = 2**20  # features per block, so that they fit the cache
 NO_KERNEL = "mechanism={}: estimates no kernel; use another map, such as oprf"
 SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
@@ -310,6 +310,11 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         ValueError: (in `transform`) queries and keys have different features (gerf, hybrids; for kernel="softmax" also
             sderf and auto): use KernelRegressionClassifier, KernelRegressionRegressor, or phi_q and phi_k. Also for
             pois_plus and geom_plus, if a row lies below the fitted minimum; a larger `margin` avoids this error.
+
+    >>> X = np.array([[0.0, 1.0], [1.0, 0.5]])
+    >>> Z = RandomFeatures("trig", n_components=512, gamma=0.5, random_state=0).fit_transform(X)
+    >>> Z.shape, bool(abs(Z[0] @ Z[1] - np.exp(-0.5 * 1.25)) < 0.1)
+    ((2, 512), True)
     """
 
     def _check_options(self) -> None:

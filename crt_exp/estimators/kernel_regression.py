@@ -128,6 +128,11 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         kernel: as in RandomFeatures.
         gamma: as in RandomFeatures, but None is 'scale'.
         length_scale: as in RandomFeatures.
+
+    >>> X = np.array([[0.0], [1.0], [2.0], [3.0]])
+    >>> model = KernelRegressionClassifier("exact", gamma=1.0).fit(X, ["low", "low", "high", "high"])
+    >>> model.predict([[0.2], [2.9]])
+    array(['low', 'high'], dtype='<U4')
     """
 
     @all_or_none
@@ -197,6 +202,11 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     Estimates are clipped to the range of the training targets, because trig, gerf, pois and geom may divide by a
     kernel mass near 0. Rows without positive kernel mass get the mean of the training targets, with a warning.
     Arguments are those of KernelRegressionClassifier.
+
+    >>> X = np.array([[0.0], [1.0], [2.0]])
+    >>> model = KernelRegressionRegressor("exact", gamma=1.0).fit(X, [0.0, 1.0, 2.0])
+    >>> model.predict([[1.0]])
+    array([1.])
     """
 
     def __sklearn_tags__(self):

@@ -371,6 +371,11 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         rows_: number of rows.
 
     All attributes but features_ follow `partial_fit` and changes of `alpha`.
+
+    >>> X = np.linspace(-2, 2, 100)[:, None]
+    >>> model = RandomFeatureRidge(n_components=64, gamma=1.0, random_state=0).fit(X, np.sin(2 * X[:, 0]))
+    >>> bool(model.score(X, np.sin(2 * X[:, 0])) > 0.999), model.coef_.shape
+    (True, (64,))
     """
 
     _target_checks = {"y_numeric": True, "multi_output": True}
@@ -429,6 +434,11 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         intercept_: (C,), or (1,) for two classes.
         alpha_: the selected ridge.
         rows_: number of rows.
+
+    >>> X = np.linspace(-2, 2, 100)[:, None]
+    >>> model = RandomFeatureClassifier(n_components=64, random_state=0).fit(X, X[:, 0] ** 2 > 1)
+    >>> model.predict([[0.0], [1.9]]), model.predict_proba(X).shape
+    (array([False,  True]), (100, 2))
     """
 
     together = True

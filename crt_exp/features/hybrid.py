@@ -323,6 +323,10 @@ class AngularHybrid(Bipolar):
 
     M = 8 m n for the hyperbolic base. Estimates may be negative. For vectors of equal length the variance is zero at
     angles 0 and pi. Unequal lengths increase it at both.
+
+    >>> x = torch.ones(4)
+    >>> AngularHybrid().log_variance(x, -x, AngularHybrid().fit(None)).item()
+    -inf
     """
 
     def rank(self, m: Nested) -> int:

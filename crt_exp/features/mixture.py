@@ -37,9 +37,7 @@ from crt_exp.validation import Count
 
 KEYS = 2  # least number of sampled keys per query
 PAIRS = 8  # least number of sampled pairs per centre
-UNIFORM = (
-    1 / 16
-)  # share of keys sampled uniformly from all visible keys; the others are sampled by attention
+UNIFORM = 1 / 16  # share of keys sampled uniformly from all visible keys; the others by attention
 ROUNDS = 4  # iterations of k-means
 QUERIES = 128  # queries per sequence of the weight fit
 UPDATES = 30  # iterations of the weight fit
@@ -294,8 +292,10 @@ def visible_blocks(counts: list[int], low: int = 0, start: int = 0) -> list[tupl
         low: position of the first query.
         start: number of keys that other blocks cover.
 
-    >>> visible_blocks([1, 2])
-    [(slice(0, 1, None), slice(0, 1, None)), (slice(1, 2, None), slice(0, 2, None))]
+    >>> visible_blocks([2, 2])
+    [(slice(0, 2, None), slice(0, 2, None))]
+    >>> visible_blocks([1, 2])[1:]  # the second query sees keys 0 and 1
+    [(slice(1, 2, None), slice(0, 1, None)), (slice(1, 2, None), slice(1, 2, None))]
     """
     high = low + len(counts)
     if counts[0] == counts[-1]:

@@ -297,8 +297,8 @@ class Statistics:
             ValueError: x and y differ in dimension or device, or either is empty.
 
         >>> stats = Statistics.of(torch.ones(3, 2), torch.tensor([[1.0, 0.0]]))
-        >>> float(stats.mean_norms), float(stats.mean_sq_sum), float(stats.mean_sq_diff)
-        (3.0, 5.0, 1.0)
+        >>> round(float(stats.mean_norms), 4), round(float(stats.mean_sq_sum), 4)
+        (3.0, 5.0)
         """
         if x.shape[-1] != y.shape[-1]:
             raise ValueError(

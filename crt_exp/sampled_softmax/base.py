@@ -196,7 +196,12 @@ class FixedDistribution(ClassSampler):
 
 
 class Uniform(FixedDistribution):
-    """The uniform distribution over classes."""
+    """The uniform distribution over classes.
+
+    >>> samples = Uniform(10).draw(torch.zeros(3, 4), torch.tensor([0, 1, 2]), k=5)
+    >>> samples.ids.shape, round(float(samples.log_q[0, 0].exp()), 4)  # 1 / 9, without the target
+    (torch.Size([3, 5]), 0.1111)
+    """
 
     def below(self, ids: Tensor) -> Tensor:
         return ids.double() / self.classes
@@ -205,9 +210,8 @@ class Uniform(FixedDistribution):
         return (u * self.classes).long().clamp(max=self.classes - 1)
 
     def log_probability(self, ids: Tensor) -> Tensor:
-        return torch.full(
-            ids.shape, -math.log(self.classes), dtype=torch.float64, device=ids.device
-        )
+        log_q = -math.log(self.classes)
+        return torch.full(ids.shape, log_q, dtype=torch.float64, device=ids.device)
 
 
 class LogUniform(FixedDistribution):

@@ -40,6 +40,11 @@ class SampledSoftmax(nn.Module):
     Raises:
         ValueError: there are fewer than two classes, or `negatives` exceeds V - 1; a target is no class, or hidden
             vectors have another dimension or are not finite; or loaded tables have another m or V.
+
+    >>> softmax = SampledSoftmax("favorpp", nn.Linear(8, 100), negatives=10, m=16)
+    >>> loss = softmax(torch.randn(4, 8), torch.tensor([1, 5, 7, 99]))
+    >>> loss.backward()
+    >>> softmax.update()
     """
 
     def __init__(

@@ -37,6 +37,12 @@ class TreeFeatures(FeatureDistribution):
 
     The table takes M V float32 numbers. The sums add 1/15 of its memory, or 2/15 for positive maps, whose sums are
     float64. An update of r classes takes O(r M log V).
+
+    >>> head = nn.Linear(8, 100)
+    >>> sampler = TreeFeatures("favorpp", 100, 8, m=16)
+    >>> sampler.rebuild(head.weight, head.bias)
+    >>> sampler.draw(torch.randn(3, 8), None, k=5).ids.shape
+    torch.Size([3, 5])
     """
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):

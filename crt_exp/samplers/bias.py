@@ -45,6 +45,12 @@ def measured_bias(
 
     Returns:
         Ratio and standard error, (pairs,) each.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> bias = measured_bias(PosRF(), iid, torch.zeros(1, 4), torch.zeros(1, 4), draws=10)
+    >>> print(bias)
+    1.0000 +- 0.0000
     """
     d = x.shape[-1]
     m = d if m is None else whole_number(m, "m")

@@ -33,6 +33,10 @@ def orthogonal(
 
     Args:
         lengths: "chi" samples lengths from chi(d), which makes rows exactly Gaussian; "sqrt_d" fixes them, for SMREG.
+
+    >>> rows = orthogonal(4, 4, torch.Generator().manual_seed(0)).rows()
+    >>> bool(((rows @ rows.mT).fill_diagonal_(0).abs() < 1e-5).all())
+    True
     """
     m, d = check(m, d)
     directions = haar((*batch, -(-m // d), d, d), generator)
@@ -51,6 +55,10 @@ def simplex(
     Blocks are randomly rotated with chi(d) lengths, so rows are exactly Gaussian. The variance is lower than with
     orthogonal rows for positive features, but higher for antithetic features (HypRF) and mostly for trigonometric
     features. For d = 1 the sampler is `iid`.
+
+    >>> rows = simplex(3, 3, torch.Generator().manual_seed(0)).rows()
+    >>> round(float(torch.cosine_similarity(rows[0], rows[1], dim=0)), 4)
+    -0.5
     """
     m, d = check(m, d)
     if d == 1:
@@ -79,6 +87,10 @@ def hadamard(
     Args:
         lengths: "chi" samples chi(n), the lengths of Gaussian rows in n dimensions; "fixed" is sqrt(n); "sqrt_d"
             rescales the cut rows, for SMREG.
+
+    >>> noise = hadamard(8, 8, torch.Generator().manual_seed(0))
+    >>> noise.project(torch.ones(5, 8)).shape, noise.gaussian
+    (torch.Size([5, 8]), False)
     """
     blocks = whole_number(blocks, "blocks")
     m, d = check(m, d)
@@ -105,6 +117,10 @@ def givens(
 
     Args:
         rotations: default 4 ceil(d log d).
+
+    >>> rows = givens(4, 4, torch.Generator().manual_seed(0)).rows()
+    >>> bool(((rows @ rows.mT).fill_diagonal_(0).abs() < 1e-5).all())
+    True
     """
     m, d = check(m, d)
     steps = (
@@ -169,7 +185,11 @@ def iid(
     batch: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> DenseNoise:
-    """Sample independent Gaussian rows."""
+    """Sample independent Gaussian rows.
+
+    >>> iid(6, 4, torch.Generator().manual_seed(0), batch=(2,))
+    DenseNoise(m=6, d=4, batch=(2,))
+    """
     m, d = check(m, d)
     return DenseNoise(normal((*batch, m, d), generator).to(dtype), gaussian=True)
 
@@ -186,6 +206,9 @@ def halton(
 
     Each batch entry has an independent scramble. Scrambled rows are exactly Gaussian over scrambles. `scramble=False`
     is deterministic and biased, for reference only; it drops the point 0 and is inaccurate for d > 50.
+
+    >>> halton(1, 2, scramble=False).rows()  # the point (1/2, 1/3)
+    tensor([[ 0.0000, -0.4307]])
     """
     from scipy.stats.qmc import Halton
 
@@ -212,6 +235,9 @@ def sobol(
 
     Raises:
         ValueError: d > 21201.
+
+    >>> sobol(1, 2, scramble=False).rows()  # the point (1/2, 1/2)
+    tensor([[0., 0.]])
     """
     from scipy.stats.qmc import Sobol
 
