@@ -67,11 +67,12 @@ class Features(NamedTuple):
 class BoundMap(NamedTuple):
     """A feature map with its projections and parameters filled in.
 
-    Quantities that depend on the projections and parameters alone are computed once.
+    Quantities that depend on the projections and parameters alone are computed once. The functions return `Features`,
+    or `Blocks` of blocks.py.
     """
 
-    phi_q: Callable[[Tensor], Features]
-    phi_k: Callable[[Tensor], Features]
+    phi_q: Callable[[Tensor], Any]
+    phi_k: Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Coefficient(FeatureMap):
     The entries of rho are bounded.
     """
 
-    kernel: None = None
+    kernel: None = None  # type: ignore[assignment]
     has_constant = True  # `a` may be non-zero
     columns = 2  # of rho, per projection
 

@@ -36,15 +36,19 @@ def ensemble_log_variance(
     Var = Var(Z) / m + Cov(Z_1, Z_2) sum_blocks b (b - 1) / m^2, with blocks of d projections, the last one shorter.
     Exact for the exponential maps (own: one pair moment serves every GERF, for all A). Raises ValueError for the
     discrete maps. -inf where the variance is zero.
+
+    >>> x = torch.ones(4)
+    >>> iid, coupled = (ensemble_log_variance(TrigRF(), x, -x, m=4, ensemble=name) for name in ("iid", "orthogonal"))
+    >>> bool(coupled < iid)
+    True
     """
     x = x.double()
     y = y.double()
     log_one = log_expm1(phi.log_relative_second_moment(x, y, params))
     covariance, log_unit = relative_covariance(phi, x, y, params, ensemble)
     top = torch.maximum(log_one, log_unit)
-    total = (log_one - top).exp() + covariance * (log_unit - top).exp() * _pairs_per_row(
-        m, x.shape[-1]
-    )
+    weight = _pairs_per_row(m, x.shape[-1])
+    total = (log_one - top).exp() + covariance * (log_unit - top).exp() * weight
     return 2 * phi.log_kernel(x, y) + total.clamp(min=0).log() + top - math.log(m)
 
 
@@ -62,24 +66,28 @@ def relative_covariance(
     """Cov(Z_1, Z_2) / K^2 within a block, as (value, log unit): value * exp(log unit)."""
     if ensemble not in ENSEMBLES:
         raise ValueError(f"ensemble={ensemble!r}: expected one of {', '.join(ENSEMBLES)}")
-    s_plus, s_minus = ((x + s * y).square().sum(-1) for s in (1, -1))
+    s_plus = (x + y).square().sum(-1)
+    s_minus = (x - y).square().sum(-1)
     zero = torch.zeros_like(s_plus)
-    d = x.shape[-1]
     if ensemble == "iid":
         return zero, zero
     if not couples(phi):
         raise ValueError(
             f"{type(phi).__name__}: no exact covariance of coupled rows; expected a map with scalar A"
         )
+    d = x.shape[-1]
+    cosine = _cosine(ensemble, d)
     if isinstance(phi, PositiveExponential):
         covariance = smreg_covariance if isinstance(phi, SMREG) else positive_covariance
-        cosines = [c * _cosine(ensemble, d) for c in ((1, -1) if phi.antithetic else (1,))]
-        return sum(covariance(s_plus, d, c) for c in cosines) / len(cosines), zero
-    trig = trig_covariance(s_minus, d, _cosine(ensemble, d))
+        value = covariance(s_plus, d, cosine)
+        if phi.antithetic:
+            value = (value + covariance(s_plus, d, -cosine)) / 2
+        return value, zero
+    trig = trig_covariance(s_minus, d, cosine)
     if isinstance(phi, TrigRF):
         return trig, s_minus
     positive = align(params.s, x, y)[..., 0] > 0
-    value = torch.where(positive, positive_covariance(s_plus, d, _cosine(ensemble, d)), trig)
+    value = torch.where(positive, positive_covariance(s_plus, d, cosine), trig)
     return value, torch.where(positive, zero, s_minus)
 
 
@@ -108,12 +116,15 @@ def trig_covariance(s_minus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
     The value is 1F1(d; d/2; -S_-/2) - e^(-S_-) for orthogonal projections, of either sign. Estimates are real parts.
     cos a cos b is the mean of cos(a + b) and cos(a - b), so a cosine counts with both signs.
     """
-    w, weight = _length_products(d) if cosine else (torch.zeros(1), torch.ones(1))
-    moments = (
-        hyp1f1(d, d / 2, (-s_minus.unsqueeze(-1) * (1 + c * w) / 2).numpy())
-        for c in (cosine, -cosine)
-    )
-    return (weight * torch.from_numpy(sum(moments)) / 2).sum(-1) - torch.exp(-s_minus)
+    w = torch.zeros(1)
+    weight = torch.ones(1)
+    if cosine:
+        w, weight = _length_products(d)
+    scaled = -s_minus.unsqueeze(-1)
+    positive = hyp1f1(d, d / 2, (scaled * (1 + cosine * w) / 2).numpy())
+    negative = hyp1f1(d, d / 2, (scaled * (1 - cosine * w) / 2).numpy())
+    moment = (weight * torch.from_numpy(positive + negative) / 2).sum(-1)
+    return moment - torch.exp(-s_minus)
 
 
 def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
@@ -121,13 +132,15 @@ def smreg_covariance(s_plus: Tensor, d: int, cosine: float = 0.0) -> Tensor:
 
     `cosine` is the cosine between two projections.
     """
-    return torch.expm1(
-        log_0f1(d / 2, d * s_plus * (1 + cosine) / 2) - 2 * log_0f1(d / 2, d * s_plus / 4)
-    )
+    pair = log_0f1(d / 2, d * s_plus * (1 + cosine) / 2)
+    return torch.expm1(pair - 2 * log_0f1(d / 2, d * s_plus / 4))
 
 
 def _cosine(ensemble: str, d: int) -> float:
-    return -1 / (d - 1) if ensemble == "simplex" and d > 1 else 0.0
+    """Return the cosine between two projections of a block."""
+    if ensemble == "simplex" and d > 1:
+        return -1 / (d - 1)
+    return 0.0
 
 
 def _length_products(d: int) -> tuple[Tensor, Tensor]:
@@ -135,9 +148,9 @@ def _length_products(d: int) -> tuple[Tensor, Tensor]:
 
     w = cos t with density proportional to cos^(d-1) t.
     """
-    node, weight = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(NODES))
-    t = math.pi / 4 * (node + 1)
-    weight = weight * t.cos() ** (d - 1)
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    t = math.pi / 4 * (torch.from_numpy(nodes) + 1)
+    weight = torch.from_numpy(weights) * t.cos() ** (d - 1)
     return t.cos(), weight / weight.sum()
 
 

@@ -41,7 +41,7 @@ from crt_exp.features.exponential import (
     optimal_a,
     sq_norm,
 )
-from crt_exp.features.statistics import Moments, Statistics
+from crt_exp.features.statistics import AnyMoments, Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, no_autocast
 
 LARGEST_D = 256  # of full matrices; larger ones take longer to decompose than the features
@@ -253,11 +253,11 @@ class SDERF(Dense):
             return params
         return params._replace(root=(R + R.mT) / 2)
 
-    def _spread(self, side: Moments) -> Tensor:
+    def _spread(self, side: AnyMoments) -> Tensor:
         """Return variances (..., 1, d), or the covariance (..., d, d)."""
         if not self.diagonal:
             return side.covariance
-        return (side.mean_sq.double() - side.mean.double().square()).clamp(min=0).unsqueeze(-2)
+        return side.variance.unsqueeze(-2)
 
     def _square(self, mean: Tensor) -> Tensor:
         return mean.square() if self.diagonal else mean.mT @ mean
@@ -333,7 +333,10 @@ class AutoParams(NamedTuple):
     balance: Tensor
     choice: Tensor  # (..., 1, 1)
 
-    A = SDERFParams.A
+    @property
+    def A(self) -> Tensor:
+        """The eigenvalues of A, (..., 1, d)."""
+        return sizes_of_a(self.root)
 
 
 @dataclass(frozen=True)
@@ -369,8 +372,8 @@ class AutoRF(Dense):
         return maps
 
     def unfitted(self, d: int) -> AutoParams:
-        one = OPRFParams(torch.zeros(1, 1, dtype=torch.float64))
-        return AutoParams(*as_dense(one, d), torch.zeros(1, 1, dtype=torch.float64))
+        zero = torch.zeros(1, 1, dtype=torch.float64)
+        return as_dense(OPRFParams(zero), d, zero)
 
     def fit(self, stats: Statistics) -> AutoParams:
         batch, xs = stats.x.sets()
@@ -392,7 +395,7 @@ class AutoRF(Dense):
             moments.append(pairs.mean())
         choice = torch.stack(moments).argmin()
         params = candidates[int(choice)].fit(Statistics.of(x, y))
-        return AutoParams(*as_dense(params, x.shape[-1]), choice.double().view(1, 1))
+        return as_dense(params, x.shape[-1], choice)
 
     def names(self, params: AutoParams) -> list[str]:
         """Return the name of the selected map of each batch entry, in order."""
@@ -400,7 +403,7 @@ class AutoRF(Dense):
         return [names[int(i)] for i in params.choice.flatten()]
 
 
-def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
+def as_dense(params: OPRFParams | SDERFParams, d: int, choice: Tensor) -> AutoParams:
     """Return equal SDERF parameters without None.
 
     Matrices are full (d, d) if d <= 256, else diagonal (1, d).
@@ -409,7 +412,7 @@ def as_dense(params: OPRFParams | SDERFParams, d: int) -> SDERFParams:
         params = SDERFParams(torch.sqrt(1 - 4 * params.A).expand(1, d), None, None)
     shift = params.root.new_zeros(1, d) if params.shift is None else params.shift
     G = params.root.new_ones(1, d) if params.balance is None else params.balance
-    return SDERFParams(_full(params.root), shift, _full(G))
+    return AutoParams(_full(params.root), shift, _full(G), choice.double().view(1, 1))
 
 
 def _full(M: Tensor) -> Tensor:

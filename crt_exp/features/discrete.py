@@ -15,6 +15,7 @@ underflows; the gradient there is zero.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -55,12 +56,22 @@ class DiscreteParams(NamedTuple):
 
 @dataclass(frozen=True)
 class DiscreteRF(FeatureMap):
-    """Base class of discrete maps; the sign of a feature is prod_l sgn(x_l)^omega_l.
+    """Base class of discrete maps; the sign of a feature is prod_l sgn(x_l)^omega_l."""
 
-    Subclasses define `_rate(stats, shift)`, `_quantile(g, rate)` (the counts), and `_log_weights(counts, params)`: the
-    terms of -1/2 sum_l log(omega_l! P(omega_l)). The first term (..., 1, m) depends on the counts; the second (..., 1,
-    1) is constant.
-    """
+    @abstractmethod
+    def _rate(self, stats: Statistics, shift: Tensor | None) -> Tensor:
+        """Return the fitted rate of the distribution of counts."""
+
+    @abstractmethod
+    def _quantile(self, g: Tensor, rate: Tensor) -> Tensor:
+        """Return the counts (..., m, d) of Gaussian projections g."""
+
+    @abstractmethod
+    def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
+        """Return the two terms of -1/2 sum_l log(omega_l! P(omega_l)).
+
+        The first term (..., 1, m) depends on the counts; the second (..., 1, 1) is constant.
+        """
 
     def fit(self, stats: Statistics) -> DiscreteParams:
         shift = self._shift(stats)
@@ -260,7 +271,7 @@ class _Shifted(DiscreteRF):
 
     def _shift(self, stats: Statistics) -> Tensor:
         low = torch.minimum(stats.x.minimum, stats.y.minimum).double()
-        variance = (_variance(stats.x) + _variance(stats.y)) / 2
+        variance = (stats.x.variance + stats.y.variance) / 2
         spread = torch.where(variance > 0, variance.sqrt(), 1.0)
         return check_finite(low - self.margin * spread, "shift").unsqueeze(-2)
 
@@ -285,10 +296,6 @@ class GeomRFPlus(_Shifted, GeomRF):
     >>> bool((GeomRFPlus().fit(Statistics.of(x, x)).shift < x.amin(0)).all())
     True
     """
-
-
-def _variance(moments) -> Tensor:
-    return (moments.mean_sq.double() - moments.mean.double().square()).clamp(min=0)
 
 
 def _mean_sq_products(stats: Statistics, shift: Tensor | None) -> Tensor:

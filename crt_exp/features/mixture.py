@@ -96,8 +96,15 @@ class Mixture(Dense):
         """Return None: the centres include the shift."""
 
     def unfitted(self, d: int) -> MixtureParams:
-        log_weights = torch.full((1, self.size), -math.log(self.size))
-        return MixtureParams(torch.eye(d), torch.zeros(self.size, d), log_weights)
+        size = self._centres()
+        log_weights = torch.full((1, size), -math.log(size))
+        return MixtureParams(torch.eye(d), torch.zeros(size, d), log_weights)
+
+    def _centres(self) -> int:
+        """Return the number of centres; raise ValueError if it is not set."""
+        if self.size is None:
+            raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
+        return self.size
 
     def admitted(self, params: MixtureParams) -> MixtureParams:
         return params  # all invertible balances and all centres are valid
@@ -152,20 +159,19 @@ class Mixture(Dense):
         Args:
             causal: queries attend to keys up to their own position, else to all keys of the sequence.
         """
-        if self.size is None:
-            raise ValueError("size=None: expected an integer >= 1; use mixture.of_size(m)")
+        size = self._centres()
         heads = []
         for queries, keys in zip(x, y, strict=True):
             check_finite(sq_norm(queries.float()), "mixture")
             check_finite(sq_norm(keys.float()), "mixture")
-            heads.append(self._fit_head(queries.double(), keys.double(), causal))
+            heads.append(self._fit_head(queries.double(), keys.double(), size, causal))
         balances, centres, log_weights = zip(*heads)
         G = None
         if self.kernel == "softmax":
             G = torch.stack(balances)
         return MixtureParams(G, torch.stack(centres), torch.stack(log_weights))
 
-    def _fit_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
+    def _fit_head(self, x: Tensor, y: Tensor, size: int, causal: bool) -> MixtureParams:
         generator = torch.Generator().manual_seed(0)
         G = None
         if self.kernel == "softmax":
@@ -177,28 +183,29 @@ class Mixture(Dense):
         if causal:
             seen = seen.tril()
         exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
-        s = x.unsqueeze(2) + self._sample_keys(y, exact, seen, generator)
-        centres, count = lloyd_centres(s.flatten(0, 2), self.size)
+        n = max(KEYS, -(-PAIRS * size // exact[..., 0].numel()))
+        s = x.unsqueeze(2) + sample_keys(y, exact, seen, n, generator)
+        centres, count = lloyd_centres(s.flatten(0, 2), size)
         if self.weights == "unbiased":
             return MixtureParams(G, centres, torch.zeros_like(count))
         if not causal:
-            rows = orthogonal(self.size, x.shape[-1], generator, dtype=torch.float64).rows()
+            rows = orthogonal(size, x.shape[-1], generator, dtype=torch.float64).rows()
             centres = centres + DEVIATION * rows.to(centres)
         some = torch.randperm(x.shape[1], generator=generator)[:QUERIES].sort().values.to(x.device)
         log_count = count.clamp(min=1).log()
         log_weights = fit_weights(x[:, some], y, centres, log_count, exact[:, some], seen[some])
         return MixtureParams(G, centres, log_weights)
 
-    def _sample_keys(
-        self, y: Tensor, exact: Tensor, seen: Tensor, generator: torch.Generator
-    ) -> Tensor:
-        """Sample n keys per query, mostly by attention, (B, L, n, d)."""
-        n = max(KEYS, -(-PAIRS * self.size // exact[..., 0].numel()))
-        shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
-        shares = shares.flatten(0, 1).cpu()
-        places = torch.multinomial(shares, n, replacement=True, generator=generator).to(y.device)
-        sequences = torch.arange(len(y), device=y.device).view(-1, 1, 1)
-        return y[sequences, places.view(*exact.shape[:2], n)]
+
+def sample_keys(
+    y: Tensor, exact: Tensor, seen: Tensor, n: int, generator: torch.Generator
+) -> Tensor:
+    """Sample n keys per query, mostly by attention, (B, L, n, d)."""
+    shares = torch.lerp(exact, (seen / seen.sum(-1, keepdim=True)).to(exact), UNIFORM)
+    shares = shares.flatten(0, 1).cpu()
+    places = torch.multinomial(shares, n, replacement=True, generator=generator).to(y.device)
+    sequences = torch.arange(len(y), device=y.device).view(-1, 1, 1)
+    return y[sequences, places.view(*exact.shape[:2], n)]
 
 
 def lloyd_centres(points: Tensor, count: int) -> tuple[Tensor, Tensor]:

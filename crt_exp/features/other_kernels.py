@@ -97,8 +97,8 @@ class MaternRF(RadialRF):
     The spectral distribution is the multivariate t with 2 nu degrees of freedom. Small nu gives heavy tails.
     """
 
-    kernel: Literal["matern"] = "matern"
-    nu: Literal[0.5, 1.5, 2.5] = 1.5
+    kernel: Literal["matern"] = "matern"  # type: ignore[assignment]
+    nu: Literal[0.5, 1.5, 2.5] = 1.5  # type: ignore[valid-type]
 
     def squared_length(self, sq_norm, d):
         """Return the quantile of d F(d, 2 nu), from the closer tail of a beta."""
@@ -126,7 +126,7 @@ class RationalQuadraticRF(RadialRF):
     It is a scale mixture of Gaussian kernels with gamma(alpha) distributed precision.
     """
 
-    kernel: Literal["rational_quadratic"] = "rational_quadratic"
+    kernel: Literal["rational_quadratic"] = "rational_quadratic"  # type: ignore[assignment]
     alpha: Positive = 1.0
 
     def squared_length(self, sq_norm, d):
@@ -177,7 +177,7 @@ class LaplaceRF(SpectralRF):
     The kernel e^-|x - y| is MaternRF(nu=0.5).
     """
 
-    kernel: Literal["laplace"] = "laplace"
+    kernel: Literal["laplace"] = "laplace"  # type: ignore[assignment]
 
     def directions(self, noise: Noise) -> Noise:
         check_gaussian(noise, "LaplaceRF")
@@ -197,7 +197,7 @@ class ArcCosineRF(FeatureMap):
     theta) cos theta) / pi for order 1. The features are random step functions (order 0) or ReLUs (order 1).
     """
 
-    kernel: Literal["arccosine"] = "arccosine"
+    kernel: Literal["arccosine"] = "arccosine"  # type: ignore[assignment]
     order: Literal[0, 1] = 1
 
     own_kernel = True
@@ -246,7 +246,7 @@ class Composite(FeatureMap):
     common kernel of the parts, ignoring parts with kernel None.
     """
 
-    kernel: str | None = None
+    kernel: str | None = None  # type: ignore[assignment]
     parts: tuple[FeatureMap, ...] = ()
 
     one_map = False

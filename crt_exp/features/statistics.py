@@ -8,7 +8,7 @@ y[..., None, :, :])`.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -158,6 +158,11 @@ class Moments:
     def mean_abs(self) -> Tensor:
         return self._average(self._x.abs()) * self._scale
 
+    @property
+    def variance(self) -> Tensor:
+        """Variance of each coordinate, (..., d) float64."""
+        return (self.mean_sq.double() - self.mean.double().square()).clamp(min=0)
+
     @cached_property
     def second(self) -> Tensor:
         """Mean of x x^T, (..., d, d)."""
@@ -243,6 +248,10 @@ class Mirrored:
         return torch.zeros_like(self._moments.mean_sq)
 
     @property
+    def variance(self) -> Tensor:
+        return self._moments.mean_sq.double()
+
+    @property
     def covariance(self) -> Tensor:
         return self._moments.second
 
@@ -250,7 +259,7 @@ class Mirrored:
     def minimum(self) -> Tensor:
         return -1.5 * self._moments.largest
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._moments, name)
 
 
@@ -266,8 +275,15 @@ class EitherMoments:
         self._other = other
         self.d = other.d
 
-    def __getattr__(self, name: str) -> Tensor:
+    @property
+    def variance(self) -> Tensor:
+        return (self.mean_sq.double() - self.mean.double().square()).clamp(min=0)
+
+    def __getattr__(self, name: str) -> Any:
         return torch.where(self._condition, getattr(self._first, name), getattr(self._other, name))
+
+
+AnyMoments = Moments | Mirrored | EitherMoments
 
 
 @dataclass(frozen=True)
@@ -277,7 +293,7 @@ class Statistics:
     Scalar statistics have the batch shape (...) and are float64.
     """
 
-    x: Moments | Mirrored | EitherMoments
+    x: AnyMoments
     y: Moments
 
     @classmethod
