@@ -20,7 +20,7 @@ from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.features import FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics
-from crt_exp.features.base import Projections
+from crt_exp.features.base import Params, Projections
 from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
@@ -60,7 +60,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
 
 
 @cache
-def load_sampler(name: str) -> Callable[..., torch.Tensor]:
+def load_sampler(name: str) -> Callable[..., Noise] | None:
     return Mechanism.of("favorp", sampler=name).sampler
 
 
@@ -83,7 +83,7 @@ def all_or_none(method: Callable) -> Callable:
     return call
 
 
-def names_itself(cls: type) -> type:
+def names_itself(cls):
     """Class decorator: errors of the constructor name this class and its arguments."""
     construct = cls.__init__
     arguments = signature(construct)
@@ -126,35 +126,29 @@ class RandomFeatureEstimator(BaseEstimator):
     def _check_options(self) -> None:
         check_kernel(self.kernel)
         name = self._name
-        if not getattr(self._map(), "estimates", True):
+        gamma = self.gamma
+        if not self._map().estimates:
             raise ValueError(NO_KERNEL.format(name))
         if self._own_kernel and self.kernel != "gaussian":
             raise ValueError(
                 f"kernel={self.kernel}: not supported, because {name} has its own kernel; remove it"
             )
-        if (
-            self.gamma is None
-            or isinstance(self.gamma, str)
-            and self.gamma == "scale"
-            and not self._uses_length_scale
+        if gamma is None or (
+            isinstance(gamma, str) and gamma == "scale" and not self._uses_length_scale
         ):
             return
         if self._own_kernel:
-            raise ValueError(f"gamma={self.gamma}: not supported by {name}; use length_scale")
+            raise ValueError(f"gamma={gamma}: not supported by {name}; use length_scale")
         if self._uses_length_scale:
-            raise ValueError(f"gamma={self.gamma}: cannot be combined with length_scale")
-        if not (isinstance(self.gamma, Real) and np.isfinite(self.gamma) and self.gamma > 0):
-            raise ValueError(
-                f"gamma={self.gamma}: expected a positive number (sigma^2 / 2) or 'scale'"
-            )
+            raise ValueError(f"gamma={gamma}: cannot be combined with length_scale")
+        if not isinstance(gamma, Real) or not 0 < float(gamma) < np.inf:
+            raise ValueError(f"gamma={gamma}: expected a positive number (sigma^2 / 2) or 'scale'")
 
-    def _map(self) -> FeatureMap | None:
-        """Return the feature map; None for the exact kernel."""
-        return (
-            self.mechanism
-            if isinstance(self.mechanism, FeatureMap)
-            else load_map(self.mechanism, self.kernel)
-        )
+    def _map(self) -> FeatureMap:
+        """Return the feature map, before `of_size`."""
+        if isinstance(self.mechanism, FeatureMap):
+            return self.mechanism
+        return load_map(self.mechanism, self.kernel)
 
     @property
     def _name(self) -> str:
@@ -162,7 +156,7 @@ class RandomFeatureEstimator(BaseEstimator):
 
     @property
     def _own_kernel(self) -> bool:
-        return getattr(self._map(), "own_kernel", False)
+        return self._map().own_kernel
 
     @property
     def _uses_length_scale(self) -> bool:
@@ -171,7 +165,7 @@ class RandomFeatureEstimator(BaseEstimator):
 
     @property
     def _centred(self) -> bool:
-        return getattr(self._map(), "kernel", self.kernel) == "gaussian"
+        return self._map().kernel == "gaussian"
 
     def _projections(self) -> int:
         """Return the least m with at least n_components features."""
@@ -207,15 +201,16 @@ class RandomFeatureEstimator(BaseEstimator):
             self.scale_ = 1 / lengths
         else:
             gamma = gamma if self.gamma is None else self.gamma
-            spread = _variance(X, weight) if gamma == "scale" else 0.0
-            self.gamma_ = 1 / (d * spread) if spread else 1.0 if gamma == "scale" else float(gamma)
+            if gamma == "scale":
+                spread = _variance(X, weight)
+                gamma = 1 / (d * spread) if spread else 1.0
+            self.gamma_ = float(gamma)
             self.scale_ = np.full(d, (2 * self.gamma_) ** 0.5)
         self.center_ = np.zeros(d)
         if self._centred:
-            self.center_ = (
-                sum(weight[rows] @ X[rows].astype(np.float64) for rows in _rows_of(X))
-                / weight.sum()
-            )
+            for rows in _rows_of(X):
+                self.center_ = self.center_ + weight[rows] @ X[rows].astype(np.float64)
+            self.center_ = self.center_ / weight.sum()
 
     def _scaled(self, X) -> torch.Tensor:
         """Return scale_ (X - center_), dense."""
@@ -223,11 +218,13 @@ class RandomFeatureEstimator(BaseEstimator):
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
     def _fit_map(self, X, weight: np.ndarray) -> torch.Generator:
-        self.map_ = self._map()
+        self.map_: FeatureMap = self._map()
         m = self._projections()
         self.map_ = self.map_.of_size(m)
         generator = self._draw(m)
-        self.params_ = self.map_.fit(self._statistics(X, weight) if self.map_.fitted else None)
+        self.params_: Params = self.map_.fit(
+            self._statistics(X, weight) if self.map_.fitted else None
+        )
         return generator
 
     def _statistics(self, X, weight: np.ndarray) -> Statistics:
@@ -249,24 +246,26 @@ class RandomFeatureEstimator(BaseEstimator):
         return Statistics(moments, moments)
 
     def _means(self, X, weight: np.ndarray) -> dict[str, np.ndarray]:
-        sums = 0.0
-        names = ("mean", "mean_sq", "mean_abs")
-        products = np.zeros((X.shape[1] if self.map_.second_moments else 0, X.shape[1]))
+        d = X.shape[1]
+        sums = np.zeros((3, d))
+        second = np.zeros((d, d))
         for rows in _rows_of(X):
             x = self._scaled(X[rows].astype(np.float64)).numpy()
             w = weight[rows] / weight.sum()
             sums = sums + np.stack([w @ x, w @ x**2, w @ abs(x)])
-            products += (x[:, : len(products)] * w[:, None]).T @ x
-        return dict(zip(names, sums)) | ({"second": products} if self.map_.second_moments else {})
+            if self.map_.second_moments:
+                second += (x * w[:, None]).T @ x
+        means = {"mean": sums[0], "mean_sq": sums[1], "mean_abs": sums[2]}
+        if self.map_.second_moments:
+            means["second"] = second
+        return means
 
     def _check_range(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.map_, (PoisRFPlus, GeomRFPlus)) and bool(
-            (x < self.params_.shift.to(x)).any()
-        ):
-            name = type(self.map_).__name__
+        phi = self.map_
+        if isinstance(phi, PoisRFPlus | GeomRFPlus) and bool((x < self.params_.shift.to(x)).any()):
             raise ValueError(
-                f"X has entries below the fitted minimum of {name}: use margin=1.0 (now "
-                f"{self.map_.margin}), or mechanism='oprf'"
+                f"X has entries below the fitted minimum of {type(phi).__name__}: use margin=1.0 (now "
+                f"{phi.margin}), or mechanism='oprf'"
             )
         return x
 
@@ -415,21 +414,22 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
 
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Return weights and offsets of the columns, in the dtype of the data."""
-        phi = getattr(self, "map_", None)
-        if not isinstance(phi, (Trigonometric, PositiveExponential)) or isinstance(phi, Dense):
+        phi = vars(self).get("map_")
+        n = vars(self).get("_n_features_out")
+        if isinstance(phi, Trigonometric):
+            rows = phi.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
+            offset = np.where(np.arange(n) < self.noise_.m, 0.0, -np.pi / 2)
+            offset[self.noise_.m - 1] += self._turn
+        elif isinstance(phi, PositiveExponential) and not isinstance(phi, Dense):
+            weights, scale, bias = phi.exponent(self.noise_, self.params_)
+            if scale is not None:
+                weights = weights * scale
+            rows = weights[:n].numpy()
+            offset = bias[0, :n].numpy() + np.log(len(bias[0]) / n) / 2
+        else:
             raise AttributeError(
                 "random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf"
             )
-        n = self._n_features_out
-        m = self.noise_.m
-        if isinstance(self.map_, Trigonometric):
-            rows = self.map_.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
-            offset = np.where(np.arange(n) < m, 0.0, -np.pi / 2)
-            offset[m - 1] += self._turn
-        else:
-            rows, scale, bias = self.map_.exponent(self.noise_, self.params_)
-            rows = (rows if scale is None else rows * scale)[:n].numpy()
-            offset = bias[0, :n].numpy() + np.log(len(bias[0]) / n) / 2
         weights = self.scale_[:, None] * rows.T
         return weights.astype(self._dtype), (offset - self.center_ @ weights).astype(self._dtype)
 
@@ -503,14 +503,15 @@ def _variance(X, weight: np.ndarray) -> float:
     """
     total = weight.sum() * X.shape[1]
     if issparse(X):
-        first, second = (float(((power.T @ weight) / total).sum()) for power in (X, X.multiply(X)))
+        first = float(((X.T @ weight) / total).sum())
+        second = float(((X.multiply(X).T @ weight) / total).sum())
         return max(0.0, second - first**2)
     shift = X[:ROWS].mean(dtype=np.float64)
-    first = second = 0.0
+    first = 0.0
+    second = 0.0
     for rows in blocks(X.shape[0]):
         moved = X[rows].astype(np.float64) - shift
-        sums = weight[rows] @ moved
-        first += sums.sum()
+        first += (weight[rows] @ moved).sum()
         second += np.einsum("n,nd,nd->", weight[rows], moved, moved)
     return max(0.0, second / total - (first / total) ** 2)
 

@@ -3,6 +3,7 @@
 Notation: n samples, d columns, m projections, M features, C classes or targets.
 """
 
+import math
 import warnings
 
 import numpy as np
@@ -21,7 +22,7 @@ from crt_exp.estimators import (
     names_itself,
     validate_rows,
 )
-from crt_exp.features import FeatureMap, Features
+from crt_exp.features import FeatureMap, Features, PosRF
 
 
 class _KernelRegression(RandomFeatureEstimator):
@@ -46,49 +47,40 @@ class _KernelRegression(RandomFeatureEstimator):
     def _exact(self) -> bool:
         return isinstance(self.mechanism, str) and self.mechanism == "exact"
 
-    def _map(self) -> FeatureMap | None:
-        return None if self._exact else super()._map()
+    def _map(self) -> FeatureMap:
+        """Return the feature map; for the exact kernel, a map that estimates it without bias."""
+        return PosRF(self.kernel) if self._exact else super()._map()
 
-    def _begin(self, X: np.ndarray) -> None:
+    def _begin(self, X: np.ndarray, columns: int) -> None:
+        """Fit the map to X and start with empty sums over `columns` targets."""
         self._check_options()
         weight = np.ones(len(X))
         self._set_scale(X, weight, "scale")
+        self.sums_: tuple[torch.Tensor, torch.Tensor] | None = None
         if self._exact:
             self.x_ = X[:0]
-            self.targets_ = None
-            return
-        self._fit_map(X, weight)
-        self.state_ = None
-        self.log_scale_ = None
+            self.targets_ = np.empty((0, columns))
+        else:
+            self._fit_map(X, weight)
 
     def _add(self, X: np.ndarray, R: np.ndarray) -> None:
-        """Add rows to Phi^T [R, 1], stored as state_ exp(log_scale_).
+        """Add rows to Phi^T [R, 1], stored as sums and the log scale of each feature.
 
         Raises:
             ValueError: a sum overflows.
         """
         if self._exact:
             self.x_ = np.concatenate([self.x_, X])
-            self.targets_ = R if self.targets_ is None else np.concatenate([self.targets_, R])
+            self.targets_ = np.concatenate([self.targets_, R])
             return
         for rows in blocks(len(X)):
             x = self._scaled(X[rows])
             r = torch.from_numpy(np.column_stack([R[rows], np.ones(len(x))])).to(x.dtype)
             f = self.map_.phi_k(x, self.noise_, self.params_)
-            self._merge(*_sums(f, r))
-        if not bool(self.state_.isfinite().all() and self.log_scale_.isfinite().all()):
+            sums = _sums(f, r)
+            self.sums_ = sums if self.sums_ is None else _merge(self.sums_, sums)
+        if self.sums_ is not None and not all(bool(t.isfinite().all()) for t in self.sums_):
             raise ValueError("features or targets overflow: scale X or y down")
-
-    def _merge(self, state: torch.Tensor, log_scale: torch.Tensor) -> None:
-        if self.state_ is None:
-            self.state_ = state
-            self.log_scale_ = log_scale
-            return
-        top = torch.maximum(self.log_scale_, log_scale)
-        self.state_ = (
-            self.state_ * (self.log_scale_ - top).exp().mT + state * (log_scale - top).exp().mT
-        )
-        self.log_scale_ = top
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
         """Return kernel sums (n, C + 1), up to a positive factor per row.
@@ -100,10 +92,12 @@ class _KernelRegression(RandomFeatureEstimator):
         return np.concatenate([sums(X[rows]) for rows in blocks(len(X), at_once)])
 
     def _feature_sums(self, X: np.ndarray) -> np.ndarray:
+        assert self.sums_ is not None  # `fit` has added rows
+        sums, log_scale = self.sums_
         f = self.map_.phi_q(self._scaled(X), self.noise_, self.params_)
-        logs = f.log_scale + self.log_scale_
+        logs = f.log_scale + log_scale
         weights = f.value * (logs - logs.amax(-1, keepdim=True)).exp()
-        return (weights @ self.state_).numpy()
+        return (weights @ sums).numpy()
 
     def _exact_sums(self, X: np.ndarray) -> np.ndarray:
         """Return exact kernel sums, float64; the largest exponent per row cancels."""
@@ -140,7 +134,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         """Fit to X (n, d) and labels y (n,)."""
         X, y = validate_rows(self, X, y)
         self.classes_ = label_set(y)
-        self._begin(X)
+        self._begin(X, len(self.classes_))
         self._add(X, self._one_hot(y))
         return self
 
@@ -159,7 +153,7 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
             if classes is None:
                 raise ValueError("classes=None: the first partial_fit needs all labels")
             self.classes_ = label_set(classes)
-            self._begin(X)
+            self._begin(X, len(self.classes_))
         self._add(X, self._one_hot(y))
         return self
 
@@ -238,8 +232,8 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         return self._take(X, y)
 
     def _start(self, X, y):
-        self._begin(X)
         self._shape = y.shape[1:]
+        self._begin(X, math.prod(self._shape))
         self.total_ = 0.0
         self.count_ = 0
         self.range_ = (np.inf, -np.inf)
@@ -279,3 +273,11 @@ def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     log_scale = f.log_scale.amax(-2, keepdim=True)
     return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
+
+
+def _merge(
+    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add two pairs of sums and log scales."""
+    top = torch.maximum(one[1], other[1])
+    return one[0] * (one[1] - top).exp().mT + other[0] * (other[1] - top).exp().mT, top

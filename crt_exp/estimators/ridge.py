@@ -5,6 +5,7 @@ features, S = U diag(lambda) U^T, alpha the ridge. The model is y = c.z + noise 
 All results follow from sums over rows.
 """
 
+from collections.abc import Callable
 from copy import copy
 from numbers import Integral, Real
 from typing import Literal, get_args
@@ -30,7 +31,7 @@ from crt_exp.estimators import (
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import whole_number
 
-Choice = Literal["gcv", "evidence"]
+Criterion = Literal["gcv", "evidence"]
 ROUNDING = {
     "float64": 1e-13,
     "float32": 1e-7,
@@ -110,7 +111,7 @@ class Solution:
         ValueError: the weights are too small for selecting alpha.
     """
 
-    def __init__(self, sums: Sums, alpha: float | Choice, floor: float, together: bool):
+    def __init__(self, sums: Sums, alpha: float | Criterion, floor: float, together: bool):
         self.weight, self.mean = sums.weight, sums.features / sums.weight
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
@@ -209,6 +210,10 @@ class BaseRandomFeatureRidge(BaseEstimator):
     """
 
     together = False
+    _target_checks: dict[str, bool] = {}
+    _solution: Solution | None = None
+    _solved_alpha: float | str
+    sums_: Sums
     least_ridge = 0.0
 
     def __init__(
@@ -236,7 +241,8 @@ class BaseRandomFeatureRidge(BaseEstimator):
     def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d), dense or sparse, and y (n,) or (n, T), or labels (n,)."""
         for name in ("sums_", "classes_"):
-            vars(self).pop(name, None)
+            if name in vars(self):
+                delattr(self, name)
         self._add(X, y, sample_weight)
         self._solve()
         return self
@@ -269,19 +275,16 @@ class BaseRandomFeatureRidge(BaseEstimator):
             self.sums_ = Sums(int(self.n_components), self._origin(targets))
         for rows in blocks(X.shape[0], 4096):
             self.sums_.add(self._features(X[rows]), targets[rows], weights[rows])
-        self._solved = None
+        self._solution = None
         self._keep(X, y, weight)
 
     def _check_options(self) -> None:
         whole_number(self.n_components, "n_components")
-        if isinstance(self.alpha, str) and self.alpha in get_args(Choice):
+        alpha = self.alpha
+        if isinstance(alpha, str) and alpha in get_args(Criterion):
             return
-        if (
-            isinstance(self.alpha, bool)
-            or not isinstance(self.alpha, Real)
-            or not 0 <= self.alpha < np.inf
-        ):
-            raise ValueError(f"alpha={self.alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
+        if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 <= float(alpha) < np.inf:
+            raise ValueError(f"alpha={alpha!r}: expected a number >= 0, 'gcv' or 'evidence'")
 
     def _begin(self, X, weight: np.ndarray) -> None:
         seed = self.random_state
@@ -313,25 +316,23 @@ class BaseRandomFeatureRidge(BaseEstimator):
     def _solve(self) -> Solution:
         """Return the solution for all rows so far and the current `alpha`, cached."""
         check_is_fitted(self, "sums_")
-        if self._solved is None or self._solved[0] != self.alpha:
+        if self._solution is None or self._solved_alpha != self.alpha:
             self._check_options()
             floor = max(ROUNDING[self.features_._dtype.name], self.least_ridge)
-            self._solved = (
-                self.alpha,
-                self._finish(Solution(self.sums_, self.alpha, floor, self.together)),
-            )
-        return self._solved[1]
+            solution = Solution(self.sums_, self.alpha, floor, self.together)
+            self._solution = self._finish(solution)
+            self._solved_alpha = self.alpha
+        return self._solution
 
     def _finish(self, solution: Solution) -> Solution:
         return solution
 
-    def _per_block(self, X, what) -> np.ndarray:
-        """Apply `what` to the features (n, M) of X, block by block."""
+    def _per_block(self, X, function: Callable[[Tensor], Tensor]) -> np.ndarray:
+        """Apply a function to the features (n, M) of X, block by block."""
         check_is_fitted(self, "sums_")
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
-        return np.concatenate(
-            [what(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)]
-        )
+        parts = [function(self._features(X[rows])).numpy() for rows in blocks(X.shape[0], 4096)]
+        return np.concatenate(parts)
 
     @property
     def rows_(self) -> int:
@@ -395,19 +396,32 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         solution = self._solve()
         if not return_std:
             return self._per_block(X, solution.predict).reshape(-1, *self._shape)
-        both = self._per_block(
-            X, lambda z: torch.stack([solution.predict(z), solution.variance(z).sqrt()], -1)
-        )
-        return tuple(both[..., k].reshape(-1, *self._shape) for k in (0, 1))
+
+        def moments(z: Tensor) -> Tensor:
+            return torch.stack([solution.predict(z), solution.variance(z).sqrt()], -1)
+
+        mean, deviation = np.moveaxis(self._per_block(X, moments), -1, 0)
+        return mean.reshape(-1, *self._shape), deviation.reshape(-1, *self._shape)
 
     @property
     def coef_(self) -> np.ndarray:
         return self._solve().coefficients.T.numpy().reshape(*self._shape, -1)
 
-    intercept_, alpha_, noise_variance_, degrees_ = (
-        property(lambda self, name=name: self._of_targets(getattr(self._solve(), name)))
-        for name in ("intercept", "alpha", "noise_variance", "degrees")
-    )
+    @property
+    def intercept_(self):
+        return self._of_targets(self._solve().intercept)
+
+    @property
+    def alpha_(self):
+        return self._of_targets(self._solve().alpha)
+
+    @property
+    def noise_variance_(self):
+        return self._of_targets(self._solve().noise_variance)
+
+    @property
+    def degrees_(self):
+        return self._of_targets(self._solve().degrees)
 
     def _of_targets(self, values: Tensor):
         return values.numpy() if self._shape else float(values)
@@ -535,7 +549,7 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         return torch.zeros(targets.shape[1], dtype=torch.float64)
 
     def _keep(self, X, y: np.ndarray, weight: np.ndarray) -> None:
-        """Store evenly spaced rows, at most KEPT: every row, every second, every fourth..."""
+        """Store evenly spaced rows, at most CALIBRATION_ROWS: every row, every second, ..."""
         before = self.rows_ - len(y)
         if before == 0:
             self._stride = 1
@@ -544,14 +558,12 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         while self.rows_ > CALIBRATION_ROWS * self._stride:
             self._stride *= 2
         new = slice(-before % self._stride, None, self._stride)
-        thinned = [part[:: self._stride // old] for part in self._kept]
-        rows = [thinned[0], X[new]]
+        kept_X, kept_y, kept_weight = (part[:: self._stride // old] for part in self._kept)
+        y = np.concatenate([kept_y, y[new]])
+        weight = np.concatenate([kept_weight, weight[new]])
+        rows = [kept_X, X[new]]
         X = vstack(rows, "csr") if any(map(issparse, rows)) else np.concatenate(rows)
-        self._kept = (
-            X,
-            np.concatenate([thinned[1], y[new]]),
-            np.concatenate([thinned[2], weight[new]]),
-        )
+        self._kept = (X, y, weight)
 
     def _finish(self, solution: Solution) -> Solution:
         """Fit the calibration.
@@ -565,26 +577,22 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         if len(np.unique(y)) < 2:
             raise ValueError(f"y: one class only ({y[0]}) so far; expected at least two")
         scores = solution.leave_one_out(self._features(X), torch.from_numpy(self._columns_of(y)))
+        # scores sum to 1, which serves as the intercept
         fitted = LogisticRegression(
             C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False
         )
-        slopes = fitted.fit(
-            scores.numpy(), y, weight
-        ).coef_  # (K, C); scores sum to 1, which serves as the intercept
+        slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C)
         offsets = np.zeros(len(slopes))
-        if len(self.classes_) > 2:  # classes without rows get probability 0
-            seen = np.isin(self.classes_, fitted.classes_)
+        if len(self.classes_) > 2:
             if len(slopes) == 1:
                 slopes = np.concatenate([0 * slopes, slopes])
-                offsets = np.concatenate([0 * offsets, offsets])
-            full = (
-                np.zeros((len(self.classes_), slopes.shape[1])),
-                np.full(len(self.classes_), -np.inf),
-            )
-            full[0][seen], full[1][seen] = slopes, offsets
-            slopes, offsets = full
-        self._linear = (
-            slopes @ solution.coefficients.T.numpy(),
-            slopes @ solution.intercept.numpy() + offsets,
-        )
+                offsets = np.zeros(2)
+            # classes without rows get probability 0
+            seen = np.isin(self.classes_, fitted.classes_)
+            all_slopes = np.zeros((len(self.classes_), slopes.shape[1]))
+            all_slopes[seen] = slopes
+            slopes = all_slopes
+            offsets = np.where(seen, 0.0, -np.inf)
+        weights = slopes @ solution.coefficients.T.numpy()
+        self._linear = (weights, slopes @ solution.intercept.numpy() + offsets)
         return solution

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.statistics import Kernel, Statistics, log_kernel
+from crt_exp.features.statistics import Kernel, log_kernel
 from crt_exp.samplers.noise import Nested, Noise, leaves, map_leaves, match_float64, transforming
 from crt_exp.validation import check_values
 
@@ -177,8 +177,11 @@ class FeatureMap:
                 noises[request.drawn_as] = draw(request)
         return map_leaves(lambda request: noises[request.drawn_as], needed)
 
-    def fit(self, stats: Statistics) -> Params:
-        """Return the parameters of least mean log variance for these statistics."""
+    def fit(self, stats: Any) -> Params:
+        """Return the parameters of least mean log variance for these `Statistics`.
+
+        Maps with `fitted` False ignore the statistics; None will do.
+        """
         return ()
 
     def admitted(self, params: Params) -> Params:

@@ -56,8 +56,8 @@ class Block:
 
     weight: Tensor  # (..., L, R), bounded
     base: Features  # (..., L, D)
-    groups = 1
-    cluster = None
+    cluster: Tensor | None = None  # of `Selected`: (..., L, 1), index of the token's cluster
+    groups: int = 1
 
     @property
     def columns(self) -> int:
@@ -96,9 +96,6 @@ class Selected(Block):
 
     With A groups and C clusters, block (a, c) has index a C + c and D / A columns, those of group a of the base.
     """
-
-    cluster: Tensor  # (..., L, 1), index of the token's cluster
-    groups: int = 1
 
     def column_maxima(self, log: Tensor) -> Tensor:
         tops = []

@@ -7,8 +7,8 @@ compute one weight for each pair of query and class, for one block of queries at
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,21 +92,19 @@ class ClassSampler(nn.Module, ABC):
         return super()._apply(moved, recurse)
 
 
-def blocks(step: int, *of_queries: Tensor | None):
+def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple]:
     """Yield blocks of `step` queries of each tensor; None stays None."""
     step = max(1, step)
-    for start in range(0, max(1, len(of_queries[0])), step):
-        yield tuple(None if each is None else each[start : start + step] for each in of_queries)
+    for start in range(0, max(1, len(queries)), step):
+        rows = slice(start, start + step)
+        yield queries[rows], *(None if other is None else other[rows] for other in others)
 
 
 def concatenate_samples(parts: list[Drawn]) -> Drawn:
     """Concatenate the samples of blocks of queries."""
-    targets = (
-        None if parts[0].target_log_q is None else torch.cat([one.target_log_q for one in parts])
-    )
-    return Drawn(
-        torch.cat([one.ids for one in parts]), torch.cat([one.log_q for one in parts]), targets
-    )
+    ids, log_q, target_log_q = zip(*parts)
+    targets = None if target_log_q[0] is None else torch.cat(target_log_q)
+    return Drawn(torch.cat(ids), torch.cat(log_q), targets)
 
 
 def check_queries(hidden: Tensor) -> None:
@@ -146,12 +144,14 @@ def check_finite(weight: Tensor, bias: Tensor | None, rows: Tensor | None) -> No
     Args:
         rows: class indices (r,) for the message; None: all classes.
     """
-    if bool(weight.detach().sum().isfinite()) and (
-        bias is None or bool(bias.detach().sum().isfinite())
-    ):
+    total = weight.detach().sum()
+    if bias is not None:
+        total = total + bias.detach().sum()
+    if bool(total.isfinite()):
         return
     fine = weight.detach().isfinite().all(-1)
-    fine = fine if bias is None else fine & bias.detach().isfinite()
+    if bias is not None:
+        fine = fine & bias.detach().isfinite()
     if bool(fine.all()):
         return  # only the sum overflowed
     place = int((~fine).nonzero()[0])
@@ -239,6 +239,9 @@ class Unigram(FixedDistribution):
         ValueError: a count is negative or not finite, or counts are not one-dimensional.
     """
 
+    probability: Tensor
+    ends: Tensor
+
     def __init__(self, counts: Tensor):
         counts = torch.as_tensor(counts).double()
         if counts.ndim != 1:
@@ -268,6 +271,11 @@ class Unigram(FixedDistribution):
         return self.probability[ids].log()
 
 
+def head_tensors(head: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return `weight` (V, d) of a head, and its `bias` (V,) or None."""
+    return cast(Tensor, head.weight), getattr(head, "bias", None)
+
+
 class LogitDistribution(ClassSampler):
     """Base class: q proportional to exp(`log_weights`), O(V d) per query.
 
@@ -276,28 +284,27 @@ class LogitDistribution(ClassSampler):
     """
 
     def __init__(self, head: nn.Module):
-        if not isinstance(getattr(head, "weight", None), Tensor):
+        weight = getattr(head, "weight", None)
+        if not isinstance(weight, Tensor):
             raise ValueError(
                 f"{type(self).__name__}({head!r}): expected a module with `weight` (V, d)"
             )
-        super().__init__(len(head.weight))
+        super().__init__(len(weight))
         self._head = [head]  # a list, so that the parameters of the head are not registered here
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        return concatenate_samples(
-            [
-                draw_dense(self._weights(h), t, k)
-                for h, t in blocks(PAIRS // self.classes, hidden, targets)
-            ]
-        )
+        parts = []
+        for h, t in blocks(PAIRS // self.classes, hidden, targets):
+            parts.append(draw_dense(self._weights(h), t, k))
+        return concatenate_samples(parts)
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        parts = [
-            self.log_weights(self._logits(h)).log_softmax(-1).gather(1, i)
-            for h, i in blocks(PAIRS // self.classes, hidden, ids)
-        ]
+        parts = []
+        for h, i in blocks(PAIRS // self.classes, hidden, ids):
+            log_q = self.log_weights(self._logits(h)).log_softmax(-1)
+            parts.append(log_q.gather(1, i))
         return torch.cat(parts)
 
     @abstractmethod
@@ -305,10 +312,8 @@ class LogitDistribution(ClassSampler):
         """Return log weights of logits (b, V); may modify them in place."""
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        head = self._head[0]
-        return nn.functional.linear(
-            hidden.to(head.weight.dtype), head.weight, getattr(head, "bias", None)
-        ).float()
+        weight, bias = head_tensors(self._head[0])
+        return nn.functional.linear(hidden.to(weight.dtype), weight, bias).float()
 
     def _weights(self, hidden: Tensor) -> Tensor:
         logs = self.log_weights(self._logits(hidden))
@@ -342,31 +347,29 @@ class Quadratic(LogitDistribution):
         )  # avoids overflow
 
 
-def draw_dense(
-    weights: Tensor, targets: Tensor | None, k: int, given: Tensor | None = None
-) -> Drawn:
+def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | None = None) -> Drawn:
     """Sample k classes per row in proportion to weights (B, V) >= 0, without targets.
 
     Rows without positive weights are uniform. `weights` is modified in place.
 
     Args:
-        given: classes (B, k) that replace samples; -1 means sample.
+        ids: classes (B, k) that replace samples; -1 means sample.
     """
-    of_target = 0.0
+    target_log_q = None
     if targets is not None:
         of_target = weights.gather(1, targets[:, None]).double()
         weights.scatter_(1, targets[:, None], 0.0)
     ends = weights.cumsum(-1, dtype=torch.float64)
-    left = ends[:, -1:].clone()
-    if bool((left == 0).any()):
-        weights = torch.where(left == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
-        ends = weights.cumsum(-1, dtype=torch.float64)
-    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * ends[:, -1:]
-    ids = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
-    ids = ids if given is None else torch.where(given >= 0, given, ids)
-    log_q = (weights.gather(1, ids) / ends[:, -1:]).log().float()
-    return Drawn(
-        ids,
-        log_q,
-        None if targets is None else (of_target / (of_target + left)).log().float().squeeze(1),
-    )
+    total = ends[:, -1:]
+    if targets is not None:
+        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
+        if bool((total == 0).any()):
+            weights = torch.where(total == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
+            ends = weights.cumsum(-1, dtype=torch.float64)
+            total = ends[:, -1:]
+    u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * total
+    samples = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
+    if ids is not None:
+        samples = torch.where(ids >= 0, ids, samples)
+    log_q = (weights.gather(1, samples) / total).log().float()
+    return Drawn(samples, log_q, target_log_q)

@@ -6,14 +6,15 @@ every query is e^b.
 
 import math
 from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.base import ONE, FeatureMap, Params, Projections, distinct
+from crt_exp.features.base import ONE, FeatureMap, Features, Params, Projections, distinct
 from crt_exp.features.exponential import PositiveExponential
-from crt_exp.features.other_kernels import Product, Sum
+from crt_exp.features.other_kernels import Composite, Sum
 from crt_exp.features.statistics import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.sampled_softmax.base import (
@@ -53,6 +54,7 @@ class FeatureDistribution(ClassSampler):
     """
 
     looks_at_classes = True
+    made: Tensor
 
     def __init__(
         self,
@@ -106,13 +108,10 @@ class FeatureDistribution(ClassSampler):
         self._check(hidden)
         self._queries = hidden.detach()
         ids, log_q, target_log_q = self._draw(hidden, targets, self._uniform(hidden, targets, k))
-        if targets is None:
+        if target_log_q is None:
             return Drawn(ids, self._mix_uniform(log_q, self.classes), None)
-        return Drawn(
-            ids,
-            self._mix_uniform(log_q, self.classes - 1),
-            self._mix_uniform(target_log_q, self.classes),
-        )
+        target_log_q = self._mix_uniform(target_log_q, self.classes)
+        return Drawn(ids, self._mix_uniform(log_q, self.classes - 1), target_log_q)
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -145,7 +144,7 @@ class FeatureDistribution(ClassSampler):
 
     def _store_all(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Store the features of all classes; False if one exceeds the constants."""
-        for rows in self.features.blocks():
+        for rows in self.features.blocks:
             features = self.features.of_classes(weight[rows], _part(bias, rows))
             if features is None:
                 return False
@@ -180,8 +179,11 @@ class FeatureDistribution(ClassSampler):
         device = hidden.device
         if not self.defensive:
             return torch.full((1, 1), -1, device=device).expand(shape)
-        ids = torch.randint(self.classes - (targets is not None), shape, device=device)
-        ids = ids if targets is None else ids + (ids >= targets[:, None])
+        if targets is None:
+            ids = torch.randint(self.classes, shape, device=device)
+        else:
+            ids = torch.randint(self.classes - 1, shape, device=device)
+            ids = ids + (ids >= targets[:, None])
         return torch.where(torch.rand(shape, device=device) < self.defensive, ids, -1)
 
     def _mix_uniform(self, log_q: Tensor, classes: int) -> Tensor:
@@ -202,12 +204,26 @@ def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
     return None if bias is None else bias[rows]
 
 
+def _store_vectors(vectors: Tensor, table: Tensor, count: Tensor) -> None:
+    """Store at most len(table) evenly spaced vectors, and their number."""
+    vectors = vectors[:: spacing(len(vectors), len(table))]
+    table[: len(vectors)] = vectors
+    count.fill_(len(vectors))
+
+
 class ClassFeatures(nn.Module):
     """Feature map with its projections, parameters and constants, saved as buffers.
 
     Class features are divided by one constant per feature, about the largest value at the last `fit`. Query features
     are multiplied by it. This avoids overflow and leaves products unchanged.
     """
+
+    x_fitted_to: Tensor
+    y_fitted_to: Tensor
+    x_count: Tensor
+    y_count: Tensor
+    constants: Tensor
+    stamp: Tensor
 
     def __init__(
         self,
@@ -225,8 +241,6 @@ class ClassFeatures(nn.Module):
             raise ValueError(f"temperature={temperature}: expected > 0")
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.m = mechanism.m
-        self.d = d
-        self.classes = classes
         self.scale = float(temperature) ** -0.5
         names = f"{mechanism.features.name} x {mechanism.sampler_part.name}, m = {self.m}"
         self.described = (
@@ -234,20 +248,24 @@ class ClassFeatures(nn.Module):
         )
         self.projections = self.phi.projections(self.m)
         generator = torch.Generator().manual_seed(seed)
-        noises = {p: mechanism.sampler(p.m, d, generator) for p in distinct(self.projections)}
-        self.gaussian = {_buffer_of(p): noise.gaussian for p, noise in noises.items()}
-        for p, noise in noises.items():
-            self.register_buffer(_buffer_of(p), noise.rows().float().contiguous())
+        self.gaussian: dict[str, bool] = {}  # of the projections in each buffer
+        for request in distinct(self.projections):
+            noise = mechanism.sampler(request.m, d, generator)
+            self.gaussian[_buffer_of(request)] = noise.gaussian
+            self.register_buffer(_buffer_of(request), noise.rows().float().contiguous())
         self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
+        step = max(1, BLOCK // self.width)
+        starts = range(0, classes, step)
+        self.blocks = [slice(start, min(start + step, classes)) for start in starts]
         self.register_buffer("constants", torch.zeros(self.width, dtype=torch.float64))
-        for side in "xy":  # vectors for fitting the parameters, and their number
+        # vectors for fitting the parameters, and their number
+        for side in "xy":
             self.register_buffer(f"{side}_fitted_to", torch.zeros(MAX_FIT_VECTORS, d))
             self.register_buffer(f"{side}_count", torch.zeros((), dtype=torch.long))
-        self.register_buffer(
-            "stamp", torch.zeros((), dtype=torch.float64)
-        )  # checksum of the arguments of `fit`
+        # checksum of the arguments of `fit`
+        self.register_buffer("stamp", torch.zeros((), dtype=torch.float64))
         self.positive = is_positive(self.phi)  # for all vectors
-        self._kept: tuple = (None, None)
+        self._cached: tuple[tuple, Any] = ((), None)
 
     def fit(self, weight: Tensor, bias: Tensor | None, hidden: Tensor | None) -> None:
         """Fit parameters and constants to class vectors (V, d) and queries (B, d).
@@ -257,35 +275,18 @@ class ClassFeatures(nn.Module):
         some = slice(None, None, spacing(len(weight), MAX_FIT_VECTORS))
         keys = self._unit(weight[some])
         queries = torch.cat([keys, -keys]) if hidden is None else self._unit(hidden)
-        for side, vectors in (("x", queries), ("y", keys)):
-            vectors = vectors[:: spacing(len(vectors), MAX_FIT_VECTORS)]
-            getattr(self, f"{side}_fitted_to")[: len(vectors)] = vectors
-            getattr(self, f"{side}_count").fill_(len(vectors))
-        self.stamp.copy_(
-            sum(
-                (side + 1) * vectors.double().abs().sum()
-                for side, vectors in enumerate((queries, keys))
-            )
-        )
-        self.constants.copy_(self._largest(weight[some], None if bias is None else bias[some]))
+        _store_vectors(queries, self.x_fitted_to, self.x_count)
+        _store_vectors(keys, self.y_fitted_to, self.y_count)
+        self.stamp.copy_(queries.double().abs().sum() + 2 * keys.double().abs().sum())
+        self.constants.copy_(self._largest(weight[some], _part(bias, some)))
 
     def fit_constants(self, weight: Tensor, bias: Tensor | None) -> None:
         """Compute the constants from all classes, if some exceed those of `fit`."""
-        largest = [
-            self._largest(weight[rows], None if bias is None else bias[rows])
-            for rows in self.blocks()
-        ]
+        largest = [self._largest(weight[rows], _part(bias, rows)) for rows in self.blocks]
         self.constants.copy_(torch.stack(largest).amax(0))
 
     def _largest(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._of_classes(weight, bias)[1].amax(0).double()
-
-    def blocks(self) -> list[slice]:
-        """Return slices of classes whose features fit one block."""
-        step = max(1, BLOCK // self.width)
-        return [
-            slice(start, min(start + step, self.classes)) for start in range(0, self.classes, step)
-        ]
 
     def of_classes(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return phi_k / constants (r, M), float32, for vectors (r, d) and biases (r,).
@@ -304,27 +305,28 @@ class ClassFeatures(nn.Module):
         value, log = self._full(self.phi.phi_q(self._unit(hidden), *self._noise_and_params()))
         return value, log.double() + self.constants
 
+    def of_signed_queries(self, hidden: Tensor) -> Tensor:
+        """Return query features (B, M), float32, up to a positive factor per row."""
+        value, log_a = self.of_queries(hidden)
+        return (value * (log_a - log_a.amax(-1, keepdim=True)).exp()).float()
+
     def _noise_and_params(self) -> tuple[Nested, Params]:
         """Return projections and parameters, cached until a buffer changes.
 
         `stamp` detects changes by DistributedDataParallel, which do not increase tensor versions.
         """
-        state = (float(self.stamp), *((t.data_ptr(), t._version) for t in self.buffers()))
-        if self._kept[0] != state:
-            noises = {
-                name: DenseNoise(getattr(self, name), gaussian)
-                for name, gaussian in self.gaussian.items()
-            }
-            sets = [
-                getattr(self, f"{side}_fitted_to")[: int(getattr(self, f"{side}_count"))]
-                for side in "xy"
-            ]
-            params = self.phi.fit(Statistics.of(*sets))
-            self._kept = (
-                state,
-                (map_leaves(lambda p: noises[_buffer_of(p)], self.projections), params),
-            )
-        return self._kept[1]
+        versions = [(t.data_ptr(), t._version) for t in self.buffers()]
+        key = (float(self.stamp), *versions)
+        if self._cached[0] != key:
+            noises = {}
+            for name, gaussian in self.gaussian.items():
+                noises[name] = DenseNoise(self.get_buffer(name), gaussian)
+            x = self.x_fitted_to[: int(self.x_count)]
+            y = self.y_fitted_to[: int(self.y_count)]
+            params = self.phi.fit(Statistics.of(x, y))
+            noise = map_leaves(lambda request: noises[_buffer_of(request)], self.projections)
+            self._cached = (key, (noise, params))
+        return self._cached[1]
 
     def _unit(self, vectors: Tensor) -> Tensor:
         return F.normalize(vectors.detach().float(), dim=-1) * self.scale
@@ -333,10 +335,12 @@ class ClassFeatures(nn.Module):
         value, log = self._full(self.phi.phi_k(self._unit(weight), *self._noise_and_params()))
         return value, log if bias is None else log + bias.detach().float()[:, None]
 
-    def _full(self, features) -> tuple[Tensor, Tensor]:
-        shape = torch.broadcast_shapes(features.value.shape, features.log_scale.shape)
-        value = features.value if features.value is ONE else features.value.expand(shape)
-        return value.to(features.log_scale), features.log_scale.expand(shape)
+    def _full(self, features: Features) -> tuple[Tensor, Tensor]:
+        value, log_scale = features
+        shape = torch.broadcast_shapes(value.shape, log_scale.shape)
+        if value is not ONE:
+            value = value.expand(shape)
+        return value.to(log_scale), log_scale.expand(shape)
 
     def get_extra_state(self) -> Tensor:
         """Return the description as a byte tensor, since weight files hold only tensors."""
@@ -351,10 +355,12 @@ class ClassFeatures(nn.Module):
         Raises:
             ValueError: map, m, d, temperature or number of classes differ.
         """
-        saved = None if saved is None else bytes(saved.tolist()).decode()
-        if saved is not None and saved != self.described:
+        if saved is None:
+            return
+        description = bytes(saved.tolist()).decode()
+        if description != self.described:
             raise ValueError(
-                f"saved tables: {saved}, expected {self.described}; use equal options, or call rebuild"
+                f"saved tables: {description}, expected {self.described}; use equal options, or call rebuild"
             )
 
 
@@ -392,8 +398,10 @@ def is_positive(phi: FeatureMap) -> bool:
 
     This is False for discrete maps with a shift, whose sign changes below the shift.
     """
-    if isinstance(phi, Sum | Product):
-        return all(map(is_positive, phi.parts)) and min(getattr(phi, "weights", (1.0,))) > 0
+    if isinstance(phi, Sum) and min(phi.weights) <= 0:
+        return False
+    if isinstance(phi, Composite):
+        return all(map(is_positive, phi.parts))
     return isinstance(phi, PositiveExponential)
 
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import ClassSampler, check_queries
+from crt_exp.sampled_softmax.base import ClassSampler, check_queries, head_tensors
 from crt_exp.sampled_softmax.tree_features import TreeFeatures
+from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
 
 MAX_RECORDED = 2**20  # recorded classes before duplicates are removed, or 2 V if that is larger
@@ -47,6 +48,8 @@ class SampledSoftmax(nn.Module):
     >>> softmax.update()
     """
 
+    updates: Tensor
+
     def __init__(
         self,
         proposal: ClassSampler | FeatureMap | Mechanism | str,
@@ -61,7 +64,7 @@ class SampledSoftmax(nn.Module):
     ):
         super().__init__()
         self.head = head
-        classes, d = head.weight.shape
+        classes, d = self._weight.shape
         self.negatives = whole_number(negatives, "negatives", 1)
         if self.negatives > classes - 1:
             raise ValueError(
@@ -106,25 +109,23 @@ class SampledSoftmax(nn.Module):
         Raises:
             ValueError: a class vector is not finite; the tables are unchanged.
         """
-        touched = (
-            self._touched
-            if rows is None
-            else [*self._touched, rows.reshape(-1).to(self.head.weight.device)]
-        )
         if not self.sampler.looks_at_classes or not self.sampler.built:
             self._touched = []
             return
+        touched = list(self._touched)
+        if rows is not None:
+            touched.append(rows.reshape(-1).to(self._weight.device))
         if self.rebuild_every and int(self.updates + 1) % self.rebuild_every == 0:
             self.rebuild()
         elif touched:
-            self.sampler.update(torch.cat(touched), self.head.weight, self._bias)
+            self.sampler.update(torch.cat(touched), self._weight, self._bias)
         self.updates += 1
         self._touched = []
 
     @torch.no_grad()
     def rebuild(self) -> None:
         """Rebuild all tables, fitted to the queries of the last training pass."""
-        self.sampler.rebuild(self.head.weight, self._bias)
+        self.sampler.rebuild(self._weight, self._bias)
 
     def extra_repr(self) -> str:
         return (
@@ -132,15 +133,19 @@ class SampledSoftmax(nn.Module):
         )
 
     @property
+    def _weight(self) -> Tensor:
+        return head_tensors(self.head)[0]
+
+    @property
     def _bias(self) -> Tensor | None:
-        return getattr(self.head, "bias", None)
+        return head_tensors(self.head)[1]
 
     def _sampled(self, h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return log Z^ and the target logit, (B,) each."""
         queries = h.detach().float()
         check_queries(queries)
         if not self.sampler.built:
-            self.sampler.rebuild(self.head.weight.detach(), self._bias, queries)
+            self.sampler.rebuild(self._weight.detach(), self._bias, queries)
         drawn = self.sampler.draw(queries, t, self.negatives)
         ids = torch.cat([t[:, None], drawn.ids], 1)
         logits = self._logits(h, ids)
@@ -157,27 +162,24 @@ class SampledSoftmax(nn.Module):
 
     def _logits(self, h: Tensor, ids: Tensor) -> Tensor:
         """Return logits of classes ids (B, n), in float32 or float64."""
-        vectors = F.embedding(ids, self.head.weight, sparse=self.sparse)
+        vectors = F.embedding(ids, self._weight, sparse=self.sparse)
         logits = (vectors @ h.to(vectors.dtype)[..., None]).squeeze(-1)
         if self._bias is not None:
-            logits = logits + self._bias.gather(0, ids.flatten(), sparse_grad=self.sparse).view_as(
-                ids
-            )
-        return logits if logits.dtype == torch.float64 else logits.float()
+            biases = self._bias.gather(0, ids.flatten(), sparse_grad=self.sparse)
+            logits = logits + biases.view_as(ids)
+        return at_least_float32(logits)
 
     def _exact(self, h: Tensor, t: Tensor) -> Tensor:
         step = max(1, LARGEST_BLOCK // self.sampler.classes)
-        losses = [
-            F.cross_entropy(
-                F.linear(rows, self.head.weight, self._bias).float(), targets, reduction="none"
-            )
-            for rows, targets in zip(h.split(step), t.split(step))
-        ]
+        losses = []
+        for rows, targets in zip(h.split(step), t.split(step)):
+            logits = F.linear(rows, self._weight, self._bias).float()
+            losses.append(F.cross_entropy(logits, targets, reduction="none"))
         return torch.cat(losses)
 
     def _checked(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return validated queries (B, d) and targets (B,)."""
-        classes, d = self.head.weight.shape
+        classes, d = self._weight.shape
         if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != d or not targets.numel():
             raise ValueError(
                 f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "

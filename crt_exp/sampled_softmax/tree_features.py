@@ -117,45 +117,41 @@ class TreeFeatures(FeatureDistribution):
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return weight (B, M) times the features of ids (B, k), (B, k)."""
         step = max(1, GATHER_BLOCK // (ids.shape[1] * weight.shape[1]))
-        parts = [
-            F.embedding(i, self.tree.leaves) @ w[..., None]
-            for i, w in zip(ids.split(step), weight.split(step))
-        ]
+        parts = []
+        for i, w in zip(ids.split(step), weight.split(step)):
+            parts.append(F.embedding(i, self.tree.leaves) @ w[..., None])
         return torch.cat(parts).squeeze(-1)
 
     # ---- signed maps
 
-    def _walk(self, hidden: Tensor, given: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _walk(self, hidden: Tensor, fixed: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor]:
         """Descend the tree; return class ids and log probabilities, (B, k) each.
 
-        Entries of `given` (B, k) that are not -1 determine the class.
+        Entries of `fixed` (B, k) that are not -1 determine the class.
         """
-        a = self._signed_queries(hidden)
-        taken = None if targets is None else (a * self.tree.leaves[targets]).sum(-1, keepdim=True)
-        node = torch.zeros_like(given)
-        log_q = torch.zeros(given.shape, device=given.device)
+        a = self.features.of_signed_queries(hidden)
+        node = torch.zeros_like(fixed)
+        log_q = torch.zeros(fixed.shape, device=fixed.device)
+        fan = torch.arange(FAN, device=fixed.device)
         for number in reversed(range(self.tree.depth)):
-            children = node[..., None] * FAN + torch.arange(FAN, device=node.device)
-            weights = self._weights(a, number, children, targets, taken)
-            u = torch.rand(given.shape, dtype=torch.float64, device=given.device)
-            step = torch.where(given >= 0, given // FAN**number % FAN, choose(weights.double(), u))
-            log_q += (weights.gather(-1, step[..., None]).squeeze(-1) / weights.sum(-1)).log()
+            children = node[..., None] * FAN + fan
+            weights = self._weights(a, number, children, targets)
+            u = torch.rand(fixed.shape, dtype=torch.float64, device=fixed.device)
+            step = choose(weights.double(), u)
+            step = torch.where(fixed >= 0, fixed // FAN**number % FAN, step)
+            share = weights.gather(-1, step[..., None]).squeeze(-1) / weights.sum(-1)
+            log_q += share.log()
             node = node * FAN + step
         return node.clamp(max=self.classes - 1), log_q
 
-    def _signed_queries(self, hidden: Tensor) -> Tensor:
-        value, log_a = self.features.of_queries(hidden)
-        return (value * (log_a - log_a.amax(-1, keepdim=True)).exp()).float()
-
-    def _weights(
-        self, a: Tensor, number: int, children: Tensor, targets: Tensor | None, taken: Tensor | None
-    ) -> Tensor:
+    def _weights(self, a: Tensor, number: int, children: Tensor, targets: Tensor | None) -> Tensor:
         """Return non-negative weights of children (B, k, FAN) of a level."""
         scores = self._scores(a, number, children)
         counts = self.tree.counts(number, children)
         if targets is not None:
+            of_target = (a * self.tree.leaves[targets]).sum(-1)[:, None, None]
             mine = children == (targets // FAN**number)[:, None, None]
-            scores = torch.where(mine, scores - taken[..., None], scores)
+            scores = torch.where(mine, scores - of_target, scores)
             counts = counts - mine.long()
         scores = torch.where(counts > 0, scores.clamp(min=0), 0.0)
         return torch.where(scores.sum(-1, keepdim=True) > 0, scores, counts.to(scores.dtype))
@@ -164,15 +160,15 @@ class TreeFeatures(FeatureDistribution):
         """Return a.(sum of f below each child), (B, k, FAN)."""
         level = self.tree.level(number)
         k = children.shape[1]
+        width = level.shape[1]
         if number and len(level) <= SHARED * k:
             return (a @ level.mT).gather(1, children.flatten(1)).view_as(children)
-        groups = level.view(-1, FAN * level.shape[1])
-        step = max(1, GATHER_BLOCK // (FAN * k * level.shape[1]))
-        parts = zip((children[..., 0] // FAN).split(step), a.split(step))
-        scores = [
-            F.embedding(node, groups).view(len(w), k * FAN, level.shape[1]) @ w[..., None]
-            for node, w in parts
-        ]
+        groups = level.view(-1, FAN * width)
+        step = max(1, GATHER_BLOCK // (FAN * k * width))
+        scores = []
+        for node, w in zip((children[..., 0] // FAN).split(step), a.split(step)):
+            sums = F.embedding(node, groups).view(len(w), k * FAN, width)
+            scores.append(sums @ w[..., None])
         return torch.cat(scores).view_as(children)
 
 
@@ -181,6 +177,8 @@ class DenseFeatures(FeatureDistribution):
 
     The distribution is uniform if no estimate is positive.
     """
+
+    leaves: Tensor
 
     def __init__(self, proposal: FeatureMap | Mechanism | str, classes: int, d: int, **options):
         super().__init__(proposal, classes, d, **options)
@@ -193,29 +191,24 @@ class DenseFeatures(FeatureDistribution):
         self.leaves[rows] = features
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
-        parts = [
-            draw_dense(self._weights(h), t, uniform.shape[1], u)
-            for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform)
-        ]
+        parts = []
+        for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform):
+            parts.append(draw_dense(self._weights(h), t, uniform.shape[1], u))
         return concatenate_samples(parts)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []
         for h, i in blocks(PAIRS // self.classes, hidden, ids):
             weights = self._weights(h)
-            parts.append(
-                (weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64))
-                .log()
-                .float()
-            )
+            share = weights.gather(1, i) / weights.sum(-1, keepdim=True, dtype=torch.float64)
+            parts.append(share.log().float())
         return torch.cat(parts)
 
     def _weights(self, hidden: Tensor) -> Tensor:
-        value, log_a = self.features.of_queries(hidden)
-        a = (value * (log_a - log_a.amax(-1, keepdim=True)).exp()).float()
+        estimates = self.features.of_signed_queries(hidden) @ self.leaves.mT
         if self.features.positive:
-            return a @ self.leaves.mT
-        estimates = (a @ self.leaves.mT).clamp_(min=0)
+            return estimates
+        estimates = estimates.clamp_(min=0)
         return estimates.masked_fill_(estimates.amax(-1, keepdim=True) == 0, 1.0)
 
 
@@ -242,9 +235,11 @@ class SumTree(nn.Module):
             )
             self.depth += 1
 
+    level0: Tensor
+
     def level(self, number: int) -> Tensor:
         """Return level `number`, padded with zero rows to a multiple of FAN."""
-        return getattr(self, f"level{number}")
+        return self.get_buffer(f"level{number}")
 
     @property
     def leaves(self) -> Tensor:
