@@ -415,7 +415,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     def _affine(self) -> tuple[np.ndarray, np.ndarray]:
         """Return weights and offsets of the columns, in the dtype of the data."""
         phi = vars(self).get("map_")
-        n = vars(self).get("_n_features_out")
+        n = vars(self).get("_n_features_out", 0)
         if isinstance(phi, Trigonometric):
             rows = phi.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
             offset = np.where(np.arange(n) < self.noise_.m, 0.0, -np.pi / 2)

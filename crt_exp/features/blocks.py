@@ -56,7 +56,7 @@ class Block:
 
     weight: Tensor  # (..., L, R), bounded
     base: Features  # (..., L, D)
-    cluster: Tensor | None = None  # of `Selected`: (..., L, 1), index of the token's cluster
+    cluster: Any = None  # of `Selected`: (..., L, 1), index of the token's cluster
     groups: int = 1
 
     @property

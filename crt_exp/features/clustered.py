@@ -284,11 +284,16 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
                 "default=None with one pair of clusters: expected a base; set default=trig, or use CERF"
             )
 
+    @property
+    def coefficient(self) -> PairCoefficient:
+        """The coefficient of every pair of clusters."""
+        return PairCoefficient(tau=self.tau)
+
     def _build_components(self):
         bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
         if self.default is not None:
             bases = (*bases, DEFAULTS[self.default](self.kernel))
-        return (PairCoefficient(tau=self.tau),) * (len(bases) - 1), bases
+        return (self.coefficient,) * (len(bases) - 1), bases
 
     def fit(self, stats: Statistics):
         return self._params(self.clusters(stats))
@@ -316,9 +321,8 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
 
     def _moments(self, x, y, params, n):
         """Include covariances of coefficients, which share their projections."""
-        parts = list(zip(self.components[0], params))
-        vectors = [part.between(x, y, p) for part, p in parts]
-        means = [part.mean(x, y, p) for part, p in parts]
+        vectors = [self.coefficient.between(x, y, p) for p in params]
+        means = [self.coefficient.mean(x, y, p) for p in params]
         moments = []
         remainders = []  # E lambda_k (1 - sum)
         for mean, vector in zip(means, vectors):

@@ -212,7 +212,7 @@ class HybridMap(InBlocks):
         """
         parts = list(zip(self.components[0], params))
         means = [part.mean(x, y, p) for part, p in parts]
-        means.append(1 - sum(means))
+        means.append(1 - torch.as_tensor(sum(means)))
         moments = [[mean * other for other in means] for mean in means]
         for k, (part, p) in enumerate(parts):
             variance = part.variance(x, y, p) / n
@@ -293,7 +293,7 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        coefficient = self.components[0][0]
+        coefficient = self.coefficient()
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)

@@ -6,6 +6,7 @@ of FAN rows of level l.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,13 @@ class DenseFeatures(FeatureDistribution):
         return estimates.masked_fill_(estimates.amax(-1, keepdim=True) == 0, 1.0)
 
 
+class ExcludedRow(NamedTuple):
+    """A row of the table that each query excludes, with its entries in the sampled columns."""
+
+    row: Tensor  # (B, 1)
+    entries: Tensor  # (B, k)
+
+
 class SumTree(nn.Module):
     """A table of V rows with a tree of sums above it, stored as buffers.
 
@@ -298,20 +306,22 @@ class SumTree(nn.Module):
     def rows_of(self, ends: Tensor, mass: Tensor, u: Tensor, without: Tensor | None) -> Tensor:
         """Return the rows (B, k) for uniform numbers u (B, k, 2 + levels below `start`)."""
         column = choose_columns(mass, u[..., 0])
-        taken = None if without is None else self.level0[without].gather(1, column).double()
-        node = self._invert(ends, column, u[..., 1], without, taken)
+        excluded = None
+        if without is not None:
+            entries = self.level0[without].gather(1, column).double()
+            excluded = ExcludedRow(without[:, None], entries)
+        node = self._invert(ends, column, u[..., 1], excluded)
         for number in reversed(range(self.start)):
-            weights = (
-                self.level(number).view(-1, FAN, self.width)[node, :, column].double()
-            )  # (B, k, FAN)
-            if without is not None:
-                self._subtract_row(weights, number, node, without[:, None], taken)
+            level = self.level(number).view(-1, FAN, self.width)
+            weights = level[node, :, column].double()  # (B, k, FAN)
+            if excluded is not None:
+                self._subtract_row(weights, number, node, excluded)
             node = node * FAN + choose(weights, u[..., self.start + 1 - number])
             node = node.clamp_(max=self._last(number))
         return node
 
     def _invert(
-        self, ends: Tensor, column: Tensor, u: Tensor, without: Tensor | None, taken: Tensor | None
+        self, ends: Tensor, column: Tensor, u: Tensor, excluded: ExcludedRow | None
     ) -> Tensor:
         """Return nodes (B, k) of level `start`, by inversion of cumulative sums `ends`.
 
@@ -319,14 +329,14 @@ class SumTree(nn.Module):
         """
         total = ends[:, -1:].clone()
         nodes = ends.shape[1]
-        ends = (ends / total).add_(torch.arange(len(ends), device=ends.device)[:, None]).flatten()
-        if (
-            without is not None
-        ):  # shorten the interval of the excluded row's node and shift later ones
-            taken = taken / total.flatten()[column]
-            place = column * nodes + without[:, None] // FAN**self.start
-            u = u * (1 - taken)
-            u = torch.where(u + column >= ends[place] - taken, u + taken, u)
+        columns = torch.arange(len(ends), device=ends.device)[:, None]
+        ends = (ends / total).add_(columns).flatten()
+        if excluded is not None:
+            # shorten the interval of the excluded row's node and shift later ones
+            share = excluded.entries / total.flatten()[column]
+            place = column * nodes + excluded.row // FAN**self.start
+            u = u * (1 - share)
+            u = torch.where(u + column >= ends[place] - share, u + share, u)
         places = torch.searchsorted(ends, u + column, right=True) - column * nodes
         return places.clamp_(0, self._last(self.start))
 
@@ -335,19 +345,16 @@ class SumTree(nn.Module):
         return (self.rows - 1) // FAN**number
 
     def _subtract_row(
-        self, weights: Tensor, number: int, node: Tensor, row: Tensor, taken: Tensor
+        self, weights: Tensor, number: int, node: Tensor, excluded: ExcludedRow
     ) -> None:
-        """Subtract a row's entries `taken` (B, k) from its ancestor in weights.
-
-        `weights` (B, k, FAN) is modified in place.
-        """
-        ancestor = row // FAN**number
+        """Subtract the excluded row from its ancestor in weights (B, k, FAN), in place."""
+        ancestor = excluded.row // FAN**number
         place = (ancestor % FAN).expand_as(node)[..., None]
-        held = weights.gather(-1, place)
-        rest = held - taken[..., None] if number else torch.zeros_like(held)
-        rest = torch.where(rest > EXHAUSTED * held, rest, 0.0)
+        total = weights.gather(-1, place)
+        rest = total - excluded.entries[..., None] if number else torch.zeros_like(total)
+        rest = torch.where(rest > EXHAUSTED * total, rest, 0.0)
         below = (ancestor // FAN == node)[..., None]
-        weights.scatter_(-1, place, torch.where(below, rest, held))
+        weights.scatter_(-1, place, torch.where(below, rest, total))
 
 
 def choose(weights: Tensor, u: Tensor) -> Tensor:
