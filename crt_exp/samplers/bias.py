@@ -58,13 +58,16 @@ def measured_bias(
     x = x.double()
     y = y.double()
     chunk = max(1, 2**22 // (m * d))  # 32 MiB of rows at a time
-    sizes = [chunk] * (draws // chunk) + [draws % chunk] * (draws % chunk > 0)
+    sizes = [min(chunk, draws - start) for start in range(0, draws, chunk)]
 
     def draw(p, size: int) -> Noise:
         return sampler(p.m, d, generator, batch=(size,), dtype=torch.float64)
 
-    noises = (phi.noise(m, partial(draw, size=size)) for size in sizes)
-    ratios = torch.cat([estimate_ratios(phi, x, y, noise, params) for noise in noises])
+    parts = []
+    for size in sizes:
+        noise = phi.noise(m, partial(draw, size=size))
+        parts.append(estimate_ratios(phi, x, y, noise, params))
+    ratios = torch.cat(parts)
     return Bias(ratios.mean(0), ratios.std(0) / draws**0.5)
 
 

@@ -123,13 +123,11 @@ def givens(
     True
     """
     m, d = check(m, d)
-    steps = (
-        4 * math.ceil(d * math.log(d))
-        if rotations is None
-        else whole_number(rotations, "rotations", 0)
-    )
-    start = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
-    directions = kac_walk(start.flatten(0, -3), steps, generator).view_as(start)
+    if rotations is None:
+        rotations = 4 * math.ceil(d * math.log(d))
+    steps = whole_number(rotations, "rotations", 0)
+    unit = torch.diag_embed(signs((*batch, -(-m // d), d), generator))
+    directions = kac_walk(unit.flatten(0, -3), steps, generator).view_as(unit)
     return _rows_of(directions, m, "chi", generator, dtype, gaussian=False)
 
 
@@ -138,10 +136,8 @@ def _rows_of(
 ) -> DenseNoise:
     """Cut blocks of unit rows (*batch, stacks, d, d) to m rows and sample lengths."""
     rows = directions.flatten(-3, -2)[..., :m, :]
-    return DenseNoise(
-        (rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)).to(dtype),
-        gaussian,
-    )
+    rows = rows * row_lengths(rows.shape[:-1], rows.shape[-1], lengths, generator)
+    return DenseNoise(rows.to(dtype), gaussian)
 
 
 def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -151,11 +147,11 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     Haar-distributed and exponential features, which are not even in omega, are biased.
     """
     g = normal(shape, generator)
-    with (
-        threads(1) if g.shape[-1] <= ONE_THREAD else nullcontext()
-    ):  # more threads do not help small matrices
+    # more threads do not help small matrices
+    with threads(1) if g.shape[-1] <= ONE_THREAD else nullcontext():
         q, r = torch.linalg.qr(g)
-    return q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q).unsqueeze(-2)
+    signs = torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
+    return q * signs.to(q).unsqueeze(-2)
 
 
 def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor:
@@ -174,7 +170,8 @@ def kac_walk(x: Tensor, steps: int, generator: torch.Generator | None) -> Tensor
     for i, j, c, s in zip(first + offset, second + offset, angle.cos(), angle.sin()):
         a = flat.index_select(0, i)
         b = flat.index_select(0, j)
-        flat.index_copy_(0, i, c * a - s * b).index_copy_(0, j, s * a + c * b)
+        flat.index_copy_(0, i, c * a - s * b)
+        flat.index_copy_(0, j, s * a + c * b)
     return flat.view_as(x)
 
 
@@ -264,16 +261,21 @@ def _quasi(
     """
     import numpy as np
 
-    count = math.prod(batch) if scramble else 1
-    seeds = randint(0, 2**62, (count,), generator).tolist() if scramble else [None]
+    if scramble:
+        count = math.prod(batch)
+        seeds = randint(0, 2**62, (count,), generator).tolist()
+    else:
+        count = 1
+        seeds = [None]
     # of an empty batch one sample gives the shape
     points = np.stack([draw(np.random.default_rng(seed)) for seed in seeds or [0]])
     u = torch.from_numpy(points[:count]).to(device_of(generator))
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
-    g = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)
-    rows = g.view(*batch, *g.shape[1:]) if scramble else g[0].expand(*batch, *g.shape[1:])
-    return DenseNoise(rows, gaussian=scramble)
+    rows = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)
+    if scramble:
+        return DenseNoise(rows.view(*batch, *rows.shape[1:]), gaussian=True)
+    return DenseNoise(rows[0].expand(*batch, *rows.shape[1:]), gaussian=False)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
@@ -298,13 +300,12 @@ def row_lengths(
     shape: tuple[int, ...], d: int, kind: str, generator: torch.Generator | None
 ) -> Tensor:
     """Return row lengths (*shape, 1)."""
-    if (
-        kind == "chi"
-    ):  # chi^2_d is twice a gamma variable of shape d/2: one random number per row instead of d
-        half = torch.full((*shape, 1), d / 2, dtype=torch.float64, device=device_of(generator))
-        return (2 * torch._standard_gamma(half, generator=generator)).sqrt()
+    ones = torch.ones((*shape, 1), dtype=torch.float64, device=device_of(generator))
     if kind == "sqrt_d":
-        return torch.full((*shape, 1), d**0.5, dtype=torch.float64, device=device_of(generator))
+        return ones * d**0.5
+    if kind == "chi":
+        # chi^2_d is twice a gamma variable of shape d/2: one random number per row instead of d
+        return (2 * torch._standard_gamma(ones * d / 2, generator=generator)).sqrt()
     raise ValueError(f"lengths={kind!r}: expected chi, sqrt_d or (hadamard only) fixed")
 
 

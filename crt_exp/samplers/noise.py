@@ -5,7 +5,7 @@ values, one for each part of a map.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -193,9 +193,8 @@ class HadamardNoise(Noise):
 
     @cached_property
     def sq_norm(self) -> Tensor:
-        rows = (
-            self.rows() if self.d < self.n else self.lengths
-        )  # the cut to d columns changes the lengths
+        # the cut to d columns changes the lengths
+        rows = self.rows() if self.d < self.n else self.lengths
         with torch.inference_mode(False):
             return rows.square().sum(-1).unsqueeze(-2)
 
@@ -225,15 +224,16 @@ def fwht(x: Tensor) -> Tensor:
     log n). It is differentiable.
     """
     n = x.shape[-1]
-    h = 1
     if n & (n - 1):
         raise ValueError(f"n={n}: expected a power of two")
+    hadamard = _hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__
+    h = 1
     for r in _radices(n):
-        matrix = (_hadamard_matrix if cacheable() else _hadamard_matrix.__wrapped__)(
-            r, x.dtype, x.device
-        )
-        x = x.unflatten(-1, (-1, r, h) if h > 1 else (-1, r))
-        x = (matrix @ x).flatten(-3) if h > 1 else (x @ matrix).flatten(-2)
+        matrix = hadamard(r, x.dtype, x.device)
+        if h == 1:
+            x = (x.unflatten(-1, (-1, r)) @ matrix).flatten(-2)
+        else:
+            x = (matrix @ x.unflatten(-1, (-1, r, h))).flatten(-3)
         h *= r
     return x
 
@@ -241,9 +241,9 @@ def fwht(x: Tensor) -> Tensor:
 def _radices(n: int) -> list[int]:
     """Return powers of two up to RADIX with product n, as even as possible."""
     bits = n.bit_length() - 1
-    most = RADIX.bit_length() - 1
-    steps = max(1, -(-bits // most))
-    return [2 ** (bits // steps + (i < bits % steps)) for i in range(steps)]
+    steps = max(1, -(-bits // (RADIX.bit_length() - 1)))
+    size, longer = divmod(bits, steps)
+    return [2 ** (size + 1)] * longer + [2**size] * (steps - longer)
 
 
 @lru_cache
@@ -251,7 +251,8 @@ def _hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor
     with torch.inference_mode(False):  # a cached inference tensor would fail in backward
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while len(matrix) < n:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+            upper = torch.cat([matrix, matrix], 1)
+            matrix = torch.cat([upper, torch.cat([matrix, -matrix], 1)])
         return matrix
 
 
@@ -259,7 +260,8 @@ def _directions(rows: Tensor) -> Tensor:
     """Normalise rows; zero rows, possible after cutting Hadamard rows, become +-e_1."""
     length = rows.norm(dim=-1, keepdim=True)
     axis = torch.zeros_like(rows)
-    axis[..., 0::2, 0], axis[..., 1::2, 0] = 1, -1
+    axis[..., 0::2, 0] = 1
+    axis[..., 1::2, 0] = -1
     return torch.where(length > 1e-6, rows / length.clamp(min=1e-6), axis)
 
 
@@ -282,26 +284,25 @@ def map_leaves(function: Callable[[Any], Any], tree: Nested, empty: Any = None) 
 
     The function is called once per distinct leaf, so shared projections stay shared.
     """
-    results = {}
-    mapped = []
-    for leaf in leaves(tree):
-        if id(leaf) not in results:
-            results[id(leaf)] = function(leaf)
-        mapped.append(results[id(leaf)])
-    return _rebuilt(tree, iter(mapped), empty)
+    results: dict[int, Any] = {}
+
+    def mapped(node: Nested) -> Nested:
+        if node is None:
+            return empty
+        if isinstance(node, tuple):
+            parts = map(mapped, node)
+            return node._make(parts) if hasattr(node, "_make") else tuple(parts)
+        if id(node) not in results:
+            results[id(node)] = function(node)
+        return results[id(node)]
+
+    return mapped(tree)
 
 
 def share_leaf(one: Nested, other: Nested) -> bool:
     """Whether the two nested values have a common leaf."""
     ids = {id(leaf) for leaf in leaves(one)}
     return any(id(leaf) in ids for leaf in leaves(other))
-
-
-def _rebuilt(tree: Nested, results: Iterator, empty: Any) -> Nested:
-    if isinstance(tree, tuple):
-        parts = [_rebuilt(part, results, empty) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
-    return empty if tree is None else next(results)
 
 
 def no_autocast(t: Tensor) -> AbstractContextManager:
