@@ -32,10 +32,8 @@ from crt_exp.samplers.threads import threads
 from crt_exp.validation import whole_number
 
 Criterion = Literal["gcv", "evidence"]
-ROUNDING = {
-    "float64": 1e-13,
-    "float32": 1e-7,
-}  # rounding error of eigenvalues, relative to their sum
+# rounding error of eigenvalues, relative to their sum
+ROUNDING = {"float64": 1e-13, "float32": 1e-7}
 STEPS = 8  # grid points per decade
 ABOVE = 3  # decades of the grid above the largest eigenvalue
 CALIBRATION_ROWS = 4000  # rows stored for the calibration of a classifier
@@ -51,15 +49,12 @@ class Sums:
     """
 
     def __init__(self, columns: int, origin: Tensor):
-        def zeros(*shape):
-            return torch.zeros(shape, dtype=torch.float64)
-
-        T = len(origin)
-        self.gram = zeros(columns, columns)
-        self.right = zeros(columns, T)
-        self.features = zeros(columns)
-        self.targets = zeros(T)
-        self.squares = zeros(T)
+        targets = len(origin)
+        self.gram = torch.zeros(columns, columns, dtype=torch.float64)
+        self.right = torch.zeros(columns, targets, dtype=torch.float64)
+        self.features = torch.zeros(columns, dtype=torch.float64)
+        self.targets = torch.zeros(targets, dtype=torch.float64)
+        self.squares = torch.zeros(targets, dtype=torch.float64)
         self.weight = 0.0
         self.rows = 0
         self.origin = origin
@@ -112,25 +107,23 @@ class Solution:
     """
 
     def __init__(self, sums: Sums, alpha: float | Criterion, floor: float, together: bool):
-        self.weight, self.mean = sums.weight, sums.features / sums.weight
+        self.weight = sums.weight
+        self.mean = sums.features / sums.weight
         shift = sums.targets / sums.weight
         self.targets = shift + sums.origin
         squares = (sums.squares - sums.targets * shift).clamp(min=0)
         with threads(1):  # more threads wait for each other on busy cores
-            values, self.basis = torch.linalg.eigh(
-                sums.gram - torch.outer(sums.features, self.mean)
-            )
+            centred = sums.gram - torch.outer(sums.features, self.mean)
+            values, self.basis = torch.linalg.eigh(centred)
         least = max(floor * float(sums.gram.trace()), torch.finfo(values.dtype).tiny)
-        self.values = torch.where(
-            values > (0 if isinstance(alpha, Real) and alpha else least), values, 0.0
-        )
+        smallest = 0 if isinstance(alpha, Real) and alpha else least
+        self.values = torch.where(values > smallest, values, 0.0)
         part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)  # (M, T)
         explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
         rest = (squares - explained.sum(0)).clamp(min=0)  # unexplained by every ridge
         self.count = torch.full_like(squares, sums.weight)
-        exact = (
-            rest <= floor**0.5 * squares
-        )  # interpolated repeated rows are no evidence of zero noise
+        # interpolated repeated rows are no evidence of zero noise
+        exact = rest <= floor**0.5 * squares
         self.count[exact] = self.count[exact].clamp(max=int((self.values > 0).sum()) + 1)
         if isinstance(alpha, str):
             if sums.weight <= 1 + 1e-9 and sums.rows > 1:
@@ -138,20 +131,16 @@ class Solution:
                     f"sample_weight sums to {sums.weight:g}: too small for alpha={alpha}; use mean 1"
                 )
             grid = ridges(least, max(float(values[-1]), least))
-            score = (self._gcv if alpha == "gcv" else self._evidence)(
-                grid / (self.values[:, None] + grid), explained, rest
-            )  # (A, T)
-            best = (
-                score.sum(1, keepdim=True).argmin(0).expand(len(squares))
-                if together
-                else score.argmin(0)
-            )
-            self.alpha = grid[best]
+            shares = grid / (self.values[:, None] + grid)
+            criterion = self._gcv if alpha == "gcv" else self._evidence
+            score = criterion(shares, explained, rest)  # (A, T)
+            if together:
+                score = score.sum(1, keepdim=True).expand(-1, len(squares))
+            self.alpha = grid[score.argmin(0)]
         else:
             self.alpha = torch.full_like(squares, alpha)
-        inverse = torch.where(
-            self.values[:, None] > 0, 1 / (self.values[:, None] + self.alpha), 0.0
-        )
+        ridged = self.values[:, None] + self.alpha
+        inverse = torch.where(self.values[:, None] > 0, 1 / ridged, 0.0)
         shrunk = 1 - self.values[:, None] * inverse
         self.coefficients = self.basis @ (part * inverse)
         self.intercept = self.targets - self.mean @ self.coefficients
@@ -164,9 +153,8 @@ class Solution:
         """Return n RSS / (n - degrees of freedom)^2; infinite without residual degrees."""
         left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
         residual = rest + shrunk.square().mT @ explained
-        return torch.where(
-            left > 1e-9 * self.count, self.count * residual / left.square(), torch.inf
-        )
+        score = self.count * residual / left.square()
+        return torch.where(left > 1e-9 * self.count, score, torch.inf)
 
     def _evidence(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
         """Return -2 log evidence, maximised over the noise variance."""
@@ -249,7 +237,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
 
     def _add(self, X, y, sample_weight) -> None:
         """Validate and add rows; callers restore the attributes if this raises."""
-        first = not hasattr(self, "sums_")
+        first = "sums_" not in vars(self)
         if first:
             self._check_options()
         else:
@@ -267,10 +255,9 @@ class BaseRandomFeatureRidge(BaseEstimator):
         y = self._validate_targets(y, first)
         if first:
             self._begin(X, weight)
-        targets, weights = (
-            torch.from_numpy(np.require(part, requirements="W"))  # torch warns of read-only arrays
-            for part in (self._columns_of(y), weight)
-        )
+        # torch warns of read-only arrays
+        targets = torch.from_numpy(np.require(self._columns_of(y), requirements="W"))
+        weights = torch.from_numpy(np.require(weight, requirements="W"))
         if first:
             self.sums_ = Sums(int(self.n_components), self._origin(targets))
         for rows in blocks(X.shape[0], 4096):
