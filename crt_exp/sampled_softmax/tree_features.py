@@ -63,17 +63,22 @@ class TreeFeatures(FeatureDistribution):
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
         if not self.features.positive:
-            target_log_q = None if targets is None else self._log_q(hidden, targets[:, None])[:, 0]
+            target_log_q = None
+            if targets is not None:
+                target_log_q = self._log_q(hidden, targets[:, None])[:, 0]
             return Drawn(*self._walk(hidden, uniform, targets), target_log_q)
         a, left, target_log_q = self._masses(hidden, targets)
         mass = a * left
         sums = mass.sum(-1, keepdim=True)
         ids = self.tree.draw(mass, uniform.shape[1], targets)
-        ids = self._replace_invalid(ids, sums == 0, targets)
-        ids = torch.where(uniform >= 0, uniform, ids) if self.defensive else ids
+        classes = self.classes
+        if targets is not None:
+            classes -= 1
+            ids = self._replace_invalid(ids, sums == 0, targets)
+        if self.defensive:
+            ids = torch.where(uniform >= 0, uniform, ids)
         log_q = self._products((a * (left > 0) / sums).float(), ids).log()
-        flat = -math.log(self.classes - (targets is not None))
-        return Drawn(ids, torch.where(sums == 0, flat, log_q), target_log_q)
+        return Drawn(ids, torch.where(sums == 0, -math.log(classes), log_q), target_log_q)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         if not self.features.positive:
@@ -99,21 +104,21 @@ class TreeFeatures(FeatureDistribution):
         of_targets = F.embedding(targets, self.tree.leaves).double()
         left = total - of_targets
         left = torch.where(left > EXHAUSTED * total, left, 0.0)
-        return a, left, ((a * of_targets).sum(-1) / (a @ total)).log().float()
+        share = (a * of_targets).sum(-1) / (a @ total)
+        return a, left, share.log().float()
 
-    def _replace_invalid(self, ids: Tensor, hopeless: Tensor, targets: Tensor | None) -> Tensor:
+    def _replace_invalid(self, ids: Tensor, hopeless: Tensor, targets: Tensor) -> Tensor:
         """Replace invalid samples by uniform ones.
 
         Invalid are samples that hit the target by rounding, and queries whose other classes have a mass below the
         rounding error.
         """
-        if targets is None:
+        targets = targets[:, None]
+        invalid = hopeless | (ids == targets)
+        if not bool(invalid.any()):
             return ids
-        wrong = hopeless | (ids == targets[:, None])
-        if not bool(wrong.any()):
-            return ids
-        other = torch.randint(self.classes - 1, ids.shape, device=ids.device)
-        return torch.where(wrong, other + (other >= targets[:, None]), ids)
+        others = torch.randint(self.classes - 1, ids.shape, device=ids.device)
+        return torch.where(invalid, others + (others >= targets), ids)
 
     def _products(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Return weight (B, M) times the features of ids (B, k), (B, k)."""
@@ -234,13 +239,12 @@ class SumTree(nn.Module):
         super().__init__()
         self.rows = rows
         self.width = width
-        self.register_buffer("level0", torch.zeros(_padded(rows), width))
         self.depth = 1
-        while len(self.level(self.depth - 1)) > FAN:
-            groups = len(self.level(self.depth - 1)) // FAN
-            self.register_buffer(
-                f"level{self.depth}", torch.zeros(_padded(groups), width, dtype=dtype)
-            )
+        count = _padded(rows)
+        self.register_buffer("level0", torch.zeros(count, width))
+        while count > FAN:
+            count = _padded(count // FAN)
+            self.register_buffer(f"level{self.depth}", torch.zeros(count, width, dtype=dtype))
             self.depth += 1
 
     level0: Tensor
@@ -272,18 +276,16 @@ class SumTree(nn.Module):
             rows, members = torch.unique_consecutive(rows // FAN, return_counts=True)
             change = torch.segment_reduce(change, "sum", lengths=members, unsafe=True)
             level = self.level(number)
-            level[rows] = (level.index_select(0, rows).double() + change).to(level.dtype)
+            sums = level.index_select(0, rows).double() + change
+            level[rows] = sums.to(level.dtype)
 
     def resum(self) -> None:
         """Recompute all sums from the table."""
         for number in range(1, self.depth):
-            self.level(number).copy_(self._sums(number))
-
-    def _sums(self, number: int) -> Tensor:
-        level = self.level(number)
-        below = self.level(number - 1)
-        summed = below.view(-1, FAN, self.width).sum(1, dtype=level.dtype)
-        return torch.nn.functional.pad(summed, (0, 0, 0, len(level) - len(summed)))
+            level = self.level(number)
+            children = self.level(number - 1).view(-1, FAN, self.width)
+            level.zero_()
+            level[: len(children)] = children.sum(1, dtype=level.dtype)
 
     def draw(self, mass: Tensor, k: int, without: Tensor | None = None) -> Tensor:
         """Sample k rows for each query, (B, k).
@@ -363,13 +365,15 @@ def choose(weights: Tensor, u: Tensor) -> Tensor:
     Weights are non-negative.
     """
     ends = weights.cumsum(-1)
-    return (ends <= u[..., None] * ends[..., -1:]).sum(-1).clamp_(max=weights.shape[-1] - 1)
+    places = (ends <= u[..., None] * ends[..., -1:]).sum(-1)
+    return places.clamp_(max=weights.shape[-1] - 1)
 
 
 def choose_columns(mass: Tensor, u: Tensor) -> Tensor:
     """Sample k columns per row of mass (B, M) by uniform numbers u (B, k): (B, k)."""
     ends = mass.double().cumsum(-1)
-    return torch.searchsorted(ends, u * ends[:, -1:], right=True).clamp_(max=mass.shape[1] - 1)
+    places = torch.searchsorted(ends, u * ends[:, -1:], right=True)
+    return places.clamp_(max=mass.shape[1] - 1)
 
 
 def _padded(rows: int) -> int:
