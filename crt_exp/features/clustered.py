@@ -354,7 +354,9 @@ def k_means(points: Tensor, count: int, name: str) -> Tensor:
     """
     check_finite(points, f"centre of the {name}")
     if len(points.unique(dim=0)) < count:
-        raise ValueError(f"{name}: fewer than {count} distinct vectors; use fewer clusters")
+        raise ValueError(
+            f"{name}: fewer than {count} distinct vectors (n_samples={len(points)}); use fewer clusters"
+        )
     if count == 1:
         return points.mean(0, keepdim=True)
     from sklearn.cluster import KMeans
