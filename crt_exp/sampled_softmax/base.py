@@ -218,6 +218,9 @@ class LogUniform(FixedDistribution):
     """The log-uniform distribution, for classes sorted by descending frequency.
 
     q_c = log((c + 2) / (c + 1)) / log(V + 1), an approximation of Zipf's law.
+
+    >>> LogUniform(3).log_q(torch.zeros(1, 4), torch.tensor([[0, 1, 2]])).exp()
+    tensor([[0.5000, 0.2925, 0.2075]])
     """
 
     def below(self, ids: Tensor) -> Tensor:
@@ -237,6 +240,9 @@ class Unigram(FixedDistribution):
 
     Raises:
         ValueError: a count is negative or not finite, or counts are not one-dimensional.
+
+    >>> Unigram(torch.tensor([3, 1])).log_q(torch.zeros(1, 4), torch.tensor([[0, 1]])).exp()
+    tensor([[0.7500, 0.2500]])
     """
 
     probability: Tensor
@@ -321,7 +327,13 @@ class LogitDistribution(ClassSampler):
 
 
 class ExactSoftmax(LogitDistribution):
-    """q = softmax(o), the reference for other distributions."""
+    """q = softmax(o), the reference for other distributions.
+
+    >>> head = nn.Linear(4, 3)
+    >>> log_q = ExactSoftmax(head).log_q(torch.ones(1, 4), torch.tensor([[0, 1, 2]]))
+    >>> bool(torch.allclose(log_q, head(torch.ones(1, 4)).log_softmax(-1)))
+    True
+    """
 
     def log_weights(self, logits: Tensor) -> Tensor:
         return logits
@@ -331,6 +343,9 @@ class Quadratic(LogitDistribution):
     """q_c proportional to alpha o_c^2 + 1 (Blanc and Rendle 2018, alpha = 100).
 
     This implementation is dense. Their tree samples from the same distribution in O(d^2 log V).
+
+    >>> Quadratic(nn.Linear(4, 3), alpha=0.0).log_q(torch.ones(1, 4), torch.tensor([[0, 1, 2]])).exp()
+    tensor([[0.3333, 0.3333, 0.3333]])
     """
 
     def __init__(self, head: nn.Module, alpha: float = 100.0):

@@ -182,6 +182,12 @@ class DenseFeatures(FeatureDistribution):
     """q' proportional to the positive part of the estimate, O(V M) per query.
 
     The distribution is uniform if no estimate is positive.
+
+    >>> head = nn.Linear(8, 100)
+    >>> sampler = DenseFeatures("favorpp", 100, 8, m=16)
+    >>> sampler.rebuild(head.weight, head.bias)
+    >>> sampler.log_q(torch.randn(3, 8), torch.arange(100).expand(3, -1)).exp().sum(-1)
+    tensor([1.0000, 1.0000, 1.0000])
     """
 
     leaves: Tensor
