@@ -111,7 +111,8 @@ class CERF(FeatureMap):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.field == "real" and self.matrix is not None and self.matrix.is_complex():
+        M = self.matrix  # raises if M is no matrix
+        if self.field == "real" and M is not None and M.is_complex():
             raise ValueError("M: complex entries; expected real entries with field='real'")
 
     @cached_property

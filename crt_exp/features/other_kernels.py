@@ -261,11 +261,11 @@ class Composite(FeatureMap):
 
     def widths(self, m) -> list[int]:
         """Return the number of features of each part."""
-        return [part.width(k) for part, k in zip(self.parts, self._per_part(m))]
+        return [part.width(k) for part, k in self.zip_parts(m)]
 
     def projections(self, m) -> Nested:
         requests = []
-        for i, (part, k) in enumerate(zip(self.parts, self._per_part(m))):
+        for i, (part, k) in enumerate(self.zip_parts(m)):
             rename = partial(Projections.of_part, prefix=str(i))
             requests.append(map_leaves(rename, part.projections(k)))
         return tuple(requests)
@@ -275,25 +275,25 @@ class Composite(FeatureMap):
 
     def bind_parts(self, noise: Nested, params: Params) -> list[BoundMap]:
         """Bind each part."""
-        noises = self._per_part(noise)
-        return [part.bind(n, p) for part, n, p in self.zip_parts(noises, params)]
+        return [part.bind(n, p) for part, n, p in self.zip_parts(noise, params)]
 
-    def zip_parts(self, *values: tuple) -> Iterator[tuple]:
-        """Iterate over the parts and their entries of tuples.
+    def zip_parts(self, *values: Nested) -> Iterator[tuple]:
+        """Iterate over the parts and their entries of tuples; all else is repeated.
 
         Raises:
             ValueError: a tuple has not one entry per part.
         """
-        for entries in values:
-            if len(entries) != len(self.parts):
+        count = len(self.parts)
+        columns = []
+        for value in values:
+            entries = value if isinstance(value, tuple) else (value,) * count
+            if len(entries) != count:
                 raise ValueError(
-                    f"noise, params: {len(entries)} entries, expected {len(self.parts)}, one per part"
+                    f"noise, params: {len(entries)} entries, expected {count}, one per part"
                 )
-        return zip(self.parts, *values)
+            columns.append(entries)
+        return zip(self.parts, *columns)
 
-    def _per_part(self, value: Nested) -> tuple:
-        """Return one entry per part: a tuple unchanged, all else repeated."""
-        return value if isinstance(value, tuple) else (value,) * len(self.parts)
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Sum(WeightedParts):
     def projections(self, m) -> Nested:
         if not self.shared:
             return super().projections(m)
-        return tuple(part.projections(k) for part, k in zip(self.parts, self._per_part(m)))
+        return tuple(part.projections(k) for part, k in self.zip_parts(m))
 
     def width(self, m) -> int:
         return sum(self.widths(m))
