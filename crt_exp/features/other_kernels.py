@@ -295,7 +295,6 @@ class Composite(FeatureMap):
         return zip(self.parts, *columns)
 
 
-
 @dataclass(frozen=True)
 class WeightedParts(Composite):
     """Parts with one weight each, and whether they share their projections."""
