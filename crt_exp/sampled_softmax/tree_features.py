@@ -288,10 +288,15 @@ class SumTree(nn.Module):
     def resum(self) -> None:
         """Recompute all sums from the table."""
         for number in range(1, self.depth):
-            level = self.level(number)
-            children = self.level(number - 1).view(-1, FAN, self.width)
-            level.zero_()
-            level[: len(children)] = children.sum(1, dtype=level.dtype)
+            self.level(number).copy_(self.child_sums(number))
+
+    def child_sums(self, number: int) -> Tensor:
+        """Return what level `number` should hold: the sums of the level below, padded."""
+        level = self.level(number)
+        children = self.level(number - 1).view(-1, FAN, self.width)
+        sums = torch.zeros_like(level)
+        sums[: len(children)] = children.sum(1, dtype=level.dtype)
+        return sums
 
     def draw(self, mass: Tensor, k: int, without: Tensor | None = None) -> Tensor:
         """Sample k rows for each query, (B, k).

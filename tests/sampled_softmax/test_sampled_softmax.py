@@ -219,7 +219,7 @@ def sum_error(tree):
     """The largest difference of a sum from that of its rows, relative to the root mean square of its level."""
     levels = [tree.level(number).double() for number in range(1, tree.depth)]
     return max(
-        float((level - tree._sums(i).double()).abs().max() / level.square().mean().sqrt())
+        float((level - tree.child_sums(i).double()).abs().max() / level.square().mean().sqrt())
         for i, level in enumerate(levels, 1)
     )
 
