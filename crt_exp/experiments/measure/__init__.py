@@ -1,5 +1,6 @@
 """Base classes of tasks that measure without training."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,15 +25,15 @@ class Series(Measurement):
     over: str
     values: Sequence[Any]
 
-    def of(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    @abstractmethod
+    def measure(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return the results for one value."""
-        raise NotImplementedError
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)
         for i, value in enumerate(self.values, 1):
             split = self.over if i < len(self.values) else "test"
-            yield {"split": split, self.over: value, **self.of(value, mechanism, seed)}
+            yield {"split": split, self.over: value, **self.measure(value, mechanism, seed)}
 
     def summary(self, records: list[dict]) -> str:
         values = []

@@ -25,13 +25,8 @@ from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import SwapMeasurement, check_estimates
-from crt_exp.experiments.measure.fidelity import LayerCall, Subject, relative_error
-from crt_exp.experiments.measure.kernel import (
-    generator,
-    log_relative_mse,
-    sample_projections,
-    sampled_ratios,
-)
+from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
+from crt_exp.experiments.measure.kernel import KernelEstimate, generator
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
@@ -102,46 +97,44 @@ class Approximation(SwapMeasurement):
                 raise ValueError(
                     f"task.{option}={value}: expected task.model; set it, or remove task.{option}"
                 )
-        self.ms = list(ms)
-        self.samples = samples
-        self.row_count = rows
+        self.ms = ms
         self.pairs = pairs
-        self.source = (
-            Synthetic(length or 1024, heads, d, scale, depth, turn)
-            if model is None
-            else Pretrained(model, text, tokenizer, length, layers)
-        )
-        self.depth = model is not None or depth > 0
+        self.has_depth = model is not None or depth > 0
+        if model is None:
+            self.source = Synthetic(length or 1024, heads, d, scale, depth, turn)
+        else:
+            self.source = Pretrained(model, text, tokenizer, length, layers)
+        self.errors = LayerErrors(self.source, samples, rows)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        layers = self.source.layers(0, seed)
         check_estimates(mechanism)
-        ms: list[int | None] = [None]
+        ms: Sequence[int | None] = [None]
         if mechanism.estimates:
-            self.check_map(mechanism, layers[0], seed)
-            ms = list(self.ms)
+            self.check_map(mechanism, self.source.layers(0, seed)[0], seed)
+            ms = self.ms
         rows = []
-        for row in self.layer_and_depth_rows(mechanism, ms, len(layers), seed):
+        for row in self.layer_and_depth_rows(mechanism, ms, seed):
             rows.append(row)
             yield row
         yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
 
     def check_map(self, mechanism: Mechanism, layer: "LayerInputs", seed: int) -> None:
         """Raise before the first row if map and sampler are incompatible."""
+        noise = mechanism.with_projections(1).noise(layer.d, generator(seed))
         phi = mechanism.map("softmax")
-        noise = sample_projections(phi, mechanism, 1, layer.d, generator(seed), ())
         phi.phi_q(layer.x[:, :, :1], noise, layer.fit(phi))
 
     def layer_and_depth_rows(
-        self, mechanism: Mechanism, ms: list[int | None], layers: int, seed: int
+        self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
     ) -> Iterator[dict[str, Any]]:
+        layers = len(self.source.layers(0, seed))
         if mechanism.estimates:
             for i in range(layers):
                 yield {"split": "heads", **self.heads_record(i, seed)}
         for m in ms:
             for i in range(layers):
                 yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
-        if self.depth:
+        if self.has_depth:
             for m in ms:
                 yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
 
@@ -153,6 +146,7 @@ class Approximation(SwapMeasurement):
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
+        x, y = random_pairs(layer, PREDICTED, generator(seed))
         log_mse = {}
         for name in choices("features"):
             mechanism = Mechanism.of(features=name)
@@ -160,7 +154,9 @@ class Approximation(SwapMeasurement):
                 continue
             phi = mechanism.map()
             if phi.estimates and not phi.on_sequences:
-                log_mse[name] = predicted_log_mse(phi, layer, max(self.ms), seed)
+                equal = replace(mechanism, m=max(1, max(self.ms) // phi.width(1)))
+                log_errors = KernelEstimate(equal, x, y, layer.fit(phi)).log_relative_mse
+                log_mse[name] = log_errors.clamp(min=SMALL)[0].mean(-1).tolist()
         best = []
         for head in range(layer.heads):
             best.append(min(log_mse, key=lambda name: log_mse[name][head]))
@@ -177,7 +173,7 @@ class Approximation(SwapMeasurement):
         self, mechanism: Mechanism, m: int | None, i: int, seed: int
     ) -> dict[str, Any]:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
-        errors, negative = self.measure(mechanism, m, i, seed)
+        errors, negative = self.errors.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
         record = {"layer": i, "path": layer.path}
         if m:
@@ -188,55 +184,6 @@ class Approximation(SwapMeasurement):
         if m and self.pairs:
             record |= self.variances(mechanism, m, layer, i, seed)
         return record
-
-    @torch.no_grad()
-    def measure(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return errors of one layer by name, and the share of denominators <= 0.
-
-        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
-        uniform attention.
-        """
-        count = DenominatorCount()
-        errors: dict[str, list[Tensor]] = {}
-        for sample in range(self.samples):
-            layer = self.source.layers(sample, seed)[i]
-            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-            pairs = {"uniform": (uniform, layer.output)}
-            if m is None:
-                pairs["output"] = (whole_output(mechanism, layer), layer.output)
-            else:
-                g = generator(seed, i, sample)
-                pairs |= self.estimated_pairs(mechanism, m, layer, seed, g, count)
-            for name, (estimate, exact) in pairs.items():
-                error = relative_error(estimate, exact, (-2, -1))[0]
-                errors.setdefault(f"{name}_error", []).append(error)
-        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
-        return stacked, count.fraction
-
-    def estimated_pairs(
-        self,
-        mechanism: Mechanism,
-        m: int,
-        layer: "LayerInputs",
-        seed: int,
-        g: torch.Generator,
-        count: DenominatorCount,
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return estimate and exact value of the output, and of some rows of the matrix."""
-        x = layer.x
-        y = layer.y
-        causal = layer.causal
-        phi = mechanism.with_projections(m).map()
-        rows = torch.randperm(x.shape[2], generator=generator(seed))
-        rows = rows[: self.row_count].sort().values
-        noise = sample_projections(phi, mechanism, m, layer.d, g, (layer.heads,))
-        params = layer.fit(phi)
-        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-        exact = attention_matrix(x, y, causal=causal, rows=rows)
-        return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
     def variances(
         self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int
@@ -249,13 +196,14 @@ class Approximation(SwapMeasurement):
         phi = mechanism.map("softmax")
         x, y = random_pairs(layer, self.pairs, generator(seed, i))
         params = layer.fit(phi)
-        squared = 2 * (x * y).sum(-1)
+        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        squared = 2 * estimate.logits
         variants = {"": phi.log_mse(x, y, params, m) - squared}
-        if coupled(phi, mechanism):
+        if is_variance_known(phi, mechanism):
             sampler = mechanism.sampler_part.name
             log_variance = ensemble_log_variance(phi, x, y, params, m, sampler)
             variants["_coupled"] = log_variance - squared
-        ratios = sampled_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
+        ratios = estimate.ratios(DRAWS, generator(seed, i, m))
         variants["_sampled"] = ratios.var(0, keepdim=True).log()
         medians, by_head = {}, {}
         for variant, log_variance in variants.items():
@@ -270,7 +218,7 @@ class Approximation(SwapMeasurement):
         if m:
             mechanism = replace(mechanism, m=m)
             record["m"] = m
-        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
+        mean = self.source.hidden_errors(mechanism, self.errors.samples, seed).mean(0)
         record["hidden_error"] = _number(mean[-1])
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
@@ -362,6 +310,68 @@ class Approximation(SwapMeasurement):
             lines.append(line)
         table = pd.DataFrame(lines).dropna(axis=1, how="all")
         return table.to_string(index=False, na_rep="-", float_format=_format_number)
+
+
+# ---- errors of one layer
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Errors of attention layers over samples of the projections.
+
+    rows: number of queries whose rows of the attention matrix are compared.
+    """
+
+    source: "Synthetic | Pretrained"
+    samples: int
+    rows: int
+
+    @torch.no_grad()
+    def measure(
+        self, mechanism: Mechanism, m: int | None, i: int, seed: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return errors of layer i by name, and the share of denominators <= 0.
+
+        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
+        uniform attention.
+        """
+        count = DenominatorCount()
+        errors: dict[str, list[Tensor]] = {}
+        for sample in range(self.samples):
+            layer = self.source.layers(sample, seed)[i]
+            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
+            pairs = {"uniform": (uniform, layer.output)}
+            if m is None:
+                pairs["output"] = (whole_output(mechanism, layer), layer.output)
+            else:
+                g = generator(seed, i, sample)
+                pairs |= self.estimate(mechanism.with_projections(m), layer, seed, g, count)
+            for name, (estimate, exact) in pairs.items():
+                error = relative_error(estimate, exact, (-2, -1))[0]
+                errors.setdefault(f"{name}_error", []).append(error)
+        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
+        return stacked, count.fraction
+
+    def estimate(
+        self,
+        mechanism: Mechanism,
+        layer: "LayerInputs",
+        seed: int,
+        g: torch.Generator,
+        count: DenominatorCount,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return estimate and exact value of the output, and of some rows of the matrix."""
+        x = layer.x
+        y = layer.y
+        causal = layer.causal
+        phi = mechanism.map()
+        rows = torch.randperm(x.shape[2], generator=generator(seed))[: self.rows].sort().values
+        noise = mechanism.noise(layer.d, g, (layer.heads,))
+        params = layer.fit(phi)
+        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
+        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+        exact = attention_matrix(x, y, causal=causal, rows=rows)
+        return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
 
 # ---- where the tensors come from
@@ -484,9 +494,8 @@ def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
-    for block in (
-        model.blocks
-    ):  # with torch's uniform weights, outputs for normalised tokens have variance 1/3
+    # with torch's uniform weights, outputs for normalised tokens have variance 1/3
+    for block in model.blocks:
         block.qkv.weight.data[: 2 * heads * d] *= 3**0.5 * scale
     return model.eval()
 
@@ -500,7 +509,7 @@ def _exact_states(
     return h, states(_random_transformer(heads, d, scale, depth, weights), h)
 
 
-class Pretrained(Subject):
+class Pretrained(DocumentBench):
     """A pretrained model that reads, and is fitted to, the first tokens of a document.
 
     layers: indices of attention layers, as for `swap_attention`.
@@ -514,20 +523,15 @@ class Pretrained(Subject):
         length: int | None = None,
         layers: Sequence[int] | None = None,
     ):
-        super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
+        super().__init__(model, text, tokenizer=tokenizer, length=length)
         self.training = [self.rows]
         self.chosen = layers
-        calls = self.record_calls(self.rows, LayerCall.of, layers)[0]
-        self.inputs = [
-            LayerInputs(
-                call.path,
-                call.scaling**0.5 * call.q,
-                call.scaling**0.5 * call.k,
-                call.v,
-                call.causal and call.q.shape[2] > 1,
-            )
-            for call in calls
-        ]
+        self.inputs = []
+        for call in self.record_calls(self.rows, layer_call, layers)[0]:
+            x = call.scaling**0.5 * call.q
+            y = call.scaling**0.5 * call.k
+            causal = call.causal and call.q.shape[2] > 1
+            self.inputs.append(LayerInputs(call.path, x, y, call.v, causal))
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return self.inputs
@@ -560,16 +564,6 @@ def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     return state(layer.x, layer.y, layer.v)
 
 
-def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
-    """Mean log E (estimate - SM)^2 / SM^2 over random pairs, for each head.
-
-    Projections are independent, and M = `features`.
-    """
-    x, y = random_pairs(layer, PREDICTED, generator(seed))
-    m = max(1, features // phi.width(1))
-    return log_relative_mse(phi, x, y, layer.fit(phi), m).clamp(min=SMALL)[0].mean(-1).tolist()
-
-
 def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
     queries = layer.x.shape[2]
@@ -580,7 +574,7 @@ def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Te
     return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
 
 
-def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
+def is_variance_known(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of the mechanism's coupled projections is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
     return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)

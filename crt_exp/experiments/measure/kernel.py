@@ -10,8 +10,8 @@ import math
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +34,6 @@ from crt_exp.features.blocks import Blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
-from crt_exp.samplers.noise import Nested
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import Count, NotNegative, Positive, Several, checked
 
@@ -72,91 +71,79 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
 
-def sample_projections(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    m: int,
-    d: int,
-    g: torch.Generator,
-    batch: tuple[int, ...],
-) -> Nested:
-    """Sample random projections for the map from the mechanism's sampler."""
-    return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
+@dataclass(frozen=True)
+class KernelEstimate:
+    """Estimates of SM(x, y) for pairs x, y (n, d), or (1, *heads, n, d), by a mechanism.
 
-
-def sampled_ratios(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    m: int,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    draws: int,
-    g: torch.Generator,
-) -> Tensor:
-    """Return estimate / SM for `draws` samples of the projections.
-
-    The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
+    params: fitted parameters of the feature map.
     """
-    bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 except for SMREG
-    block = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m)))
-    ratios = []
-    for start in range(0, draws, block):
-        batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
-        noise = sample_projections(phi, mechanism, m, x.shape[-1], g, batch)
-        ratios.append(bias * estimate_ratios(phi, x, y, noise, params))
-    return torch.cat(ratios)
+
+    mechanism: Mechanism
+    x: Tensor
+    y: Tensor
+    params: Params
+
+    @cached_property
+    def phi(self) -> FeatureMap:
+        return self.mechanism.map("softmax")
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return (self.x * self.y).sum(-1)
+
+    @cached_property
+    def log_bias(self) -> Tensor:
+        """log E estimate / SM of each pair; 0 except for SMREG."""
+        return self.phi.log_kernel(self.x, self.y) - self.logits
+
+    def ratios(self, draws: int, g: torch.Generator) -> Tensor:
+        """Return estimate / SM for `draws` samples of the projections, (draws, [*heads,] n)."""
+        *_, d = self.x.shape
+        block = max(1, AT_ONCE // (self.logits.numel() * self.phi.width(self.mechanism.m)))
+        heads = [1] * max(0, self.x.ndim - 3)
+        ratios = []
+        for start in range(0, draws, block):
+            batch = (min(block, draws - start), *heads)
+            noise = self.mechanism.noise(d, g, batch)
+            ratios.append(estimate_ratios(self.phi, self.x, self.y, noise, self.params))
+        return self.log_bias.exp() * torch.cat(ratios)
+
+    def squared_errors(self, groups: int, draws: int, seed: int) -> Tensor:
+        """Return mean squared relative errors (groups, n) over `draws` samples each.
+
+        For a given seed, maps with equal numbers of projections share them.
+        """
+        ratios = self.ratios(groups * draws, generator(seed))
+        return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
+
+    @cached_property
+    def log_relative_mse(self) -> Tensor:
+        """log E (estimate / SM - 1)^2 of each pair, in closed form for iid projections.
+
+        Includes the bias of SMREG.
+        """
+        mse = self.phi.log_mse(self.x, self.y, self.params, self.mechanism.m) - 2 * self.logits
+        return torch.logaddexp(mse, 2 * torch.expm1(self.log_bias).abs().log())
+
+    def mse(self, groups: int, draws: int, seed: int) -> tuple[dict[str, float], list[float]]:
+        """Return E (estimate - SM)^2 over pairs, and its value in each group.
+
+        The first is measured, and for iid projections also in closed form.
+        """
+        weight = (2 * self.logits).exp()  # SM^2
+        mse = (self.squared_errors(groups, draws, seed) * weight).mean(-1)
+        closed = (self.log_relative_mse.exp() * weight).mean()
+        return {"mse": mse.mean().item(), "closed_form": closed.item()}, mse.tolist()
 
 
-def squared_errors(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    groups: int,
-    draws: int,
-    seed: int,
-) -> Tensor:
-    """Return mean squared relative errors (groups, n) over `draws` samples each.
-
-    For a given seed, maps with equal numbers of projections share them.
-    """
-    ratios = sampled_ratios(
-        phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed)
-    )
-    return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
+def estimate_pairs(mechanism: Mechanism, x: Tensor, y: Tensor) -> KernelEstimate:
+    """Return estimates for pairs, with parameters fitted to all of them."""
+    return KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
 
 
-def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
-    """Return log E (estimate / SM - 1)^2 for each pair, in closed form.
-
-    Assumes m iid projections; includes the bias of SMREG.
-    """
-    logits = (x * y).sum(-1)
-    log_bias = phi.log_kernel(x, y) - logits  # 0 except for SMREG
-    variance = phi.log_mse(x, y, params, m) - 2 * logits
-    return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
-
-
-def mse_record(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    groups: int,
-    draws: int,
-    seed: int,
-) -> tuple[dict[str, float], list[float]]:
-    """Return E (estimate - SM)^2 over pairs, and its value in each group.
-
-    The first is measured, and for iid projections also in closed form.
-    """
-    weight = (2 * (x * y).sum(-1)).exp()  # SM^2
-    mse = (squared_errors(phi, mechanism, x, y, params, groups, draws, seed) * weight).mean(-1)
-    closed = log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
-    return {"mse": mse.mean().item(), "closed_form": closed.mean().item()}, mse.tolist()
+def fit_map(mechanism: Mechanism, x: Tensor, y: Tensor) -> Params:
+    """Fit the mechanism's feature map to queries and keys (n, d)."""
+    return mechanism.map("softmax").fit(Statistics.of(x, y))
 
 
 def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -173,6 +160,7 @@ def angles_of(n: int) -> Tensor:
 
 
 @checked("task")
+@dataclass(eq=False)
 class Pointwise(Series):
     """task=pointwise: relative RMSE at each angle, and the largest (HRF Figs. 2, 5).
 
@@ -180,26 +168,25 @@ class Pointwise(Series):
     intervals. The closed form assumes iid projections.
     """
 
-    metric, over = "largest_error", "length"
+    metric = "largest_error"
+    over = "length"
 
-    def __init__(
-        self, d: Two, lengths: Several[Positive], angles: Two, groups: Count, draws: Count
-    ):
-        self.d = d
-        self.values = list(lengths)
-        self.angles = angles
-        self.groups = groups
-        self.draws = draws
+    d: Two
+    lengths: Several[Positive]
+    angles: Two
+    groups: Count
+    draws: Count
 
-    def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.lengths
+
+    def measure(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta = angles_of(self.angles)
-        phi = mechanism.map("softmax")
-        x, y = at_angles(theta, r, self.d, generator(seed, 0))
-        params = phi.fit(Statistics.of(x, y))
-        squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        estimate = estimate_pairs(mechanism, *at_angles(theta, r, self.d, generator(seed, 0)))
+        squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
-        closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
+        closed = (estimate.log_relative_mse / 2).exp()
         return {
             "theta": theta.tolist(),
             "error": error.tolist(),
@@ -214,6 +201,7 @@ class Pointwise(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class QMC(Measurement):
     """task=qmc: E (estimate - SM)^2 over pairs of table rows (HRF 4.1, Table 1).
 
@@ -223,38 +211,31 @@ class QMC(Measurement):
 
     metric = "mse"
 
-    def __init__(
-        self,
-        dataset: str,
-        scaling: Literal["standard", "minmax", "none"],
-        length: Positive,
-        pairs: Two,
-        groups: Count,
-        draws: Count,
-        data_dir: str | None = None,
-    ):
-        self.pairs = pairs
-        self.groups = groups
-        self.draws = draws
-        self.file = file_of(dataset, data_dir)
-        table = load(dataset, data_dir).encode("ordinal")
-        rows = torch.from_numpy(scaler(table, scaling)(table)).double()
-        self.data = length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
+    dataset: str
+    scaling: Literal["standard", "minmax", "none"]
+    length: Positive
+    pairs: Two
+    groups: Count
+    draws: Count
+    data_dir: str | None = None
+
+    def __post_init__(self):
+        self.file = file_of(self.dataset, self.data_dir)
+        table = load(self.dataset, self.data_dir).encode("ordinal")
+        rows = torch.from_numpy(scaler(table, self.scaling)(table)).double()
+        self.data = self.length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         check_estimates(mechanism)
-        phi = mechanism.map("softmax")
-        (x, y) = self.random_pairs(generator(seed, 0))
-        params = phi.fit(Statistics.of(self.data, self.data))
-        record, of_groups = mse_record(phi, mechanism, x, y, params, self.groups, self.draws, seed)
-        yield {
-            **record,
-            "mse_of_groups": of_groups,
-            **bias_record(phi, mechanism.sampler, self.data, self.data, params),
-        }
+        params = fit_map(mechanism, self.data, self.data)
+        x, y = self.random_pairs(generator(seed, 0))
+        estimate = KernelEstimate(mechanism, x, y, params)
+        record, groups = estimate.mse(self.groups, self.draws, seed)
+        bias = bias_record(estimate.phi, mechanism.sampler, self.data, self.data, params)
+        yield {**record, "mse_of_groups": groups, **bias}
 
     def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return x and y (pairs, d): random pairs of different rows."""
@@ -267,6 +248,7 @@ class QMC(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class Clusters(Series):
     """task=clusters: E (estimate - SM)^2 for clustered data (HRF H.3, Table 3).
 
@@ -281,49 +263,42 @@ class Clusters(Series):
         points: Points of each cluster.
     """
 
-    metric, over = "mse", "m"
+    metric = "mse"
+    over = "m"
 
-    def __init__(
-        self,
-        d: Count,
-        agreeing: Annotated[NotNegative, Field(le=1)],
-        spread: NotNegative,
-        length: Positive,
-        points: Count,
-        ms: Several[Count],
-        pairs: Count,
-        repeats: Count,
-    ):
-        self.d = d
-        self.agreeing = agreeing
-        self.spread = spread
-        self.length = length
-        self.points = points
-        self.values = list(ms)
-        self.pairs = pairs
-        self.repeats = repeats
+    d: Count
+    agreeing: Annotated[NotNegative, Field(le=1)]
+    spread: NotNegative
+    length: Positive
+    points: Count
+    ms: Several[Count]
+    pairs: Count
+    repeats: Count
 
-    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.ms
+
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
-        phi = mechanism.map("softmax")
-        xs, ys = self.points_of(seed)
+        xs, ys = self.sample_points(seed)
         i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
-        params = phi.fit(Statistics.of(xs, ys))
-        projected = replace(mechanism, m=m)
-        record, mse = mse_record(phi, projected, xs[i], ys[j], params, self.repeats, 1, seed)
-        return {**record, "mse_of_repeats": mse}
+        params = fit_map(mechanism, xs, ys)
+        estimate = KernelEstimate(replace(mechanism, m=m), xs[i], ys[j], params)
+        record, repeats = estimate.mse(self.repeats, 1, seed)
+        return {**record, "mse_of_repeats": repeats}
 
     def centres(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return centres of queries and keys, (2, d) each, of norm 1."""
         g = generator(seed, 0)
         v = F.normalize(torch.randn(2, 1, self.d, generator=g, dtype=torch.float64), dim=-1)
-        turned = (v.unsqueeze(1) @ haar((2, SIDES, self.d, self.d), g)).squeeze(-2)  # (sides, 2, d)
+        rotations = haar((2, SIDES, self.d, self.d), g)
+        turned = (v.unsqueeze(1) @ rotations).squeeze(-2)  # (sides, 2, d)
         signs = torch.where(torch.rand(self.d, generator=g, dtype=torch.float64) < 0.5, -1.0, 1.0)
         same = torch.randperm(self.d, generator=g) < round(self.agreeing * self.d)
         queries, keys = turned.abs()
         return queries * signs, keys * torch.where(same, signs, -signs)
 
-    def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
+    def sample_points(self, seed: int) -> tuple[Tensor, Tensor]:
         """Return queries and keys, (2 points, d) each, of norm `length`."""
         g = generator(seed, 1)
         query_centres, key_centres = self.centres(seed)
@@ -342,6 +317,7 @@ class Clusters(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class Flops(Series):
     """task=flops: error of the most projections within a budget of FLOPs per token.
 
@@ -352,59 +328,49 @@ class Flops(Series):
     width d.
     """
 
-    metric, over = "error", "budget"
+    metric = "error"
+    over = "budget"
 
-    def __init__(
-        self,
-        counted: Literal["features", "attention"],
-        budgets: Several[Positive],
-        d: Two,
-        length: Positive,
-        angles: Two,
-        groups: Count,
-        draws: Count,
-    ):
-        self.counted = counted
-        self.values = list(budgets)
-        self.d = d
-        self.length = length
-        self.angles = angles
-        self.groups = groups
-        self.draws = draws
+    counted: Literal["features", "attention"]
+    budgets: Several[Positive]
+    d: Two
+    length: Positive
+    angles: Two
+    groups: Count
+    draws: Count
 
-    def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.budgets
+
+    def measure(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
-        phi = mechanism.map("softmax")
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
-        params = phi.fit(Statistics.of(x, y))
+        params = fit_map(mechanism, x, y)
 
         def cost(m: int) -> int:
-            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+            return flops(replace(mechanism, m=m), params, self.d, self.counted)
 
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
-        projected = replace(mechanism, m=m)
-        errors = squared_errors(phi, projected, x, y, params, self.groups, self.draws, seed)
-        squared = errors.mean(-1)
-        closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
+        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        squared = estimate.squared_errors(self.groups, self.draws, seed).mean(-1)
         return {
             "m": m,
-            "columns": phi.width(m),
+            "columns": estimate.phi.width(m),
             "flops": cost(m),
             "error": squared.mean().sqrt().item(),
-            "closed_form": closed.item(),
+            "closed_form": estimate.log_relative_mse.exp().mean().sqrt().item(),
             "squared_error": squared.tolist(),
         }
 
 
-def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
+def flops(mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
     """Return FLOPs per token.
 
     "attention" counts the features of a query and a key, and their products with values and ones.
     """
-    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
-    bound = phi.bind(noise, params)
+    bound = bind_map(mechanism, params, d)
 
     def run(x: Tensor) -> Tensor:
         queries = columns(bound.phi_q(x))
@@ -413,6 +379,11 @@ def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted
         return queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
 
     return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
+
+
+def bind_map(mechanism: Mechanism, params: Params, d: int):
+    """Return the mechanism's feature map with one sample of its projections."""
+    return mechanism.map("softmax").bind(mechanism.noise(d, generator(0)), params)
 
 
 def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
@@ -457,6 +428,7 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
 
 
 @checked("task")
+@dataclass(eq=False)
 class RankingCost(Measurement):
     """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
 
@@ -466,13 +438,13 @@ class RankingCost(Measurement):
 
     metric = "flops"
 
-    def __init__(
-        self, d: Two, lengths: Several[Count], rounds: Count, methods: Several[str] | None = None
-    ):
-        self.d = d
-        self.lengths = lengths
-        self.rounds = rounds
-        self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
+    d: Two
+    lengths: Several[Count]
+    rounds: Count
+    methods: Several[str] | None = None
+
+    def __post_init__(self):
+        self.mechanisms = {name: Mechanism.parse(name) for name in self.methods or ()}
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
@@ -514,11 +486,8 @@ def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
         return length**2 * (2 * d + 4)  # products, exp, two sums, one division
     if not mechanism.estimates:
         return 0
-    phi = mechanism.map()
     x = on_sphere(2 * TOKENS, d)
-    params = phi.fit(Statistics.of(x, x))
-    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
-    bound = phi.bind(noise, params)
+    bound = bind_map(mechanism, fit_map(mechanism, x, x), d)
 
     def rank(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
         queries = columns(bound.phi_q(x))

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
@@ -27,9 +26,11 @@ from crt_exp.experiments.measure import Measurement, SwapMeasurement, check_star
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
+    approximation_of,
     fit_attention,
     next_token_labels,
 )
+from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.models import language
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.experiments.tasks.sequences import recall_row
@@ -37,10 +38,11 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
 from crt_exp.registry import unknown
-from crt_exp.swap.swap import LayerMaker, swap_layers
+from crt_exp.swap.swap import swap_layers
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
 
-OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
+# methods of task=far_key, in addition to nearfar and the dense baselines
+CAUSAL = {"uniform": uniform_attention, "window": window_attention}
 CALIBRATION = 4  # calibration rows of task=swap_recall
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
 # last keys that a query always attends to; keys of a page
@@ -56,6 +58,7 @@ AT = 512
 
 
 @checked("task")
+@dataclass(eq=False)
 class FarKey(Measurement):
     """task=far_key: relative error of methods on heads with one important distant key.
 
@@ -67,27 +70,16 @@ class FarKey(Measurement):
     """
 
     metric = "error"
-    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+    uses = frozenset()
 
-    def __init__(
-        self,
-        length: Count,
-        heads: Count,
-        d: Count,
-        far: Count,
-        weight: Positive,
-        queries: Count,
-        clusters: Whole,
-        methods: Several[str],
-    ):
-        self.length = length
-        self.heads = heads
-        self.d = d
-        self.far = far
-        self.weight = weight
-        self.queries = queries
-        self.clusters = clusters
-        self.methods = methods
+    length: Count
+    heads: Count
+    d: Count
+    far: Count
+    weight: Positive
+    queries: Count
+    clusters: Whole
+    methods: Several[str]
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
@@ -101,16 +93,12 @@ class FarKey(Measurement):
         name, options = split_words(method)
         if name in BASELINES:
             return BASELINES[name](*heads, **options)
-        if name == "uniform":
-            return uniform_attention(*heads, causal=True, **options)
-        if name == "window":
-            return window_attention(*heads, causal=True, **options)
+        if name in CAUSAL:
+            return CAUSAL[name](*heads, causal=True, **options)
         if name == "nearfar":
-            block = options.pop("block")
-            heavy = options.pop("heavy")
-            sizes = Sizes(block, heavy, clusters_at(self.length), **options)
+            sizes = Sizes(cells=clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
-        raise unknown("method", name, [*OWN, *BASELINES])
+        raise unknown("method", name, [*CAUSAL, "nearfar", *BASELINES])
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
@@ -127,11 +115,12 @@ class FarKey(Measurement):
             k = 0.6 * k + 0.8 * rows_at(centres, cluster)
         share = torch.rand(H, self.queries, generator=g)
         target = (share * (positions - self.far)).long()
-        q = self.towards(k, target, torch.arange(L) > positions.unsqueeze(1))
+        hidden = torch.arange(L) > positions.unsqueeze(1)
+        q = self.queries_for(k, target, hidden)
         v = torch.randn(H, L, self.d, generator=g)
         return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 
-    def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    def queries_for(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
         """Return queries (H, R, d) with attention weight `weight` on target keys.
 
         Queries have the direction of the keys k (H, L, d) at `target` (H, R), and are scaled by bisection; keys in
@@ -154,6 +143,7 @@ class FarKey(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class SwapRecall(SwapMeasurement):
     """task=swap_recall: accuracy of a run of task=recall after a swap.
 
@@ -163,11 +153,10 @@ class SwapRecall(SwapMeasurement):
 
     metric, lower_is_better = "accuracy", False
 
-    def __init__(self, start: FileName | None, length: Count, pairs: Count, evaluated: Count):
-        self.start = start
-        self.length = length
-        self.pairs = pairs
-        self.evaluated = evaluated
+    start: FileName | None
+    length: Count
+    pairs: Count
+    evaluated: Count
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
@@ -179,14 +168,13 @@ class SwapRecall(SwapMeasurement):
             tokens, _ = self.tokens_and_labels("train", i, symbols)
             calibration.append(tokens[None])
         model = fit_attention(saved.build(replace(mechanism, seed=0)), calibration)
-        correct, count = 0, 0
+        correct = []
         for i in range(self.evaluated):
             tokens, labels = self.tokens_and_labels("test", 1000 * seed + i, symbols)
-            asked = labels >= 0
-            logits = model(tokens[None], chosen=asked[None])[:, :symbols]
-            correct += int((logits.argmax(-1) == labels[asked]).sum())
-            count += int(asked.sum())
-        yield {"accuracy": correct / count}
+            queried = labels >= 0
+            logits = model(tokens[None], chosen=queried[None])[:, :symbols]
+            correct.append(logits.argmax(-1) == labels[queried])
+        yield {"accuracy": float(torch.cat(correct).double().mean())}
 
     def tokens_and_labels(self, split: str, row: int, symbols: int) -> tuple[Tensor, Tensor]:
         arrays = recall_row(split, row, self.length, symbols, self.pairs, self.pairs)
@@ -197,17 +185,11 @@ class SwapRecall(SwapMeasurement):
 # ---- a model that copies: passages that are repeated
 
 
-@lru_cache(maxsize=2)
-def model_of(start: str) -> tuple[nn.Module, Any]:
-    model = AutoModelForCausalLM.from_pretrained(f"{start}/model").eval()
-    return model, AutoTokenizer.from_pretrained(f"{start}/model")
-
-
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    rows = running_blocks(
-        official_file("wikitext2", split), model_of(start)[1], length, FOLDER / "tokens"
-    )
+    tokenizer = load_pretrained(f"{start}/model")[1]
+    text = official_file("wikitext2", split)
+    rows = running_blocks(text, tokenizer, length, FOLDER / "tokens")
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -223,6 +205,7 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
 
 
 @checked("task")
+@dataclass(eq=False)
 class SwapCopying(SwapMeasurement):
     """task=swap_copying: loss of a run of task=mlm after a swap, without training.
 
@@ -232,20 +215,20 @@ class SwapCopying(SwapMeasurement):
 
     metric = "copied"
 
-    def __init__(self, start: FileName | None, length: Count, baseline: str | None):
-        self.start = start
-        self.length = length
-        self.baseline = baseline
+    start: FileName | None
+    length: Count
+    baseline: str | None
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         check_start(self.start)
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)
-        bench = TextBench(model_of(self.start)[0], test, train)
+        bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
         half = self.length // 2
-        new, copied = 0.0, 0.0
-        with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
+        new = 0.0
+        copied = 0.0
+        with bench.swapped(self.attention(mechanism)):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
                 new += float(nats[: half - 1].mean())
@@ -253,6 +236,14 @@ class SwapCopying(SwapMeasurement):
         new /= len(test)
         copied /= len(test)
         yield {"new": new, "copied": copied, "gain": new - copied}
+
+    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseSwap | None":
+        if self.baseline is None:
+            return approximation_of(replace(mechanism, seed=0))
+        name, options = split_words(self.baseline)
+        if name not in BASELINES:
+            raise unknown("task.baseline", name, BASELINES)
+        return DenseSwap(name, partial(BASELINES[name], **options))
 
 
 # ---- dense baselines
@@ -359,34 +350,20 @@ BASELINES: dict[str, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Adapter for a bench: a maker of layers in place of a `Mechanism`.
+class DenseSwap:
+    """A dense baseline, in place of the `Mechanism` that a bench swaps.
 
-    name: label in tables.
+    name: label in tables. attend: function of BASELINES, with its options.
     """
 
-    make: LayerMaker
     name: str
+    attend: Callable[..., Tensor]
 
     def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, self.make, self.name, layers, saved=saved)
+        return swap_layers(model, partial(DenseLayer, self.attend), self.name, layers, saved=saved)
 
 
-def attention_of(method: str | Mechanism, **options: Any) -> Mechanism | Layers | None:
-    """Return a dense baseline or a `Mechanism`; None for exact attention.
-
-    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. options: of `Mechanism.parse`.
-    """
-    if isinstance(method, Mechanism):
-        return None if method.is_exact else method
-    name, baseline_options = split_words(method)
-    if name in BASELINES:
-        attend = partial(BASELINES[name], **baseline_options)
-        return Layers(partial(Baseline, attend), name)
-    return None if method == "exact" else Mechanism.parse(method, **options)
-
-
-class Baseline(AttentionLayer):
+class DenseLayer(AttentionLayer):
     """Attention layer of a dense baseline. Raises ValueError for padding masks."""
 
     def __init__(

@@ -7,6 +7,7 @@ and inputs are random.
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
@@ -36,12 +37,11 @@ BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
 HEADS, D = 8, 64  # sizes of attention alone
-MODELS = {
-    "large": (8, 6, 2048, 512),
-    "small": (1, 6, 64, 64),
-}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-M = {"one_head": 300}  # default number of projections
-OTHER_M = 256
+# (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
+# default numbers of projections
+M = 256
+M_ONE_HEAD = 300
 MECHANISMS = ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
 ALONE = [*MECHANISMS, *(name + CAUSAL for name in MECHANISMS), "identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
@@ -76,7 +76,7 @@ def mechanism_of(method: str, what: str) -> Mechanism:
     mechanism = Mechanism.parse(method)
     if "m" in split_words(method)[1]:
         return mechanism
-    return mechanism.with_projections(M.get(what, OTHER_M))
+    return mechanism.with_projections(M_ONE_HEAD if what == "one_head" else M)
 
 
 def check_methods(methods: Sequence[str], what: str) -> None:
@@ -92,6 +92,10 @@ class Timed(Protocol):
 
     def times(self) -> dict[str, float]:
         """Return milliseconds by name."""
+
+
+def times_of(timed: Timed) -> dict[str, float]:
+    return timed.times()
 
 
 class Work(NamedTuple):
@@ -133,20 +137,20 @@ def attention_work(method: str, length: int, device: str = "cpu") -> Work:
         for t in (q, k, v):
             t.grad = None
 
-    return Work(partial(attend_by(method, device), q, k, v), backward)
+    return Work(partial(attention_function(method, device), q, k, v), backward)
 
 
-def attend_by(method: str, device: str = "cpu") -> Attend:
+def attention_function(method: str, device: str = "cpu") -> Attend:
     """Return the attention function of a method; fits to statistics are timed with it."""
     name = method.removesuffix(CAUSAL)
     causal = method.endswith(CAUSAL)
     if method == CHUNKED:
-        noise = orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+        noise = orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
         return chunked(noise.rows().to(device))
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
-        return performer_pytorch(D, OTHER_M, causal).to(device)
+        return performer_pytorch(D, M, causal).to(device)
     mechanism = mechanism_of(name, "attention")
     if mechanism.estimates:
         return feature_map_attention(mechanism, causal, device)
@@ -205,10 +209,12 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
         return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
 
     def run(x, y, v):
-        length = x.shape[-2]
-        x, y, v = (parts(t) for t in (features(x), features(y), F.pad(v, (0, 1), value=1.0)))
-        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # sums over earlier chunks
-        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
+        queries = parts(features(x))
+        keys = parts(features(y))
+        values = parts(F.pad(v, (0, 1), value=1.0))
+        earlier = F.pad(keys.mT @ values, (0, 0, 0, 0, 1, -1)).cumsum(-3)
+        within = (queries @ keys.mT).tril() @ values
+        out = (queries @ earlier + within).flatten(-3, -2)[..., : x.shape[-2], :]
         return out[..., :-1] / out[..., -1:]
 
     return run
@@ -232,7 +238,8 @@ class OneHead:
         self.mechanism = mechanism_of(method, "one_head")
         self.g = torch.Generator().manual_seed(0)
         x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
-        self.x, self.y = x / 2, y / 2  # d^(-1/4)
+        self.x = x / 2  # d^(-1/4)
+        self.y = y / 2
 
     @torch.no_grad()
     def times(self) -> dict[str, float]:
@@ -242,13 +249,10 @@ class OneHead:
         if not self.mechanism.estimates:
             return self.mechanism.layer(1, 16, scaling=1.0).eval()
         phi = self.mechanism.map()
-        return partial(
-            attention,
-            phi=phi,
-            noise=self.mechanism.noise(16, self.g),
-            params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])),
-            counter=DenominatorCount(),
-        )
+        noise = self.mechanism.noise(16, self.g)
+        params = phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0]))
+        counter = DenominatorCount()
+        return partial(attention, phi=phi, noise=noise, params=params, counter=counter)
 
 
 # ---- Transformers and vision transformers, batch 1
@@ -257,10 +261,10 @@ class OneHead:
 def transformer(what: str, method: str, length: int) -> Work:
     heads, layers, ffn, dim = MODELS[what]
     x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    return whole(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
+    return model_work(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
 
 
-def whole(model: nn.Module, x: Tensor) -> Work:
+def model_work(model: nn.Module, x: Tensor) -> Work:
     def backward(loss: Tensor) -> None:
         loss.backward()
         model.zero_grad(set_to_none=True)
@@ -298,7 +302,7 @@ def vit_step(method: str, tokens: int) -> Update:
 TIMED: dict[str, Callable[[str, int], Timed]] = {
     "attention": attention_work,
     **{what: partial(transformer, what) for what in MODELS},
-    "vit": lambda method, length: whole(*vit(method, length)),
+    "vit": lambda method, length: model_work(*vit(method, length)),
     "vit_ti": lambda method, length: Step(vit_step(method, length)),
     "one_head": OneHead,
 }
@@ -325,6 +329,7 @@ MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 
 
 @checked("task")
+@dataclass(eq=False)
 class Speed(Measurement):
     """task=speed: one row for each length, method and round.
 
@@ -339,41 +344,38 @@ class Speed(Measurement):
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
-    def __init__(
-        self,
-        what: Literal[*TIMED],
-        lengths: Several[Count],
-        rounds: Count,
-        methods: Several[str] | None = None,
-        device: Literal["cpu", "cuda"] = "cpu",
-    ):
-        check_methods(methods or (), what)
-        if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
+    what: Literal[*TIMED]
+    lengths: Several[Count]
+    rounds: Count
+    methods: Several[str] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    def __post_init__(self):
+        check_methods(self.methods or (), self.what)
+        if self.device == "cuda" and (self.what != "attention" or not torch.cuda.is_available()):
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
-        self.what = what
-        self.lengths = lengths
-        self.rounds = rounds
-        self.methods = methods
-        self.device = () if device == "cpu" else (device,)
-        self.metric = "training" if what in PASSES else "ms"
+        self.metric = "training" if self.what in PASSES else "ms"
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
         cases = []
         for length in self.lengths:
             methods = self.methods or default_methods(self.what, length) or [str(mechanism)]
             cases += [(length, method) for method in methods]
-        longest = max(self.lengths) if self.device else WARMED
-        short = dict.fromkeys((min(length, longest), method) for length, method in cases)
-        warm_up = {case: self.turn(*case) for case in short}
-        in_turns(warm_up, 1, lambda turn: turn(), warm=0)
-        turns = {case: self.turn(*case) for case in cases}
-        times = in_turns(turns, self.rounds, lambda turn: turn(), 0, seed)
+        longest = max(self.lengths) if self.device == "cuda" else WARMED
+        warm_up = {}
+        for length, method in cases:
+            warm_up[min(length, longest), method] = self.timed(min(length, longest), method)
+        in_turns(warm_up, 1, times_of, warm=0)
+        timed = {case: self.timed(*case) for case in cases}
+        times = in_turns(timed, self.rounds, times_of, warm=0, turn=seed)
         for length, method in cases:
             for record in times[length, method]:
                 yield {"length": length, "method": method, **record}
 
-    def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
-        return TIMED[self.what](method, length, *self.device).times
+    def timed(self, length: int, method: str) -> Timed:
+        if self.device == "cuda":
+            return attention_work(method, length, self.device)
+        return TIMED[self.what](method, length)
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
@@ -389,6 +391,7 @@ class Speed(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class Memory(Measurement):
     """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
@@ -399,14 +402,13 @@ class Memory(Measurement):
 
     metric = "mib"
 
-    def __init__(self, what: Literal[*MEMORY], length: Count, method: str | None = None):
-        check_methods([method] if method else (), what)
-        self.what = what
-        self.length = length
-        self.method = method
+    what: Literal[*MEMORY]
+    length: Count
+    method: str | None = None
+
+    def __post_init__(self):
+        check_methods([self.method] if self.method else (), self.what)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        yield {
-            "length": self.length,
-            "mib": MEMORY[self.what](self.method or str(mechanism), self.length),
-        }
+        mib = MEMORY[self.what](self.method or str(mechanism), self.length)
+        yield {"length": self.length, "mib": mib}

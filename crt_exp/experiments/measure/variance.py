@@ -9,8 +9,8 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 
 import gzip
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -53,12 +53,12 @@ def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
 
 
-def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
-    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file.
+def mnist_file(name: str) -> np.ndarray:
+    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file of $CRT_DATA/mnist.
 
-    data_dir: folder of the file. Default: $CRT_DATA/mnist. Raises DataError.
+    Raises DataError.
     """
-    folder = task_folder("mnist", data_dir)
+    folder = task_folder("mnist", None)
     if folder is None or not (folder / name).is_file():
         raise missing("mnist", folder and folder / name)
     try:
@@ -71,14 +71,12 @@ def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
         ) from None
 
 
-def mnist(
-    n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize
-) -> tuple[Tensor, Tensor]:
+def mnist(n: int, d: int, g: torch.Generator, **resize: Any) -> tuple[Tensor, Tensor]:
     """Sample pairs of MNIST images, resized to 8 x 8.
 
     resize: options of torch's interpolate. Default: bilinear, antialiased.
     """
-    pixels = mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)
+    pixels = mnist_file("t10k-images-idx3-ubyte.gz").astype(np.float64)
     images = torch.from_numpy(pixels) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
     small = torch.nn.functional.interpolate(images[:, None], size=(8, 8), **options)
@@ -107,18 +105,20 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 
     Parameters are fitted to each pair x, y (n, d).
     """
-    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one pair
+    sets_of_one = log_variances_of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2))
+    return sets_of_one.squeeze(-1)
 
 
-def of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
     return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
 
 
-FITS = {"pair": log_variances, "set": of_set}
+FITS = {"pair": log_variances, "set": log_variances_of_set}
 
 
 @checked("task")
+@dataclass(eq=False)
 class Variance(Series):
     """task=variance: mean and standard deviation of the log variance, for each sigma.
 
@@ -129,27 +129,23 @@ class Variance(Series):
         resize: Options of the regime mnist.
     """
 
-    metric, over = "log_variance", "sigma"
+    metric = "log_variance"
+    over = "sigma"
 
-    def __init__(
-        self,
-        regime: Literal[*REGIMES],
-        pairs: Annotated[int, Field(ge=2)],
-        sigmas: Several[Positive],
-        kernel: Kernel,
-        fit: Literal[*FITS] = "pair",
-        resize: dict[str, Any] | None = None,
-    ):
-        if resize and regime != "mnist":
+    regime: Literal[*REGIMES]
+    pairs: Annotated[int, Field(ge=2)]
+    sigmas: Several[Positive]
+    kernel: Kernel
+    fit: Literal[*FITS] = "pair"
+    resize: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if self.resize and self.regime != "mnist":
             raise ValueError("task.resize: only for task.regime=mnist; remove it")
-        self.regime = regime
-        self.pairs = pairs
-        self.values = list(sigmas)
-        self.kernel = kernel
-        self.fit = fit
-        self.resize = resize or {}
+        self.values = self.sigmas
+        self.resize = self.resize or {}
 
-    def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
         x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
         values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
         record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
@@ -166,6 +162,7 @@ class Variance(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class VarianceByLength(Measurement):
     """task=variance_by_length: log variance relative to FAVOR+ (CRT Figure 1).
 
@@ -174,8 +171,8 @@ class VarianceByLength(Measurement):
 
     metric = "gain"
 
-    def __init__(self, d: Count, most: Count):
-        self.d, self.most = d, most
+    d: Count
+    most: Count
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
@@ -186,6 +183,7 @@ class VarianceByLength(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class VarianceByAngle(Measurement):
     """task=variance_by_angle: log MSE of trigonometric features minus that of the map.
 
@@ -195,9 +193,8 @@ class VarianceByAngle(Measurement):
 
     metric, lower_is_better = "log_ratio", False
 
-    def __init__(self, length: Positive, degrees: Count):
-        self.length = length
-        self.degrees = degrees
+    length: Positive
+    degrees: Count
 
     def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
         degrees = torch.arange(-180, 181, self.degrees)

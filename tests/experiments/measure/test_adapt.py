@@ -26,9 +26,9 @@ def at_home(tmp_path, monkeypatch):
     noise = torch.Generator().manual_seed(0)
     drawn = {split: torch.randn(40, 1, 28, 28, generator=noise) for split in ("train", "test")}
     monkeypatch.setattr(adapt, "digits", lambda split: (drawn[split], torch.arange(40) % 10))
-    adapt.exact.cache_clear()
+    adapt.exact_weights.cache_clear()
     yield
-    adapt.exact.cache_clear()
+    adapt.exact_weights.cache_clear()
 
 
 @pytest.mark.parametrize("setting", adapt.SETTINGS)
@@ -59,8 +59,8 @@ def test_a_method_at_each_stage(setting, at_home):
     """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
     adapted; and a measurement is the same whatever was drawn before, adapters too."""
     model = adapt.SETTINGS[setting].model()
-    model.load_state_dict(adapt.exact(setting, 0, 2, 3e-3), strict=False)
-    loss = adapt.test_loss(model, setting, 0)
+    model.load_state_dict(adapt.exact_weights(setting, 0, 2, 3e-3), strict=False)
+    loss = adapt.SETTINGS[setting].test_loss(model, 0)
     exact = losses(setting, "exact", transfer=1, lora=1)
     assert [*exact] == STAGES
     assert exact["swapped"] == exact["transferred"] == pytest.approx(loss)
@@ -196,7 +196,7 @@ def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
     )
     spoken("uniform")
     assert read == {"0", "2", "4"}
-    actual = [each.name for each in Whisper(**SPEECH).utterances()[0]]
+    actual = [each.name for each in Whisper(**SPEECH).split_utterances()[0]]
     assert actual == ["1", "3"]
     for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
         with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
@@ -205,7 +205,7 @@ def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
 
 def test_only_the_encoder_is_trained(speaker):
     task = Whisper(**SPEECH)
-    model = task.swapped(Mechanism.parse("favorpp m=8"), 0, task.utterances()[1][-1])
+    model = task.student(Mechanism.parse("favorpp m=8"), task.split_utterances()[1][-1]).model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     for name in trained:

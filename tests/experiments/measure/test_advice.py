@@ -5,6 +5,7 @@ import csv
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import soundfile
@@ -21,10 +22,11 @@ from crt_exp import swap_attention
 from crt_exp.experiments.data.text import bert_tokenizer
 from crt_exp.experiments.data.vocabularies import Symbols
 from crt_exp.experiments.measure import bench
-from crt_exp.experiments.measure.advice import Advice, Row, mechanisms, pays_from, spread
-from crt_exp.experiments.measure.advise import label_of
+from crt_exp.experiments.measure.advise import Split, mechanisms
 from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, TextBench
-from crt_exp.experiments.measure.recall import Layers
+from crt_exp.experiments.measure.model_files import label_of
+from crt_exp.experiments.measure.recall import BASELINES, DenseSwap
+from crt_exp.experiments.measure.recommendation import Advice, Row, pays_from
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.models.conformer_transducer import PRESETS, Recogniser, save_model
 from crt_exp.experiments.models.language import Transformer
@@ -71,7 +73,7 @@ def images(count=7):
 
 def bench_of(model, length=64):
     rows = ids()[: len(ids()) // length * length].view(-1, length)
-    judged, training = spread(len(rows), 3, 2, "texts")
+    judged, training = Split(3, 2, 0).indices(len(rows), "texts", "texts")
     return TextBench(model, rows[judged], rows[training], mask=4, special=range(5))
 
 
@@ -111,7 +113,7 @@ def test_masked_models_hide_the_same_words_from_all():
     first, again = (bench.losses(Mechanism.of("uniform")) for _ in range(2))
     assert first == again
     assert not first["repeated"]
-    hidden = bench._places(0)
+    hidden = bench.masked_positions(0)
     assert 1 <= hidden.sum() <= 20
     assert not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
     logits = model(torch.where(hidden, 4, bench.rows[0])[None]).logits[0]
@@ -181,7 +183,7 @@ def test_the_model_is_itself_again_also_after_an_error():
     for mechanism in (
         None,
         Mechanism.of("favorpp", m=8),
-        Layers(Mechanism.of("window", block=8).layer, "studied"),
+        DenseSwap("largest", partial(BASELINES["largest"], keys=8)),
     ):
         with bench.swapped(mechanism) as states:
             assert len(states) == (0 if mechanism is None else 2)
@@ -380,7 +382,7 @@ def test_candidates_and_bad_inputs():
     )
     for model, given, message in (
         (vit(), {"samples": 50}, "of 7 images"),
-        (vit(), {"labels": torch.zeros(3)}, "labels: 3, expected 7"),
+        (vit(), {"labels": torch.zeros(3)}, r"labels: expected a tensor \(7,\)"),
         (bare, {}, "no loss and no class scores"),
         (torch.nn.Conv2d(3, 2, 12), {}, "no supported attention"),
     ):
@@ -420,11 +422,11 @@ IMAGES = {
         {"texts": [{"x": image[None].byte()} for image in images()]},
         r"texts\[0\]: x of uint8",
     ),
-    "a class too many": ({"labels": CLASSIFIED + 1}, "labels: 1 to 3, expected classes 0 to 2"),
-    "a negative class": ({"labels": CLASSIFIED - 1}, "labels: -1 to 1, expected classes 0 to 2"),
-    "probabilities": ({"labels": CLASSIFIED / 2}, r"labels: .*expected \(n,\) of torch.long"),
-    "a column": ({"labels": CLASSIFIED[:, None]}, r"labels: .*expected \(n,\) of torch.long"),
-    "a list": ({"labels": CLASSIFIED.tolist()}, "labels: list, expected a tensor"),
+    "a class too many": ({"labels": CLASSIFIED + 1}, "labels: expected classes 0 to 2"),
+    "a negative class": ({"labels": CLASSIFIED - 1}, "labels: expected classes 0 to 2"),
+    "probabilities": ({"labels": CLASSIFIED / 2}, r"labels: expected .* of torch.long"),
+    "a column": ({"labels": CLASSIFIED[:, None]}, r"labels: expected .* of torch.long"),
+    "a list": ({"labels": CLASSIFIED.tolist()}, "labels: expected a tensor"),
     "no samples": ({"samples": 0}, "samples=0"),
 }
 

@@ -43,7 +43,7 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
     assert min(uniform + pos) > 1e-4
     assert pos != errors(task, "pos m=8", 0)
     assert errors(task, "pos m=8") == pos
-    assert not [name for name, _ in task.source.model.named_modules() if "swapped" in name]
+    assert not [name for name, _ in task.bench.model.named_modules() if "swapped" in name]
 
 
 def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
@@ -154,8 +154,10 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     )
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     built = protein_task().build(Mechanism.of("exact"))
-    monkeypatch.setattr(attention_errors, "of_proteins", lambda start: Kept(built, protein_task()))
-    monkeypatch.setattr(attention_errors, "with_random_weights", lambda kept, start: built)
+    monkeypatch.setattr(
+        attention_errors, "load_protein_model", lambda start: Kept(built, protein_task())
+    )
+    monkeypatch.setattr(attention_errors, "with_random_weights", lambda saved, start: built)
     task = attention_errors.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(Mechanism.of("uniform"), 0)
     assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]

@@ -17,9 +17,8 @@ from crt_exp.experiments.measure.kernel import (
     Pointwise,
     angles_of,
     at_angles,
+    estimate_pairs,
     generator,
-    log_relative_mse,
-    squared_errors,
 )
 from crt_exp.experiments.measure.sampling import ClassDistributions, distances, estimator
 from crt_exp.experiments.measure.variance import (
@@ -64,11 +63,9 @@ def probes():
     ids=str,
 )
 def test_measured_errors_are_those_of_the_closed_form(made):
-    phi = made.map()
-    x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
-    params = phi.fit(Statistics.of(x, y))
-    found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
-    closed = log_relative_mse(phi, x, y, params, made.m).exp()
+    estimate = estimate_pairs(made, *at_angles(angles_of(7), 0.6, 4, generator(3)))
+    found = estimate.squared_errors(groups=40, draws=100, seed=1)
+    closed = estimate.log_relative_mse.exp()
     error = found.std(0) / 40**0.5
     assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
     assert (error < 0.2 * closed + 1e-12).all()  # the test has power
@@ -154,7 +151,7 @@ def test_flops_are_those_of_the_formula():
     assert actual == expected
 
     def cost(made, counted="features"):
-        return kernel.flops(made.map(), made, made.map().fit(None), 16, counted)
+        return kernel.flops(made, made.map().fit(None), 16, counted)
 
     one, two = (cost(mechanism("trig", m)) for m in (8, 16))
     assert two - one == 8 * (2 * 16 + 4)  # a projection, its cos and sin, each times h(x)

@@ -22,7 +22,7 @@ KINDS = [*pretrained.ROWS]
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    for each in (pretrained.exact_reading, pretrained.tokens, whisper.utterances):
+    for each in (pretrained.exact_prediction, pretrained.tokens, whisper.utterances):
         each.cache_clear()
 
 
@@ -44,7 +44,7 @@ def test_attention_that_sees_all_loses_nothing(reader, kind):
         found = read(arm, kind)
         assert found["above"] == pytest.approx(0, abs=1e-5)
         assert found["nats"] == pytest.approx(exact["nats"], abs=1e-5)
-    pretrained.exact_reading.cache_clear()
+    pretrained.exact_prediction.cache_clear()
     assert read("exact", kind) == exact
 
 
@@ -70,11 +70,11 @@ def test_above_is_against_the_loss_of_the_whole_model(reader):
 
 
 def test_a_row_repeats_its_first_half(reader):
-    again = pretrained.repeated("", 512, 0)
-    actual = again.ids[0, again.places]
-    expected = again.ids[0, again.places - 256]
+    again = pretrained.repeated_row("", 512, 0)
+    actual = again.ids[0, again.positions]
+    expected = again.ids[0, again.positions - 256]
     assert torch.equal(actual, expected)
-    assert again.places[0] == 256 + pretrained.MIN_CONTEXT
+    assert again.positions[0] == 256 + pretrained.MIN_CONTEXT
 
 
 def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
             initializer_range=0.5,
         )
     ).eval()
-    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name, kind: (model, letters))
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda name, kind: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
@@ -135,7 +135,7 @@ def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arm", ["uniform", "favorpp m=8", "bfloat16"])
 def test_speech_is_heard_with_each_attention(speaker, arm):
     dtype = "bfloat16" if arm == "bfloat16" else None
-    probe = whisper.SwapSpeech("", "train", 2, dtype, 1)
+    probe = whisper.SwapSpeech("", "train", 2, 1, dtype)
     mechanism = Mechanism.parse("exact" if dtype else arm)
     [found] = probe.rows(mechanism, 1)
     assert found["wer"] > 0
@@ -150,7 +150,7 @@ def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(
     with pytest.raises(
         ConfigError, match=f"models/{model}: .*run `python -m crt_exp data fetch models/{model} "
     ):
-        pretrained.load_model_and_tokenizer(f"models/{model}")
+        pretrained.load_pretrained(f"models/{model}")
 
 
 def test_dictation_is_the_transcript_of_exact_attention(speaker):
@@ -265,7 +265,7 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
             intermediate_size=16,
         )
     ).eval()
-    monkeypatch.setattr(recall, "model_of", lambda start: (model, None))
+    monkeypatch.setattr(recall, "load_pretrained", lambda folder: (model, None))
     text = torch.randint(50, (8, 160), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
     rows = recall.passages("", "test", 160, 3)
