@@ -38,6 +38,10 @@ class AttentionLayer(nn.Module):
     # whether outputs depend on token positions, beyond the set of visible keys
     position_dependent = True
     mechanism: str | None = None  # name of the method, such as favorpp, in tables and warnings
+    # set by a swap: path of the attention module, saved record, whether a forward pass reached it
+    path = ""
+    record: dict | None = None
+    reached: bool | None = None
 
     def __init__(
         self,

@@ -10,12 +10,13 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 from torch import nn
 
-from crt_exp.swap.call import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
+from crt_exp.swap.modules import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
 
 TIMM = {
     ("timm.layers.attention", "Attention"): SwappedTimmAttention,
@@ -63,25 +64,25 @@ class HeadSizes(NamedTuple):
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The attention modules that `swap_attention` supports, with paths, in order."""
-    return [
-        (path or type(module).__name__, module)
-        for path, module in model.named_modules()
-        if family(module)
-    ]
+    modules = []
+    for path, module in model.named_modules():
+        if family(module):
+            modules.append((path or type(module).__name__, module))
+    return modules
 
 
 def swapped_class(module: nn.Module) -> type | None:
     """The replacement class of a torch or timm module; None for other modules."""
     kind = type(module)
-    if (
-        kind is SwappedMultiheadAttention
-        or getattr(kind, "forward", None) is nn.MultiheadAttention.forward
-    ):
+    if kind is SwappedMultiheadAttention or kind.forward is nn.MultiheadAttention.forward:
         return SwappedMultiheadAttention
     if kind in TIMM.values():
         return kind
-    base = next((base for base in kind.__mro__ if (base.__module__, base.__name__) in TIMM), None)
-    return TIMM[base.__module__, base.__name__] if base and kind.forward is base.forward else None
+    for base in kind.__mro__:
+        replacement = TIMM.get((base.__module__, base.__name__))
+        if replacement is not None:
+            return replacement if kind.forward is base.forward else None
+    return None
 
 
 def family(module: nn.Module) -> str | None:
@@ -145,30 +146,20 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
         return HeadSizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
-        d = (
-            module.head_dim
-            if hasattr(module, "head_dim")
-            else module.qkv.out_features // (3 * module.num_heads)
-        )
-        return HeadSizes(
-            module.num_heads,
-            d,
-            getattr(module, "num_kv_heads", module.num_heads),
-            False,
-            module.scale,
-        )
+        heads = module.num_heads
+        kv_heads = getattr(module, "num_kv_heads", heads)
+        d = getattr(module, "head_dim", None) or module.qkv.out_features // (3 * heads)
+        return HeadSizes(heads, d, kv_heads, False, module.scale)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
-    d = (
-        _first(module, HEAD_DIMS)
-        or getattr(config, "head_dim", None)
-        or config.hidden_size // heads
-    )
-    d = (
-        2 * d if hasattr(module, "q_pos_sine_proj") else d
-    )  # Conditional DETR concatenates content and position
+    d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None)
+    if d is None:
+        d = config.hidden_size // heads
+    if hasattr(module, "q_pos_sine_proj"):  # Conditional DETR concatenates content and position
+        d = 2 * d
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
-    causal, scaling = bool(getattr(module, "is_causal", True)), getattr(module, "scaling", None)
+    causal = bool(getattr(module, "is_causal", True))
+    scaling = getattr(module, "scaling", None)
     scaling = float(scaling) if isinstance(scaling, (int, float)) else None
     return HeadSizes(heads, d, kv_heads, causal, scaling, may_be_cross(module, path))
 
@@ -178,11 +169,9 @@ def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> b
     if isinstance(holder, nn.TransformerDecoderLayer):
         return module is holder.multihead_attn
     known = getattr(module, "is_cross_attention", None)
-    return bool(
-        CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__]))
-        if known is None
-        else known
-    )
+    if known is not None:
+        return bool(known)
+    return bool(CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])))
 
 
 def may_be_cross(module: nn.Module, path: str) -> bool:
@@ -202,9 +191,12 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next(
-        (value for name in names if isinstance(value := getattr(module, name, None), int)), None
-    )
+    """The first integer among attributes of a module."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 # ---- attention that linear attention cannot represent
@@ -228,13 +220,14 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
     """
     if family(module) != "hf":
         return _read_by_hand(module, holder)
+    for known in (type(module).__name__, f"{type(holder).__name__}.{name}"):
+        if known in OTHER_MASKS:
+            return OTHER_MASKS[known]
     passed = passed_arguments(type(module))
-    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(
-        f"{type(holder).__name__}.{name}"
-    )
-    reason = known or _bias(module, passed) or _softmax(module, passed) or _axis(module, passed)
-    reason = reason or _window(module, passed)
-    return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
+    for check in (_bias, _softmax, _axis, _window):
+        if reason := check(module, passed):
+            return reason
+    return "masks pairs of queries and keys" if passed.own_mask else None
 
 
 def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
@@ -247,12 +240,14 @@ def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
 
 
 def _bias(module: nn.Module, passed: Passed) -> str | None:
-    kind = getattr(module, "position_embeddings_type", "relative")
-    handed = "position_bias" in passed.keywords and kind not in ROTATIONS
-    alone = "position_bias" in passed.parameters and "position_bias" not in passed.keywords
-    held = any(getattr(module, name, None) not in (None, False) for name in BIASES)
-    held = held or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
-    return "adds a position bias to its logits" if handed or alone or held else None
+    biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
+    biased = biased or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
+    if "position_bias" in passed.keywords:
+        kind = getattr(module, "position_embeddings_type", "relative")
+        biased = biased or kind not in ROTATIONS
+    elif "position_bias" in passed.parameters:
+        biased = True
+    return "adds a position bias to its logits" if biased else None
 
 
 def _softmax(module: nn.Module, passed: Passed) -> str | None:
@@ -337,16 +332,13 @@ def _calls_interface(call: ast.Call) -> bool:
 def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression computes a mask, rather than selects from given masks."""
     match mask:
-        case (
-            None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get"))
-        ):  # an entry of a given mapping
-            parts = []
+        # `get` reads an entry of a given mapping
+        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):
+            return False
         case ast.Name(id=name):
-            parts = (
-                []
-                if name in seen
-                else [value for target, value in _assignments(tree) if target == name]
-            )
+            if name in seen:
+                return False
+            parts = [value for target, value in _assignments(tree) if target == name]
             seen = seen | {name}
         case ast.IfExp(body=one, orelse=other):
             parts = [one, other]
@@ -361,17 +353,15 @@ def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = froze
     return any(_computed(part, tree, seen) for part in parts)
 
 
-def _assignments(tree: ast.AST):
+def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield (name, value) of every assignment to a single name."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
-            value = (
-                ast.BinOp(node.target, node.op, node.value)
-                if isinstance(node, ast.AugAssign)
-                else node.value
-            )
-            yield node.target.id, value
-        elif isinstance(node, ast.Assign):
-            yield from (
-                (target.id, node.value) for target in node.targets if isinstance(target, ast.Name)
-            )
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name)):
+                yield name, ast.BinOp(node.target, node.op, node.value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                yield name, value
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        yield target.id, value

@@ -35,7 +35,8 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
             has no entry.
         ValueError: the projections of a layer are missing.
     """
-    if (published := saved.fetched(folder)) is not None:
+    published = saved.fetched(folder)
+    if published is not None:
         return auto.from_pretrained(published, **options)
     # refuse remote code without asking
     safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
@@ -43,7 +44,8 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     unnamed = {saved.IMPLEMENTATION: None}
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(unnamed | safely | options))
-    if (record := saved.take_record(model)) is None:
+    record = saved.take_record(model)
+    if record is None:
         raise ConfigError(
             f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}"
         )
@@ -59,24 +61,28 @@ def _swapped(
         raise ConfigError(
             f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}"
         )
-    if objects := [
-        each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)
-    ]:
-        raise ConfigError(
-            f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}"
-        )
-    mechanisms = [Mechanism.from_saved(each, str(folder)) for each in record["mechanisms"]]
+    mechanisms = []
+    for saved_mechanism in record["mechanisms"]:
+        if not saved_mechanism.get("rebuilds", True):
+            raise ConfigError(
+                f"{folder}: attention {saved_mechanism.get('name')} was built from Python objects, not "
+                f"restorable; {ANEW}"
+            )
+        mechanisms.append(Mechanism.from_saved(saved_mechanism, str(folder)))
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
-    for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
-        if layers := [i for i, other in enumerate(numbers) if other == number]:
+    for number, mechanism in enumerate(mechanisms):
+        layers = [i for i, other in enumerate(numbers) if other == number]
+        if layers:
+            options = record["mechanisms"][number]
+            causal = options.get("causal")
             swap_layers(
                 model,
                 mechanism.layer,
                 mechanism.name,
                 layers,
-                causal=each.get("causal"),
+                causal=causal,
                 saved=False,
-                record=each,
+                record=options,
             )
     states = [module.swapped for module in model.modules() if "swapped" in module._modules]
     saved.restore(model, states, files, folder, strict=True)

@@ -212,18 +212,18 @@ def test_the_table_states_errors_and_parameters():
 
 ROW = inputs(gpt2)["input_ids"]
 BATCHES = {
-    "one tensor": (ROW, "batches: one Tensor, expected a list, such as"),
-    "one dictionary": (inputs(gpt2), "batches: one dict, expected a list"),
-    "one tokenizer's output": (transformers.BatchEncoding(inputs(gpt2)), "batches: one Batch"),
-    "one string": ("text", "batches: one str, expected a list"),
+    "one tensor": (ROW, "batches: Tensor, expected a list, such as"),
+    "one dictionary": (inputs(gpt2), "batches: dict, expected a list"),
+    "one tokenizer's output": (transformers.BatchEncoding(inputs(gpt2)), "batches: Batch"),
+    "one string": ("text", "batches: str, expected a list"),
     "nothing": (None, "batches: NoneType, expected a list"),
     "strings": (["text"], r"batches\[0\]: str, expected a dictionary"),
     "numbers": (ROW.tolist(), r"batches\[0\]: list, expected"),
     "an array": (ROW.numpy(), r"batches\[0\]: ndarray, expected"),
-    "a row": ([ROW, ROW[0]], r"batches\[1\]: token ids .*, expected \(batch, tokens\)"),
+    "a row": ([ROW, ROW[0]], r"batches\[1\]: token ids .*, expected integers \(batch, tokens\)"),
     "an id beyond the vocabulary": ([ROW, ROW + 99], r"batches\[1\]: token id .*, expected 0 to"),
     "a negative id": ([{"input_ids": ROW - 99}], r"batches\[0\]: token id -.*, expected 0 to"),
-    "ids of another type": ([(ROW.float(),)], r"batches\[0\]: token ids of torch.float32"),
+    "ids of another type": ([(ROW.float(),)], r"batches\[0\]: token ids .* of torch.float32"),
     "places beyond the last": ([{"input_ids": ROW, "position_ids": ROW + 999}], "out of range"),
 }
 

@@ -7,6 +7,9 @@ from typing import Any
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
 
+Record = dict[str, Any]  # one row of metrics.jsonl
+Records = Iterator[Record]
+
 
 class SwapMeasurement(Measurement):
     """A measurement after a swap, with any attention (with or without feature map)."""
@@ -26,10 +29,10 @@ class Series(Measurement):
     values: Sequence[Any]
 
     @abstractmethod
-    def measure(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, value: Any, mechanism: Mechanism, seed: int) -> Record:
         """Return the results for one value."""
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         for i, value in enumerate(self.values, 1):
             split = self.over if i < len(self.values) else "test"

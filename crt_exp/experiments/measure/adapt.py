@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED, generator_of, official_file
-from crt_exp.experiments.measure import SwapMeasurement, pretrained
+from crt_exp.experiments.measure import Records, SwapMeasurement, pretrained
 from crt_exp.experiments.measure.bench import swap_and_fit
 from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
 from crt_exp.experiments.measure.variance import mnist_file
@@ -260,7 +260,7 @@ class Adapt(SwapMeasurement):
     lora_lr: Positive
     rank: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         def row(stage: str) -> dict[str, Any]:
             return {"stage": stage, "loss": SETTINGS[self.model].test_loss(model, seed)}
 
@@ -365,7 +365,7 @@ class AdaptPretrained(SwapMeasurement):
     def __post_init__(self):
         self.lora = max(self.steps) - self.transfer
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
         captured = [batch_arguments(row[None]) for row in rows[: self.captured]]
         exact = pretrained.load_pretrained(self.model)[0]
@@ -398,9 +398,7 @@ class AdaptPretrained(SwapMeasurement):
         return increases
 
 
-def step_rows(
-    step: int, losses: dict[str, list[float]], minutes: float
-) -> Iterator[dict[str, Any]]:
+def step_rows(step: int, losses: dict[str, list[float]], minutes: float) -> Records:
     for kind, values in losses.items():
         yield {"step": step, "text": kind, "above": values}
     cost = float(np.mean([*losses.values()]))

@@ -6,7 +6,7 @@ The recommendation uses losses, times and memory of a `Bench`. task=advise reads
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.experiments.intervals import interval
-from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure import Measurement, Records
 from crt_exp.experiments.measure.bench import (
     MASKED,
     BatchBench,
@@ -76,6 +76,13 @@ def advise(
     Raises:
         ValueError: the data do not fit the model, or there are too few samples.
         TypeError: the data are of another type.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
+    >>> ids = torch.randint(50, (768,), generator=torch.Generator().manual_seed(0))
+    >>> advice = advise(model, ids, length=64, rounds=1, attentions=["window", "uniform"])
+    >>> [row.attention for row in advice.rows]
+    ['exact', 'window', 'uniform']
     """
     with eval_mode(model):
         split = Split(samples, calibration, seed)
@@ -214,9 +221,7 @@ def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mec
     return result
 
 
-def measure_methods(
-    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int
-) -> Iterator[dict[str, Any]]:
+def measure_methods(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Records:
     """Yield a record of losses and memory for each method, then times by length."""
     longest = bench.timed[bench.length]
     for label, attention in methods.items():
@@ -317,7 +322,7 @@ class Advise(Measurement):
             raise ValueError("task.tokenizer, task.length: only for task.text; remove them")
         mechanisms(self.attentions)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         bench = self.bench(seed)
         records = []
         methods = mechanisms(self.attentions, seed)

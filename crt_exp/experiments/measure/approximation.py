@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
-from crt_exp.experiments.measure import SwapMeasurement, check_estimates
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, check_estimates
 from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
 from crt_exp.experiments.measure.kernel import KernelEstimate, generator
 from crt_exp.experiments.models.language import Transformer
@@ -106,7 +105,7 @@ class Approximation(SwapMeasurement):
             self.source = Pretrained(model, text, tokenizer, length, layers)
         self.errors = LayerErrors(self.source, samples, rows)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         ms: Sequence[int | None] = [None]
         if mechanism.estimates:
@@ -126,7 +125,7 @@ class Approximation(SwapMeasurement):
 
     def layer_and_depth_rows(
         self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Records:
         layers = len(self.source.layers(0, seed))
         if mechanism.estimates:
             for i in range(layers):
@@ -138,7 +137,7 @@ class Approximation(SwapMeasurement):
             for m in ms:
                 yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
 
-    def heads_record(self, i: int, seed: int) -> dict[str, Any]:
+    def heads_record(self, i: int, seed: int) -> Record:
         """Return mean |x + y|^2 and log relative MSE (nats) of each head of a layer.
 
         All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
@@ -169,9 +168,7 @@ class Approximation(SwapMeasurement):
             "log_relative_mse": {name: _numbers(values) for name, values in log_mse.items()},
         }
 
-    def layer_record(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> dict[str, Any]:
+    def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
         errors, negative = self.errors.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
@@ -187,7 +184,7 @@ class Approximation(SwapMeasurement):
 
     def variances(
         self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Return log Var(estimate) / SM^2 with m projections: median over random pairs.
 
         Three variants share the pairs: the closed form for independent projections; the exact variance of coupled
@@ -212,7 +209,7 @@ class Approximation(SwapMeasurement):
             by_head[f"log_variance{variant}_heads"] = _numbers(heads)
         return medians | by_head
 
-    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
+    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> Record:
         """Return the mean error over samples of the hidden states after each layer."""
         record = {}
         if m:
@@ -223,11 +220,11 @@ class Approximation(SwapMeasurement):
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
 
-    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
+    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> Record:
         """Return means over layers at the largest m, and counts of the best map by head."""
         largest = [row for row in rows if self.is_at_largest_m(row)]
         layer_rows = [row for row in largest if row["split"] == "layer"]
-        record: dict[str, Any] = {}
+        record: Record = {}
         for name in layer_rows[0]:
             if name in MEANS:
                 values = [row[name] for row in layer_rows]
@@ -253,63 +250,32 @@ class Approximation(SwapMeasurement):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        lines = [f"{self.table(records)}{self.warning(records)}"]
+        errors = []
+        for name, key in ERRORS.items():
+            if key in last:
+                errors.append(f"of {name} {_format_number(last[key])}")
+        lines = [f"relative error {', '.join(errors)}", *self.warnings(records)]
+        if "m" in last:
+            lines[0] = f"m = {last['m']}: {lines[0]}"
         if last.get("best"):
             best = ", ".join(f"{name} {heads}" for name, heads in last["best"].items())
             lines.append(
                 f"heads by the map that the closed forms predict best at equal M: {best}"
                 f"{bias_sentence(last)}"
             )
-        errors = []
-        for name, key in ERRORS.items():
-            if key in last:
-                errors.append(f"of {name} {_format_number(last[key])}")
-        prefix = ""
-        if "m" in last:
-            prefix = f"m = {last['m']}: "
-        lines.append(f"{prefix}relative error {', '.join(errors)}")
         return "\n".join(lines)
 
-    def warning(self, records: list[dict]) -> str:
-        """Return a warning for layers whose error exceeds that of uniform attention."""
-        layer_rows = [record for record in records if record["split"] == "layer"]
+    def warnings(self, records: list[dict]) -> Iterator[str]:
+        """Yield a warning for each m with layers whose error exceeds that of uniform attention."""
         counts: Counter[int | None] = Counter()
-        for row in layer_rows:
-            if row["output_error"] is None or row["output_error"] > row["uniform_error"]:
-                counts[row.get("m")] += 1
-        if not counts:
-            return ""
-        layers = len({row["layer"] for row in layer_rows})
-        cases = []
-        for m, count in counts.items():
-            case = f"in {count} of {layers} layers"
-            if m:
-                case += f" with m = {m}"
-            cases.append(case)
-        return (
-            f"\nWARNING: further from exact attention than uniform attention is, {', '.join(cases)}"
-        )
-
-    def table(self, records: list[dict]) -> str:
-        """Format one line per layer, at the largest m."""
-        import pandas as pd
-
-        heads = {record["layer"]: record for record in records if record["split"] == "heads"}
-        lines = []
-        for record in records:
-            if record["split"] != "layer" or not self.is_at_largest_m(record):
-                continue
-            line = {"layer": record["layer"], "path": record["path"]}
-            for name in MEANS:
-                if name in record:
-                    line[name.removesuffix("_error").replace("_", " ")] = record[name]
-            if record["layer"] in heads:
-                head = heads[record["layer"]]
-                line["|x + y|^2"] = sum(head["mean_sq_sum"]) / head["heads"]
-                line["predicted best"] = Counter(head["best"]).most_common(1)[0][0]
-            lines.append(line)
-        table = pd.DataFrame(lines).dropna(axis=1, how="all")
-        return table.to_string(index=False, na_rep="-", float_format=_format_number)
+        for row in records:
+            if row["split"] == "layer":
+                error = row["output_error"]
+                counts[row.get("m")] += error is None or error > row["uniform_error"]
+        for m, layers in counts.items():
+            if layers:
+                suffix = f" with m = {m}" if m else ""
+                yield f"WARNING: {layers} layers are further from exact than uniform attention{suffix}"
 
 
 # ---- errors of one layer

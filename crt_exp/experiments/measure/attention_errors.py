@@ -8,12 +8,11 @@ Notation: H heads of all layers, n sequences.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +27,8 @@ from crt_exp.experiments.data.sources import missing, task_folder
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import (
     Measurement,
+    Record,
+    Records,
     Series,
     SwapMeasurement,
     check_estimates,
@@ -68,7 +69,7 @@ class ProjectionErrors(Series):
         self.values = self.ms
         self.source = Synthetic(self.length, 1, self.d, self.scale, 0)
 
-    def measure(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return mean `mse`, and `errors` and `uniform` (uniform attention) by sample."""
         errors = []
         uniform = []
@@ -118,7 +119,7 @@ class HeadErrors(Series):
 
     measures_whole = SwapMeasurement.measures_whole
 
-    def measure(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         projections = m if mechanism.estimates else None
         errors, _ = self.errors.measure(mechanism, projections, 0, seed)
         mse = (errors["output_error"] / errors["uniform_error"])[:, 0].square()
@@ -160,7 +161,7 @@ class ErrorByLayer(SwapMeasurement):
         cache = FOLDER / "tokens"
         return DocumentBench(self.init, text, length=self.length, texts=self.texts, cache_dir=cache)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         if self.init is None:
             scale = scale_of(self.sum, self.d)
@@ -187,7 +188,7 @@ class KernelBias(Measurement):
     d: Count
     draws: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         x = torch.zeros(2, self.d, dtype=torch.float64)
         x[0, 0] = 1
         x[1] = self.d**-0.5
@@ -231,7 +232,7 @@ class AttentionMaps(SwapMeasurement):
     sequences: Count
     drawn: bool = False
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_start(self.start)
         folder = task_folder("protein", None)
         if folder is None or not (folder / self.file).is_file():
@@ -258,7 +259,7 @@ class AttentionMaps(SwapMeasurement):
 
     def similarity_rows(
         self, saved: language.SavedLanguageModel, sequences: list[np.ndarray]
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Records:
         untrained = with_random_weights(saved, self.start)
         composition = frequencies(sequences)
         logs = np.log(np.maximum(composition.mean(0), 1e-12))

@@ -32,7 +32,7 @@ from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import (
     calibrate_attention,
-    call,
+    call_model,
     fill_statistics,
     learns,
     swapped_states,
@@ -122,7 +122,7 @@ class Bench:
 
     def run(self, piece: Any) -> Any:
         """Return the model's output for a sample."""
-        return call(self.model, piece)
+        return call_model(self.model, piece)
 
     def body(self, piece: Any) -> Any:
         """The forward pass that is timed and whose memory is measured."""

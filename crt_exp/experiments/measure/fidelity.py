@@ -7,7 +7,7 @@ Notation: L tokens of a document, H query heads, Hkv key heads, d their dimensio
 the loss increase over exact attention in nats. Errors are relative, in the Frobenius norm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
-from crt_exp.experiments.measure import SwapMeasurement, check_start
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, check_start
 from crt_exp.experiments.measure.bench import (
     SHARE,
     TextBench,
@@ -169,7 +169,7 @@ class DocumentBench(TextBench):
             arrays[key] = np.array([record[key] for record in records])
         return arrays
 
-    def document_errors(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
+    def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
         swapped = self.hidden_states(i)
         layer_errors = []
@@ -261,7 +261,7 @@ class Fidelity(SwapMeasurement):
         self.text = files(self.text)
         self.calibration = files(self.calibration)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         bench = load_bench(
             self.model,
             self.text,
@@ -324,7 +324,7 @@ class SwapLoss(SwapMeasurement):
     fit: Whole = 0
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_start(self.start)
         task = load_run_task(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()

@@ -9,7 +9,7 @@ which does not overflow.
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp.attention.partials import weighted_features
 from crt_exp.experiments.data.tabular import file_of, load
-from crt_exp.experiments.measure import Measurement, Series, check_estimates
+from crt_exp.experiments.measure import Measurement, Record, Records, Series, check_estimates
 from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
 from crt_exp.experiments.models.implicit_policy import column_sums
 from crt_exp.experiments.tasks.uci import scaler
@@ -180,7 +180,7 @@ class Pointwise(Series):
     def __post_init__(self):
         self.values = self.lengths
 
-    def measure(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, r: float, mechanism: Mechanism, seed: int) -> Record:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta = angles_of(self.angles)
         estimate = estimate_pairs(mechanism, *at_angles(theta, r, self.d, generator(seed, 0)))
@@ -228,7 +228,7 @@ class QMC(Measurement):
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         params = fit_map(mechanism, self.data, self.data)
         x, y = self.random_pairs(generator(seed, 0))
@@ -278,7 +278,7 @@ class Clusters(Series):
     def __post_init__(self):
         self.values = self.ms
 
-    def measure(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
         xs, ys = self.sample_points(seed)
         i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
@@ -342,7 +342,7 @@ class Flops(Series):
     def __post_init__(self):
         self.values = self.budgets
 
-    def measure(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, budget: float, mechanism: Mechanism, seed: int) -> Record:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
         x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
         params = fit_map(mechanism, x, y)
@@ -446,7 +446,7 @@ class RankingCost(Measurement):
     def __post_init__(self):
         self.mechanisms = {name: Mechanism.parse(name) for name in self.methods or ()}
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
         layers = {}
         for name, method in mechanisms.items():

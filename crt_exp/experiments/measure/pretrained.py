@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import lines_of, local_blocks, official_file
-from crt_exp.experiments.measure import SwapMeasurement
+from crt_exp.experiments.measure import Records, SwapMeasurement
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TOKENS_PER_BLOCK,
@@ -217,7 +217,7 @@ class SwapText(SwapMeasurement):
     fit_text: FitText
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         row, exact = exact_prediction(self.model, self.kind, self.length, seed)
         swapped = exact
         if not mechanism.is_exact or self.dtype:
@@ -253,7 +253,7 @@ class SwapSimilarity(SwapMeasurement):
         """Return one vector for each sample, (B, d)."""
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         model, samples, training = self.load()
         exact = self.embed(model, samples)
         with with_attention(mechanism, Bench(model, training=[training]), model):

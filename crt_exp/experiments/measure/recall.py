@@ -7,7 +7,7 @@ methods, not their cost.
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +22,7 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
-from crt_exp.experiments.measure import Measurement, SwapMeasurement, check_start
+from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, check_start
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
@@ -82,7 +82,7 @@ class FarKey(Measurement):
     methods: Several[str]
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Records:
         heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
         for method in self.methods:
@@ -159,7 +159,7 @@ class SwapRecall(SwapMeasurement):
     evaluated: Count
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_start(self.start)
         saved = language.load(self.start, "start")
         symbols = saved.symbols["values"]
@@ -220,7 +220,7 @@ class SwapCopying(SwapMeasurement):
     baseline: str | None
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_start(self.start)
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)

@@ -10,7 +10,7 @@ not define its one-dimensional distributions. Negative estimates are set to 0, t
 Notation: V classes, d dimension, B queries of a batch or block, k negatives, m projections, n queries x.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.measure import Measurement, check_start
+from crt_exp.experiments.measure import Measurement, Records, check_start
 from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
@@ -129,7 +129,7 @@ class SamplingTimes(Measurement):
     m: Count
     rounds: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
@@ -226,7 +226,7 @@ class SampledGradients(Measurement):
     queries: Count
     repeats: Annotated[int, Field(ge=4)]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         head = head_of(self.classes, seed=seed)
         hidden, targets = batch_of(head, self.length, self.queries)
         exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
@@ -299,7 +299,7 @@ class ClassDistributions(Measurement):
     every: Count
     ms: Several[Count]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_start(self.start)
         task, x, y = vectors_of(self.start)
         queries = x[:: self.every].contiguous()

@@ -5,12 +5,12 @@ and inputs are random.
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from crt_exp.attention import (
     identity_attention,
     uniform_attention,
 )
-from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure import Measurement, Records
 from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import Statistics
@@ -356,7 +356,7 @@ class Speed(Measurement):
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
         self.metric = "training" if self.what in PASSES else "ms"
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         cases = []
         for length in self.lengths:
             methods = self.methods or default_methods(self.what, length) or [str(mechanism)]
@@ -409,6 +409,6 @@ class Memory(Measurement):
     def __post_init__(self):
         check_methods([self.method] if self.method else (), self.what)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         mib = MEMORY[self.what](self.method or str(mechanism), self.length)
         yield {"length": self.length, "mib": mib}

@@ -8,7 +8,7 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 """
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import missing, task_folder
-from crt_exp.experiments.measure import Measurement, Series
+from crt_exp.experiments.measure import Measurement, Record, Records, Series
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
@@ -145,7 +145,7 @@ class Variance(Series):
         self.values = self.sigmas
         self.resize = self.resize or {}
 
-    def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> Record:
         x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
         values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
         record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
@@ -174,7 +174,7 @@ class VarianceByLength(Measurement):
     d: Count
     most: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
         x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
         gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
@@ -196,7 +196,7 @@ class VarianceByAngle(Measurement):
     length: Positive
     degrees: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
         x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)

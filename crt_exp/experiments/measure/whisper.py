@@ -6,7 +6,7 @@ saturate near 100%.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +21,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
-from crt_exp.experiments.measure import SwapMeasurement
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement
 from crt_exp.experiments.measure.adapt import descent
 from crt_exp.experiments.measure.bench import Bench, swap_and_fit
 from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
@@ -178,7 +178,7 @@ class SwapSpeech(SwapEncoder):
     dtype: Literal[*DTYPES] | None
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         exact = load(self.model)
         group = self.group(seed)
         with with_attention(mechanism, self.bench(), exact.model, self.dtype) as model:
@@ -197,7 +197,7 @@ class Dictation(SwapEncoder):
     metric = "above"
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         recogniser = load(self.model)
         exact_nats = []
         swapped_nats = []
@@ -254,7 +254,7 @@ class Whisper(SwapMeasurement):
             )
         return tested[: self.tested], training
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         tested, training = self.split_utterances()
         order = torch.randperm(len(training), generator=generator_of(seed)).tolist()
         student = self.student(replace(mechanism, seed=seed), training[-1])
@@ -282,9 +282,9 @@ class Whisper(SwapMeasurement):
         return student.score(utterance, tokens)[0].mean()
 
     @torch.no_grad()
-    def evaluate(self, student: Recogniser, tested: list[speech.Utterance]) -> dict[str, Any]:
+    def evaluate(self, student: Recogniser, tested: list[speech.Utterance]) -> Record:
         student.model.eval()
-        row: dict[str, Any] = {"above": [], "agrees": [], "wer": []}
+        row: Record = {"above": [], "agrees": [], "wer": []}
         for utterance in tested:
             tokens, exact = exact_transcript(self.model, self.subset, utterance.name)
             nats, agrees = student.score(utterance, tokens)

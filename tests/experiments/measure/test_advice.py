@@ -420,7 +420,7 @@ IMAGES = {
     "one image": ({"texts": images()[0]}, r"\(3, 12, 12\).*expected .*images \(n, C, H, W\)"),
     "dictionaries of whole numbers": (
         {"texts": [{"x": image[None].byte()} for image in images()]},
-        r"texts\[0\]: x of uint8",
+        r"texts\[0\]: images of uint8",
     ),
     "a class too many": ({"labels": CLASSIFIED + 1}, "labels: expected classes 0 to 2"),
     "a negative class": ({"labels": CLASSIFIED - 1}, "labels: expected classes 0 to 2"),
