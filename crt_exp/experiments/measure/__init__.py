@@ -4,11 +4,15 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
 
 Record = dict[str, Any]  # one row of metrics.jsonl
 Records = Iterator[Record]
+TensorPair = tuple[Tensor, Tensor]
 
 
 class SwapMeasurement(Measurement):
@@ -53,6 +57,6 @@ def check_estimates(mechanism: Mechanism) -> None:
         )
 
 
-def check_start(start: str | None) -> None:
-    if start is None:
-        raise ValueError("task.start=null: expected the directory of a run")
+def seeded(seed: int) -> torch.Generator:
+    """Return a new CPU generator."""
+    return torch.Generator().manual_seed(seed)

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED, generator_of, official_file
-from crt_exp.experiments.measure import Records, SwapMeasurement, pretrained
+from crt_exp.experiments.measure import Records, SwapMeasurement, TensorPair, pretrained
 from crt_exp.experiments.measure.bench import swap_and_fit
 from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
 from crt_exp.experiments.measure.variance import mnist_file
-from crt_exp.experiments.runner.trainer_config import Adapters
+from crt_exp.experiments.runner.trainer_config import Adapters, Lora
 from crt_exp.experiments.tasks.mlm import following
 from crt_exp.experiments.tasks.transfer import (
     TransferModel,
@@ -63,28 +63,30 @@ class Setting:
     """
 
     model: Callable[[], nn.Module]
-    rows: Callable[[str, int, int], tuple[Tensor, Tensor]]
+    rows: Callable[[str, int, int], TensorPair]
     tested: int = 96
 
     def calibration(self, seed: int) -> list[Tensor]:
         """Return two batches of training inputs."""
-        return [self.rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
+        first = 777 + 10 * seed
+        return [self.rows("train", first + i, ROWS)[0] for i in range(2)]
 
     @torch.no_grad()
     def test_loss(self, model: nn.Module, seed: int) -> float:
         """Return nats per predicted token or image, on rows that are never trained on."""
-        return float(mean_loss(model.eval(), *self.rows("test", 10_000 + seed, self.tested)))
+        inputs, labels = self.rows("test", 10_000 + seed, self.tested)
+        return float(mean_loss(model.eval(), inputs, labels))
 
 
 @lru_cache(maxsize=2)
 def characters(split: str) -> Tensor:
     """Characters of WikiText-2 in lower case as integers; unknown ones have id 0."""
-    text = official_file("wikitext2", split).read_text(encoding="utf-8").lower()[:400_000]
+    text = official_file("wikitext2", split).read_text(encoding="utf-8")
     alphabet = "\n abcdefghijklmnopqrstuvwxyz.,'-@=0123456789"
-    return torch.tensor([alphabet.find(character) + 1 for character in text])
+    return torch.tensor([alphabet.find(character) + 1 for character in text.lower()[:400_000]])
 
 
-def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def copying_rows(split: str, seed: int, count: int) -> TensorPair:
     g = generator_of(seed, count + (split == "test"))
     ids = torch.randint(SYMBOLS, (count, LENGTH // 2), generator=g).repeat(1, 2)
     labels = following(ids)
@@ -92,22 +94,23 @@ def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def causal_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def causal_rows(split: str, seed: int, count: int) -> TensorPair:
     text = characters(split)
-    first = torch.randint(len(text) - LENGTH, (count, 1), generator=generator_of(seed, LENGTH))
+    g = generator_of(seed, LENGTH)
+    first = torch.randint(len(text) - LENGTH, (count, 1), generator=g)
     ids = text[first + torch.arange(LENGTH)]
     return ids, following(ids)
 
 
 @lru_cache(maxsize=2)
-def digits(split: str) -> tuple[Tensor, Tensor]:
+def digits(split: str) -> TensorPair:
     """MNIST images (n, 1, 28, 28) in [-1, 1], and labels (n,)."""
     name = {"train": "train", "test": "t10k"}[split]
     images = torch.tensor(mnist_file(f"{name}-images-idx3-ubyte.gz")).unsqueeze(1) / 127.5 - 1
     return images, torch.tensor(mnist_file(f"{name}-labels-idx1-ubyte.gz")).long()
 
 
-def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def vision_rows(split: str, seed: int, count: int) -> TensorPair:
     images, labels = digits(split)
     g = generator_of(seed, count + 3 * (split == "test"))
     indices = torch.randint(len(images), (count,), generator=g)
@@ -185,18 +188,25 @@ def descent(
         optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
+        warm_up = min(1.0, (i + 1) / (0.05 * steps + 1))
+        optimizer.param_groups[0]["lr"] = lr * warm_up * (1 - i / steps)
         optimizer.step()
         yield i + 1
 
 
 def add_adapters(model: nn.Module, rank: int, seed: int) -> Adapters:
     """Add adapters to the projections of attention and freeze other parameters."""
-    options = {"rank": rank, "alpha": 2.0 * rank, "dropout": 0.0, "targets": None, "also": []}
+    options: Lora = {
+        "rank": rank,
+        "alpha": 2.0 * rank,
+        "dropout": 0.0,
+        "targets": None,
+        "also": [],
+        "merge": True,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Adapters(model, options | {"merge": True})
+        return Adapters(model, options)
 
 
 @lru_cache(maxsize=64)
@@ -271,10 +281,12 @@ class Adapt(SwapMeasurement):
                 self.train_transfer(model, seed)
             yield row("transferred")
             if mechanism.name != UNIFORM:
-                self.train_adapters(model, self.lora, Training(self.model, seed, self.transfer))
+                later = Training(self.model, seed, self.transfer)
+                self.train_adapters(model, self.lora, later)
                 yield row("transfer, LoRA")
                 model = self.swapped_model(mechanism, seed)
-                self.train_adapters(model, self.transfer + self.lora, Training(self.model, seed))
+                whole = Training(self.model, seed)
+                self.train_adapters(model, self.transfer + self.lora, whole)
                 yield row("LoRA")
 
     def swapped_model(self, mechanism: Mechanism, seed: int) -> nn.Module:
@@ -314,7 +326,8 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
             f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
             "fewer"
         )
-    return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+    order = torch.randperm(len(rows), generator=generator_of(seed, length))
+    return rows[order[:count]]
 
 
 @lru_cache(maxsize=4)
@@ -410,7 +423,7 @@ def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], 
 
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
-            logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
-        return F.cross_entropy(logits.float(), rows[i][1:])
+            output = model.train()(**batch_arguments(rows[i : i + 1]))
+        return F.cross_entropy(output.logits[0, :-1].float(), rows[i, 1:])
 
     return loss

@@ -79,7 +79,7 @@ def advise(
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
-    >>> ids = torch.randint(50, (768,), generator=torch.Generator().manual_seed(0))
+    >>> ids = torch.randint(50, (768,), generator=seeded(0))
     >>> advice = advise(model, ids, length=64, rounds=1, attentions=["window", "uniform"])
     >>> [row.attention for row in advice.rows]
     ['exact', 'window', 'uniform']
@@ -299,7 +299,7 @@ class Advise(Measurement):
     metric = "above"
     uses = frozenset()
 
-    model: FileName | None
+    model: FileName
     text: FileName | Sequence[FileName] | None
     images: FileName | None
     audio: FileName | None
@@ -313,11 +313,8 @@ class Advise(Measurement):
     cache_dir: str | None
 
     def __post_init__(self):
-        if self.model is None or [self.text, self.images, self.audio].count(None) != 2:
-            raise ValueError(
-                "task=advise: expected task.model (a folder, a run or a hub name), and held-out data in "
-                "one of task.text, task.images and task.audio"
-            )
+        if [self.text, self.images, self.audio].count(None) != 2:
+            raise ValueError("expected one of task.text, task.images and task.audio")
         if self.text is None and (self.tokenizer or self.length):
             raise ValueError("task.tokenizer, task.length: only for task.text; remove them")
         mechanisms(self.attentions)

@@ -10,7 +10,6 @@ keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -23,9 +22,16 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
-from crt_exp.experiments.measure import Record, Records, SwapMeasurement, check_estimates
+from crt_exp.experiments.measure import (
+    Record,
+    Records,
+    SwapMeasurement,
+    TensorPair,
+    check_estimates,
+    seeded,
+)
 from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
-from crt_exp.experiments.measure.kernel import KernelEstimate, generator
+from crt_exp.experiments.measure.kernel import KernelEstimate, fit_map, generator
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
@@ -91,11 +97,6 @@ class Approximation(SwapMeasurement):
     ):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
-        for option, value in {"layers": layers, "tokenizer": tokenizer}.items():
-            if model is None and value is not None:
-                raise ValueError(
-                    f"task.{option}={value}: expected task.model; set it, or remove task.{option}"
-                )
         self.ms = ms
         self.pairs = pairs
         self.has_depth = model is not None or depth > 0
@@ -153,9 +154,10 @@ class Approximation(SwapMeasurement):
                 continue
             phi = mechanism.map()
             if phi.estimates and not phi.on_sequences:
-                equal = replace(mechanism, m=max(1, max(self.ms) // phi.width(1)))
-                log_errors = KernelEstimate(equal, x, y, layer.fit(phi)).log_relative_mse
-                log_mse[name] = log_errors.clamp(min=SMALL)[0].mean(-1).tolist()
+                m = max(1, max(self.ms) // phi.width(1))
+                estimate = KernelEstimate(replace(mechanism, m=m), x, y, layer.fit(phi))
+                log_errors = estimate.log_relative_mse[0].clamp(min=SMALL)
+                log_mse[name] = log_errors.mean(-1).tolist()
         best = []
         for head in range(layer.heads):
             best.append(min(log_mse, key=lambda name: log_mse[name][head]))
@@ -241,8 +243,9 @@ class Approximation(SwapMeasurement):
             record["m"] = max(self.ms)
             phi = mechanism.map("softmax")
             layer = self.source.layers(0, seed)[0]
-            x, y = layer.x[0, 0], layer.y[0, 0]
-            record |= bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
+            x = layer.x[0, 0]
+            y = layer.y[0, 0]
+            record |= bias_record(phi, mechanism.sampler, x, y, fit_map(mechanism, x, y))
         return record
 
     def is_at_largest_m(self, row: dict) -> bool:
@@ -325,13 +328,14 @@ class LayerErrors:
         seed: int,
         g: torch.Generator,
         count: DenominatorCount,
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    ) -> dict[str, TensorPair]:
         """Return estimate and exact value of the output, and of some rows of the matrix."""
         x = layer.x
         y = layer.y
         causal = layer.causal
         phi = mechanism.map()
-        rows = torch.randperm(x.shape[2], generator=generator(seed))[: self.rows].sort().values
+        order = torch.randperm(x.shape[2], generator=generator(seed))
+        rows = order[: self.rows].sort().values
         noise = mechanism.noise(layer.d, g, (layer.heads,))
         params = layer.fit(phi)
         output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
@@ -369,11 +373,11 @@ class LayerInputs:
 
     def fit(self, phi: FeatureMap) -> Params:
         """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
-        return for_query_heads(
-            phi.fit(grouped_statistics(self.x, self.y)), self.heads // self.y.shape[1]
-        )
+        params = phi.fit(grouped_statistics(self.x, self.y))
+        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
+@dataclass(frozen=True)
 class Synthetic:
     """Random queries, keys and values, and a Transformer with random weights.
 
@@ -387,30 +391,26 @@ class Synthetic:
             sin(turn) g, g ~ N(0, scale^2). None: independent.
     """
 
-    def __init__(
-        self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None
-    ):
-        self.length = length
-        self.heads = heads
-        self.d = d
-        self.scale = scale
-        self.depth = depth
-        self.turn = turn
+    length: int
+    heads: int
+    d: int
+    scale: float
+    depth: int
+    turn: float | None = None
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return [
-            _normal(self.length, self.heads, self.d, self.scale, self.turn, 1000 * seed + sample)
-        ]
+        return [random_inputs(self, 1000 * seed + sample)]
 
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
         """Return relative errors of the hidden states after each layer, (samples, depth).
 
         All samples share the weights.
         """
-        seeded = replace(mechanism, seed=seed)
+        seeded_mechanism = replace(mechanism, seed=seed)
         errors = []
         for sample in range(samples):
-            errors.append(self.errors_of(seeded, seed, 1000 * seed + sample, sample))
+            tokens = 1000 * seed + sample
+            errors.append(self.errors_of(seeded_mechanism, seed, tokens, sample))
         return torch.tensor(errors)
 
     @torch.no_grad()
@@ -421,12 +421,12 @@ class Synthetic:
 
         weights, tokens: seeds. sample: number of the sample of the projections.
         """
-        size = (self.heads, self.d, self.scale, self.depth, weights)
-        h, exact = _exact_states(*size, self.length, tokens)
+        h, exact = exact_states(self, weights, tokens)
         layers = []
         for i in range(self.depth):
-            layers.append(mechanism.layer(self.heads, self.d, layer=self.depth * sample + i))
-        estimates = states(_random_transformer(*size), h, layers)
+            number = self.depth * sample + i
+            layers.append(mechanism.layer(self.heads, self.d, layer=number))
+        estimates = states(random_transformer(self, weights), h, layers)
         return [relative_error(*pair).item() for pair in zip(estimates, exact)]
 
 
@@ -438,7 +438,7 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
     result = []
     for block, layer in zip_longest(model.blocks, layers):
         own = block.attention
-        block.attention = layer or block.attention
+        block.attention = layer or own
         h = block(h)
         block.attention = own
         result.append(h)
@@ -446,33 +446,34 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
 
 
 @lru_cache(maxsize=64)
-def _normal(
-    length: int, heads: int, d: int, scale: float, turn: float | None, seed: int
-) -> LayerInputs:
-    q, k, v = torch.randn(3, 1, heads, length, d, generator=torch.Generator().manual_seed(seed))
-    if turn is not None:
-        q = math.cos(turn) * k + math.sin(turn) * q
-    return LayerInputs("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
+def random_inputs(source: Synthetic, seed: int) -> LayerInputs:
+    shape = (3, 1, source.heads, source.length, source.d)
+    q, k, v = torch.randn(shape, generator=seeded(seed))
+    if source.turn is not None:
+        q = math.cos(source.turn) * k + math.sin(source.turn) * q
+    root = source.d**0.25
+    return LayerInputs("synthetic", source.scale * q / root, source.scale * k / root, v)
 
 
 @lru_cache(maxsize=1)
-def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int) -> Transformer:
+def random_transformer(source: Synthetic, seed: int) -> Transformer:
+    width = source.heads * source.d
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
+        make_layer = Mechanism.of("exact").layer
+        model = Transformer(source.heads, source.depth, 4 * width, width, make_layer)
     # with torch's uniform weights, outputs for normalised tokens have variance 1/3
     for block in model.blocks:
-        block.qkv.weight.data[: 2 * heads * d] *= 3**0.5 * scale
+        block.qkv.weight.data[: 2 * width] *= 3**0.5 * source.scale
     return model.eval()
 
 
 @lru_cache(maxsize=16)
-def _exact_states(
-    heads: int, d: int, scale: float, depth: int, weights: int, length: int, tokens: int
-) -> tuple[Tensor, list[Tensor]]:
+def exact_states(source: Synthetic, weights: int, tokens: int) -> tuple[Tensor, list[Tensor]]:
     """Return tokens (1, L, heads * d) and hidden states after each layer."""
-    h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
-    return h, states(_random_transformer(heads, d, scale, depth, weights), h)
+    width = source.heads * source.d
+    h = torch.randn(1, source.length, width, generator=seeded(tokens))
+    return h, states(random_transformer(source, weights), h)
 
 
 class Pretrained(DocumentBench):
@@ -521,23 +522,24 @@ class Pretrained(DocumentBench):
 
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     """Output of attention without projections; causal layers are fitted to its inputs."""
-    state = mechanism.layer(
-        layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0
-    ).eval()
-    calibration = state.calibration() if isinstance(state, LinearAttention) else nullcontext()
-    with calibration:
-        state(layer.x, layer.y, layer.v)
+    options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
+    state = mechanism.layer(layer.heads, layer.d, **options).eval()
+    if isinstance(state, LinearAttention):
+        with state.calibration():
+            state(layer.x, layer.y, layer.v)
     return state(layer.x, layer.y, layer.v)
 
 
-def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> TensorPair:
     """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
     queries = layer.x.shape[2]
     keys = layer.y.shape[2]
     i = torch.randint(queries, (pairs,), generator=g)
     allowed = i + (keys - queries) + 1 if layer.causal else keys
     j = (torch.rand(pairs, generator=g) * allowed).long()
-    return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
+    x = layer.x[:, :, i]
+    y = layer.y_of_heads[:, :, j]
+    return x.double(), y.double()
 
 
 def is_variance_known(phi: FeatureMap, mechanism: Mechanism) -> bool:

@@ -32,7 +32,7 @@ from crt_exp.experiments.measure import (
     Series,
     SwapMeasurement,
     check_estimates,
-    check_start,
+    seeded,
 )
 from crt_exp.experiments.measure.approximation import LayerErrors, LayerInputs, Synthetic
 from crt_exp.experiments.measure.bench import fit_attention
@@ -114,7 +114,8 @@ class HeadErrors(Series):
 
     def __post_init__(self):
         self.values = self.ms
-        source = Synthetic(self.length, 1, self.d, scale_of(self.sum, self.d), 0, self.turn)
+        scale = scale_of(self.sum, self.d)
+        source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
         self.errors = LayerErrors(source, self.samples, 1)
 
     measures_whole = SwapMeasurement.measures_whole
@@ -192,7 +193,7 @@ class KernelBias(Measurement):
         x = torch.zeros(2, self.d, dtype=torch.float64)
         x[0, 0] = 1
         x[1] = self.d**-0.5
-        g = torch.Generator().manual_seed(seed)
+        g = seeded(seed)
         sampler = mechanism.sampler
         bias = measured_bias(mechanism.map(), sampler, x, x, draws=self.draws, generator=g)
         unit, spread = bias.ratio.tolist()
@@ -226,14 +227,13 @@ class AttentionMaps(SwapMeasurement):
 
     metric = "mean_error"
 
-    start: FileName | None
+    start: FileName
     file: str
     entry: str
     sequences: Count
     drawn: bool = False
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        check_start(self.start)
         folder = task_folder("protein", None)
         if folder is None or not (folder / self.file).is_file():
             raise missing("protein", folder and folder / self.file)
@@ -306,7 +306,8 @@ def with_random_weights(saved: language.SavedLanguageModel, start: str) -> langu
     """Return a model of equal sizes with random weights, seeded by the run's weights."""
     weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
-    torch.manual_seed(int(hashlib.sha256(digest.encode()).hexdigest()[:8], 16))
+    seed = hashlib.sha256(digest.encode()).hexdigest()[:8]
+    torch.manual_seed(int(seed, 16))
     return language.LanguageModel(saved.description, saved.mechanism.layer).eval()
 
 
@@ -333,7 +334,8 @@ def attention_matrices(
 
     def record(layer: nn.Module, args: tuple, output: Tensor) -> None:
         q, k, _, *mask = args
-        unit = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:3], -1)
+        unit = torch.eye(k.shape[2], dtype=k.dtype)
+        unit = unit.expand(*k.shape[:3], -1)
         # calling the module would trigger this hook again
         matrices.append(keep(layer.forward(q, k, unit, *mask)))
 
@@ -388,10 +390,11 @@ def similarity(values: np.ndarray) -> np.ndarray:
 
     Rows are heads or sequences. Raises ValueError if the correlation is not defined.
     """
-    same = "".join(np.array([*STANDARD])[values.std(0) <= 1e-6 * values.mean(0)])
-    if len(values) < 3 or same:
+    constant = values.std(0) <= 1e-6 * values.mean(0)
+    if len(values) < 3 or constant.any():
+        same = "".join(np.array([*STANDARD])[constant])
         raise ValueError(
-            f"similarity: {len(values)} heads or sequences{same and f', equal in {same}'}; use more"
+            f"similarity: {len(values)} heads or sequences, equal in {same or 'none'}; use more"
         )
     return np.corrcoef(values.T)
 
@@ -415,8 +418,10 @@ def correlation(
     order = np.tile(np.arange(len(first)), (permutations, 1))
     orders = np.random.default_rng(seed).permuted(order, axis=1)
     r = float(standard[PAIRS] @ wanted)
-    others = standard[orders[:, PAIRS[0]], orders[:, PAIRS[1]]] @ wanted
-    return {"r": r, "p": float(1 + (others >= r - 1e-12).sum()) / (1 + permutations)}
+    i, j = PAIRS
+    permuted = standard[orders[:, i], orders[:, j]] @ wanted
+    count = float((permuted >= r - 1e-12).sum())
+    return {"r": r, "p": (1 + count) / (1 + permutations)}
 
 
 def standardise(matrix: np.ndarray) -> np.ndarray:

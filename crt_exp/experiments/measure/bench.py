@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
+from crt_exp.experiments.measure import TensorPair, seeded
 from crt_exp.experiments.measure.times import (
     NO_WARMUP_MS,
     in_turns,
@@ -161,8 +162,8 @@ class Bench:
                     state.load_state_dict(tensors)
                 return
         self.fit(key[0])
-        self.fits.append((key, [copy.deepcopy(state.state_dict()) for state in states]))
-        self.fits = self.fits[-MAX_CACHED:]
+        fitted = [copy.deepcopy(state.state_dict()) for state in states]
+        self.fits = [*self.fits, (key, fitted)][-MAX_CACHED:]
 
     @torch.no_grad()
     def record_calls(
@@ -192,10 +193,9 @@ class Bench:
         Raises NotFinite if the model's own loss is not finite.
         """
         with self.swapped(attention):
-            losses = {
-                "loss": [self.loss(i) for i in range(len(self.judged))],
-                "repeated": [self.repeated_loss(i) for i in range(self.repeats)],
-            }
+            loss = [self.loss(i) for i in range(len(self.judged))]
+            repeated = [self.repeated_loss(i) for i in range(self.repeats)]
+        losses = {"loss": loss, "repeated": repeated}
         if attention is None and not all(map(math.isfinite, losses["loss"])):
             raise NotFinite(
                 f"{type(self.model).__name__}: loss without swap is not finite; check the parameters"
@@ -260,7 +260,8 @@ class TextBench(Bench):
         special: Sequence[int] = (),
         seed: int = 0,
     ):
-        super().__init__(model, rows, None if training is None else training.split(1), seed)
+        batches = None if training is None else training.split(1)
+        super().__init__(model, rows, batches, seed)
         self.predicts = predicts(model)
         self.rows = rows
         self.mask = mask
@@ -268,15 +269,18 @@ class TextBench(Bench):
         self.causal = self.predicts == NEXT
         self.options = {"use_cache": False} if self.causal else {}
         L = rows.shape[1]
-        lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
-        self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
+        self.timed = {}
+        length = SHORTEST
+        while length < L:
+            self.timed[length] = rows[:1, :length]
+            length *= 2
+        self.timed[L] = rows[:1]
         if self.causal and L >= 4 * MIN_CONTEXT:
             self.repeats = min(REPEATED, len(rows))
 
     def fit(self, attention: Mechanism) -> None:
-        fit_attention(
-            self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training]
-        )
+        batches = [{"input_ids": piece, **self.options} for piece in self.training]
+        fit_attention(self.model.base_model, batches)
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self.options, **options)
@@ -303,7 +307,7 @@ class TextBench(Bench):
         """Loss of each token with a label, labels (1, L), in float64."""
         return nats(self.run(inputs).logits, labels)
 
-    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> TensorPair:
         """Inputs and labels of row i, (1, L) each, equal for all methods."""
         row = self.rows[i : i + 1]
         if self.causal:
@@ -313,7 +317,7 @@ class TextBench(Bench):
 
     def masked_positions(self, i: int) -> Tensor:
         """The tokens of row i to mask, as a boolean tensor (L,)."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + i)
+        generator = seeded(1000 * self.seed + i)
         uniform = torch.rand(self.rows.shape[1], generator=generator)
         uniform[torch.isin(self.rows[i], self.special)] = 1.0
         return uniform <= max(SHARE, float(uniform.min()))
@@ -324,7 +328,7 @@ def evenly_spaced(count: int, chosen: int) -> list[int]:
     return np.linspace(0, count - 1, chosen).round().astype(int).tolist()
 
 
-def next_token_labels(ids: Tensor) -> tuple[Tensor, Tensor]:
+def next_token_labels(ids: Tensor) -> TensorPair:
     """Ids (1, L) and next-token labels; the last token has no label."""
     return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
-from crt_exp.experiments.measure import Record, Records, SwapMeasurement, check_start
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
     SHARE,
     TextBench,
@@ -37,7 +37,7 @@ from crt_exp.swap.calibration import learns
 from crt_exp.validation import Count, FileName, Files, Several, Whole, checked
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
-TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName] | None
+TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
 
 
 class LayerCall(NamedTuple):
@@ -142,7 +142,7 @@ class DocumentBench(TextBench):
     def run(self, ids: Tensor) -> Any:
         return super().run(ids, output_hidden_states=True)
 
-    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> TensorPair:
         """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().inputs_and_labels(i)
@@ -222,10 +222,8 @@ def check_disjoint(text: str | Sequence[str], calibration: str | Sequence[str] |
 load_bench = lru_cache(maxsize=2)(DocumentBench)
 
 
-def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
     """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
-    if text is None:
-        return None
     if not isinstance(text, str):
         return tuple(text)
     return str(official_file("wikitext2", text)) if text in SPLITS else text
@@ -243,9 +241,9 @@ class Fidelity(SwapMeasurement):
 
     metric = "hidden_error"
 
-    model: FileName | None
+    model: FileName
     text: TextOption
-    calibration: TextOption
+    calibration: TextOption | None
     tokenizer: FileName | None
     length: Count | None
     texts: Count
@@ -254,12 +252,9 @@ class Fidelity(SwapMeasurement):
     cache_dir: str | None
 
     def __post_init__(self):
-        if self.model is None or self.text is None:
-            raise ValueError(
-                "task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=..."
-            )
         self.text = files(self.text)
-        self.calibration = files(self.calibration)
+        if self.calibration is not None:
+            self.calibration = files(self.calibration)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         bench = load_bench(
@@ -318,14 +313,13 @@ class SwapLoss(SwapMeasurement):
 
     metric = "loss"
 
-    start: FileName | None
+    start: FileName
     splits: Several[str]
     offset: Whole = 0
     fit: Whole = 0
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        check_start(self.start)
         task = load_run_task(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:

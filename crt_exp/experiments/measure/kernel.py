@@ -24,7 +24,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp.attention.partials import weighted_features
 from crt_exp.experiments.data.tabular import file_of, load
-from crt_exp.experiments.measure import Measurement, Record, Records, Series, check_estimates
+from crt_exp.experiments.measure import (
+    Measurement,
+    Record,
+    Records,
+    Series,
+    TensorPair,
+    check_estimates,
+    seeded,
+)
 from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
 from crt_exp.experiments.models.implicit_policy import column_sums
 from crt_exp.experiments.tasks.uci import scaler
@@ -68,7 +76,12 @@ SUMS = (aten.sum, aten.mean)
 
 
 def generator(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
+    name = "/".join(map(str, key))
+    return seeded(zlib.crc32(name.encode()))
+
+
+def normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,8 @@ class KernelEstimate:
     def ratios(self, draws: int, g: torch.Generator) -> Tensor:
         """Return estimate / SM for `draws` samples of the projections, (draws, [*heads,] n)."""
         *_, d = self.x.shape
-        block = max(1, AT_ONCE // (self.logits.numel() * self.phi.width(self.mechanism.m)))
+        values = self.logits.numel() * self.phi.width(self.mechanism.m)
+        block = max(1, AT_ONCE // values)
         heads = [1] * max(0, self.x.ndim - 3)
         ratios = []
         for start in range(0, draws, block):
@@ -114,7 +128,8 @@ class KernelEstimate:
         For a given seed, maps with equal numbers of projections share them.
         """
         ratios = self.ratios(groups * draws, generator(seed))
-        return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
+        errors = (ratios - 1).square()
+        return errors.unflatten(0, (groups, draws)).mean(1)
 
     @cached_property
     def log_relative_mse(self) -> Tensor:
@@ -122,10 +137,11 @@ class KernelEstimate:
 
         Includes the bias of SMREG.
         """
-        mse = self.phi.log_mse(self.x, self.y, self.params, self.mechanism.m) - 2 * self.logits
-        return torch.logaddexp(mse, 2 * torch.expm1(self.log_bias).abs().log())
+        mse = self.phi.log_mse(self.x, self.y, self.params, self.mechanism.m)
+        bias = torch.expm1(self.log_bias).abs()
+        return torch.logaddexp(mse - 2 * self.logits, 2 * bias.log())
 
-    def mse(self, groups: int, draws: int, seed: int) -> tuple[dict[str, float], list[float]]:
+    def mse(self, groups: int, draws: int, seed: int) -> tuple[Record, list[float]]:
         """Return E (estimate - SM)^2 over pairs, and its value in each group.
 
         The first is measured, and for iid projections also in closed form.
@@ -133,7 +149,8 @@ class KernelEstimate:
         weight = (2 * self.logits).exp()  # SM^2
         mse = (self.squared_errors(groups, draws, seed) * weight).mean(-1)
         closed = (self.log_relative_mse.exp() * weight).mean()
-        return {"mse": mse.mean().item(), "closed_form": closed.item()}, mse.tolist()
+        record = {"mse": mse.mean().item(), "closed_form": closed.item()}
+        return record, mse.tolist()
 
 
 def estimate_pairs(mechanism: Mechanism, x: Tensor, y: Tensor) -> KernelEstimate:
@@ -146,12 +163,14 @@ def fit_map(mechanism: Mechanism, x: Tensor, y: Tensor) -> Params:
     return mechanism.map("softmax").fit(Statistics.of(x, y))
 
 
-def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> TensorPair:
     """Return x and y (n, d) of norm r at angles theta (n,), in random planes."""
-    u, v = torch.randn(2, len(theta), d, generator=g, dtype=torch.float64)
+    u, v = normal(g, 2, len(theta), d)
     u = F.normalize(u, dim=-1)
-    v = F.normalize(v - (v * u).sum(-1, keepdim=True) * u, dim=-1)
-    return r * u, r * (theta.cos()[:, None] * u + theta.sin()[:, None] * v)
+    along = (v * u).sum(-1, keepdim=True)
+    v = F.normalize(v - along * u, dim=-1)
+    theta = theta.unsqueeze(-1)
+    return r * u, r * (theta.cos() * u + theta.sin() * v)
 
 
 def angles_of(n: int) -> Tensor:
@@ -183,7 +202,8 @@ class Pointwise(Series):
     def measure(self, r: float, mechanism: Mechanism, seed: int) -> Record:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta = angles_of(self.angles)
-        estimate = estimate_pairs(mechanism, *at_angles(theta, r, self.d, generator(seed, 0)))
+        x, y = at_angles(theta, r, self.d, generator(seed, 0))
+        estimate = estimate_pairs(mechanism, x, y)
         squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
         closed = (estimate.log_relative_mse / 2).exp()
@@ -223,7 +243,8 @@ class QMC(Measurement):
         self.file = file_of(self.dataset, self.data_dir)
         table = load(self.dataset, self.data_dir).encode("ordinal")
         rows = torch.from_numpy(scaler(table, self.scaling)(table)).double()
-        self.data = self.length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
+        norm = rows.square().sum(-1).mean().sqrt()
+        self.data = self.length * rows / norm  # (rows, d)
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
@@ -237,11 +258,12 @@ class QMC(Measurement):
         bias = bias_record(estimate.phi, mechanism.sampler, self.data, self.data, params)
         yield {**record, "mse_of_groups": groups, **bias}
 
-    def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    def random_pairs(self, g: torch.Generator) -> TensorPair:
         """Return x and y (pairs, d): random pairs of different rows."""
         n = len(self.data)
         i = torch.randint(n, (self.pairs,), generator=g)
-        return self.data[i], self.data[(i + torch.randint(1, n, (self.pairs,), generator=g)) % n]
+        distance = torch.randint(1, n, (self.pairs,), generator=g)
+        return self.data[i], self.data[(i + distance) % n]
 
     def summary(self, records: list[dict]) -> str:
         return f"{super().summary(records)}{bias_sentence(records[-1])}"
@@ -281,24 +303,28 @@ class Clusters(Series):
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
         xs, ys = self.sample_points(seed)
-        i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
+        g = generator(seed, 2)
+        i, j = torch.randint(len(xs), (2, self.pairs), generator=g)
         params = fit_map(mechanism, xs, ys)
-        estimate = KernelEstimate(replace(mechanism, m=m), xs[i], ys[j], params)
+        mechanism = replace(mechanism, m=m)
+        estimate = KernelEstimate(mechanism, xs[i], ys[j], params)
         record, repeats = estimate.mse(self.repeats, 1, seed)
         return {**record, "mse_of_repeats": repeats}
 
-    def centres(self, seed: int) -> tuple[Tensor, Tensor]:
+    def centres(self, seed: int) -> TensorPair:
         """Return centres of queries and keys, (2, d) each, of norm 1."""
         g = generator(seed, 0)
-        v = F.normalize(torch.randn(2, 1, self.d, generator=g, dtype=torch.float64), dim=-1)
+        v = F.normalize(normal(g, 2, 1, self.d), dim=-1)
         rotations = haar((2, SIDES, self.d, self.d), g)
         turned = (v.unsqueeze(1) @ rotations).squeeze(-2)  # (sides, 2, d)
-        signs = torch.where(torch.rand(self.d, generator=g, dtype=torch.float64) < 0.5, -1.0, 1.0)
-        same = torch.randperm(self.d, generator=g) < round(self.agreeing * self.d)
+        uniform = torch.rand(self.d, generator=g, dtype=torch.float64)
+        signs = torch.where(uniform < 0.5, -1.0, 1.0)
+        agreeing = round(self.agreeing * self.d)
+        same = torch.randperm(self.d, generator=g) < agreeing
         queries, keys = turned.abs()
         return queries * signs, keys * torch.where(same, signs, -signs)
 
-    def sample_points(self, seed: int) -> tuple[Tensor, Tensor]:
+    def sample_points(self, seed: int) -> TensorPair:
         """Return queries and keys, (2 points, d) each, of norm `length`."""
         g = generator(seed, 1)
         query_centres, key_centres = self.centres(seed)
@@ -308,8 +334,7 @@ class Clusters(Series):
         sigma = self.spread / self.d**0.5
         points = []
         for centre in centres:
-            noise = torch.randn((self.points, self.d), generator=g, dtype=torch.float64)
-            points.append(centre + sigma * noise)
+            points.append(centre + sigma * normal(g, self.points, self.d))
         return self.length * F.normalize(torch.cat(points), dim=-1)
 
 
@@ -344,7 +369,8 @@ class Flops(Series):
 
     def measure(self, budget: float, mechanism: Mechanism, seed: int) -> Record:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
-        x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
+        theta = angles_of(self.angles)
+        x, y = at_angles(theta, self.length, self.d, generator(seed, 0))
         params = fit_map(mechanism, x, y)
 
         def cost(m: int) -> int:
@@ -376,20 +402,25 @@ def flops(mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
         queries = columns(bound.phi_q(x))
         if counted == "features":
             return queries
-        return queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
+        keys = columns(bound.phi_k(x))
+        return queries @ (keys.mT @ torch.ones(len(x), d + 1))
 
-    return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
+    x = torch.randn(2 * TOKENS, d, generator=generator(1))
+    return round(per_token(run, x))
 
 
 def bind_map(mechanism: Mechanism, params: Params, d: int):
     """Return the mechanism's feature map with one sample of its projections."""
-    return mechanism.map("softmax").bind(mechanism.noise(d, generator(0)), params)
+    noise = mechanism.noise(d, generator(0))
+    return mechanism.map("softmax").bind(noise, params)
 
 
 def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
     """Return FLOPs of run(x) per row of x (2 * TOKENS, d), without one-time work."""
     run(x)  # warm-up: the projections cache some tables
-    return (count(partial(run, x)) - count(partial(run, x[:TOKENS]))) / TOKENS
+    whole = count(partial(run, x))
+    half = count(partial(run, x[:TOKENS]))
+    return (whole - half) / TOKENS
 
 
 def columns(f: Features | Blocks) -> Tensor:
@@ -465,7 +496,8 @@ class RankingCost(Measurement):
 
 
 def on_sphere(rows: int, d: int) -> Tensor:
-    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+    x = torch.randn(rows, d, generator=generator(rows, d))
+    return F.normalize(x, dim=-1)
 
 
 def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:

@@ -232,8 +232,11 @@ class SwapText(SwapMeasurement):
 
     def bench(self, row: Row) -> TextBench:
         length = min(self.length, FITTED)
-        training = [passage(self.model, self.fit_text, i, length) for i in range(self.fit)]
-        return TextBench(load_pretrained(self.model)[0], row.ids, torch.stack(training))
+        training = []
+        for i in range(self.fit):
+            training.append(passage(self.model, self.fit_text, i, length))
+        model = load_pretrained(self.model)[0]
+        return TextBench(model, row.ids, torch.stack(training))
 
 
 # ---- cosine similarity to the outputs of exact attention
@@ -278,7 +281,8 @@ class SwapEmbeddings(SwapSimilarity):
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         model, tokenizer = load_pretrained(self.model, AutoModel)
         passages = self.passages("valid", tokenizer)
-        passages = passages[:: max(len(passages) // self.texts, 1)][: self.texts]
+        step = max(len(passages) // self.texts, 1)
+        passages = passages[::step][: self.texts]
         if self.fit_text == "code":
             code = encode(tokenizer, plain_text("code"))[: self.fit * self.length]
             return model, passages, code.view(self.fit, self.length)
@@ -318,11 +322,14 @@ class SwapImages(SwapSimilarity):
     def pixels(self, split: str, count: int, config: dict[str, Any]) -> Tensor:
         """Return normalised images (count, 3, size, size), evenly spaced in the split."""
         source = images.load(self.dataset)[split]
-        indices = np.linspace(0, len(source.labels) - 1, count).astype(int)
-        pixels = np.stack([images.square_image(source, i, self.size, 3) for i in indices])
+        last = len(source.labels) - 1
+        pixels = []
+        for i in np.linspace(0, last, count).astype(int):
+            pixels.append(images.square_image(source, i, self.size, 3))
+        scaled = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
         mean = torch.tensor(config["mean"]).view(3, 1, 1)
         deviation = torch.tensor(config["std"]).view(3, 1, 1)
-        return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / deviation
+        return (scaled - mean) / deviation
 
     def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
         return model(samples)

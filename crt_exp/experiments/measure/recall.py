@@ -7,7 +7,8 @@ methods, not their cost.
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
-from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, check_start
+from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, TensorPair, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
@@ -92,7 +93,7 @@ class FarKey(Measurement):
     def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
         name, options = split_words(method)
         if name in BASELINES:
-            return BASELINES[name](*heads, **options)
+            return BASELINES[name](**options)(*heads)
         if name in CAUSAL:
             return CAUSAL[name](*heads, causal=True, **options)
         if name == "nearfar":
@@ -105,7 +106,7 @@ class FarKey(Measurement):
 
         The attention scale is 1.
         """
-        g = torch.Generator().manual_seed(seed)
+        g = seeded(seed)
         H, L = self.heads, self.length
         k = torch.randn(H, L, self.d, generator=g)
         positions = torch.arange(L - self.queries, L)
@@ -153,14 +154,13 @@ class SwapRecall(SwapMeasurement):
 
     metric, lower_is_better = "accuracy", False
 
-    start: FileName | None
+    start: FileName
     length: Count
     pairs: Count
     evaluated: Count
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        check_start(self.start)
         saved = language.load(self.start, "start")
         symbols = saved.symbols["values"]
         calibration = []
@@ -176,7 +176,7 @@ class SwapRecall(SwapMeasurement):
             correct.append(logits.argmax(-1) == labels[queried])
         yield {"accuracy": float(torch.cat(correct).double().mean())}
 
-    def tokens_and_labels(self, split: str, row: int, symbols: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_labels(self, split: str, row: int, symbols: int) -> TensorPair:
         arrays = recall_row(split, row, self.length, symbols, self.pairs, self.pairs)
         tokens, labels = map(torch.from_numpy, arrays)
         return tokens, labels
@@ -215,13 +215,12 @@ class SwapCopying(SwapMeasurement):
 
     metric = "copied"
 
-    start: FileName | None
+    start: FileName
     length: Count
     baseline: str | None
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        check_start(self.start)
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)
         bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
@@ -243,98 +242,121 @@ class SwapCopying(SwapMeasurement):
         name, options = split_words(self.baseline)
         if name not in BASELINES:
             raise unknown("task.baseline", name, BASELINES)
-        return DenseSwap(name, partial(BASELINES[name], **options))
+        return DenseSwap(name, BASELINES[name](**options))
 
 
 # ---- dense baselines
-#
-# Arguments: queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), values v (1, H, L, dv); scale 1.
-# keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
 
 
-def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return masks (R, L) of the keys always attended to, and of other past keys."""
-    positions = torch.arange(k.shape[2])
-    queries = positions[len(positions) - q.shape[2] :]
-    distance = queries.unsqueeze(1) - positions
-    past = distance >= 0
-    close = past & ((distance < near) | (positions < first))
-    return close, past & ~close
+@dataclass(frozen=True)
+class DenseBaseline(ABC):
+    """Attention that retrieves keys by dense computations.
 
+    A call takes queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), and values v (1, H, L, dv), with
+    scale 1.
 
-def top_key_attention(
-    q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int
-) -> Tensor:
-    """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
-
-    near, far: masks (R, L).
+    keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
     """
-    count = min(keys, rank.shape[-1])
-    best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
-    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
-    logits = (q @ k.mT).masked_fill(~(near | retrieved), -torch.inf)
-    return logits.softmax(-1) @ v
+
+    keys: int
+    near: int = NEAR
+    first: int = 0
+
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output (1, H, R, dv)."""
+
+    def masks(self, q: Tensor, k: Tensor) -> TensorPair:
+        """Return masks (R, L) of the keys always attended to, and of other past keys."""
+        positions = torch.arange(k.shape[2])
+        queries = positions[len(positions) - q.shape[2] :]
+        distance = queries.unsqueeze(1) - positions
+        past = distance >= 0
+        close = past & ((distance < self.near) | (positions < self.first))
+        return close, past & ~close
+
+    def attend_top(self, q: Tensor, k: Tensor, v: Tensor, rank: Tensor) -> Tensor:
+        """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L)."""
+        close, far = self.masks(q, k)
+        count = min(self.keys, rank.shape[-1])
+        best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
+        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        seen = close | (retrieved & far)
+        return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-def top_weight_keys(
-    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
-) -> Tensor:
+class LargestWeights(DenseBaseline):
     """Oracle: near keys and the keys with the largest weights."""
-    return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend_top(q, k, v, q @ k.mT)
 
 
-def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+class Pages(DenseBaseline):
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
-    page = k.unflatten(2, (-1, PAGE))
-    bound = q.clamp(min=0) @ page.amax(3).mT + q.clamp(max=0) @ page.amin(3).mT
-    rank = bound.repeat_interleave(PAGE, -1)
-    close, far = key_masks(q, k, near, first)
-    return top_key_attention(q, k, v, rank, close, far, keys)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        page = k.unflatten(2, (-1, PAGE))
+        positive = q.clamp(min=0) @ page.amax(3).mT
+        negative = q.clamp(max=0) @ page.amin(3).mT
+        rank = (positive + negative).repeat_interleave(PAGE, -1)
+        return self.attend_top(q, k, v, rank)
 
 
-def clusters(
-    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
-) -> Tensor:
+class Clusters(DenseBaseline):
     """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
 
     A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
     by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
     optimistic.
     """
-    length = q.shape[2]
-    K = clusters_at(length)
-    centres, cluster = kmeans(k, K)
-    member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
-    close, far = key_masks(q, k, near, first)
-    distant = member.clone()
-    distant[:, :, :first] = 0
-    distant = delay(distant, near)
-    N = distant.cumsum(2)
-    sums = (distant.unsqueeze(-1) * delay(v, near).unsqueeze(3)).cumsum(2)
-    V = sums / N.clamp(min=1).unsqueeze(-1)  # (1, H, L, K, dv)
-    rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
-    order = rank.argsort(-1, descending=True)
-    total = N.gather(-1, order).cumsum(-1)
-    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, total <= keys)
-    retrieved_keys = retrieved.double() @ member.double().mT > 0
-    key_logits = (q @ k.mT).masked_fill(~(close | retrieved_keys & far), -torch.inf)
-    cluster_logits = (rank + N.log()).masked_fill(retrieved | (N == 0), -torch.inf)
-    weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
-    return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        K = clusters_at(length)
+        centres, cluster = kmeans(k, K)
+        member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
+        N, V = self.past_clusters(member, v)
+        rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
+        order = rank.argsort(-1, descending=True)
+        total = N.gather(-1, order).cumsum(-1)
+        retrieved = torch.zeros_like(rank, dtype=torch.bool)
+        retrieved = retrieved.scatter(-1, order, total <= self.keys)
+        close, far = self.masks(q, k)
+        seen = close | ((retrieved.double() @ member.double().mT > 0) & far)
+        key_logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
+        cluster_logits = (rank + N.log()).masked_fill(retrieved | (N == 0), -torch.inf)
+        weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
+        means = weights[..., None, length:] @ V
+        return weights[..., :length] @ v + means.squeeze(-2)
+
+    def past_clusters(self, member: Tensor, v: Tensor) -> TensorPair:
+        """Return sizes (1, H, L, K) and mean values (1, H, L, K, dv) of the far past."""
+        distant = member.clone()
+        distant[:, :, : self.first] = 0
+        distant = delay(distant, self.near)
+        N = distant.cumsum(2)
+        values = delay(v, self.near).unsqueeze(3)
+        sums = (distant.unsqueeze(-1) * values).cumsum(2)
+        return N, sums / N.clamp(min=1).unsqueeze(-1)
 
 
 def delay(t: Tensor, steps: int) -> Tensor:
     """Shift t (1, H, L, n) by some positions, so that near keys are excluded."""
-    return torch.cat([torch.zeros_like(t[:, :, :steps]), t[:, :, :-steps]], 2)
+    zeros = torch.zeros_like(t[:, :, :steps])
+    return torch.cat([zeros, t[:, :, :-steps]], 2)
 
 
-def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
+def kmeans(k: Tensor, K: int) -> TensorPair:
     """Return centroids (1, H, K, d) of keys (1, H, L, d), and assignments (1, H, L)."""
-    centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
+    initial = torch.linspace(0, k.shape[2] - 1, K).round().long()
+    centres = k[:, :, initial]
     for _ in range(LLOYD):
-        member = F.one_hot(torch.cdist(k, centres).argmin(-1), K).to(k)
+        nearest = torch.cdist(k, centres).argmin(-1)
+        member = F.one_hot(nearest, K).to(k)
         N = member.sum(2).unsqueeze(-1)
-        centres = torch.where(N > 0, member.mT @ k / N.clamp(min=1), centres)
+        means = member.mT @ k / N.clamp(min=1)
+        centres = torch.where(N > 0, means, centres)
     return centres, torch.cdist(k, centres).argmin(-1)
 
 
@@ -342,10 +364,10 @@ def clusters_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {
-    "largest": top_weight_keys,
-    "pages": pages,
-    "clusters": clusters,
+BASELINES: dict[str, type[DenseBaseline]] = {
+    "largest": LargestWeights,
+    "pages": Pages,
+    "clusters": Clusters,
 }
 
 
@@ -353,14 +375,15 @@ BASELINES: dict[str, Callable[..., Tensor]] = {
 class DenseSwap:
     """A dense baseline, in place of the `Mechanism` that a bench swaps.
 
-    name: label in tables. attend: function of BASELINES, with its options.
+    name: label in tables.
     """
 
     name: str
-    attend: Callable[..., Tensor]
+    baseline: DenseBaseline
 
     def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, partial(DenseLayer, self.attend), self.name, layers, saved=saved)
+        maker = partial(DenseLayer, self.baseline)
+        return swap_layers(model, maker, self.name, layers, saved=saved)
 
 
 class DenseLayer(AttentionLayer):
@@ -368,7 +391,7 @@ class DenseLayer(AttentionLayer):
 
     def __init__(
         self,
-        attend: Callable[..., Tensor],
+        baseline: DenseBaseline,
         heads: int,
         d: int,
         *,
@@ -378,7 +401,7 @@ class DenseLayer(AttentionLayer):
         layer: int = 0,
     ):
         super().__init__(heads, d, kv_heads, causal, scaling)
-        self.attend = attend
+        self.baseline = baseline
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
@@ -388,5 +411,5 @@ class DenseLayer(AttentionLayer):
         q = q * self.scaling
         k = repeat_heads(k, q.shape[1])
         v = repeat_heads(v, q.shape[1])
-        outputs = [self.attend(*row) for row in zip(q.split(1), k.split(1), v.split(1))]
-        return torch.cat(outputs)
+        rows = zip(q.split(1), k.split(1), v.split(1))
+        return torch.cat([self.baseline(*row) for row in rows])

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.measure import Measurement, Records, check_start
+from crt_exp.experiments.measure import Measurement, Records, TensorPair, seeded
 from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
@@ -84,7 +84,7 @@ def zipf(classes: int) -> Tensor:
     return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
 
 
-def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor]:
+def batch_of(head: nn.Linear, length: float, count: int) -> TensorPair:
     """Sample queries of norm `length` and their targets.
 
     The cosine between a query and its target's class vector is about 0.7.
@@ -295,12 +295,11 @@ class ClassDistributions(Measurement):
 
     metric = "ks"
 
-    start: FileName | None
+    start: FileName
     every: Count
     ms: Several[Count]
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        check_start(self.start)
         task, x, y = vectors_of(self.start)
         queries = x[:: self.every].contiguous()
         stats = Statistics.of(x[::FITTED].contiguous(), y)
@@ -309,7 +308,7 @@ class ClassDistributions(Measurement):
             coefficients = mechanism.features.content.get("n", 1)
             for m in self.ms:
                 projected = mechanism.with_projections(m // coefficients)
-                noise = projected.noise(y.shape[1], torch.Generator().manual_seed(seed))
+                noise = projected.noise(y.shape[1], seeded(seed))
                 estimate = estimator(phi, noise, phi.fit(stats), y)
                 yield {"m": m, **distances(queries, y, estimate)}
             return

@@ -23,7 +23,7 @@ from crt_exp.attention import (
     identity_attention,
     uniform_attention,
 )
-from crt_exp.experiments.measure import Measurement, Records
+from crt_exp.experiments.measure import Measurement, Records, seeded
 from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import Statistics
@@ -145,7 +145,7 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
     name = method.removesuffix(CAUSAL)
     causal = method.endswith(CAUSAL)
     if method == CHUNKED:
-        noise = orthogonal(M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+        noise = orthogonal(M, D, seeded(0), batch=(HEADS,))
         return chunked(noise.rows().to(device))
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
@@ -162,18 +162,19 @@ def feature_map_attention(
 ) -> Attend:
     """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
-    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,)).to(device)
+    noise = mechanism.noise(D, seeded(0), (HEADS,)).to(device)
+    counter = DenominatorCount()
+    options = {"causal": causal, "counter": counter}
+
+    def fit_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        params = phi.fit(Statistics.of(q, k))
+        return attention(q, k, v, phi, noise, params, **options)
+
+    if phi.fitted and not phi.on_vectors:
+        return fit_and_attend
     queries, keys, *_ = inputs(SAMPLE, device)
-    statistics = Statistics.of(queries.detach()[0], keys.detach()[0])
-    fixed = None
-    if phi.on_vectors or not phi.fitted:
-        fixed = phi.fit(statistics)
-
-    def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if fixed is None else fixed
-        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
-
-    return run
+    params = phi.fit(Statistics.of(queries.detach()[0], keys.detach()[0]))
+    return partial(attention, phi=phi, noise=noise, params=params, **options)
 
 
 @lru_cache(maxsize=4)
@@ -182,7 +183,7 @@ def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Te
 
     The mean |x + y|^2 is about 10, as in pretrained models.
     """
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def sample(scale: float) -> Tensor:
@@ -201,20 +202,23 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
     There is no stabiliser, which would take time, so vectors must have moderate norms.
     """
 
-    def features(x):
-        return torch.exp(x @ weight.mT.to(x.dtype) - x.square().sum(-1, keepdim=True) / 2)
+    def features(x: Tensor) -> Tensor:
+        squares = x.square().sum(-1, keepdim=True)
+        return torch.exp(x @ weight.mT.to(x.dtype) - squares / 2)
 
-    def parts(t):
+    def parts(t: Tensor) -> Tensor:
         """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
-        return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+        padding = -t.shape[-2] % chunk
+        return F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk))
 
-    def run(x, y, v):
+    def run(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         queries = parts(features(x))
         keys = parts(features(y))
         values = parts(F.pad(v, (0, 1), value=1.0))
-        earlier = F.pad(keys.mT @ values, (0, 0, 0, 0, 1, -1)).cumsum(-3)
+        sums = F.pad(keys.mT @ values, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of earlier chunks
         within = (queries @ keys.mT).tril() @ values
-        out = (queries @ earlier + within).flatten(-3, -2)[..., : x.shape[-2], :]
+        out = (queries @ sums + within).flatten(-3, -2)
+        out = out[..., : x.shape[-2], :]
         return out[..., :-1] / out[..., -1:]
 
     return run
@@ -236,8 +240,8 @@ class OneHead:
 
     def __init__(self, method: str, length: int):
         self.mechanism = mechanism_of(method, "one_head")
-        self.g = torch.Generator().manual_seed(0)
-        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
+        self.g = seeded(0)
+        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=seeded(0))
         self.x = x / 2  # d^(-1/4)
         self.y = y / 2
 
@@ -260,8 +264,9 @@ class OneHead:
 
 def transformer(what: str, method: str, length: int) -> Work:
     heads, layers, ffn, dim = MODELS[what]
-    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    return model_work(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
+    make_layer = mechanism_of(method, what).layer
+    x = torch.randn(1, length, dim, generator=seeded(0))
+    return model_work(Transformer(heads, layers, ffn, dim, make_layer), x)
 
 
 def model_work(model: nn.Module, x: Tensor) -> Work:
@@ -287,7 +292,8 @@ def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
             block.attn.fused_attn = False
     elif method != "exact":
         mechanism_of(method, "vit").swap(model)
-    return model, torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, 3, side, side, generator=seeded(0))
+    return model, image
 
 
 def vit_step(method: str, tokens: int) -> Update:
@@ -364,7 +370,8 @@ class Speed(Measurement):
         longest = max(self.lengths) if self.device == "cuda" else WARMED
         warm_up = {}
         for length, method in cases:
-            warm_up[min(length, longest), method] = self.timed(min(length, longest), method)
+            case = (min(length, longest), method)
+            warm_up[case] = self.timed(*case)
         in_turns(warm_up, 1, times_of, warm=0)
         timed = {case: self.timed(*case) for case in cases}
         times = in_turns(timed, self.rounds, times_of, warm=0, turn=seed)

@@ -15,42 +15,46 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import missing, task_folder
-from crt_exp.experiments.measure import Measurement, Record, Records, Series
+from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, Positive, Several, checked
 
+D = 64  # dimension of the vectors of a regime
 
-def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, n, d, generator=g, dtype=torch.float64)
+
+def normal(n: int, g: torch.Generator) -> TensorPair:
+    x, y = torch.randn(2, n, D, generator=g, dtype=torch.float64)
     return x, y
 
 
-def sphere(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = normal(n, d, g)
-    return x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+def sphere(n: int, g: torch.Generator) -> TensorPair:
+    x, y = normal(n, g)
+    return F.normalize(x, dim=-1), F.normalize(y, dim=-1)
 
 
-def heterogen(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = normal(n, d, g)
+def heterogen(n: int, g: torch.Generator) -> TensorPair:
+    x, y = normal(n, g)
     return x, y + 1
 
 
-def pairs_of(images: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def sample_images(images: Tensor, n: int, g: torch.Generator) -> TensorPair:
     i, j = torch.randint(len(images), (2, n), generator=g)
     return images[i], images[j]
 
 
-def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def digits(n: int, g: torch.Generator) -> TensorPair:
     from sklearn.datasets import load_digits
 
-    return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
+    images = torch.from_numpy(load_digits().data) / 16
+    return sample_images(images, n, g)
 
 
 def mnist_file(name: str) -> np.ndarray:
@@ -71,7 +75,7 @@ def mnist_file(name: str) -> np.ndarray:
         ) from None
 
 
-def mnist(n: int, d: int, g: torch.Generator, **resize: Any) -> tuple[Tensor, Tensor]:
+def mnist(n: int, g: torch.Generator, **resize: Any) -> TensorPair:
     """Sample pairs of MNIST images, resized to 8 x 8.
 
     resize: options of torch's interpolate. Default: bilinear, antialiased.
@@ -79,11 +83,11 @@ def mnist(n: int, d: int, g: torch.Generator, **resize: Any) -> tuple[Tensor, Te
     pixels = mnist_file("t10k-images-idx3-ubyte.gz").astype(np.float64)
     images = torch.from_numpy(pixels) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
-    small = torch.nn.functional.interpolate(images[:, None], size=(8, 8), **options)
-    return pairs_of(small.flatten(1), n, g)
+    small = F.interpolate(images.unsqueeze(1), size=(8, 8), **options)
+    return sample_images(small.flatten(1), n, g)
 
 
-REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
+REGIMES: dict[str, Callable[..., TensorPair]] = {
     "normal": normal,
     "sphere": sphere,
     "heterogen": heterogen,
@@ -93,11 +97,9 @@ REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]]
 
 
 @lru_cache(maxsize=1)
-def sample_pairs(
-    regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]
-) -> tuple[Tensor, Tensor]:
+def sample_pairs(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> TensorPair:
     """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
-    return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
+    return REGIMES[regime](n, seeded(seed), **dict(resize))
 
 
 def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
@@ -143,12 +145,14 @@ class Variance(Series):
         if self.resize and self.regime != "mnist":
             raise ValueError("task.resize: only for task.regime=mnist; remove it")
         self.values = self.sigmas
-        self.resize = self.resize or {}
 
     def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> Record:
-        x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
-        values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
-        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
+        resize = tuple((self.resize or {}).items())
+        x, y = sample_pairs(self.regime, self.pairs, seed, resize)
+        phi = mechanism.map(self.kernel)
+        values = FITS[self.fit](phi, sigma * x, sigma * y)
+        record: Record = {"log_variance": values.mean().item()}
+        record["log_variance_std"] = values.std().item()
         if sigma == self.values[-1]:
             record["of_pairs"] = values.tolist()
         return record
@@ -176,7 +180,8 @@ class VarianceByLength(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
-        x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
+        mean_sq_sum = torch.arange(1, self.most + 1).double()
+        x[:, 0] = mean_sq_sum.sqrt() / 2
         gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
         for i, value in enumerate(gain.tolist(), 1):
             yield {"sum": i, "gain": value}
@@ -199,9 +204,12 @@ class VarianceByAngle(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
-        x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
-        y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
-        log_ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
+        axis = torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
+        turned = torch.stack([angle.cos(), angle.sin()], -1)
+        x = self.length * axis
+        y = self.length * turned
+        trig = log_variances(TrigRF(), x, y)
+        log_ratios = trig - log_variances(mechanism.map(), x, y)
         for degree, log_ratio in zip(degrees.tolist(), log_ratios.tolist()):
             has_variance = degree % 180 != 0
             yield {"angle": degree, "log_ratio": log_ratio if has_variance else None}

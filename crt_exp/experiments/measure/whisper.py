@@ -21,7 +21,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
-from crt_exp.experiments.measure import Record, Records, SwapMeasurement
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.adapt import descent
 from crt_exp.experiments.measure.bench import Bench, swap_and_fit
 from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
@@ -96,7 +96,7 @@ class Recogniser(NamedTuple):
             hypotheses.append(normalize(text) or "-")
         return error_rates(references, hypotheses)["wer"]
 
-    def score(self, utterance: speech.Utterance, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, utterance: speech.Utterance, tokens: Tensor) -> TensorPair:
         """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
         first = len(self.prompt)
         inputs = features(self.processor, utterance)
@@ -114,7 +114,7 @@ def load(model: str) -> Recogniser:
 
 @lru_cache(maxsize=256)
 @torch.no_grad()
-def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
+def exact_transcript(model: str, subset: str, name: str) -> TensorPair:
     """Return the transcript by exact attention, and its nats per token.
 
     The tokens (1, L) include prompt and end.
@@ -199,19 +199,23 @@ class Dictation(SwapEncoder):
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         recogniser = load(self.model)
+        group = self.group(seed)
+        transcripts = []
         exact_nats = []
+        for utterance in group:
+            tokens, nats = exact_transcript(self.model, self.subset, utterance.name)
+            transcripts.append(tokens)
+            exact_nats.append(nats)
         swapped_nats = []
         correct = []
-        group = self.group(seed)
-        exact = [exact_transcript(self.model, self.subset, each.name) for each in group]
         with with_attention(mechanism, self.bench(), recogniser.model):
-            for utterance, (tokens, nats) in zip(group, exact):
-                exact_nats.append(nats)
-                losses, agrees = recogniser.score(utterance, tokens)
-                swapped_nats.append(losses)
+            for utterance, tokens in zip(group, transcripts):
+                nats, agrees = recogniser.score(utterance, tokens)
+                swapped_nats.append(nats)
                 correct.append(agrees)
-        above = torch.cat(swapped_nats).mean().item() - torch.cat(exact_nats).mean().item()
-        yield {"above": above, "agrees": torch.cat(correct).mean().item()}
+        exact = torch.cat(exact_nats).mean().item()
+        swapped = torch.cat(swapped_nats).mean().item()
+        yield {"above": swapped - exact, "agrees": torch.cat(correct).mean().item()}
 
 
 # ---- fine-tuned

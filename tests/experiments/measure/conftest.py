@@ -58,10 +58,10 @@ def reader(monkeypatch, letters):
         )
     ).eval()
     monkeypatch.setattr(pretrained, "load_pretrained", lambda name: (model, letters))
-    texts = {
-        split: torch.randint(1, 97, (28_000,), generator=torch.Generator().manual_seed(len(split)))
-        for split in ("train", "valid")
-    }
+    texts = {}
+    for split in ("train", "valid"):
+        g = torch.Generator().manual_seed(len(split))
+        texts[split] = torch.randint(1, 97, (28_000,), generator=g)
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
     for cached in (pretrained.exact_prediction, adapt.exact_predictions):
         cached.cache_clear()

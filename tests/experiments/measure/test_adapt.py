@@ -24,8 +24,11 @@ def at_home(tmp_path, monkeypatch):
         monkeypatch.setitem(adapt.SETTINGS, name, replace(setting, tested=4))
     monkeypatch.setattr(adapt, "characters", lambda split: torch.arange(500) % 40)
     noise = torch.Generator().manual_seed(0)
-    drawn = {split: torch.randn(40, 1, 28, 28, generator=noise) for split in ("train", "test")}
-    monkeypatch.setattr(adapt, "digits", lambda split: (drawn[split], torch.arange(40) % 10))
+    labels = torch.arange(40) % 10
+    drawn = {}
+    for split in ("train", "test"):
+        drawn[split] = torch.randn(40, 1, 28, 28, generator=noise), labels
+    monkeypatch.setattr(adapt, "digits", drawn.get)
     adapt.exact_weights.cache_clear()
     yield
     adapt.exact_weights.cache_clear()
@@ -34,7 +37,8 @@ def at_home(tmp_path, monkeypatch):
 @pytest.mark.parametrize("setting", adapt.SETTINGS)
 def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
     rows = adapt.SETTINGS[setting].rows
-    (ids, labels), (again, _) = rows("train", 3, 4), rows("train", 3, 4)
+    ids, labels = rows("train", 3, 4)
+    again, _ = rows("train", 3, 4)
     assert torch.equal(ids, again)
     assert (labels != IGNORED).any()
     assert labels.shape == (ids.shape[:1] if setting == "vision" else ids.shape)
@@ -48,10 +52,8 @@ STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 
 def losses(setting, method, **steps):
-    return {
-        row["stage"]: row["loss"]
-        for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)
-    }
+    task = Adapt(setting, **SIZES, **steps)
+    return {row["stage"]: row["loss"] for row in task.rows(Mechanism.parse(method), 0)}
 
 
 @pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
@@ -191,9 +193,12 @@ def test_each_method_is_evaluated_after_each_step(speaker):
 def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
     read = set()
     loss = Whisper.loss
-    monkeypatch.setattr(
-        Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each)
-    )
+
+    def recorded(self, student, utterance):
+        read.add(utterance.name)
+        return loss(self, student, utterance)
+
+    monkeypatch.setattr(Whisper, "loss", recorded)
     spoken("uniform")
     assert read == {"0", "2", "4"}
     actual = [each.name for each in Whisper(**SPEECH).split_utterances()[0]]
@@ -205,7 +210,8 @@ def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
 
 def test_only_the_encoder_is_trained(speaker):
     task = Whisper(**SPEECH)
-    model = task.student(Mechanism.parse("favorpp m=8"), task.split_utterances()[1][-1]).model
+    utterance = task.split_utterances()[1][-1]
+    model = task.student(Mechanism.parse("favorpp m=8"), utterance).model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     for name in trained:
