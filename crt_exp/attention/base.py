@@ -42,6 +42,7 @@ class AttentionLayer(nn.Module):
     path = ""
     record: dict | None = None
     reached: bool | None = None
+    columns: int | None = None  # number of value columns, where a caller has appended others
 
     def __init__(
         self,

@@ -138,8 +138,8 @@ def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = N
 
 def read_mask(
     mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str
-) -> tuple[Tensor | None, bool, int]:
-    """Convert a mask of pairs to (keep (B or 1, S) or None, causal, number of keys)."""
+) -> tuple[Tensor, bool, int]:
+    """Convert a mask of pairs to (keep (B or 1, S), causal, number of keys)."""
     if _equal_for_all_queries(mask):
         seen = _allowed(mask[:, 0, 0], path)
         if keep is not None:

@@ -15,6 +15,7 @@ import copy
 import inspect
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,12 +71,14 @@ class RecurrentLayer(DynamicLayer):
     def _clear(self) -> None:
         self.length = 0
         self.whole = False
-        self.new_keys = None  # new keys and values that no attention function has used yet
-        self.handed = None  # weak references to what `update` returned for them
-        self.state = None  # recurrent state of all tokens
-        self.padding = None  # (B, p): padding mask of the first p tokens; all later tokens are kept
-        self.owner = None  # weak reference to the layer that made the state
-        self.marks = None
+        # new keys and values that no attention function has used yet
+        self.new_keys: Any = None
+        self.handed: Any = None  # weak references to what `update` returned for them
+        self.state: Any = None  # recurrent state of all tokens
+        # (B, p): padding mask of the first p tokens; all later tokens are kept
+        self.padding: Tensor | None = None
+        self.owner: Any = None  # weak reference to the layer that made the state
+        self.marks: list[tuple[Tensor, int]] = []
 
     # ---- methods that a forward pass calls
 
@@ -100,7 +103,7 @@ class RecurrentLayer(DynamicLayer):
 
     def attend(
         self,
-        swapped: nn.Module,
+        swapped: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -173,7 +176,7 @@ class RecurrentLayer(DynamicLayer):
         self._store_new_keys()
         return False
 
-    def _create_state(self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def _create_state(self, swapped: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
         if not isinstance(swapped, LinearAttention) or query.shape[2] != key.shape[2]:
             return False
@@ -187,9 +190,7 @@ class RecurrentLayer(DynamicLayer):
         self.state = swapped.decoding()
         return True
 
-    def _check(
-        self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int
-    ) -> None:
+    def _check(self, swapped: Any, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
         same = self.owner() is swapped
         for (tensor, version), (before, version_before) in zip(_marks(swapped), self.marks):
             same = same and tensor is before and version == version_before
@@ -215,12 +216,15 @@ class RecurrentLayer(DynamicLayer):
         Raises ValueError if the mask of the past differs from the earlier one.
         """
         past = self.length - new
-        padded = 0 if self.padding is None else self.padding.shape[1]
         if keep is not None and keep.shape[1] != self.length:
             raise ValueError(
                 f"{path}: attention_mask of {keep.shape[1]} tokens: expected {past} cached + {new} new"
             )
-        same = padded == 0 or (keep is not None and torch.equal(keep[:, :padded], self.padding))
+        padded = 0
+        same = True
+        if self.padding is not None:
+            padded = self.padding.shape[1]
+            same = keep is not None and torch.equal(keep[:, :padded], self.padding)
         if not same or (keep is not None and not bool(keep[:, padded:past].all())):
             raise ValueError(
                 f"{path}: the recurrent cache does not support changed masks of past tokens; {WHOLE}"
@@ -293,7 +297,7 @@ class RecurrentLayer(DynamicLayer):
         return other
 
 
-def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
+def _marks(swapped: Any) -> list[tuple[Tensor, int]]:
     """The tensors that a state depends on, with their version counters.
 
     Version counters detect changes without a device synchronisation.
@@ -345,21 +349,22 @@ def _recurrent_layers(model: nn.Module) -> frozenset[int]:
 
 
 def _give_cache(
-    model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]
+    model: Any, args: tuple, kwargs: dict, layers: frozenset[int]
 ) -> tuple[tuple, dict] | None:
     """Forward pre-hook: create the cache for use_cache=True without a cache."""
     if kwargs.get("use_cache") is not True or _passed_cache(kwargs) is not None or _all_keys(model):
         return None
     config = model.config.get_text_config(decoder=True)
-    cache: Cache = DynamicCache(config=config)
-    _make_recurrent(cache, layers)
+    own = DynamicCache(config=config)
+    _make_recurrent(own, layers)
+    cache: Cache = own
     crosses = (
         config.is_encoder_decoder
         or getattr(config, "add_cross_attention", False)
         or kwargs.get("encoder_hidden_states") is not None
     )
     if crosses and "EncoderDecoderCache" in names_in_forward(type(model)):
-        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        cache = EncoderDecoderCache(own, DynamicCache(config=config))
     parameters = inspect.signature(type(model).forward).parameters
     name = next(name for name in NAMES if name in parameters)
     return args, kwargs | {name: cache}
@@ -374,7 +379,7 @@ def _passed_cache(kwargs: dict) -> Cache | None:
 
 
 def _prepare_cache(
-    model: nn.Module,
+    model: Any,
     layers: frozenset[int],
     generation_config,
     model_kwargs: dict,

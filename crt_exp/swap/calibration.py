@@ -133,7 +133,12 @@ def fill_statistics(model: nn.Module, batches: Iterable) -> None:
 
 def swapped_states(model: nn.Module) -> list[AttentionLayer]:
     """The swapped attention layers of a model."""
-    return [part.swapped for part in model.modules() if "swapped" in part._modules]
+    states = []
+    for part in model.modules():
+        state = part._modules.get("swapped")
+        if isinstance(state, AttentionLayer):
+            states.append(state)
+    return states
 
 
 def learns(model: nn.Module) -> bool:
@@ -196,7 +201,7 @@ def check_batch(model: nn.Module, batch: Any, name: str) -> None:
         check_ids(model, ids, name)
 
 
-def check_ids(model: nn.Module, ids: Tensor, name: str) -> None:
+def check_ids(model: Any, ids: Tensor, name: str) -> None:
     """Raise ValueError for token ids that are no integers (batch, tokens) of the vocabulary."""
     if ids.ndim < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
@@ -231,7 +236,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 def call_arguments(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments of a layer's call as a tuple, for hooks."""
     return q, k, v, key_mask
 
@@ -275,11 +280,11 @@ class CalibrationHook:
         if isinstance(state, RandomFeatureAttention) and not state.running:
             self.count += 1
             new = state._statistics(state.normalized(q), state.normalized(k), key_mask)
-            old = state.seen or Statistics(None, None)
-            x = self._pool(state.moments, new.x, old.x)
-            state.seen = Statistics(x, self._pool(state.moments, new.y, old.y))
+            x = self._pool(state.moments, new.x, state.seen and state.seen.x)
+            y = self._pool(state.moments, new.y, state.seen and state.seen.y)
+            state.seen = Statistics(x, y)
 
-    def _pool(self, names: tuple[str, ...], new: Moments, old: Moments | None) -> Moments:
+    def _pool(self, names: tuple[str, ...], new: Any, old: Any) -> Moments:
         """The mean over the batch and over calls, and the minimum of the minima."""
         pooled = {}
         for name in names:

@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -71,7 +71,7 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return modules
 
 
-def swapped_class(module: nn.Module) -> type | None:
+def swapped_class(module: Any) -> type | None:
     """The replacement class of a torch or timm module; None for other modules."""
     kind = type(module)
     if kind is SwappedMultiheadAttention or kind.forward is nn.MultiheadAttention.forward:
@@ -85,7 +85,7 @@ def swapped_class(module: nn.Module) -> type | None:
     return None
 
 
-def family(module: nn.Module) -> str | None:
+def family(module: Any) -> str | None:
     """The family of an attention module: "torch", "timm", "hf", or None."""
     swapped = swapped_class(module)
     if swapped is not None:
@@ -95,10 +95,12 @@ def family(module: nn.Module) -> str | None:
 
 
 @cache
-def names_in_forward(kind: type) -> frozenset[str]:
+def names_in_forward(kind: Any) -> frozenset[str]:
     """The global names and attributes in the forward method of a class."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return frozenset(() if code is None else code.co_names)
+    if code is None:
+        return frozenset()
+    return frozenset(code.co_names)
 
 
 def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -123,7 +125,7 @@ def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return unknown
 
 
-def _resembles_attention(kind: type) -> bool:
+def _resembles_attention(kind: Any) -> bool:
     if "attention" in kind.__name__.lower():
         return True
     return "scaled_dot_product_attention" in names_in_forward(kind)
@@ -135,7 +137,7 @@ def _inside(path: str, other: str) -> bool:
     return path.startswith(prefix) and path != other
 
 
-def sizes(module: nn.Module, path: str) -> HeadSizes:
+def sizes(module: Any, path: str) -> HeadSizes:
     """Read the sizes of an attention module.
 
     Raises ValueError, naming the module, for options that linear attention does not support.
@@ -164,7 +166,7 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
     return HeadSizes(heads, d, kv_heads, causal, scaling, may_be_cross(module, path))
 
 
-def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> bool:
+def is_cross(module: Any, path: str, holder: nn.Module | None = None) -> bool:
     """Whether a module is cross-attention, by its parent, attribute or name."""
     if isinstance(holder, nn.TransformerDecoderLayer):
         return module is holder.multihead_attn
@@ -174,7 +176,7 @@ def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> b
     return bool(CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])))
 
 
-def may_be_cross(module: nn.Module, path: str) -> bool:
+def may_be_cross(module: Any, path: str) -> bool:
     """Whether a Hugging Face module can attend to another sequence.
 
     The attributes or the name decide, else the arguments of forward. A class that serves encoders and decoders counts
@@ -190,7 +192,7 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
     return any(OTHER_SEQUENCE.search(name) for name in parameters)
 
 
-def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
+def _first(module: Any, names: tuple[str, ...]) -> int | None:
     """The first integer among attributes of a module."""
     for name in names:
         value = getattr(module, name, None)
@@ -213,7 +215,7 @@ class Passed(NamedTuple):
     own_mask: bool
 
 
-def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | None:
+def refusal(module: Any, holder: nn.Module | None, name: str) -> str | None:
     """Why linear attention cannot represent a module, or None.
 
     The reason is the end of a sentence. `holder` is the parent module, which holds the module under `name`.
@@ -225,12 +227,13 @@ def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | Non
             return OTHER_MASKS[known]
     passed = passed_arguments(type(module))
     for check in (_bias, _softmax, _axis, _window):
-        if reason := check(module, passed):
+        reason = check(module, passed)
+        if reason is not None:
             return reason
     return "masks pairs of queries and keys" if passed.own_mask else None
 
 
-def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+def _read_by_hand(module: Any, holder: nn.Module | None) -> str | None:
     """Why a torch attention cannot be swapped: its parent reads the weights itself."""
     known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if family(module) != "torch" or isinstance(holder, known):
@@ -239,7 +242,7 @@ def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
     return f"is computed by {type(holder).__name__} itself" if reads else None
 
 
-def _bias(module: nn.Module, passed: Passed) -> str | None:
+def _bias(module: Any, passed: Passed) -> str | None:
     biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
     biased = biased or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
     if "position_bias" in passed.keywords:
@@ -250,7 +253,7 @@ def _bias(module: nn.Module, passed: Passed) -> str | None:
     return "adds a position bias to its logits" if biased else None
 
 
-def _softmax(module: nn.Module, passed: Passed) -> str | None:
+def _softmax(module: Any, passed: Passed) -> str | None:
     if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
         return "caps its logits (softcap)"
     if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
@@ -258,7 +261,7 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
     return "selects keys for each query (sparse index)" if "indices" in passed.keywords else None
 
 
-def _axis(module: nn.Module, passed: Passed) -> str | None:
+def _axis(module: Any, passed: Passed) -> str | None:
     """Why the keys of a module are not the tokens of one sequence, or None."""
     if "cache_offset" in passed.parameters:
         return "runs several times in a forward pass, each time with other cached keys"
@@ -268,7 +271,7 @@ def _axis(module: nn.Module, passed: Passed) -> str | None:
     return "attends over another axis than tokens, such as layers or channels"
 
 
-def _window(module: nn.Module, passed: Passed) -> str | None:
+def _window(module: Any, passed: Passed) -> str | None:
     config = module.config
     kind = _layer_type(module)
     slides = getattr(module, "is_sliding", True) is not False
@@ -283,7 +286,7 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
     return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
 
 
-def _layer_type(module: nn.Module) -> str | None:
+def _layer_type(module: Any) -> str | None:
     for name in ("layer_type", "attention_type"):
         kind = getattr(module, name, None)
         if isinstance(kind, str):
@@ -296,7 +299,7 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 @cache
-def passed_arguments(kind: type) -> Passed:
+def passed_arguments(kind: Any) -> Passed:
     """Parse the source of a class's forward method."""
     function = inspect.unwrap(kind.forward)
     parameters = frozenset(inspect.signature(function).parameters)

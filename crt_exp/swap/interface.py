@@ -5,6 +5,8 @@ import of this module registers the function and its mask function; without the 
 silently. A pickled model imports this module through the hooks of its modules.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -38,7 +40,7 @@ def interface_name(implementation: str, shared: bool) -> str:
     return AS_BEFORE[implementation] if shared else INTERFACE
 
 
-def plain_implementation(implementation: str, parts: list[nn.Module]) -> str:
+def plain_implementation(implementation: str, parts: list[Any]) -> str:
     """An equal implementation of `parts` whose masks swapped layers can read: eager or sdpa."""
     if implementation in AS_BEFORE:
         return implementation
@@ -52,7 +54,7 @@ def is_ours(config) -> bool:
     return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
 
 
-def refuse_replaced(module: nn.Module, *_) -> None:
+def refuse_replaced(module: Any, *_: Any) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
     if not is_ours(module.config):
         raise ValueError(
@@ -144,8 +146,8 @@ def interface_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device="cpu",
-    **options,
-) -> Tensor:
+    **options: Any,
+) -> Tensor | None:
     """Mask function of transformers: encode padding and causality, True = keep.
 
     Causal masks are key masks (B, S), as for flash attention in transformers. They end at the last query, before the
@@ -178,10 +180,13 @@ def interface_mask(
             device=device,
             **(options | skips),
         )
-    keep = None if attention_mask is None else attention_mask[:, kv_offset:end].bool()
-    every = keep is None or (not keep.is_meta and known_true(keep))
+    every = attention_mask is None
+    if attention_mask is not None:
+        keep = attention_mask[:, kv_offset:end].bool()
+        every = not keep.is_meta and known_true(keep)
     if every:
-        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
+        keep = torch.ones((), dtype=torch.bool, device=device)
+        keep = keep.expand(batch_size, end - kv_offset)
     mask = keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
     if every and not torch.compiler.is_compiling():
         setattr(mask, EVERY_KEY, True)

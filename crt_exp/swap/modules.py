@@ -6,10 +6,13 @@ their class: see `interface`.
 Notation: B batch, H query heads, L queries, S keys.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.swap.attend import as_keep, attend
 
 
@@ -19,6 +22,15 @@ class SwappedMultiheadAttention(nn.Module):
     The class is no subclass of nn.MultiheadAttention. `need_weights=True`, torch's default, forms the (L, S) matrix:
     pass False if the matrix is not needed.
     """
+
+    swapped: AttentionLayer
+    # attributes of nn.MultiheadAttention
+    num_heads: int
+    batch_first: bool
+    dropout: float
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    out_proj: nn.Module
 
     # False keeps an encoder layer in eval mode off its fused fast path
     _qkv_same_embed_dim = property(lambda self: False)
@@ -41,6 +53,7 @@ class SwappedMultiheadAttention(nn.Module):
         if keep is not None and not batched:
             keep = keep[None]
         mask, causal = self._mask(attn_mask, q, k, is_causal)
+        dropout = self.dropout if self.training else 0.0
         # activation checkpointing passes two tensors that share memory
         same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
         out, matrix = attend(
@@ -53,7 +66,7 @@ class SwappedMultiheadAttention(nn.Module):
             causal=causal,
             cross=not same,
             matrix=need_weights,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=dropout,
         )
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if matrix is not None and average_attn_weights:
@@ -67,10 +80,10 @@ class SwappedMultiheadAttention(nn.Module):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key and key is value:
             return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         if self.in_proj_weight is not None:
             weights = self.in_proj_weight.chunk(3)
-        biases = (None, None, None)
+        biases: tuple[Any, ...] = (None, None, None)
         if self.in_proj_bias is not None:
             biases = self.in_proj_bias.chunk(3)
         vectors = (query, key, value)
@@ -102,14 +115,21 @@ class SwappedMultiheadAttention(nn.Module):
 # ---- timm
 
 
-class SwappedTimmAttention(nn.Module):
-    """Replacement for timm.layers.Attention, with its submodules and arguments."""
+class TimmAttention(nn.Module):
+    """Base class of the replacements: the steps after the projections."""
 
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        return self._attend(x, *projected.unbind(), attn_mask, is_causal)
+    swapped: AttentionLayer
+    # attributes of timm's classes
+    num_heads: int
+    head_dim: int
+    num_prefix_tokens: int
+    rotate_half: bool
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Dropout
+    proj: nn.Module
+    proj_drop: nn.Module
+    qkv: Any
 
     def _attend(
         self,
@@ -121,27 +141,44 @@ class SwappedTimmAttention(nn.Module):
         causal: bool,
         rope: Tensor | None = None,
     ) -> Tensor:
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        dropout = self.attn_drop.p if self.training else 0.0
         if rope is not None:
-            q, k = (self._rotated(t, rope).type_as(v) for t in (q, k))
-        out, _ = attend(
-            self.swapped,
-            q,
-            k,
-            v,
-            mask=None if causal else mask,
-            causal=causal,
-            dropout=self.attn_drop.p if self.training else 0.0,
-        )
+            q = self._rotated(q, rope).type_as(v)
+            k = self._rotated(k, rope).type_as(v)
+        if causal:
+            mask = None
+        out, _ = attend(self.swapped, q, k, v, mask=mask, causal=causal, dropout=dropout)
         out = out.transpose(1, 2).flatten(2)
-        if hasattr(self, "norm"):
-            out = self.norm(out)
-        if getattr(self, "gate", None) is not None:
-            out = out * self.gate(x).sigmoid()
+        norm = self._modules.get("norm")
+        if norm is not None:
+            out = norm(out)
+        gate = self._modules.get("gate")
+        if gate is not None:
+            out = out * gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
 
+    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
+        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 
-class SwappedTimmRotary(SwappedTimmAttention):
+        before = self.num_prefix_tokens
+        rotated = apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)
+        return torch.cat([t[:, :, :before], rotated], 2)
+
+
+class SwappedTimmAttention(TimmAttention):
+    """Replacement for timm.layers.Attention, with its submodules and arguments."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)
+        q, k, v = projected.permute(2, 0, 3, 1, 4).unbind()
+        return self._attend(x, q, k, v, attn_mask, is_causal)
+
+
+class SwappedTimmRotary(TimmAttention):
     """Replacement for timm's AttentionRope and EvaAttention.
 
     Rotates queries and keys. Supports one or three projections, and grouped heads.
@@ -154,21 +191,16 @@ class SwappedTimmRotary(SwappedTimmAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        return self._attend(x, *self._projected(x), attn_mask, is_causal, rope)
+        q, k, v = self._projected(x)
+        return self._attend(x, q, k, v, attn_mask, is_causal, rope)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        biases: list[Any] = [getattr(self, name, None) for name in ("q_bias", "k_bias", "v_bias")]
         if self.qkv is None:
-            projected = tuple(project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
-        elif getattr(self, "q_bias", None) is None:
+            names = ("q_proj", "k_proj", "v_proj")
+            projected = tuple(self.get_submodule(name)(x) for name in names)
+        elif biases[0] is None:
             projected = self.qkv(x).chunk(3, -1)  # calling the module includes an adapter on it
         else:
-            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
-            projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
+            projected = F.linear(x, self.qkv.weight, torch.cat(biases)).chunk(3, -1)
         return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
-
-    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
-        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-
-        before = self.num_prefix_tokens
-        rotated = apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)
-        return torch.cat([t[:, :, :before], rotated], 2)

@@ -9,6 +9,7 @@ from torch import nn
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap import saved
+from crt_exp.swap.calibration import swapped_states
 from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers
 
@@ -17,7 +18,7 @@ ANEW = "load the weights with from_pretrained of their class, then call swap_att
 
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
-def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
+def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     """Load a swapped model that save_pretrained wrote to a folder or a hub repository.
 
     The model has the same attention in the same layers, exactly: projections and statistics come from the saved
@@ -84,8 +85,7 @@ def _swapped(
                 saved=False,
                 record=options,
             )
-    states = [module.swapped for module in model.modules() if "swapped" in module._modules]
-    saved.restore(model, states, files, folder, strict=True)
+    saved.restore(model, swapped_states(model), files, folder, strict=True)
     saved.write_record(model)
     return model
 

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crt_exp import __version__
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.registry import ConfigError, json_object
 from crt_exp.swap.families import attention_modules
 from crt_exp.validation import Whole, check
@@ -38,7 +39,7 @@ def write_record(model: nn.Module) -> None:
         mechanisms: list[dict] = []
         layers = {}
         for path, module in attention_modules(holder):
-            state = module._modules.get("swapped")
+            state: Any = module._modules.get("swapped")
             if state is not None and state.record not in mechanisms:
                 mechanisms.append(state.record)
             layers[path] = None if state is None else mechanisms.index(state.record)
@@ -124,7 +125,7 @@ def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
     return files
 
 
-def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
+def restore_own(model: nn.Module, states: list[AttentionLayer]) -> None:
     """Call `restore` with the folder that the model was loaded from, if any."""
     source = getattr(getattr(model, "config", None), "_name_or_path", None)
     if isinstance(source, str) and source and Path(source).is_dir():
@@ -133,7 +134,7 @@ def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
 
 def restore(
     model: nn.Module,
-    states: list[nn.Module],
+    states: list[AttentionLayer],
     files: list[Path],
     folder: str | Path,
     strict: bool = False,
@@ -152,7 +153,7 @@ def restore(
     left = [path for path in saved if path not in paths.values()]
     for state in states:
         path = paths[state.path] or _same_numbers(state.path, left)
-        own = saved.get(path, {})
+        own = {} if path is None else saved[path]
         if own.keys() != state.state_dict().keys():
             if strict:
                 raise ValueError(

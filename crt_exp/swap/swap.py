@@ -6,7 +6,7 @@ interface, timm's Attention, and torch.nn.MultiheadAttention (including Transfor
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from crt_exp.swap.families import WINDOW_REASON
 from crt_exp.swap.saved import restore_own, write_record
 from crt_exp.validation import warn
 
-# builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module called as (q, k, v, key_mask)
-LayerMaker = Callable[..., AttentionLayer]
+# builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> AttentionLayer
+LayerMaker = Callable[..., Any]
 
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained or loaded into
@@ -112,7 +112,8 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError if there are none."""
-    if modules := families.attention_modules(model):
+    modules = families.attention_modules(model)
+    if modules:
         return modules
     raise ValueError(
         f"{type(model).__name__}: no supported attention; unsupported: "
@@ -120,7 +121,7 @@ def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     )
 
 
-def _swapped_modules(model: nn.Module) -> list[nn.Module]:
+def _swapped_modules(model: nn.Module) -> list[Any]:
     return [module for _, module in swappable(model) if "swapped" in module._modules]
 
 
@@ -152,7 +153,8 @@ def _attention_modules(model: nn.Module) -> list[AttentionModule]:
 
 def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
     kind = type(model).__name__
-    if others := families.unknown_modules(model):
+    others = families.unknown_modules(model)
+    if others:
         warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}")
     if windows:
         warn(
@@ -160,7 +162,7 @@ def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
         )
 
 
-def _names(parts: list[tuple]) -> str:
+def _names(parts: Sequence[tuple]) -> str:
     names = ", ".join(f"{path} ({type(part).__name__})" for path, part, *_ in parts[:3])
     if len(parts) > 3:
         names += f" and {len(parts) - 3} more"
@@ -181,8 +183,9 @@ def _choose_layers(
         unsupported = [place for place in places if place.reason is not None]
         leave_out = layers is not None or all(place.has_window for place in unsupported)
         return supported if supported and leave_out else list(range(count))
-    chosen = set()
-    for i in [layers] if isinstance(layers, Integral) else layers:
+    numbers: Any = [layers] if isinstance(layers, Integral) else layers
+    chosen: set[int] = set()
+    for i in numbers:
         if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= i < count:
             chosen = set()
             break
@@ -220,7 +223,7 @@ def _build_layer(
     path = place.path
     module = place.module
     size = families.sizes(module, path)
-    options = {"kv_heads": size.kv_heads, "scaling": size.scaling, "layer": i}
+    options: dict[str, Any] = {"kv_heads": size.kv_heads, "scaling": size.scaling, "layer": i}
     if size.cross:
         options["cross"] = True
     state = maker(size.heads, size.d, causal=causal is not False, **options)
@@ -261,7 +264,7 @@ def _has_swapped(part: nn.Module) -> bool:
     return any("swapped" in inner._modules for inner in part.modules())
 
 
-def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
+def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     """Set our attention function in the configurations of the swapped modules.
 
     Models built from one configuration object share it. The swapped model gets copies, so that other models keep
@@ -337,8 +340,8 @@ def _own_configurations(model: nn.Module) -> None:
 
 
 def _remove_check(model: nn.Module) -> None:
-    if (hook := model.__dict__.pop("swap_check", None)) is not None:
-        hook.remove()
+    if "swap_check" in model.__dict__:
+        model.__dict__.pop("swap_check").remove()
 
 
 def _warn_unreached(model: nn.Module, *_: Any) -> None:
@@ -351,8 +354,9 @@ def _warn_unreached(model: nn.Module, *_: Any) -> None:
             return  # compiled modules do not record their calls
     unreached = []
     for path, module in families.attention_modules(model):
-        if "swapped" in module._modules and module.swapped.reached is None:
-            module.swapped.__dict__["reached"] = False
+        state = module._modules.get("swapped")
+        if isinstance(state, AttentionLayer) and state.reached is None:
+            state.__dict__["reached"] = False
             unreached.append((path, module))
     if unreached:
         warn(

@@ -106,9 +106,10 @@ def write_glue(folder: Path, name: str, train: int = 48, dev: int = 12) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split, file in task.splits.items():
         if not split.startswith("test"):
-            rows = [row(task, i) for i in range(train if split == "train" else dev)]
-            header = [] if task.headless else ["\t".join([*task.columns, task.label])]
-            (folder / f"{file}.tsv").write_text("\n".join([*header, *rows]) + "\n")
+            lines = [] if task.headless else ["\t".join([*task.columns, task.label])]
+            count = train if split == "train" else dev
+            lines += [row(task, i) for i in range(count)]
+            (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -116,4 +117,6 @@ def row(task, i: int) -> str:
     kind = i % max(2, len(task.names))
     label = task.spelled[kind] if task.spelled else f"{kind * 4.5:.1f}"
     texts = [f"{WORDS[kind]} {sentence(i)}", sentence(i + 3)][: len(task.columns)]
-    return "\t".join(["x", label, "*", *texts] if task.headless else [*texts, label])
+    if task.headless:
+        return "\t".join(["x", label, "*", *texts])
+    return "\t".join([*texts, label])

@@ -198,7 +198,8 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
     model = swapped(make)
     values = []
     attention = next(part for part in model.modules() if "swapped" in part._modules)
-    setattr(attention, name, 0.5 if make is Encoder else nn.Dropout(0.5))
+    dropout = 0.5 if make is Encoder else nn.Dropout(0.5)
+    setattr(attention, name, dropout)
     attention.swapped.register_forward_hook(lambda _, given, out: values.append(given[2]))
     run(model, **inputs(make))
     attention.train()

@@ -79,7 +79,7 @@ def advise(
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
-    >>> ids = torch.randint(50, (768,), generator=seeded(0))
+    >>> ids = torch.randint(50, (768,), generator=torch.Generator().manual_seed(0))
     >>> advice = advise(model, ids, length=64, rounds=1, attentions=["window", "uniform"])
     >>> [row.attention for row in advice.rows]
     ['exact', 'window', 'uniform']

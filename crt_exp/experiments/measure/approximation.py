@@ -122,7 +122,8 @@ class Approximation(SwapMeasurement):
         """Raise before the first row if map and sampler are incompatible."""
         noise = mechanism.with_projections(1).noise(layer.d, generator(seed))
         phi = mechanism.map("softmax")
-        phi.phi_q(layer.x[:, :, :1], noise, layer.fit(phi))
+        query = layer.x[:, :, :1]
+        phi.phi_q(query, noise, layer.fit(phi))
 
     def layer_and_depth_rows(
         self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
@@ -204,7 +205,8 @@ class Approximation(SwapMeasurement):
             variants["_coupled"] = log_variance - squared
         ratios = estimate.ratios(DRAWS, generator(seed, i, m))
         variants["_sampled"] = ratios.var(0, keepdim=True).log()
-        medians, by_head = {}, {}
+        medians = {}
+        by_head = {}
         for variant, log_variance in variants.items():
             heads = log_variance[0].median(-1).values
             medians[f"log_variance{variant}"] = _number(heads.median())
@@ -217,7 +219,8 @@ class Approximation(SwapMeasurement):
         if m:
             mechanism = replace(mechanism, m=m)
             record["m"] = m
-        mean = self.source.hidden_errors(mechanism, self.errors.samples, seed).mean(0)
+        errors = self.source.hidden_errors(mechanism, self.errors.samples, seed)
+        mean = errors.mean(0)
         record["hidden_error"] = _number(mean[-1])
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
@@ -511,9 +514,11 @@ class Pretrained(DocumentBench):
         """
         errors = []
         for sample in range(samples):
-            with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
-                pairs = zip(self.run(self.rows).hidden_states[1:], self.exact[0].states)
-                errors.append([relative_error(*pair) for pair in pairs])
+            sampled = replace(mechanism, seed=1000 * seed + sample)
+            with self.swapped(sampled, self.chosen):
+                estimates = self.run(self.rows).hidden_states[1:]
+            pairs = zip(estimates, self.exact[0].states)
+            errors.append([relative_error(*pair) for pair in pairs])
         return torch.tensor(errors)
 
 

@@ -76,18 +76,21 @@ class ProjectionErrors(Series):
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[0]
             exact = softmax_attention(layer.x, layer.y, layer.v)
-            estimate = self.estimate(replace(mechanism, m=m), layer, generator(seed, sample))
+            g = generator(seed, sample)
+            estimate = self.estimate(replace(mechanism, m=m), layer, g)
             mean = layer.v.mean(-2, keepdim=True)
             errors.append((exact - estimate).square().mean().item())
             uniform.append((exact - mean).square().mean().item())
         return {"mse": sum(errors) / len(errors), "errors": errors, "uniform": uniform}
 
     def estimate(self, mechanism: Mechanism, layer: LayerInputs, g: torch.Generator) -> Tensor:
+        x = layer.x
+        y = layer.y
         noise = mechanism.noise(self.d, g)
-        params = fit_map(mechanism, layer.x[0, 0], layer.y[0, 0])
+        params = fit_map(mechanism, x[0, 0], y[0, 0])
         phi = mechanism.map("softmax")
         counter = DenominatorCount()
-        return attention(layer.x, layer.y, layer.v, phi, noise, params, counter=counter)
+        return attention(x, y, layer.v, phi, noise, params, counter=counter)
 
 
 @checked("task")
@@ -123,7 +126,8 @@ class HeadErrors(Series):
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         projections = m if mechanism.estimates else None
         errors, _ = self.errors.measure(mechanism, projections, 0, seed)
-        mse = (errors["output_error"] / errors["uniform_error"])[:, 0].square()
+        ratio = errors["output_error"] / errors["uniform_error"]
+        mse = ratio[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
 
 
@@ -169,10 +173,12 @@ class ErrorByLayer(SwapMeasurement):
             source = Synthetic(self.length, self.heads, self.d, scale, self.depth)
             errors = source.errors_of(replace(mechanism, seed=0), seed, seed, seed)
         else:
-            with torch.no_grad(), self.bench.swapped(replace(mechanism, seed=seed)) as states:
+            mechanism = replace(mechanism, seed=seed)
+            with torch.no_grad(), self.bench.swapped(mechanism) as states:
                 errors = self.bench.document_errors(seed, states)["hidden"]
+        layers = [*range(1, len(errors) + 1)]
         growth = errors[-1] / errors[0] if errors[0] else None
-        yield {"layer": [*range(1, len(errors) + 1)], "error": errors, "growth": growth}
+        yield {"layer": layers, "error": errors, "growth": growth}
 
 
 @checked("task")
@@ -193,9 +199,9 @@ class KernelBias(Measurement):
         x = torch.zeros(2, self.d, dtype=torch.float64)
         x[0, 0] = 1
         x[1] = self.d**-0.5
-        g = seeded(seed)
-        sampler = mechanism.sampler
-        bias = measured_bias(mechanism.map(), sampler, x, x, draws=self.draws, generator=g)
+        phi = mechanism.map()
+        options = {"draws": self.draws, "generator": seeded(seed)}
+        bias = measured_bias(phi, mechanism.sampler, x, x, **options)
         unit, spread = bias.ratio.tolist()
         unit_error, spread_error = bias.error.tolist()
         yield {
@@ -402,7 +408,8 @@ def similarity(values: np.ndarray) -> np.ndarray:
 def blosum62() -> np.ndarray:
     from Bio.Align import substitution_matrices
 
-    return np.array(substitution_matrices.load("BLOSUM62").select("".join(STANDARD)))
+    scores = substitution_matrices.load("BLOSUM62")
+    return np.array(scores.select("".join(STANDARD)))
 
 
 def correlation(

@@ -42,7 +42,8 @@ from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
 
 MAX_CACHED = 8  # number of fitted methods that a bench caches
-MASKED, NEXT = "masked", "next"
+MASKED = "masked"
+NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 IGNORED = -100  # label of a token without loss, as in torch and transformers
 SHARE = 0.15  # fraction of tokens that are masked
@@ -92,15 +93,15 @@ def quiet() -> Iterator[None]:
 class Bench:
     """Evaluate one model with several attention methods.
 
-    `judged` samples are evaluated; attention is fitted to `training` samples. Subclasses define `loss(i)` of sample i
-    in nats, and `timed`: number of tokens -> sample to time, in ascending order. If `repeats` > 0 they also define
-    `repeated_loss(i)`. The model is put in eval mode. Raises ValueError if the model is already swapped.
+    `judged` samples are evaluated; attention is fitted to `training` samples. The model is put in eval mode. Raises
+    ValueError if the model is already swapped.
     """
 
     noun = "pieces"  # name of the samples in tables
     causal = False
     repeats = 0  # number of samples that are also evaluated as repeated passages
     labelled = True  # whether losses use labels
+    timed: dict[int, Any]  # number of tokens -> sample to time, in ascending order
 
     def __init__(
         self,
@@ -185,6 +186,14 @@ class Bench:
             return calls, self.run(piece)
 
     # ---- losses
+
+    def loss(self, i: int) -> float:
+        """Loss of sample i in nats; subclasses define it to compare losses."""
+        raise NotImplementedError
+
+    def repeated_loss(self, i: int) -> float:
+        """Loss of sample i as a repeated passage; subclasses with `repeats` > 0 define it."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:

@@ -270,7 +270,9 @@ class Fidelity(SwapMeasurement):
         errors = []
         for projection_seed in range(self.draws) or [seed]:
             errors.append(bench.errors(replace(mechanism, seed=projection_seed)))
-        means = {name: np.mean([each[name] for each in errors], 0) for name in errors[0]}
+        means = {}
+        for name in errors[0]:
+            means[name] = np.mean([seed_errors[name] for seed_errors in errors], 0)
         attention = means.pop("attention")
         hidden = means.pop("hidden")
         documents = {"attention_error": attention.mean(1), "hidden_error": hidden[:, -1], **means}

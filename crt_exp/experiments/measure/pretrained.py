@@ -245,7 +245,8 @@ class SwapText(SwapMeasurement):
 class SwapSimilarity(SwapMeasurement):
     """Cosine similarity of a model's outputs to those of exact attention, per sample."""
 
-    metric, lower_is_better = "mean", False
+    metric = "mean"
+    lower_is_better = False
 
     @abstractmethod
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:

@@ -87,7 +87,8 @@ class FarKey(Measurement):
         heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
         for method in self.methods:
-            error = (self.output(method, heads) - exact).norm() / exact.norm()
+            output = self.output(method, heads)
+            error = (output - exact).norm() / exact.norm()
             yield {"method": method, "error": float(error)}
 
     def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
@@ -107,7 +108,8 @@ class FarKey(Measurement):
         The attention scale is 1.
         """
         g = seeded(seed)
-        H, L = self.heads, self.length
+        H = self.heads
+        L = self.length
         k = torch.randn(H, L, self.d, generator=g)
         positions = torch.arange(L - self.queries, L)
         if self.clusters:
@@ -152,7 +154,8 @@ class SwapRecall(SwapMeasurement):
     training. The seed selects rows, not projections.
     """
 
-    metric, lower_is_better = "accuracy", False
+    metric = "accuracy"
+    lower_is_better = False
 
     start: FileName
     length: Count
@@ -200,8 +203,10 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """
     text = blocks(start, split, length)
     g = generator_of(seed, length)
-    rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
-    return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
+    order = torch.randperm(len(text), generator=g)
+    rows = text[order[:ROWS]]
+    uniform = torch.rand(2, len(rows), generator=g)
+    return repeat_first_half(rows, 1.0, uniform)
 
 
 @checked("task")
@@ -280,9 +285,11 @@ class DenseBaseline(ABC):
         close, far = self.masks(q, k)
         count = min(self.keys, rank.shape[-1])
         best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
-        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        retrieved = torch.zeros_like(rank, dtype=torch.bool)
+        retrieved = retrieved.scatter(-1, best, True)
         seen = close | (retrieved & far)
-        return (q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
+        return logits.softmax(-1) @ v
 
 
 class LargestWeights(DenseBaseline):
@@ -323,9 +330,11 @@ class Clusters(DenseBaseline):
         retrieved = torch.zeros_like(rank, dtype=torch.bool)
         retrieved = retrieved.scatter(-1, order, total <= self.keys)
         close, far = self.masks(q, k)
-        seen = close | ((retrieved.double() @ member.double().mT > 0) & far)
+        in_retrieved = retrieved.double() @ member.double().mT > 0
+        seen = close | (in_retrieved & far)
         key_logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
-        cluster_logits = (rank + N.log()).masked_fill(retrieved | (N == 0), -torch.inf)
+        left_out = retrieved | (N == 0)
+        cluster_logits = (rank + N.log()).masked_fill(left_out, -torch.inf)
         weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
         means = weights[..., None, length:] @ V
         return weights[..., :length] @ v + means.squeeze(-2)

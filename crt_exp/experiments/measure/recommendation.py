@@ -24,7 +24,8 @@ from crt_exp.experiments.drawing import (
 )
 from crt_exp.registry import written_folder
 
-EXACT, UNIFORM = "exact", "uniform"
+EXACT = "exact"
+UNIFORM = "uniform"
 REPEATED = 0.1  # nats, tolerance on repeated passages
 # the control must cost this many tolerances, else the data cannot distinguish methods
 CONTROL_TOLERANCES = 5

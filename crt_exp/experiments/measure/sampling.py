@@ -81,7 +81,8 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
 
 def zipf(classes: int) -> Tensor:
     """Log-uniform probabilities (V,)."""
-    return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
+    log_probability = LogUniform(classes).log_probability(torch.arange(classes))
+    return log_probability.exp().float()
 
 
 def batch_of(head: nn.Linear, length: float, count: int) -> TensorPair:
@@ -196,7 +197,11 @@ def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[
     """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
     classes = head.out_features
     model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
-    return training_step(model, lambda: model(hidden.detach().requires_grad_(), targets).loss)
+
+    def loss() -> Tensor:
+        return model(hidden.detach().requires_grad_(), targets).loss
+
+    return training_step(model, loss)
 
 
 # ---- gradients
@@ -229,14 +234,19 @@ class SampledGradients(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         head = head_of(self.classes, seed=seed)
         hidden, targets = batch_of(head, self.length, self.queries)
-        exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
+
+        def full_loss(queries: Tensor) -> Tensor:
+            return F.cross_entropy(head(queries), targets, reduction="sum")
+
+        exact = gradient(full_loss, hidden)
         norm = exact.square().sum()
         samplers = {name: self.sampler(name, head, seed) for name in self.methods}
         for name, sampler in samplers.items():
             softmax = SampledSoftmax(sampler, head, NEGATIVES)
             gradients = sampled_gradients(softmax, hidden, targets, self.repeats)
             first, second = gradients.chunk(2)
-            bias_sq = ((first.mean(0) - exact) * (second.mean(0) - exact)).sum()
+            bias = first.mean(0) - exact
+            bias_sq = (bias * (second.mean(0) - exact)).sum()
             yield {
                 "method": name,
                 "bias_sq": float(bias_sq / norm),
@@ -312,7 +322,8 @@ class ClassDistributions(Measurement):
                 estimate = estimator(phi, noise, phi.fit(stats), y)
                 yield {"m": m, **distances(queries, y, estimate)}
             return
-        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
+        metrics = Path(self.start).expanduser() / "metrics.jsonl"
+        last = read_records(metrics)[-1]
         yield {"loss": last["loss"], "unigram_loss": last["unigram_loss"]}
         distributions = {
             "uniform": torch.ones(len(y)),
@@ -365,13 +376,15 @@ def estimator(
     bound = phi.bind(noise, params)
     values, logs = bound.phi_k(keys).dense()
     # finite for empty clusters
-    largest = logs.amax(-2, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)
+    lowest = torch.finfo(logs.dtype).min
+    largest = logs.amax(-2, keepdim=True).clamp(min=lowest)
     table = (values * (logs - largest).exp()).mT
 
     def estimate(queries: Tensor) -> Tensor:
         values, logs = bound.phi_q(queries).dense()
         logs = logs + largest
-        return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+        relative = logs - logs.amax(-1, keepdim=True)
+        return (values * relative.exp()) @ table
 
     return estimate
 
@@ -390,11 +403,13 @@ def distances(
         estimated = estimate(part)
         positive = estimated.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
-        if not bool(estimated.isfinite().all() and (total > 0).all()):
+        finite = bool(estimated.isfinite().all())
+        if not (finite and bool((total > 0).all())):
             raise ValueError(
                 "softmax estimates: expected finite values and at least one positive per query"
             )
-        difference = (exact - positive / total).cumsum(-1)[:, :-1].abs()
+        difference = (exact - positive / total).cumsum(-1)
+        difference = difference[:, :-1].abs()
         sums[0] += difference.sum(dtype=torch.float64)
         sums[1] += difference.amax(-1).sum(dtype=torch.float64)
         sums[2] += (estimated < 0).sum() / len(keys)

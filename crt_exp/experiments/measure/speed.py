@@ -36,7 +36,9 @@ CHUNKED = f"chunked{CAUSAL}"
 BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
-HEADS, D = 8, 64  # sizes of attention alone
+# sizes of attention alone
+HEADS = 8
+D = 64
 # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
 # default numbers of projections
@@ -76,7 +78,8 @@ def mechanism_of(method: str, what: str) -> Mechanism:
     mechanism = Mechanism.parse(method)
     if "m" in split_words(method)[1]:
         return mechanism
-    return mechanism.with_projections(M_ONE_HEAD if what == "one_head" else M)
+    m = M_ONE_HEAD if what == "one_head" else M
+    return mechanism.with_projections(m)
 
 
 def check_methods(methods: Sequence[str], what: str) -> None:
@@ -154,7 +157,8 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
     mechanism = mechanism_of(name, "attention")
     if mechanism.estimates:
         return feature_map_attention(mechanism, causal, device)
-    return mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
+    layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
+    return layer.to(device).eval()
 
 
 def feature_map_attention(
@@ -173,7 +177,8 @@ def feature_map_attention(
     if phi.fitted and not phi.on_vectors:
         return fit_and_attend
     queries, keys, *_ = inputs(SAMPLE, device)
-    params = phi.fit(Statistics.of(queries.detach()[0], keys.detach()[0]))
+    statistics = Statistics.of(queries.detach()[0], keys.detach()[0])
+    params = phi.fit(statistics)
     return partial(attention, phi=phi, noise=noise, params=params, **options)
 
 
@@ -187,7 +192,8 @@ def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Te
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def sample(scale: float) -> Tensor:
-        return scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+        t = torch.randn(1, HEADS, length, D, generator=g)
+        return scale * t.to(device, dtype)
 
     q = sample(0.28).requires_grad_()
     k = sample(0.28).requires_grad_()
@@ -209,13 +215,15 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
     def parts(t: Tensor) -> Tensor:
         """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
         padding = -t.shape[-2] % chunk
-        return F.pad(t, (0, 0, 0, padding)).unflatten(-2, (-1, chunk))
+        padded = F.pad(t, (0, 0, 0, padding))
+        return padded.unflatten(-2, (-1, chunk))
 
     def run(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
         queries = parts(features(x))
         keys = parts(features(y))
         values = parts(F.pad(v, (0, 1), value=1.0))
-        sums = F.pad(keys.mT @ values, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # of earlier chunks
+        sums = (keys.mT @ values).cumsum(-3)
+        sums = F.pad(sums, (0, 0, 0, 0, 1, -1))  # of earlier chunks
         within = (queries @ keys.mT).tril() @ values
         out = (queries @ sums + within).flatten(-3, -2)
         out = out[..., : x.shape[-2], :]
@@ -247,14 +255,16 @@ class OneHead:
 
     @torch.no_grad()
     def times(self) -> dict[str, float]:
-        return {"ms": milliseconds(self.sample_attention(), self.x, self.y, self.v)}
+        attend = self.sample_attention()
+        return {"ms": milliseconds(attend, self.x, self.y, self.v)}
 
     def sample_attention(self) -> Attend:
         if not self.mechanism.estimates:
             return self.mechanism.layer(1, 16, scaling=1.0).eval()
         phi = self.mechanism.map()
         noise = self.mechanism.noise(16, self.g)
-        params = phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0]))
+        statistics = Statistics.of(self.x[0, 0], self.y[0, 0])
+        params = phi.fit(statistics)
         counter = DenominatorCount()
         return partial(attention, phi=phi, noise=noise, params=params, counter=counter)
 
@@ -274,7 +284,10 @@ def model_work(model: nn.Module, x: Tensor) -> Work:
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    return Work(lambda: model(x).square().mean(), backward, model)
+    def forward() -> Tensor:
+        return model(x).square().mean()
+
+    return Work(forward, backward, model)
 
 
 def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
@@ -320,7 +333,8 @@ def attention_memory(method: str, length: int) -> float:
     work = attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
     outputs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    return peak_increase(lambda: work.backward(work.forward())) - outputs / 2**20
+    peak = peak_increase(lambda: work.backward(work.forward()))
+    return peak - outputs / 2**20
 
 
 def training_memory(method: str, length: int) -> float:
@@ -358,7 +372,8 @@ class Speed(Measurement):
 
     def __post_init__(self):
         check_methods(self.methods or (), self.what)
-        if self.device == "cuda" and (self.what != "attention" or not torch.cuda.is_available()):
+        possible = self.what == "attention" and torch.cuda.is_available()
+        if self.device == "cuda" and not possible:
             raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
         self.metric = "training" if self.what in PASSES else "ms"
 
@@ -414,8 +429,10 @@ class Memory(Measurement):
     method: str | None = None
 
     def __post_init__(self):
-        check_methods([self.method] if self.method else (), self.what)
+        if self.method is not None:
+            check_methods([self.method], self.what)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        mib = MEMORY[self.what](self.method or str(mechanism), self.length)
+        method = self.method or str(mechanism)
+        mib = MEMORY[self.what](method, self.length)
         yield {"length": self.length, "mib": mib}

@@ -68,7 +68,8 @@ def mnist_file(name: str) -> np.ndarray:
     try:
         raw = gzip.decompress((folder / name).read_bytes())
         sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+        values = np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes))
+        return values.reshape(sizes)
     except (OSError, EOFError, IndexError, ValueError) as error:
         raise DataError(
             f"{folder / name}: damaged ({error}); run `python -m crt_exp data fetch mnist`"
@@ -113,7 +114,8 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 
 def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
-    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+    params = phi.fit(Statistics.of(x, y))
+    return phi.log_variance(x, y, params)
 
 
 FITS = {"pair": log_variances, "set": log_variances_of_set}
@@ -182,7 +184,8 @@ class VarianceByLength(Measurement):
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
         mean_sq_sum = torch.arange(1, self.most + 1).double()
         x[:, 0] = mean_sq_sum.sqrt() / 2
-        gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
+        favorp = log_variances(PosRF(), x, x)
+        gain = log_variances(mechanism.map(), x, x) - favorp
         for i, value in enumerate(gain.tolist(), 1):
             yield {"sum": i, "gain": value}
 
@@ -196,7 +199,8 @@ class VarianceByAngle(Measurement):
     and x = -y, where trigonometric or positive features have no variance.
     """
 
-    metric, lower_is_better = "log_ratio", False
+    metric = "log_ratio"
+    lower_is_better = False
 
     length: Positive
     degrees: Count

@@ -115,7 +115,8 @@ def test_permutations_move_rows_and_columns_alike():
 @pytest.mark.parametrize("causal", [True, False])
 def test_matrices_of_a_sequence_model(causal, one_thread):
     """Those of a model's own layers: exact ones are the softmax, uniform ones known; each row sums to 1."""
-    task = protein_task("unidirectional" if causal else "bidirectional")
+    direction = "unidirectional" if causal else "bidirectional"
+    task = protein_task(direction)
     tokens = torch.randint(20, (1, 12))
     exact = task.build(Mechanism.of("exact")).eval()
     found = attention_matrices(exact, tokens)
@@ -197,7 +198,8 @@ class Kept:
     """As a kept run gives its model."""
 
     def __init__(self, model, task):
-        self.model, self.task = model, task
+        self.model = model
+        self.task = task
 
     def build(self, mechanism=None):
         made = self.task.build(mechanism) if mechanism else self.model
