@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from crt_exp.experiments.measure.bench import (
     MASKED,
     BatchBench,
     Bench,
+    Split,
     TextBench,
-    evenly_spaced,
     length_of,
     predicts,
 )
@@ -33,7 +33,6 @@ from crt_exp.swap.calibration import check_batch, check_ids, eval_mode, learns
 from crt_exp.validation import Count, FileName, Positive, checked
 
 TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
-SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
 TEXTS = "strings, one tensor of token ids or images, or a list of dictionaries of arguments"
 LEAST = 32  # minimum length of a document, in tokens
 TOLERANCE = 0.02  # nats; 2% of the perplexity
@@ -103,28 +102,6 @@ def advise(
 
 
 # ---- samples
-
-
-class Split(NamedTuple):
-    """Numbers of samples to evaluate (None: the default) and to fit attention to, and a seed."""
-
-    samples: int | None
-    calibration: int
-    seed: int
-
-    def indices(self, count: int, noun: str, kind: str) -> tuple[list[int], list[int]]:
-        """Indices of evenly spaced samples to evaluate, then of those to fit to.
-
-        kind: key of SAMPLES. Raises ValueError if there are too few samples.
-        """
-        samples = SAMPLES[kind] if self.samples is None else self.samples
-        if samples < 2 or self.calibration < 1 or count < samples + self.calibration:
-            raise ValueError(
-                f"samples={samples}, calibration={self.calibration}: expected at least 2 and 1, of "
-                f"{count} {noun}"
-            )
-        chosen = evenly_spaced(count, samples + self.calibration)
-        return chosen[:samples], chosen[samples:]
 
 
 def _are_tokens(texts: Any) -> bool:

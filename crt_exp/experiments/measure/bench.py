@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ MIN_CONTEXT = 16  # tokens after which a model can detect that a passage is repe
 REPEATED = 4  # rows that are also evaluated as repeated passages
 SHORTEST = 128  # tokens of the shortest timed input
 LENGTH = 512  # default length of a document, in tokens
+SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
 TOKENS_PER_BLOCK = 256  # tokens whose losses are computed at a time
 
 
@@ -335,6 +336,28 @@ class TextBench(Bench):
 def evenly_spaced(count: int, chosen: int) -> list[int]:
     """Indices of `chosen` evenly spaced samples of `count`, with the first and the last."""
     return np.linspace(0, count - 1, chosen).round().astype(int).tolist()
+
+
+class Split(NamedTuple):
+    """Numbers of samples to evaluate (None: the default) and to fit attention to, and a seed."""
+
+    samples: int | None
+    calibration: int
+    seed: int
+
+    def indices(self, count: int, noun: str, kind: str) -> tuple[list[int], list[int]]:
+        """Indices of evenly spaced samples to evaluate, then of those to fit to.
+
+        kind: key of SAMPLES. Raises ValueError if there are too few samples.
+        """
+        samples = SAMPLES[kind] if self.samples is None else self.samples
+        if samples < 2 or self.calibration < 1 or count < samples + self.calibration:
+            raise ValueError(
+                f"samples={samples}, calibration={self.calibration}: expected at least 2 and 1, of "
+                f"{count} {noun}"
+            )
+        chosen = evenly_spaced(count, samples + self.calibration)
+        return chosen[:samples], chosen[samples:]
 
 
 def next_token_labels(ids: Tensor) -> TensorPair:

@@ -17,12 +17,12 @@ from crt_exp.experiments.data.text import (
     local_blocks,
     running_blocks,
 )
-from crt_exp.experiments.measure.advise import Split
 from crt_exp.experiments.measure.bench import (
     HEADS,
     MASKED,
     NEXT,
     BatchBench,
+    Split,
     length_of,
     positions,
     predicts,

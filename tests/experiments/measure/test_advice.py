@@ -21,8 +21,8 @@ from crt_exp import swap_attention
 from crt_exp.experiments.data.text import bert_tokenizer
 from crt_exp.experiments.data.vocabularies import Symbols
 from crt_exp.experiments.measure import bench
-from crt_exp.experiments.measure.advise import Split, mechanisms
-from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, TextBench
+from crt_exp.experiments.measure.advise import mechanisms
+from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, Split, TextBench
 from crt_exp.experiments.measure.model_files import label_of
 from crt_exp.experiments.measure.recall import BASELINES, DenseSwap
 from crt_exp.experiments.measure.recommendation import Advice, Row, pays_from
