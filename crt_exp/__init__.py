@@ -19,7 +19,7 @@ _HOMES = {
     "crt_exp.swap.calibration": ("calibrate_attention", "describe_attention"),
     "crt_exp.swap.swap": ("unswap_attention",),
     "crt_exp.swap.pretrained": ("from_pretrained",),
-    "crt_exp.experiments.measure.advice": ("advise",),
+    "crt_exp.experiments.measure.advise": ("advise",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -527,6 +527,12 @@ def swap_attention(
 
     Warns:
         UserWarning: without `layers`, attention of unknown kinds or with a window stays as it is.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = BertModel(BertConfig(vocab_size=50, **sizes))
+    >>> type(swap_attention(model, "favorpp", m=8).encoder.layer[0].attention.self.swapped).__name__
+    'RandomFeatureAttention'
     """
     if redraw_every:
         options["redraw_every"] = redraw_every

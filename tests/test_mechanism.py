@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crt_exp import swap_attention
 from crt_exp.attention import Window
-from crt_exp.experiments.measure.advice import mechanisms
+from crt_exp.experiments.measure.advise import mechanisms
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.features import OPRF, PosRF, Sum

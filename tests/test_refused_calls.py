@@ -11,7 +11,7 @@ from crt_exp.features.complex_exponential import _for_dimension
 from crt_exp.features.statistics import check_kernel
 from crt_exp.registry import ConfigError
 from crt_exp.samplers.blocks import row_lengths
-from crt_exp.swap.interface import _is_causal
+from crt_exp.swap.interface import _check_boolean
 
 X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
 NOISE = samplers.iid(3, 4, torch.Generator().manual_seed(1))
@@ -89,7 +89,7 @@ CALLS = {
         "tsk.*did you mean task",
     ),
     "mask of numbers": (
-        lambda: _is_causal(torch.zeros(1, 5), "layer 0"),
+        lambda: _check_boolean(torch.zeros(1, 5), "layer 0"),
         ValueError,
         "layer 0: unsupported mask of torch.float",
     ),

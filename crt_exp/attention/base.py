@@ -37,7 +37,13 @@ class AttentionLayer(nn.Module):
     continues_step = False
     # whether outputs depend on token positions, beyond the set of visible keys
     position_dependent = True
+    can_cross = True  # whether queries and keys may come from different sequences
     mechanism: str | None = None  # name of the method, such as favorpp, in tables and warnings
+    # set by a swap: path of the attention module, saved record, whether a forward pass reached it
+    path = ""
+    record: dict | None = None
+    reached: bool | None = None
+    columns: int | None = None  # number of value columns, where a caller has appended others
 
     def __init__(
         self,
@@ -81,6 +87,9 @@ class LinearAttention(AttentionLayer):
 
     recurrent_heads: int  # heads of keys and values in a decoding state
     clusters: Any  # `FittedOnce` or None: state that is fitted to vectors or sequences
+    # of the last calibration: errors, and mean statistics of features that are fitted to each sequence
+    measured: Any = None
+    seen: Any = None
 
     def __init__(
         self,
@@ -96,8 +105,6 @@ class LinearAttention(AttentionLayer):
         self.cross = cross
         self.normalize_qk = normalize_qk
         self.calibrated: int | None = None  # number of passes in the current calibration
-        # number of value columns, where a caller has appended others
-        self.columns: int | None = None
 
     @property
     @abstractmethod

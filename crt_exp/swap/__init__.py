@@ -1,9 +1,8 @@
 """Replace the attention of a pretrained model, and restore it.
 
 - swap: replace and restore attention. families: which modules can be swapped.
-- call: one call of a swapped layer, and the modules of torch and timm.
+- attend: one call of a swapped layer, and its masks. modules: the modules of torch and timm.
 - interface, cache: transformers' attention function and its caches.
 - calibration: calibrate_attention and describe_attention.
 - saved, pretrained: saved swapped models and from_pretrained.
-- bench, advise: loss, time and memory of several methods, and crt_exp.advise.
 """

@@ -15,12 +15,14 @@ import copy
 import inspect
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     EncoderDecoderCache,
@@ -31,10 +33,10 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import changes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.swap.call import attend, prepare, read_mask
+from crt_exp.swap.attend import attend, prepare, read_mask, rescaled
 from crt_exp.swap.families import is_cross, names_in_forward
 
-NAMES = ("cache", "past_key_values")  # argument of forward: from transformers 5.24 on, and before
+NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
 WHOLE = "pass past_key_values=DynamicCache()"
 
 
@@ -67,12 +69,16 @@ class RecurrentLayer(DynamicLayer):
         self._clear()
 
     def _clear(self) -> None:
-        self.length, self.whole = 0, False
-        self.new_keys = None  # new keys and values that no attention function has used yet
-        self.handed = None  # weak references to what `update` returned for them
-        self.state = None  # recurrent state of all tokens
-        self.padding = None  # (B, p): padding mask of the first p tokens; all later tokens are kept
-        self.owner = self.marks = None
+        self.length = 0
+        self.whole = False
+        # new keys and values that no attention function has used yet
+        self.new_keys: Any = None
+        self.handed: Any = None  # weak references to what `update` returned for them
+        self.state: Any = None  # recurrent state of all tokens
+        # (B, p): padding mask of the first p tokens; all later tokens are kept
+        self.padding: Tensor | None = None
+        self.owner: Any = None  # weak reference to the layer that made the state
+        self.marks: list[tuple[Tensor, int]] = []
 
     # ---- methods that a forward pass calls
 
@@ -85,18 +91,19 @@ class RecurrentLayer(DynamicLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.new_keys, self.length = (key_states, value_states), self.length + key_states.shape[-2]
-        kind = (
-            Tensor if self.state is None else NewKeys
-        )  # the first keys are all keys, so any use is valid
-        keys, values = key_states.as_subclass(kind), value_states.as_subclass(kind)
+        self.new_keys = (key_states, value_states)
+        self.length += key_states.shape[-2]
+        # the first keys are all keys, so any use is valid
+        kind = Tensor if self.state is None else NewKeys
+        keys = key_states.as_subclass(kind)
+        values = value_states.as_subclass(kind)
         self.handed = weakref.ref(keys), weakref.ref(values)
         keys.cache_layer = self
         return keys, values
 
     def attend(
         self,
-        swapped: nn.Module,
+        swapped: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -110,10 +117,10 @@ class RecurrentLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries (B,H,T,d) to the past and to the keys of `update`.
 
-        The arguments are those of `call.attend`. keep (B,S) and mask (B,.,T,S) cover all tokens. Raises ValueError,
+        The arguments are those of `attend.attend`. keep (B,S) and mask (B,.,T,S) cover all tokens. Raises ValueError,
         naming the layer, if the state cannot serve the call.
         """
-        used, first = self.length, not isinstance(key, NewKeys)
+        first = not isinstance(key, NewKeys)
         at_once = partial(
             attend,
             swapped,
@@ -129,31 +136,29 @@ class RecurrentLayer(DynamicLayer):
         )
         if not self._is_update(key, value, swapped.path):
             return at_once()
-        (key, value), self.new_keys = self.new_keys, None
+        key, value = self.new_keys
+        self.new_keys = None
+        used = self.length
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         prepare(swapped, query, key, causal)
-        if first and not self._create_state(
-            swapped, query, key, value, causal and not matrix and used == self.length
-        ):
-            self._store_all_keys(key, value)
-            return at_once()
         if first:
+            possible = causal and not matrix and used == self.length
+            if not (possible and self._create_state(swapped, query, key, value)):
+                self._store_all_keys(key, value)
+                return at_once()
             self._set_padding(keep)
+            if not isinstance(self.state, RecallState):
+                keys = repeat_heads(key, swapped.recurrent_heads)
+                values = repeat_heads(value, swapped.recurrent_heads)
+                self.state.take(swapped.scaled(keys), values, keep)
+                return at_once()
         else:
             self._check(swapped, query, causal, matrix, used)
             keep = self._new_padding(keep, query.shape[2], swapped.path)
-        if first and not isinstance(self.state, RecallState):
-            key, value = (repeat_heads(t, swapped.recurrent_heads) for t in (key, value))
-            self.state.take(swapped.scaled(key), value, keep)
-            return at_once()
-        q = (
-            query
-            if scaling is None or scaling == swapped.scaling
-            else query * (scaling / swapped.scaling)
-        )
-        return self.state.step(swapped.scaled(q), swapped.scaled(key), value, keep), None
+        q = swapped.scaled(rescaled(swapped, query, scaling))
+        return self.state.step(q, swapped.scaled(key), value, keep), None
 
     def _is_update(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether key and value are the tensors of `update`, used for the first time."""
@@ -171,30 +176,24 @@ class RecurrentLayer(DynamicLayer):
         self._store_new_keys()
         return False
 
-    def _create_state(
-        self, swapped: nn.Module, query: Tensor, key: Tensor, value: Tensor, possible: bool
-    ) -> bool:
+    def _create_state(self, swapped: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
-        possible = (
-            possible and isinstance(swapped, LinearAttention) and query.shape[2] == key.shape[2]
-        )
-        if not possible or _all_keys(swapped) or swapped.calibrated is not None:
+        if not isinstance(swapped, LinearAttention) or query.shape[2] != key.shape[2]:
+            return False
+        if _all_keys(swapped) or swapped.calibrated is not None:
             return False
         # empty tensors, because generation asks for their sizes
-        self.keys, self.values = (
-            torch.empty_like(t[:, :, :0]).as_subclass(NewKeys) for t in (key, value)
-        )
-        self.owner, self.marks = weakref.ref(swapped), _marks(swapped)
+        self.keys = torch.empty_like(key[:, :, :0]).as_subclass(NewKeys)
+        self.values = torch.empty_like(value[:, :, :0]).as_subclass(NewKeys)
+        self.owner = weakref.ref(swapped)
+        self.marks = _marks(swapped)
         self.state = swapped.decoding()
         return True
 
-    def _check(
-        self, swapped: nn.Module, query: Tensor, causal: bool, matrix: bool, used: int
-    ) -> None:
-        marks = _marks(swapped)
-        same = self.owner() is swapped and all(
-            a is b and x == y for (a, x), (b, y) in zip(self.marks, marks)
-        )
+    def _check(self, swapped: Any, query: Tensor, causal: bool, matrix: bool, used: int) -> None:
+        same = self.owner() is swapped
+        for (tensor, version), (before, version_before) in zip(_marks(swapped), self.marks):
+            same = same and tensor is before and version == version_before
         if not same:
             raise ValueError(f"{swapped.path}: noise or statistics have changed; use a new cache")
         for wrong, what in (
@@ -216,12 +215,16 @@ class RecurrentLayer(DynamicLayer):
 
         Raises ValueError if the mask of the past differs from the earlier one.
         """
-        past, padded = self.length - new, 0 if self.padding is None else self.padding.shape[1]
+        past = self.length - new
         if keep is not None and keep.shape[1] != self.length:
             raise ValueError(
                 f"{path}: attention_mask of {keep.shape[1]} tokens: expected {past} cached + {new} new"
             )
-        same = padded == 0 or (keep is not None and torch.equal(keep[:, :padded], self.padding))
+        padded = 0
+        same = True
+        if self.padding is not None:
+            padded = self.padding.shape[1]
+            same = keep is not None and torch.equal(keep[:, :padded], self.padding)
         if not same or (keep is not None and not bool(keep[:, padded:past].all())):
             raise ValueError(
                 f"{path}: the recurrent cache does not support changed masks of past tokens; {WHOLE}"
@@ -233,8 +236,10 @@ class RecurrentLayer(DynamicLayer):
 
     def _set_padding(self, keep: Tensor | None) -> None:
         """Store a mask of all tokens, up to the last removed token."""
-        left_out = () if keep is None else (~keep).any(0).nonzero()
-        self.padding = keep[:, : int(left_out[-1]) + 1].clone() if len(left_out) else None
+        self.padding = None
+        if keep is not None and not bool(keep.all()):
+            removed = (~keep).any(0).nonzero()
+            self.padding = keep[:, : int(removed[-1]) + 1].clone()
 
     # ---- fall back to storing the keys
 
@@ -250,10 +255,11 @@ class RecurrentLayer(DynamicLayer):
         """
         if self.new_keys is None:
             return
-        given, self.new_keys = self.new_keys, None
+        key, value = self.new_keys
+        self.new_keys = None
         if self.state is not None:
             raise ValueError(f"no swapped attention used the new keys; use a new cache, or {WHOLE}")
-        self._store_all_keys(*given)
+        self._store_all_keys(key, value)
 
     # ---- methods that generation calls
 
@@ -276,9 +282,8 @@ class RecurrentLayer(DynamicLayer):
             super().reorder_cache(beam_idx)
             return
         self.state.select(beam_idx.to(self.device))
-        self._set_padding(
-            None if self.padding is None else self.padding[beam_idx.to(self.padding.device)]
-        )
+        if self.padding is not None:
+            self._set_padding(self.padding[beam_idx.to(self.padding.device)])
 
     def __deepcopy__(self, memo: dict) -> "RecurrentLayer":
         """Copy the cache; the copy refers to the same layer of the model.
@@ -292,16 +297,16 @@ class RecurrentLayer(DynamicLayer):
         return other
 
 
-def _marks(swapped: nn.Module) -> list[tuple[Tensor, int]]:
+def _marks(swapped: Any) -> list[tuple[Tensor, int]]:
     """The tensors that a state depends on, with their version counters.
 
     Version counters detect changes without a device synchronisation.
     """
-    return [
-        (t, changes(t))
-        for name, t in swapped.named_buffers()
-        if name in ("draws", "folds") or name.startswith(("omega", "running_", "clusters."))
-    ]
+    marks = []
+    for name, tensor in swapped.named_buffers():
+        if name.startswith(("draws", "folds", "omega", "running_", "clusters.")):
+            marks.append((tensor, changes(tensor)))
+    return marks
 
 
 # ---- install the caches in a model
@@ -333,48 +338,48 @@ def uninstall(model: nn.Module) -> None:
 
 def _recurrent_layers(model: nn.Module) -> frozenset[int]:
     """Cache indices of the swapped layers that are causal and have a recurrent state."""
-    parts = [
-        part
-        for part in model.modules()
-        if isinstance(part._modules.get("swapped"), LinearAttention)
-        and getattr(part, "is_causal", True)
-        and not is_cross(part, "")
-    ]
-    return frozenset(
-        part.layer_idx for part in parts if isinstance(getattr(part, "layer_idx", None), int)
-    )
+    layers = set()
+    for part in model.modules():
+        index = getattr(part, "layer_idx", None)
+        recurrent = isinstance(part._modules.get("swapped"), LinearAttention)
+        causal = getattr(part, "is_causal", True)
+        if recurrent and causal and isinstance(index, int) and not is_cross(part, ""):
+            layers.add(index)
+    return frozenset(layers)
 
 
 def _give_cache(
-    model: nn.Module, args: tuple, kwargs: dict, layers: frozenset[int]
+    model: Any, args: tuple, kwargs: dict, layers: frozenset[int]
 ) -> tuple[tuple, dict] | None:
     """Forward pre-hook: create the cache for use_cache=True without a cache."""
-    if kwargs.get("use_cache") is not True or _given(kwargs) is not None or _all_keys(model):
+    if kwargs.get("use_cache") is not True or _passed_cache(kwargs) is not None or _all_keys(model):
         return None
     config = model.config.get_text_config(decoder=True)
-    made = DynamicCache(config=config)
-    _make_recurrent(made, layers)
+    own = DynamicCache(config=config)
+    _make_recurrent(own, layers)
+    cache: Cache = own
     crosses = (
         config.is_encoder_decoder
         or getattr(config, "add_cross_attention", False)
         or kwargs.get("encoder_hidden_states") is not None
     )
     if crosses and "EncoderDecoderCache" in names_in_forward(type(model)):
-        made = EncoderDecoderCache(made, DynamicCache(config=config))
-    name = next(name for name in NAMES if name in inspect.signature(type(model).forward).parameters)
-    return args, kwargs | {name: made}
+        cache = EncoderDecoderCache(own, DynamicCache(config=config))
+    parameters = inspect.signature(type(model).forward).parameters
+    name = next(name for name in NAMES if name in parameters)
+    return args, kwargs | {name: cache}
 
 
 def _all_keys(module: nn.Module) -> bool:
     return module.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
 
 
-def _given(kwargs: dict) -> Cache | None:
+def _passed_cache(kwargs: dict) -> Cache | None:
     return next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
 
 
 def _prepare_cache(
-    model: nn.Module,
+    model: Any,
     layers: frozenset[int],
     generation_config,
     model_kwargs: dict,
@@ -382,20 +387,20 @@ def _prepare_cache(
     *args,
 ) -> None:
     """Replacement for `GenerationMixin._prepare_cache_for_generation`."""
-    given = _given(model_kwargs)
+    passed = _passed_cache(model_kwargs)
     type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, mode, *args)
-    made = _given(model_kwargs)
-    own = made.self_attention_cache if isinstance(made, EncoderDecoderCache) else made
+    cache = _passed_cache(model_kwargs)
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     # assisted generation rolls the cache back
     assists = mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-    if made is not given and type(own) is DynamicCache and not own.offloading and not assists:
+    if cache is not passed and type(own) is DynamicCache and not own.offloading and not assists:
         _make_recurrent(own, layers)
 
 
-def _make_recurrent(made: DynamicCache, layers: frozenset[int]) -> None:
+def _make_recurrent(cache: DynamicCache, layers: frozenset[int]) -> None:
     """Replace plain cache layers by recurrent ones, unless layers share keys."""
-    kinds = {type(layer).__name__ for layer in made.layers}
-    if "DummyLayer" not in kinds:  # a class that older releases of transformers lack
-        for i, layer in enumerate(made.layers):
-            if i in layers and type(layer) is DynamicLayer:
-                made.layers[i] = RecurrentLayer()
+    if any(isinstance(layer, DummyLayer) for layer in cache.layers):
+        return
+    for i, layer in enumerate(cache.layers):
+        if i in layers and type(layer) is DynamicLayer:
+            cache.layers[i] = RecurrentLayer()

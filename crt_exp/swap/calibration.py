@@ -10,25 +10,29 @@ unscaled.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.base import LinearAttention
+from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features import AutoRF
+from crt_exp.features.base import Params
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
 from crt_exp.validation import warn
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SEQUENCES = 4  # sequences of a batch, the first ones, on which errors are measured
 QUERIES = 128  # random queries of each sequence that are compared with exact attention
@@ -80,17 +84,28 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
 
     Warns:
         UserWarning: a layer is further from exact attention than uniform attention is.
+
+    >>> import crt_exp
+    >>> module = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    >>> x = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+    >>> module = crt_exp.swap_attention(module, "favorpp", m=64)
+    >>> table = crt_exp.describe_attention(crt_exp.calibrate_attention(module, [(x, x, x)]))
+    >>> bool((table["error on calibration"] < table["uniform's error"]).all())
+    True
     """
-    states = _states(model)
+    states = _calibrated_states(model)
     with ExitStack() as stack:
         for state in states.values():
-            stack.callback(state.register_forward_hook(Watcher(state), with_kwargs=True).remove)
+            watcher = CalibrationHook(state)
+            stack.callback(state.register_forward_hook(watcher, with_kwargs=True).remove)
         fill_statistics(model, batches)
-    worse = [
-        f"{path} ({state.measured.relative_error:.3g}, uniform {state.measured.relative_uniform:.3g})"
-        for path, state in states.items()
-        if state.measured.error > state.measured.uniform
-    ]
+    worse = []
+    for path, state in states.items():
+        errors = state.measured
+        if errors.error > errors.uniform:
+            worse.append(
+                f"{path} ({errors.relative_error:.3g}, uniform {errors.relative_uniform:.3g})"
+            )
     if worse:
         warn(
             f"{len(worse)} of {len(states)} layers are further from exact attention than uniform attention: "
@@ -103,25 +118,27 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
 @torch.no_grad()
 def fill_statistics(model: nn.Module, batches: Iterable) -> None:
     """Do `calibrate_attention` without measuring errors."""
-    if isinstance(batches, Tensor | str) or hasattr(batches, "keys"):
-        raise ValueError(f"batches: one {type(batches).__name__}, expected a list, such as [batch]")
-    if not isinstance(batches, Iterable):
+    if isinstance(batches, Tensor | str | Mapping) or not isinstance(batches, Iterable):
         raise TypeError(f"batches: {type(batches).__name__}, expected a list, such as [batch]")
-    count = 0
+    number = -1
     with eval_mode(model), ExitStack() as stack:
-        for state in _states(model).values():
+        for state in _calibrated_states(model).values():
             stack.enter_context(state.calibration())
-        for batch in batches:
-            check_batch(model, batch, f"batches[{count}]")
-            call(model, batch)
-            count += 1
-    if not count:
+        for number, batch in enumerate(batches):
+            check_batch(model, batch, f"batches[{number}]")
+            call_model(model, batch)
+    if number < 0:
         raise ValueError("batches: empty; expected at least one")
 
 
-def swapped_states(model: nn.Module) -> list[nn.Module]:
+def swapped_states(model: nn.Module) -> list[AttentionLayer]:
     """The swapped attention layers of a model."""
-    return [part.swapped for part in model.modules() if "swapped" in part._modules]
+    states = []
+    for part in model.modules():
+        state = part._modules.get("swapped")
+        if isinstance(state, AttentionLayer):
+            states.append(state)
+    return states
 
 
 def learns(model: nn.Module) -> bool:
@@ -130,7 +147,8 @@ def learns(model: nn.Module) -> bool:
 
 
 @contextmanager
-def eval_mode(model: nn.Module):
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Context manager: put all modules in eval mode, then restore the mode of each."""
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:
@@ -140,15 +158,14 @@ def eval_mode(model: nn.Module):
             part.training = True
 
 
-def _states(model: nn.Module) -> dict[str, LinearAttention]:
+def _calibrated_states(model: nn.Module) -> dict[str, LinearAttention]:
     """The layers that calibration applies to, by path."""
-    states = {
-        path.removesuffix(".swapped"): part
-        for path, part in model.named_modules()
-        if isinstance(part, LinearAttention)
-    }
+    states = {}
+    for path, part in model.named_modules():
+        if isinstance(part, LinearAttention):
+            states[path.removesuffix(".swapped")] = part
     if not states:
-        names = ", ".join({part.mechanism for part in swapped_states(model)})
+        names = ", ".join({str(part.mechanism) for part in swapped_states(model)})
         raise ValueError(
             f"{type(model).__name__}: no random features (swapped: {names or 'none'}); call "
             "swap_attention"
@@ -156,59 +173,61 @@ def _states(model: nn.Module) -> dict[str, LinearAttention]:
     return states
 
 
+def model_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
+    """Positional and keyword arguments of a model in a batch of `calibrate_attention`."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
 def check_batch(model: nn.Module, batch: Any, name: str) -> None:
-    """Raise ValueError or TypeError, naming the batch, for inputs that no model can read."""
-    if hasattr(batch, "keys"):
-        values = {str(key): batch[key] for key in batch.keys()}  # noqa: SIM118
-    elif isinstance(batch, tuple | list) and batch and isinstance(batch[0], Tensor):
-        values = {str(i): value for i, value in enumerate(batch)}
-    elif isinstance(batch, Tensor):
-        values = {"0": batch}
-    else:
+    """Raise ValueError or TypeError, naming the batch, for inputs that the model cannot read."""
+    positional, keywords = model_arguments(batch)
+    if positional[:1] and not isinstance(positional[0], Tensor):
         raise TypeError(
             f"{name}: {type(batch).__name__}, expected a dictionary of arguments, a tuple of tensors or a tensor"
         )
-    for key, value in values.items():
+    for value in (*positional, *keywords.values()):
         if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim >= 3:
             raise ValueError(
-                f"{name}: {key} of uint8; expected floating-point values, as of the model's image processor"
+                f"{name}: images of uint8, expected floating point, as of the processor"
             )
-    first = "0" if getattr(model, "main_input_name", "") == "input_ids" else ""
-    ids = values.get("input_ids", values.get(first))
+    ids = keywords.get("input_ids")
+    if positional and getattr(model, "main_input_name", "") == "input_ids":
+        ids = positional[0]
     if isinstance(ids, Tensor):
-        if ids.ndim < 2:
-            raise ValueError(f"{name}: token ids {tuple(ids.shape)}, expected (batch, tokens)")
         check_ids(model, ids, name)
 
 
-def check_ids(model: nn.Module, ids: Tensor, name: str) -> None:
-    """Raise ValueError for token ids that are no integers of the vocabulary of a transformers model."""
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{name}: token ids of {ids.dtype}, expected integers (torch.long)")
+def check_ids(model: Any, ids: Tensor, name: str) -> None:
+    """Raise ValueError for token ids that are no integers (batch, tokens) of the vocabulary."""
+    if ids.ndim < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{name}: token ids {tuple(ids.shape)} of {ids.dtype}, expected integers (batch, tokens)"
+        )
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = getattr(embeddings, "num_embeddings", None)
-    if size is None or not ids.numel():
-        return
-    for token in (int(ids.min()), int(ids.max())):
-        if not 0 <= token < size:
-            raise ValueError(
-                f"{name}: token id {token}, expected 0 to {size - 1}, the vocabulary of the model"
-            )
+    if isinstance(embeddings, nn.Embedding) and ids.numel():
+        last = embeddings.num_embeddings - 1
+        for token in (int(ids.min()), int(ids.max())):
+            if not 0 <= token <= last:
+                raise ValueError(
+                    f"{name}: token id {token}, expected 0 to {last}, the vocabulary of the model"
+                )
 
 
-def call(model: nn.Module, batch):
+def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch of `calibrate_attention`. Raises ValueError for ids out of range."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
-    def moved(value):
+    def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
-    given, named = (batch if isinstance(batch, tuple | list) else (batch,)), {}
-    if hasattr(batch, "keys"):
-        # BatchEncoding of tokenizers
-        given, named = (), {key: moved(batch[key]) for key in batch.keys()}  # noqa: SIM118
+    positional, keywords = model_arguments(batch)
+    keywords = {key: moved(value) for key, value in keywords.items()}
     try:
-        return model(*map(moved, given), **named)
+        return model(*map(moved, positional), **keywords)
     except IndexError as error:
         raise ValueError(
             f"{type(model).__name__}: {error}; expected ids and labels that the model knows"
@@ -217,7 +236,7 @@ def call(model: nn.Module, batch):
 
 def call_arguments(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments of a layer's call as a tuple, for hooks."""
     return q, k, v, key_mask
 
@@ -226,23 +245,25 @@ def call_arguments(
 
 
 @dataclass
-class Measured:
+class SquaredErrors:
     """Sums of squares over heads, queries and output dimensions."""
 
     exact: float = 0.0  # norm of exact attention, squared
     error: float = 0.0  # distance of the layer's output from exact attention, squared
     uniform: float = 0.0  # distance of uniform attention from exact attention, squared
 
-    # |output - exact| / |exact|, Frobenius norm
-    relative_error = property(
-        lambda self: math.sqrt(self.error / self.exact) if self.exact else math.nan
-    )
-    relative_uniform = property(
-        lambda self: math.sqrt(self.uniform / self.exact) if self.exact else math.nan
-    )
+    @property
+    def relative_error(self) -> float:
+        """|output - exact| / |exact|, in the Frobenius norm."""
+        return math.sqrt(self.error / self.exact) if self.exact else math.nan
+
+    @property
+    def relative_uniform(self) -> float:
+        """|uniform - exact| / |exact|, in the Frobenius norm."""
+        return math.sqrt(self.uniform / self.exact) if self.exact else math.nan
 
 
-class Watcher:
+class CalibrationHook:
     """Forward hook: collect `state.seen` and `state.measured` of a layer.
 
     `seen` holds the mean statistics of the features that are fitted to each sequence; `measured` holds the errors.
@@ -251,35 +272,29 @@ class Watcher:
     def __init__(self, state: LinearAttention):
         self.count = 0
         state.seen = None
-        state.measured = Measured()
+        state.measured = SquaredErrors()
 
     def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
         q, k, v, key_mask = call_arguments(*args, **kwargs)
         measure(state, q, k, v[..., : state.columns], key_mask)
         if isinstance(state, RandomFeatureAttention) and not state.running:
             self.count += 1
-            stats = state._statistics(state.normalized(q), state.normalized(k), key_mask)
-            state.seen = Statistics(
-                *(
-                    self._pooled(
-                        state.moments, getattr(stats, side), getattr(state.seen, side, None)
-                    )
-                    for side in "xy"
-                )
-            )
+            new = state._statistics(state.normalized(q), state.normalized(k), key_mask)
+            x = self._pool(state.moments, new.x, state.seen and state.seen.x)
+            y = self._pool(state.moments, new.y, state.seen and state.seen.y)
+            state.seen = Statistics(x, y)
 
-    def _pooled(self, names: tuple[str, ...], new: Moments, old: Moments | None) -> Moments:
+    def _pool(self, names: tuple[str, ...], new: Any, old: Any) -> Moments:
         """The mean over the batch and over calls, and the minimum of the minima."""
-        pooled = {name: getattr(new, name).mean(0) for name in names} | {
-            "minimum": new.minimum.amin(0)
-        }
+        pooled = {}
+        for name in names:
+            pooled[name] = getattr(new, name).mean(0)
+            if old is not None:
+                pooled[name] = torch.lerp(getattr(old, name), pooled[name], 1 / self.count)
+        minimum = new.minimum.amin(0)
         if old is not None:
-            pooled = {
-                name: torch.lerp(getattr(old, name), value, 1 / self.count)
-                for name, value in pooled.items()
-            }
-            pooled["minimum"] = torch.minimum(old.minimum, new.minimum.amin(0))
-        return Moments.from_values(**pooled)
+            minimum = torch.minimum(old.minimum, minimum)
+        return Moments.known(**pooled, minimum=minimum)
 
 
 @torch.no_grad()
@@ -291,20 +306,23 @@ def measure(
     The layer runs with its current projections on the first SEQUENCES sequences of q (B,H,L,d), k (B,Hkv,S,d) and v
     (B,Hkv,S,dv). QUERIES queries of each sequence are compared with exact attention. Padded queries do not count.
     """
-    q, k, v, key_mask = (None if t is None else t[:SEQUENCES] for t in (q, k, v, key_mask))
+    q = q[:SEQUENCES]
+    k = k[:SEQUENCES]
+    v = v[:SEQUENCES]
+    key_mask = None if key_mask is None else key_mask[:SEQUENCES]
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]
     exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
     uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
-    exact_square, error, distance = (
-        float(torch.where(real, t.double(), 0.0).square().sum())
-        for t in (exact, estimate.double() - exact, uniform.double() - exact)
-    )
-    state.measured.exact += exact_square
-    state.measured.error += error
-    state.measured.uniform += distance
+
+    def square(t: Tensor) -> float:
+        return float(torch.where(real, t.double(), 0.0).square().sum())
+
+    state.measured.exact += square(exact)
+    state.measured.error += square(estimate.double() - exact)
+    state.measured.uniform += square(uniform.double() - exact)
 
 
 def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -312,7 +330,8 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
 
     In self-attention the key mask marks the queries that are padding.
     """
-    own = state.causal or (q.shape[2] == k.shape[2] and not getattr(state, "cross", False))
+    crosses = isinstance(state, LinearAttention) and state.cross
+    own = state.causal or (q.shape[2] == k.shape[2] and not crosses)
     if key_mask is None or not own:
         return torch.ones(1, 1, dtype=torch.bool, device=q.device)
     return key_mask[:, k.shape[2] - q.shape[2] :]
@@ -338,66 +357,79 @@ def exact_rows(
     seen = torch.arange(S, device=q.device) <= last
     if key_mask is not None:  # values of padding may be anything, including NaN
         seen = seen & key_mask[:, None, None]
-        k, v = (torch.where(key_mask[:, None, :, None], t, 0.0) for t in (k, v))
+        k = torch.where(key_mask[:, None, :, None], k, 0.0)
+        v = torch.where(key_mask[:, None, :, None], v, 0.0)
+    q = q[:, :, rows].to(dtype)
     sees = seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(
-        q[:, :, rows].to(dtype), k.to(dtype), v.to(dtype), seen | ~sees, scale=scaling
-    )
+    mask = seen | ~sees
+    out = F.scaled_dot_product_attention(q, k.to(dtype), v.to(dtype), mask, scale=scaling)
     return out * sees
 
 
 # ---- description
 
 
-def describe_attention(model: nn.Module):
+def describe_attention(model: nn.Module) -> "pd.DataFrame":
     """A DataFrame with COLUMNS, one row for each attention module.
 
     Modules that cannot be swapped come last.
+
+    >>> import crt_exp
+    >>> module = crt_exp.swap_attention(torch.nn.MultiheadAttention(16, 2), "favorpp", m=8)
+    >>> crt_exp.describe_attention(module)[["type", "mechanism", "m"]].values.tolist()
+    [['MultiheadAttention', 'favorpp', 8]]
     """
     import pandas as pd
 
-    rows = [_row(i, path, module) for i, (path, module) in enumerate(swappable(model))]
-    rows += [_row(None, path, module) for path, module in unknown_modules(model)]
+    rows = []
+    for i, (path, module) in enumerate(swappable(model)):
+        state = module._modules.get("swapped")
+        row = _module_row(path, module) | {"layer": i, "mechanism": "unchanged"}
+        if isinstance(state, AttentionLayer):
+            row |= _layer_row(state)
+        rows.append(row)
+    for path, module in unknown_modules(model):
+        rows.append(_module_row(path, module) | {"mechanism": "cannot be swapped"})
     return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"layer": "Int64", "open": "Int64"})
 
 
-def _row(i: int | None, path: str, module: nn.Module) -> dict[str, Any]:
-    state = module._modules.get("swapped")
-    row = {
-        "layer": i,
-        "path": path,
-        "type": module.__dict__.get("unswapped_class", type(module)).__name__,
-        "reached": {None: "", True: "yes", False: "no"}[getattr(state, "reached", None)],
-    }
-    if state is None:
-        return row | {"mechanism": "cannot be swapped" if i is None else "unchanged"}
-    row["mechanism"] = state.mechanism
-    if (measured := getattr(state, "measured", None)) is not None:
-        row |= {
-            "error on calibration": measured.relative_error,
-            "uniform's error": measured.relative_uniform,
-        }
+def _module_row(path: str, module: nn.Module) -> dict[str, Any]:
+    kind = module.__dict__.get("unswapped_class", type(module))
+    return {"path": path, "type": kind.__name__, "reached": ""}
+
+
+def _layer_row(state: AttentionLayer) -> dict[str, Any]:
+    row: dict[str, Any] = {"mechanism": state.mechanism}
+    if state.reached is not None:
+        row["reached"] = "yes" if state.reached else "no"
+    if isinstance(state, LinearAttention) and state.measured is not None:
+        row["error on calibration"] = state.measured.relative_error
+        row["uniform's error"] = state.measured.relative_uniform
     if isinstance(state, NearFar) and state.causal:
         row["open"] = state.sizes.open
-    return row | _fitted(state) if isinstance(state, RandomFeatureAttention) else row
+    if isinstance(state, RandomFeatureAttention):
+        row |= _features_row(state)
+    return row
 
 
-def _fitted(state: RandomFeatureAttention) -> dict[str, Any]:
+def _features_row(state: RandomFeatureAttention) -> dict[str, Any]:
     """The table's entries of random features; a map without projections has no m."""
-    row, params = {"m": state.m if state.gaussian else None, "M": state.width}, _params(state)
+    row: dict[str, Any] = {"m": state.m if state.gaussian else None, "M": state.width}
+    params = _params(state)
     if params is not None and isinstance(state.phi, AutoRF):
         names = Counter(state.phi.names(params)).most_common()
         row["chosen"] = ", ".join(f"{name} {heads}" for name, heads in names)
-    if (A := getattr(params, "A", None)) is not None:
+    A = getattr(params, "A", None)
+    if A is not None:
         A = (A.real if A.is_complex() else A).double()
         row |= {"A mean": float(A.mean()), "A min": float(A.min()), "A max": float(A.max())}
     return row
 
 
-def _params(state: RandomFeatureAttention):
+def _params(state: RandomFeatureAttention) -> Params:
     """Parameters fitted to the running averages or the last calibration, or None."""
     if state.clusters is not None:
         return state.clusters.params() if state.clusters.done else None
     running = state.keeps_statistics and float(state.running_weight) > 0
-    stats = state.running_statistics() if running else getattr(state, "seen", None)
+    stats = state.running_statistics() if running else state.seen
     return None if stats is None and state.phi.fitted else state.phi.fit(stats)

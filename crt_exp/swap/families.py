@@ -10,12 +10,13 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from crt_exp.swap.call import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
+from crt_exp.swap.modules import SwappedMultiheadAttention, SwappedTimmAttention, SwappedTimmRotary
 
 TIMM = {
     ("timm.layers.attention", "Attention"): SwappedTimmAttention,
@@ -63,28 +64,28 @@ class HeadSizes(NamedTuple):
 
 def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The attention modules that `swap_attention` supports, with paths, in order."""
-    return [
-        (path or type(module).__name__, module)
-        for path, module in model.named_modules()
-        if family(module)
-    ]
+    modules = []
+    for path, module in model.named_modules():
+        if family(module):
+            modules.append((path or type(module).__name__, module))
+    return modules
 
 
-def swapped_class(module: nn.Module) -> type | None:
+def swapped_class(module: Any) -> type | None:
     """The replacement class of a torch or timm module; None for other modules."""
     kind = type(module)
-    if (
-        kind is SwappedMultiheadAttention
-        or getattr(kind, "forward", None) is nn.MultiheadAttention.forward
-    ):
+    if kind is SwappedMultiheadAttention or kind.forward is nn.MultiheadAttention.forward:
         return SwappedMultiheadAttention
     if kind in TIMM.values():
         return kind
-    base = next((base for base in kind.__mro__ if (base.__module__, base.__name__) in TIMM), None)
-    return TIMM[base.__module__, base.__name__] if base and kind.forward is base.forward else None
+    for base in kind.__mro__:
+        replacement = TIMM.get((base.__module__, base.__name__))
+        if replacement is not None:
+            return replacement if kind.forward is base.forward else None
+    return None
 
 
-def family(module: nn.Module) -> str | None:
+def family(module: Any) -> str | None:
     """The family of an attention module: "torch", "timm", "hf", or None."""
     swapped = swapped_class(module)
     if swapped is not None:
@@ -94,10 +95,12 @@ def family(module: nn.Module) -> str | None:
 
 
 @cache
-def names_in_forward(kind: type) -> frozenset[str]:
+def names_in_forward(kind: Any) -> frozenset[str]:
     """The global names and attributes in the forward method of a class."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return frozenset(() if code is None else code.co_names)
+    if code is None:
+        return frozenset()
+    return frozenset(code.co_names)
 
 
 def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -122,7 +125,7 @@ def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return unknown
 
 
-def _resembles_attention(kind: type) -> bool:
+def _resembles_attention(kind: Any) -> bool:
     if "attention" in kind.__name__.lower():
         return True
     return "scaled_dot_product_attention" in names_in_forward(kind)
@@ -134,7 +137,7 @@ def _inside(path: str, other: str) -> bool:
     return path.startswith(prefix) and path != other
 
 
-def sizes(module: nn.Module, path: str) -> HeadSizes:
+def sizes(module: Any, path: str) -> HeadSizes:
     """Read the sizes of an attention module.
 
     Raises ValueError, naming the module, for options that linear attention does not support.
@@ -145,47 +148,35 @@ def sizes(module: nn.Module, path: str) -> HeadSizes:
             raise ValueError(f"{path}: add_bias_kv and add_zero_attn are not supported")
         return HeadSizes(module.num_heads, module.head_dim, module.num_heads, True, None)
     if kind == "timm":
-        d = (
-            module.head_dim
-            if hasattr(module, "head_dim")
-            else module.qkv.out_features // (3 * module.num_heads)
-        )
-        return HeadSizes(
-            module.num_heads,
-            d,
-            getattr(module, "num_kv_heads", module.num_heads),
-            False,
-            module.scale,
-        )
+        heads = module.num_heads
+        kv_heads = getattr(module, "num_kv_heads", heads)
+        d = getattr(module, "head_dim", None) or module.qkv.out_features // (3 * heads)
+        return HeadSizes(heads, d, kv_heads, False, module.scale)
     config = module.config
     heads = _first(module, HEADS) or config.num_attention_heads
-    d = (
-        _first(module, HEAD_DIMS)
-        or getattr(config, "head_dim", None)
-        or config.hidden_size // heads
-    )
-    d = (
-        2 * d if hasattr(module, "q_pos_sine_proj") else d
-    )  # Conditional DETR concatenates content and position
+    d = _first(module, HEAD_DIMS) or getattr(config, "head_dim", None)
+    if d is None:
+        d = config.hidden_size // heads
+    if hasattr(module, "q_pos_sine_proj"):  # Conditional DETR concatenates content and position
+        d = 2 * d
     kv_heads = heads // (getattr(module, "num_key_value_groups", None) or 1)
-    causal, scaling = bool(getattr(module, "is_causal", True)), getattr(module, "scaling", None)
+    causal = bool(getattr(module, "is_causal", True))
+    scaling = getattr(module, "scaling", None)
     scaling = float(scaling) if isinstance(scaling, (int, float)) else None
     return HeadSizes(heads, d, kv_heads, causal, scaling, may_be_cross(module, path))
 
 
-def is_cross(module: nn.Module, path: str, holder: nn.Module | None = None) -> bool:
+def is_cross(module: Any, path: str, holder: nn.Module | None = None) -> bool:
     """Whether a module is cross-attention, by its parent, attribute or name."""
     if isinstance(holder, nn.TransformerDecoderLayer):
         return module is holder.multihead_attn
     known = getattr(module, "is_cross_attention", None)
-    return bool(
-        CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__]))
-        if known is None
-        else known
-    )
+    if known is not None:
+        return bool(known)
+    return bool(CROSS.search(".".join([*path.split(".")[-2:], type(module).__name__])))
 
 
-def may_be_cross(module: nn.Module, path: str) -> bool:
+def may_be_cross(module: Any, path: str) -> bool:
     """Whether a Hugging Face module can attend to another sequence.
 
     The attributes or the name decide, else the arguments of forward. A class that serves encoders and decoders counts
@@ -201,10 +192,13 @@ def may_be_cross(module: nn.Module, path: str) -> bool:
     return any(OTHER_SEQUENCE.search(name) for name in parameters)
 
 
-def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next(
-        (value for name in names if isinstance(value := getattr(module, name, None), int)), None
-    )
+def _first(module: Any, names: tuple[str, ...]) -> int | None:
+    """The first integer among attributes of a module."""
+    for name in names:
+        value = getattr(module, name, None)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 # ---- attention that linear attention cannot represent
@@ -221,23 +215,25 @@ class Passed(NamedTuple):
     own_mask: bool
 
 
-def refusal(module: nn.Module, holder: nn.Module | None, name: str) -> str | None:
+def refusal(module: Any, holder: nn.Module | None, name: str) -> str | None:
     """Why linear attention cannot represent a module, or None.
 
     The reason is the end of a sentence. `holder` is the parent module, which holds the module under `name`.
     """
     if family(module) != "hf":
         return _read_by_hand(module, holder)
+    for known in (type(module).__name__, f"{type(holder).__name__}.{name}"):
+        if known in OTHER_MASKS:
+            return OTHER_MASKS[known]
     passed = passed_arguments(type(module))
-    known = OTHER_MASKS.get(type(module).__name__) or OTHER_MASKS.get(
-        f"{type(holder).__name__}.{name}"
-    )
-    reason = known or _bias(module, passed) or _softmax(module, passed) or _axis(module, passed)
-    reason = reason or _window(module, passed)
-    return reason or ("masks pairs of queries and keys" if passed.own_mask else None)
+    for check in (_bias, _softmax, _axis, _window):
+        reason = check(module, passed)
+        if reason is not None:
+            return reason
+    return "masks pairs of queries and keys" if passed.own_mask else None
 
 
-def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
+def _read_by_hand(module: Any, holder: nn.Module | None) -> str | None:
     """Why a torch attention cannot be swapped: its parent reads the weights itself."""
     known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if family(module) != "torch" or isinstance(holder, known):
@@ -246,16 +242,18 @@ def _read_by_hand(module: nn.Module, holder: nn.Module | None) -> str | None:
     return f"is computed by {type(holder).__name__} itself" if reads else None
 
 
-def _bias(module: nn.Module, passed: Passed) -> str | None:
-    kind = getattr(module, "position_embeddings_type", "relative")
-    handed = "position_bias" in passed.keywords and kind not in ROTATIONS
-    alone = "position_bias" in passed.parameters and "position_bias" not in passed.keywords
-    held = any(getattr(module, name, None) not in (None, False) for name in BIASES)
-    held = held or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
-    return "adds a position bias to its logits" if handed or alone or held else None
+def _bias(module: Any, passed: Passed) -> str | None:
+    biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
+    biased = biased or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
+    if "position_bias" in passed.keywords:
+        kind = getattr(module, "position_embeddings_type", "relative")
+        biased = biased or kind not in ROTATIONS
+    elif "position_bias" in passed.parameters:
+        biased = True
+    return "adds a position bias to its logits" if biased else None
 
 
-def _softmax(module: nn.Module, passed: Passed) -> str | None:
+def _softmax(module: Any, passed: Passed) -> str | None:
     if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
         return "caps its logits (softcap)"
     if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
@@ -263,7 +261,7 @@ def _softmax(module: nn.Module, passed: Passed) -> str | None:
     return "selects keys for each query (sparse index)" if "indices" in passed.keywords else None
 
 
-def _axis(module: nn.Module, passed: Passed) -> str | None:
+def _axis(module: Any, passed: Passed) -> str | None:
     """Why the keys of a module are not the tokens of one sequence, or None."""
     if "cache_offset" in passed.parameters:
         return "runs several times in a forward pass, each time with other cached keys"
@@ -273,7 +271,7 @@ def _axis(module: nn.Module, passed: Passed) -> str | None:
     return "attends over another axis than tokens, such as layers or channels"
 
 
-def _window(module: nn.Module, passed: Passed) -> str | None:
+def _window(module: Any, passed: Passed) -> str | None:
     config = module.config
     kind = _layer_type(module)
     slides = getattr(module, "is_sliding", True) is not False
@@ -288,7 +286,7 @@ def _window(module: nn.Module, passed: Passed) -> str | None:
     return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
 
 
-def _layer_type(module: nn.Module) -> str | None:
+def _layer_type(module: Any) -> str | None:
     for name in ("layer_type", "attention_type"):
         kind = getattr(module, name, None)
         if isinstance(kind, str):
@@ -301,7 +299,7 @@ def _layer_type(module: nn.Module) -> str | None:
 
 
 @cache
-def passed_arguments(kind: type) -> Passed:
+def passed_arguments(kind: Any) -> Passed:
     """Parse the source of a class's forward method."""
     function = inspect.unwrap(kind.forward)
     parameters = frozenset(inspect.signature(function).parameters)
@@ -337,16 +335,13 @@ def _calls_interface(call: ast.Call) -> bool:
 def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
     """Whether an expression computes a mask, rather than selects from given masks."""
     match mask:
-        case (
-            None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get"))
-        ):  # an entry of a given mapping
-            parts = []
+        # `get` reads an entry of a given mapping
+        case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):
+            return False
         case ast.Name(id=name):
-            parts = (
-                []
-                if name in seen
-                else [value for target, value in _assignments(tree) if target == name]
-            )
+            if name in seen:
+                return False
+            parts = [value for target, value in _assignments(tree) if target == name]
             seen = seen | {name}
         case ast.IfExp(body=one, orelse=other):
             parts = [one, other]
@@ -361,17 +356,15 @@ def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = froze
     return any(_computed(part, tree, seen) for part in parts)
 
 
-def _assignments(tree: ast.AST):
+def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield (name, value) of every assignment to a single name."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.AugAssign, ast.AnnAssign)) and isinstance(node.target, ast.Name):
-            value = (
-                ast.BinOp(node.target, node.op, node.value)
-                if isinstance(node, ast.AugAssign)
-                else node.value
-            )
-            yield node.target.id, value
-        elif isinstance(node, ast.Assign):
-            yield from (
-                (target.id, node.value) for target in node.targets if isinstance(target, ast.Name)
-            )
+        match node:
+            case ast.AugAssign(target=ast.Name(id=name)):
+                yield name, ast.BinOp(node.target, node.op, node.value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                yield name, value
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        yield target.id, value

@@ -5,17 +5,15 @@ import of this module registers the function and its mask function; without the 
 silently. A pickled model imports this module through the hooks of its modules.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.utils.output_capturing import _active_collector
 
-from crt_exp.swap.call import attend, check_mask, known_true
+from crt_exp.swap.attend import attend, check_mask, known_true
 from crt_exp.swap.families import passed_arguments
-
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # transformers 5.0
-    _active_collector = None
 
 INTERFACE = "crt_exp"  # name of the attention function in transformers
 # variants that keep transformers' own masks
@@ -42,7 +40,7 @@ def interface_name(implementation: str, shared: bool) -> str:
     return AS_BEFORE[implementation] if shared else INTERFACE
 
 
-def plain_implementation(implementation: str, parts: list[nn.Module]) -> str:
+def plain_implementation(implementation: str, parts: list[Any]) -> str:
     """An equal implementation of `parts` whose masks swapped layers can read: eager or sdpa."""
     if implementation in AS_BEFORE:
         return implementation
@@ -56,7 +54,7 @@ def is_ours(config) -> bool:
     return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
 
 
-def refuse_replaced(module: nn.Module, *_) -> None:
+def refuse_replaced(module: Any, *_: Any) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
     if not is_ours(module.config):
         raise ValueError(
@@ -80,63 +78,60 @@ def interface_attention(
 
     query (B,H,L,d), key (B,Hkv,S,d), value (B,Hkv,S,dv), matrix (B,H,L,S) or None.
     """
-    state, matrix = getattr(module, "swapped", None), _wants_matrix(extras)
+    state = getattr(module, "swapped", None)
     if state is None:
         raise ValueError(
             f"{type(module).__name__}: attn_implementation={INTERFACE!r}, but this layer is not swapped; load the "
             "model with crt_exp.from_pretrained, or with attn_implementation='sdpa'"
         )
-    causal = is_causal  # without a mask, is_causal of the call or of the module decides, as in torch's fused attention
+    for name in EXTRAS:
+        if extras.get(name) is not None:
+            raise ValueError(
+                f"{state.path}: {name} is not supported; leave the layer out with layers=[...]"
+            )
+    # without a mask, is_causal of the call or of the module decides, as in torch's fused attention
+    causal = is_causal
     if causal is None:
         causal = module.__dict__.get("unmasked_causal", bool(getattr(module, "is_causal", True)))
     # with a recurrent cache these are new keys only; the layer of the cache holds the past
     recurrent = getattr(key, "cache_layer", None)
-    if attention_mask is not None and attention_mask.ndim == 2:
-        check_mask(
-            attention_mask[:, None, None],
-            query,
-            key.shape[2] if recurrent is None else recurrent.length,
-            state.path,
-            query.shape[2],
-        )
+    queries = query.shape[2]
     used = key.shape[2]  # a static cache has unused slots after the last query
-    if attention_mask is not None and attention_mask.ndim == 2:
-        used = attention_mask.shape[1]
-    elif attention_mask is None and causal and query.shape[2] > 1:
-        used = query.shape[
-            2
-        ]  # without a mask the queries are the first positions, as in torch's fused attention
+    keep = None
+    mask = attention_mask
+    if mask is None:
+        if causal and queries > 1:
+            used = queries  # the queries are the first positions, as in torch's fused attention
+    else:
+        of_keys = mask.ndim == 2
+        if of_keys:
+            length = used if recurrent is None else recurrent.length
+            check_mask(mask[:, None, None], query, length, state.path, queries)
+            used = mask.shape[1]
+        sees_all = recurrent is not None or mask.shape[-1] >= min(used, key.shape[2])
+        if hasattr(mask, EVERY_KEY) and sees_all and (of_keys or queries > 1):
+            mask = None
+        elif of_keys:
+            _check_boolean(mask, state.path)
+            keep = None if known_true(mask) else mask
+            mask = None
+        # of a mask of pairs for a single query
+        causal = of_keys or (mask is not None and state.causal)
     if used < key.shape[2]:
-        key, value = key[:, :, :used], value[:, :, :used]
-    if given := [name for name in EXTRAS if extras.get(name) is not None]:
-        raise ValueError(
-            f"{state.path}: {given[0]} is not supported; leave the layer out with layers=[...]"
-        )
-    keep, mask = None, attention_mask
-    if (
-        hasattr(attention_mask, EVERY_KEY)
-        and (recurrent is not None or attention_mask.shape[-1] >= key.shape[2])
-        and (attention_mask.ndim == 2 or query.shape[2] > 1)
-    ):
-        mask, causal = None, attention_mask.ndim == 2
-    elif _is_causal(attention_mask, state.path):
-        keep = None if known_true(attention_mask) else attention_mask
-        mask = None
-        causal = True
-    elif attention_mask is not None:
-        causal = (
-            state.causal
-        )  # decides for a single query; for several queries the mask of pairs decides
-    given = {
-        "keep": keep,
-        "mask": mask,
-        "causal": causal,
-        "scaling": scaling,
-        "dropout": dropout,
-        "matrix": matrix,
-    }
-    out, matrix = (attend if recurrent is None else recurrent.attend)(
-        state, query, key, value, **given
+        key = key[:, :, :used]
+        value = value[:, :, :used]
+    call = attend if recurrent is None else recurrent.attend
+    out, matrix = call(
+        state,
+        query,
+        key,
+        value,
+        keep=keep,
+        mask=mask,
+        causal=causal,
+        scaling=scaling,
+        dropout=dropout,
+        matrix=_wants_matrix(extras),
     )
     return out.transpose(1, 2).contiguous(), matrix
 
@@ -151,8 +146,8 @@ def interface_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device="cpu",
-    **options,
-) -> Tensor:
+    **options: Any,
+) -> Tensor | None:
     """Mask function of transformers: encode padding and causality, True = keep.
 
     Causal masks are key masks (B, S), as for flash attention in transformers. They end at the last query, before the
@@ -166,9 +161,8 @@ def interface_mask(
     known = (None, masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
     plain = mask_function in known and local_size is None
     causal = mask_function is not masking_utils.bidirectional_mask_function
-    room = (
-        causal and kv_length + kv_offset > q_offset + q_length
-    )  # unused slots of a static cache after the last token
+    # unused slots of a static cache after the last token
+    room = causal and kv_length + kv_offset > q_offset + q_length
     end = int(q_offset) + q_length if room and q_length > 1 else kv_offset + kv_length
     short = attention_mask is not None and attention_mask.shape[-1] < end
     if not plain or short or (room and q_length == 1):
@@ -186,24 +180,24 @@ def interface_mask(
             device=device,
             **(options | skips),
         )
-    keep = None if attention_mask is None else attention_mask[:, kv_offset:end].bool()
-    if every := keep is None or (not keep.is_meta and known_true(keep)):
-        keep = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, end - kv_offset)
+    every = attention_mask is None
+    if attention_mask is not None:
+        keep = attention_mask[:, kv_offset:end].bool()
+        every = not keep.is_meta and known_true(keep)
+    if every:
+        keep = torch.ones((), dtype=torch.bool, device=device)
+        keep = keep.expand(batch_size, end - kv_offset)
     mask = keep if causal else keep[:, None, None].expand(-1, 1, q_length, -1)
     if every and not torch.compiler.is_compiling():
         setattr(mask, EVERY_KEY, True)
     return mask
 
 
-def _is_causal(mask: Tensor | None, path: str) -> bool:
-    """Whether the mask is a causal mask of `interface_mask`."""
-    if mask is None or mask.ndim != 2:
-        return False
+def _check_boolean(mask: Tensor, path: str) -> None:
     if mask.dtype != torch.bool:
         raise ValueError(
             f"{path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
         )
-    return True
 
 
 def _wants_matrix(extras: dict) -> bool:
@@ -211,17 +205,17 @@ def _wants_matrix(extras: dict) -> bool:
 
     transformers passes this to its output hooks, not to the layers.
     """
-    if extras.get("output_attentions") or _active_collector is None:
-        return bool(extras.get("output_attentions"))
-    wanted = (
-        _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
-    )
-    return wanted is not None and any("attentions" in key for key in wanted)
+    if extras.get("output_attentions"):
+        return True
+    if torch.compiler.is_compiling():
+        wanted = _active_collector.global_var
+    else:
+        wanted = _active_collector.get()
+    return any("attentions" in key for key in wanted or ())
 
 
-for _name, _mask in {
-    INTERFACE: interface_mask,
-    **{name: AttentionMaskInterface()[own] for own, name in AS_BEFORE.items()},
-}.items():
-    AttentionInterface.register(_name, interface_attention)
-    AttentionMaskInterface.register(_name, _mask)
+AttentionInterface.register(INTERFACE, interface_attention)
+AttentionMaskInterface.register(INTERFACE, interface_mask)
+for own, variant in AS_BEFORE.items():
+    AttentionInterface.register(variant, interface_attention)
+    AttentionMaskInterface.register(variant, AttentionMaskInterface()[own])

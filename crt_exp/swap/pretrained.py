@@ -9,6 +9,7 @@ from torch import nn
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap import saved
+from crt_exp.swap.calibration import swapped_states
 from crt_exp.swap.families import attention_modules
 from crt_exp.swap.swap import swap_layers
 
@@ -17,7 +18,7 @@ ANEW = "load the weights with from_pretrained of their class, then call swap_att
 
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
-def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module:
+def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     """Load a swapped model that save_pretrained wrote to a folder or a hub repository.
 
     The model has the same attention in the same layers, exactly: projections and statistics come from the saved
@@ -35,7 +36,8 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
             has no entry.
         ValueError: the projections of a layer are missing.
     """
-    if (published := saved.fetched(folder)) is not None:
+    published = saved.fetched(folder)
+    if published is not None:
         return auto.from_pretrained(published, **options)
     # refuse remote code without asking
     safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
@@ -43,7 +45,8 @@ def from_pretrained(auto: type, folder: str | Path, **options: Any) -> nn.Module
     unnamed = {saved.IMPLEMENTATION: None}
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(unnamed | safely | options))
-    if (record := saved.take_record(model)) is None:
+    record = saved.take_record(model)
+    if record is None:
         raise ConfigError(
             f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}"
         )
@@ -59,27 +62,30 @@ def _swapped(
         raise ConfigError(
             f"{folder}: saved by crt_exp {record.get('version')}, unsupported; {ANEW}"
         )
-    if objects := [
-        each.get("name") for each in record["mechanisms"] if not each.get("rebuilds", True)
-    ]:
-        raise ConfigError(
-            f"{folder}: attention {objects[0]} was built from Python objects, not restorable; {ANEW}"
-        )
-    mechanisms = [Mechanism.from_saved(each, str(folder)) for each in record["mechanisms"]]
+    mechanisms = []
+    for saved_mechanism in record["mechanisms"]:
+        if not saved_mechanism.get("rebuilds", True):
+            raise ConfigError(
+                f"{folder}: attention {saved_mechanism.get('name')} was built from Python objects, not "
+                f"restorable; {ANEW}"
+            )
+        mechanisms.append(Mechanism.from_saved(saved_mechanism, str(folder)))
     numbers = [_number(path, record["layers"], folder) for path, _ in attention_modules(model)]
-    for number, (mechanism, each) in enumerate(zip(mechanisms, record["mechanisms"])):
-        if layers := [i for i, other in enumerate(numbers) if other == number]:
+    for number, mechanism in enumerate(mechanisms):
+        layers = [i for i, other in enumerate(numbers) if other == number]
+        if layers:
+            options = record["mechanisms"][number]
+            causal = options.get("causal")
             swap_layers(
                 model,
                 mechanism.layer,
                 mechanism.name,
                 layers,
-                causal=each.get("causal"),
+                causal=causal,
                 saved=False,
-                record=each,
+                record=options,
             )
-    states = [module.swapped for module in model.modules() if "swapped" in module._modules]
-    saved.restore(model, states, files, folder, strict=True)
+    saved.restore(model, swapped_states(model), files, folder, strict=True)
     saved.write_record(model)
     return model
 

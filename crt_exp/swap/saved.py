@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from crt_exp import __version__
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.registry import ConfigError, json_object
 from crt_exp.swap.families import attention_modules
 from crt_exp.validation import Whole, check
@@ -35,9 +36,10 @@ NEW_NOISE = "use saved=False for new ones"
 def write_record(model: nn.Module) -> None:
     """Update `config.crt_exp` of each outermost transformers model."""
     for holder in holders(model):
-        mechanisms, layers = [], {}
+        mechanisms: list[dict] = []
+        layers = {}
         for path, module in attention_modules(holder):
-            state = module._modules.get("swapped")
+            state: Any = module._modules.get("swapped")
             if state is not None and state.record not in mechanisms:
                 mechanisms.append(state.record)
             layers[path] = None if state is None else mechanisms.index(state.record)
@@ -69,7 +71,8 @@ def _name_implementation(holder: nn.Module) -> None:
     A model inside another one may be saved by itself.
     """
     for part in holder.modules():
-        if _is_pretrained(part) and any("swapped" in inner._modules for inner in part.modules()):
+        has_swapped = any("swapped" in inner._modules for inner in part.modules())
+        if has_swapped and _is_pretrained(part):
             setattr(part.config, IMPLEMENTATION, KEY)
 
 
@@ -88,7 +91,8 @@ def check_record(record: Any, source: Any) -> dict[str, Any]:
     """
     try:
         check(KEY, record, dict)
-        mechanisms, layers = (record.get(key) for key in ("mechanisms", "layers"))
+        mechanisms = record.get("mechanisms")
+        layers = record.get("layers")
         check("mechanisms", mechanisms, Sequence[dict])
         check("layers", layers, dict[str, Annotated[Whole, Field(lt=len(mechanisms))] | None])
         if all(number is None for number in layers.values()):
@@ -108,19 +112,20 @@ def weight_files(source: str | Path, **fetching: Any) -> list[Path]:
     """
     from transformers.utils import cached_file
 
-    def fetch(name: str) -> str | None:
-        return cached_file(
+    def fetch(name: str) -> list[Path]:
+        file = cached_file(
             str(source), name, _raise_exceptions_for_missing_entries=False, **fetching
         )
+        return [Path(file)] if file else []
 
-    if whole := fetch("model.safetensors"):
-        return [Path(whole)]
-    index = fetch("model.safetensors.index.json")
-    shards = sorted(set(json_object(Path(index))["weight_map"].values())) if index else []
-    return [Path(file) for shard in shards if (file := fetch(Path(shard).name))]
+    files = fetch("model.safetensors")
+    for index in fetch("model.safetensors.index.json"):
+        for shard in sorted(set(json_object(index)["weight_map"].values())):
+            files += fetch(Path(shard).name)
+    return files
 
 
-def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
+def restore_own(model: nn.Module, states: list[AttentionLayer]) -> None:
     """Call `restore` with the folder that the model was loaded from, if any."""
     source = getattr(getattr(model, "config", None), "_name_or_path", None)
     if isinstance(source, str) and source and Path(source).is_dir():
@@ -129,7 +134,7 @@ def restore_own(model: nn.Module, states: list[nn.Module]) -> None:
 
 def restore(
     model: nn.Module,
-    states: list[nn.Module],
+    states: list[AttentionLayer],
     files: list[Path],
     folder: str | Path,
     strict: bool = False,
@@ -143,12 +148,12 @@ def restore(
     saved = _saved_buffers(files)
     paths = {}
     for state in states:
-        same = [path for path in saved if same_path(path, state.path)]
-        paths[state.path] = same[0] if same else None
+        same = (path for path in saved if same_path(path, state.path))
+        paths[state.path] = next(same, None)
     left = [path for path in saved if path not in paths.values()]
     for state in states:
         path = paths[state.path] or _same_numbers(state.path, left)
-        own = saved.get(path, {})
+        own = {} if path is None else saved[path]
         if own.keys() != state.state_dict().keys():
             if strict:
                 raise ValueError(
@@ -188,13 +193,12 @@ def _same_numbers(path: str, saved: list[str]) -> str | None:
     save_pretrained renames the modules of some models. Among several candidates the longest common prefix decides,
     which separates encoder from decoder. Raises ValueError if that is ambiguous.
     """
-    alike = [
-        other
-        for other in saved
-        if re.findall(r"\.(\d+)\b", other) == re.findall(r"\.(\d+)\b", path)
-    ]
-    shared = [len(os.path.commonprefix([path.split("."), other.split(".")])) for other in alike]
-    best = [other for other, count in zip(alike, shared) if count == max(shared)]
+    numbers = re.compile(r"\.(\d+)\b")
+    shared = {}
+    for other in saved:
+        if numbers.findall(other) == numbers.findall(path):
+            shared[other] = len(os.path.commonprefix([path.split("."), other.split(".")]))
+    best = [other for other, count in shared.items() if count == max(shared.values())]
     if len(best) > 1:
         raise ValueError(
             f"random projections of {path}: ambiguous, candidates {', '.join(best)}; {NEW_NOISE}"

@@ -6,20 +6,21 @@ interface, timm's Attention, and torch.nn.MultiheadAttention (including Transfor
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from crt_exp.attention.base import AttentionLayer
 from crt_exp.swap import families
 from crt_exp.swap.families import WINDOW_REASON
 from crt_exp.swap.saved import restore_own, write_record
 from crt_exp.validation import warn
 
-# builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> module called as (q, k, v, key_mask)
-LayerMaker = Callable[..., nn.Module]
+# builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> AttentionLayer
+LayerMaker = Callable[..., Any]
 
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained or loaded into
@@ -43,34 +44,45 @@ def swap_layers(
             rebuild the mechanism.
     """
     places = _attention_modules(model)
-    chosen = _choose(places, layers)
+    chosen = _choose_layers(places, layers)
     if layers is None:
         _warn_of_others(model, [place for i, place in enumerate(places) if i not in chosen])
-    _refuse(places, chosen)
+    _refuse_unsupported(places, chosen)
     # build and check all layers before the first change to the model
-    states = {i: _state(maker, name, i, places[i], causal) for i in chosen}
+    states = {i: _build_layer(maker, name, i, places[i], causal) for i in chosen}
     if saved:
         restore_own(model, list(states.values()))
+    if record is None:
+        record = {"name": name, "rebuilds": False}
+    else:
+        record = record | {"causal": causal}
     for i, state in states.items():
-        state.record = (
-            {"name": name, "rebuilds": False} if record is None else record | {"causal": causal}
-        )
-        module = places[i].module
-        module.swapped = state
-        if (swapped := families.swapped_class(module)) not in (None, type(module)):
-            module.__dict__.setdefault("unswapped_class", type(module))
-            module.__class__ = swapped
+        state.record = record
+        _attach(places[i].module, state)
     _configure_libraries(model)
     write_record(model)
     return model
 
 
+def _attach(module: nn.Module, state: AttentionLayer) -> None:
+    module.swapped = state
+    replacement = families.swapped_class(module)
+    if replacement is not None and replacement is not type(module):
+        module.__dict__.setdefault("unswapped_class", type(module))
+        module.__class__ = replacement
+
+
 def unswap_attention(model: nn.Module) -> nn.Module:
-    """Restore the model's own attention exactly, in place.
+    """Restore the model's own attention exactly, in place; return the model.
 
     Raises ValueError if no layer is swapped.
+
+    >>> import crt_exp
+    >>> module = crt_exp.swap_attention(nn.MultiheadAttention(16, 2), "favorpp", m=8)
+    >>> type(crt_exp.unswap_attention(module)).__name__
+    'MultiheadAttention'
     """
-    swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
+    swapped = _swapped_modules(model)
     if not swapped:
         raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
     if any(families.family(module) == "hf" for module in swapped):
@@ -100,12 +112,17 @@ def unswap_attention(model: nn.Module) -> nn.Module:
 
 def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All attention modules with their paths. Raises ValueError if there are none."""
-    if modules := families.attention_modules(model):
+    modules = families.attention_modules(model)
+    if modules:
         return modules
     raise ValueError(
         f"{type(model).__name__}: no supported attention; unsupported: "
         f"{_names(families.unknown_modules(model)) or 'none'}"
     )
+
+
+def _swapped_modules(model: nn.Module) -> list[Any]:
+    return [module for _, module in swappable(model) if "swapped" in module._modules]
 
 
 class AttentionModule(NamedTuple):
@@ -115,6 +132,10 @@ class AttentionModule(NamedTuple):
     module: nn.Module
     holder: nn.Module | None
     reason: str | None
+
+    @property
+    def has_window(self) -> bool:
+        return self.reason is not None and self.reason.startswith(WINDOW_REASON)
 
 
 def _attention_modules(model: nn.Module) -> list[AttentionModule]:
@@ -132,7 +153,8 @@ def _attention_modules(model: nn.Module) -> list[AttentionModule]:
 
 def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
     kind = type(model).__name__
-    if others := families.unknown_modules(model):
+    others = families.unknown_modules(model)
+    if others:
         warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}")
     if windows:
         warn(
@@ -140,41 +162,46 @@ def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
         )
 
 
-def _names(parts: list[tuple]) -> str:
+def _names(parts: Sequence[tuple]) -> str:
     names = ", ".join(f"{path} ({type(part).__name__})" for path, part, *_ in parts[:3])
-    return names + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+    if len(parts) > 3:
+        names += f" and {len(parts) - 3} more"
+    return names
 
 
-def _choose(places: list[AttentionModule], layers: Iterable[int] | int | str | None) -> list[int]:
+def _choose_layers(
+    places: list[AttentionModule], layers: Iterable[int] | int | str | None
+) -> list[int]:
     """Return the indices of the layers to swap.
 
     By default these are all layers. If some layers have window attention and all others are supported, the layers with
     a window stay as they are.
     """
+    count = len(places)
     supported = [i for i, place in enumerate(places) if place.reason is None]
-    windows = all(
-        place.reason is None or place.reason.startswith(WINDOW_REASON) for place in places
-    )
     if layers is None or (isinstance(layers, str) and layers == "supported"):
-        return supported if supported and (layers or windows) else list(range(len(places)))
-    numbers = [layers] if isinstance(layers, Integral) else list(layers)
-    if not numbers or any(
-        isinstance(i, bool) or not isinstance(i, Integral) or not -len(places) <= i < len(places)
-        for i in numbers
-    ):
-        raise ValueError(
-            f"layers={layers!r}: expected indices of {len(places)} layers, 0 to {len(places) - 1}"
-        )
-    return sorted({int(i) % len(places) for i in numbers})
+        unsupported = [place for place in places if place.reason is not None]
+        leave_out = layers is not None or all(place.has_window for place in unsupported)
+        return supported if supported and leave_out else list(range(count))
+    numbers: Any = [layers] if isinstance(layers, Integral) else layers
+    chosen: set[int] = set()
+    for i in numbers:
+        if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= i < count:
+            chosen = set()
+            break
+        chosen.add(int(i) % count)
+    if not chosen:
+        raise ValueError(f"layers={layers!r}: expected indices of {count} layers, 0 to {count - 1}")
+    return sorted(chosen)
 
 
-def _refuse(places: list[AttentionModule], chosen: list[int]) -> None:
+def _refuse_unsupported(places: list[AttentionModule], chosen: list[int]) -> None:
     """Raise ValueError if a selected layer cannot be swapped; list those that can."""
     refused = [places[i] for i in chosen if places[i].reason]
     if not refused:
         return
     # report window attention last: on its own it would stay as it is
-    first = min(refused, key=lambda place: place.reason.startswith(WINDOW_REASON))
+    first = min(refused, key=lambda place: place.has_window)
     fit = [i for i, place in enumerate(places) if not place.reason]
     way = f"layers='supported' swaps {fit}" if fit else "no layer can be swapped"
     raise ValueError(
@@ -186,53 +213,46 @@ def _refuse(places: list[AttentionModule], chosen: list[int]) -> None:
 # ---- build and attach layers
 
 
-def _state(
+def _build_layer(
     maker: LayerMaker, name: str, i: int, place: AttentionModule, causal: bool | None
-) -> nn.Module:
+) -> AttentionLayer:
     """Build one attention layer on the device of its module.
 
     The layer serves causal and bidirectional calls, unless causal=False.
     """
-    path, module = place.path, place.module
+    path = place.path
+    module = place.module
     size = families.sizes(module, path)
-    state = maker(
-        size.heads,
-        size.d,
-        kv_heads=size.kv_heads,
-        causal=causal is not False,
-        scaling=size.scaling,
-        layer=i,
-        **({"cross": True} if size.cross else {}),
-    )
+    options: dict[str, Any] = {"kv_heads": size.kv_heads, "scaling": size.scaling, "layer": i}
+    if size.cross:
+        options["cross"] = True
+    state = maker(size.heads, size.d, causal=causal is not False, **options)
+    leave_out = f"not supported by attention={name}; leave it out with layers=[...]"
+    where = f"{path} ({type(module).__name__})"
+    if families.is_cross(module, path, place.holder) and not state.can_cross:
+        raise ValueError(f"{where} attends to another sequence: {leave_out}")
     is_causal = getattr(module, "is_causal", False) is True and causal is not False
-    is_cross = families.is_cross(module, path, place.holder)
-    for wrong, what in (
-        (is_causal and not getattr(state, "can_be_causal", True), "is causal"),
-        (is_cross and not getattr(state, "can_cross", True), "attends to another sequence"),
-    ):
-        if wrong:
-            raise ValueError(
-                f"{path} ({type(module).__name__}) {what}: not supported by attention={name}; leave it "
-                f"out with layers=[...]{', or set causal=False' if is_causal else ''}"
-            )
-    state.path, state.mechanism = path, name
+    if is_causal and not state.can_be_causal:
+        raise ValueError(f"{where} is causal: {leave_out}, or set causal=False")
+    state.path = path
+    state.mechanism = name
     state.causal = size.causal if causal is None else causal
-    device = next((p.device for p in module.parameters() if not p.is_meta), None)
-    return (state if device is None else state.to(device)).train(module.training)
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            state.to(parameter.device)
+            break
+    return state.train(module.training)
 
 
 def _configure_libraries(model: nn.Module) -> None:
-    swapped = [module for _, module in swappable(model) if "swapped" in module._modules]
-    inside = {id(module) for module in swapped}
+    swapped = _swapped_modules(model)
     for part in model.modules():
-        if isinstance(part, nn.TransformerEncoder) and any(
-            id(inner) in inside for inner in part.modules()
-        ):
+        if isinstance(part, nn.TransformerEncoder) and _has_swapped(part):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
-            part.use_nested_tensor = (
-                False  # in eval mode it would pass nested tensors to the layers
-            )
-    if hf := [module for module in swapped if families.family(module) == "hf"]:
+            # in eval mode it would pass nested tensors to the layers
+            part.use_nested_tensor = False
+    hf = [module for module in swapped if families.family(module) == "hf"]
+    if hf:
         _use_interface(model, hf)
     _remove_check(model)
     for module in swapped:
@@ -240,7 +260,11 @@ def _configure_libraries(model: nn.Module) -> None:
     model.__dict__["swap_check"] = model.register_forward_hook(_warn_unreached)
 
 
-def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
+def _has_swapped(part: nn.Module) -> bool:
+    return any("swapped" in inner._modules for inner in part.modules())
+
+
+def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     """Set our attention function in the configurations of the swapped modules.
 
     Models built from one configuration object share it. The swapped model gets copies, so that other models keep
@@ -267,20 +291,18 @@ def _use_interface(model: nn.Module, swapped: list[nn.Module]) -> None:
                 module.__dict__["unmasked_causal"] = False
     for module in swapped:
         if "refuse_replaced" not in module.__dict__:
-            module.__dict__["refuse_replaced"] = module.register_forward_pre_hook(
-                interface.refuse_replaced
-            )
+            hook = module.register_forward_pre_hook(interface.refuse_replaced)
+            module.__dict__["refuse_replaced"] = hook
     cache.install(model)
 
 
 def _unswapped_parts(model: nn.Module, config: Any) -> list[nn.Module]:
     """The attention modules with this configuration that keep their own attention."""
-    parts = [*families.attention_modules(model), *families.unknown_modules(model)]
-    return [
-        part
-        for _, part in parts
-        if "swapped" not in part._modules and getattr(part, "config", config) is config
-    ]
+    parts = []
+    for _, part in [*families.attention_modules(model), *families.unknown_modules(model)]:
+        if "swapped" not in part._modules and getattr(part, "config", config) is config:
+            parts.append(part)
+    return parts
 
 
 def _keep_implementation(parts: list[nn.Module], config: Any, implementation: str) -> None:
@@ -318,27 +340,24 @@ def _own_configurations(model: nn.Module) -> None:
 
 
 def _remove_check(model: nn.Module) -> None:
-    if (hook := model.__dict__.pop("swap_check", None)) is not None:
-        hook.remove()
+    if "swap_check" in model.__dict__:
+        model.__dict__.pop("swap_check").remove()
 
 
-def _warn_unreached(model: nn.Module, *_) -> None:
+def _warn_unreached(model: nn.Module, *_: Any) -> None:
     """After the first forward pass, warn of swapped modules that it did not reach."""
     if torch.compiler.is_compiling():
         return
     _remove_check(model)
-    if any(
-        "_orig_mod" in part._modules or part._compiled_call_impl is not None
-        for part in model.modules()
-    ):
-        return  # compiled modules do not record their calls
-    unreached = [
-        (path, module)
-        for path, module in families.attention_modules(model)
-        if "swapped" in module._modules and module.swapped.reached is None
-    ]
-    for _, module in unreached:
-        module.swapped.__dict__["reached"] = False
+    for part in model.modules():
+        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            return  # compiled modules do not record their calls
+    unreached = []
+    for path, module in families.attention_modules(model):
+        state = module._modules.get("swapped")
+        if isinstance(state, AttentionLayer) and state.reached is None:
+            state.__dict__["reached"] = False
+            unreached.append((path, module))
     if unreached:
         warn(
             f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "

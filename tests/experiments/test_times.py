@@ -11,7 +11,14 @@ from crt_exp.experiments.measure import times
 from crt_exp.samplers.threads import threads
 
 
-@pytest.mark.parametrize("warm, turn, order", [(1, 0, "abc"), (0, 5, "cab"), (3, 1, "bca")])
+@pytest.mark.parametrize(
+    "warm, turn, order",
+    [
+        (1, 0, "abc"),
+        (0, 5, "cab"),
+        (3, 1, "bca"),
+    ],
+)
 def test_methods_take_turns_and_rounds_that_warm_up_do_not_count(warm, turn, order):
     calls = []
     numbers = count()
@@ -20,12 +27,14 @@ def test_methods_take_turns_and_rounds_that_warm_up_do_not_count(warm, turn, ord
         calls.append(name)
         return next(numbers)
 
-    spent = times.in_turns({name: name for name in "abc"}, 2, measure=measure, warm=warm, turn=turn)
+    methods = {name: name for name in "abc"}
+    spent = times.in_turns(methods, 2, measure=measure, warm=warm, turn=turn)
     assert calls == [*order * (warm + 2)]
     assert list(spent) == [*"abc"]  # results in the order that was given
     first = 3 * warm
-    expected = {name: [first + order.index(name), first + 3 + order.index(name)] for name in "abc"}
-    assert spent == expected
+    for name in "abc":
+        number = first + order.index(name)
+        assert spent[name] == [number, number + 3]
     assert times.in_turns({}, 3) == {}
     actual = times.in_turns({"a": list}, 0)
     assert actual == {"a": []}
@@ -38,12 +47,22 @@ def test_a_ratio_is_taken_within_rounds():
 
 @pytest.mark.parametrize(
     "ms, below, calls",
-    [(2000.0, times.NO_WARMUP_MS, 1), (1.0, times.NO_WARMUP_MS, 2), (2000.0, None, 2)],
+    [
+        (2000.0, times.NO_WARMUP_MS, 1),
+        (1.0, times.NO_WARMUP_MS, 2),
+        (2000.0, None, 2),
+    ],
 )
 def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
     made = []
-    monkeypatch.setattr(times, "milliseconds", lambda call, *given, device: call(*given) or ms)
-    actual = times.time_after_warmup(made.append, "call", **({"below": below} if below else {}))
+
+    def milliseconds(call, *arguments, device):
+        call(*arguments)
+        return ms
+
+    monkeypatch.setattr(times, "milliseconds", milliseconds)
+    options = {} if below is None else {"below": below}
+    actual = times.time_after_warmup(made.append, "call", **options)
     assert actual == ms
     assert made == ["call"] * calls
 
@@ -52,7 +71,10 @@ def test_a_gpu_is_waited_for(monkeypatch):
     """Before and after each call; the current device where CUDA is in use and none is named."""
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
-    for in_use, device in ((False, "cuda:1"), (False, "cpu"), (False, None), (True, None)):
+    for device in ("cuda:1", "cpu", None, "in use"):
+        in_use = device == "in use"
+        if in_use:
+            device = None
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
         times.milliseconds(waited.append, "call", device=device)
     assert waited == ["cuda:1", "call", "cuda:1", "call", "call", None, "call", None]
@@ -61,7 +83,8 @@ def test_a_gpu_is_waited_for(monkeypatch):
 def test_peaks_count_what_is_added():
     held = torch.ones(2**20)  # 4 MiB
     times.trim_memory()
-    assert 60 < times.peak_increase(lambda: torch.ones(2**24).sum()) < 100
+    increase = times.peak_increase(lambda: torch.ones(2**24).sum())
+    assert 60 < increase < 100
     assert held.sum() == 2**20  # 64 MiB
 
 
@@ -88,7 +111,11 @@ def test_threads_come_back():
 def test_a_training_step_moves_weights_and_leaves_no_gradient():
     model = nn.Linear(3, 1)
     before = model.weight.detach().clone()
-    step = times.Update(model.eval(), lambda model: model(torch.ones(3)).sum())
+
+    def loss(model):
+        return model(torch.ones(3)).sum()
+
+    step = times.Update(model.eval(), loss)
     step()
     assert model.training
     assert not torch.equal(model.weight, before)

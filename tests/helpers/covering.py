@@ -11,12 +11,16 @@ PARAM = type(pytest.param())
 def in_turn(first, *others, each=1):
     """What pytest.mark.parametrize takes: the product of the lists. Of each value of the first, `each` of the
     combinations of the others are fast, one value taking up where the one before it stopped."""
-    rest = list(product(*others))
+    combinations = list(product(*others))
     cases = []
     for number, value in enumerate(first):
-        values, marks = (value.values, value.marks) if isinstance(value, PARAM) else ((value,), ())
-        fast = {(number * each + n) % len(rest) for n in range(each)}
-        for place, combination in enumerate(rest):
-            slow = [] if place in fast else [pytest.mark.slow]
-            cases.append(pytest.param(*values, *combination, marks=[*marks, *slow]))
+        if not isinstance(value, PARAM):
+            value = pytest.param(value)
+        start = number * each
+        fast = {(start + n) % len(combinations) for n in range(each)}
+        for i, combination in enumerate(combinations):
+            marks = [*value.marks]
+            if i not in fast:
+                marks.append(pytest.mark.slow)
+            cases.append(pytest.param(*value.values, *combination, marks=marks))
     return cases

@@ -49,10 +49,13 @@ VOCABULARY = [
 
 
 def sentence(i: int, length: int = 7) -> str:
-    words = [
-        WORDS[(i * 7 + j * j * (i % 5 + 1) + j) % len(WORDS)] + "s" * (j == i % 7)
-        for j in range(3 + i % length)
-    ]
+    words = []
+    for j in range(3 + i % length):
+        number = i * 7 + j * j * (i % 5 + 1) + j
+        word = WORDS[number % len(WORDS)]
+        if j == i % 7:
+            word += "s"
+        words.append(word)
     return " ".join(words) + " ."
 
 
@@ -66,8 +69,12 @@ def write_words(path: Path) -> Path:
     """Lines of four words, each of which follows from the one before, or is any of eleven in one case of four."""
     rng = np.random.default_rng(0)
     words = (rng.integers(0, 3, 900) > 0).cumsum() * 5 % 11
-    words = np.where(rng.random(900) < 0.25, rng.integers(0, 11, 900), words).reshape(-1, 4)
-    path.write_text("".join(" ".join(f"w{word}" for word in line) + "\n" for line in words))
+    is_any = rng.random(900) < 0.25
+    words = np.where(is_any, rng.integers(0, 11, 900), words)
+    lines = []
+    for line in words.reshape(-1, 4):
+        lines.append(" ".join(f"w{word}" for word in line) + "\n")
+    path.write_text("".join(lines))
     return path
 
 
@@ -99,9 +106,10 @@ def write_glue(folder: Path, name: str, train: int = 48, dev: int = 12) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split, file in task.splits.items():
         if not split.startswith("test"):
-            rows = [row(task, i) for i in range(train if split == "train" else dev)]
-            header = [] if task.headless else ["\t".join([*task.columns, task.label])]
-            (folder / f"{file}.tsv").write_text("\n".join([*header, *rows]) + "\n")
+            lines = [] if task.headless else ["\t".join([*task.columns, task.label])]
+            count = train if split == "train" else dev
+            lines += [row(task, i) for i in range(count)]
+            (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -109,4 +117,6 @@ def row(task, i: int) -> str:
     kind = i % max(2, len(task.names))
     label = task.spelled[kind] if task.spelled else f"{kind * 4.5:.1f}"
     texts = [f"{WORDS[kind]} {sentence(i)}", sentence(i + 3)][: len(task.columns)]
-    return "\t".join(["x", label, "*", *texts] if task.headless else [*texts, label])
+    if task.headless:
+        return "\t".join(["x", label, "*", *texts])
+    return "\t".join([*texts, label])

@@ -244,14 +244,11 @@ HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": b
 
 def each(models):
     """One test for each model; models that share all code with another one are slow."""
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        "make",
-        [
-            pytest.param(make, id=name, marks=[slow] if name in ALIKE else [])
-            for name, make in models.items()
-        ],
-    )
+    cases = []
+    for name, make in models.items():
+        marks = [pytest.mark.slow] if name in ALIKE else []
+        cases.append(pytest.param(make, id=name, marks=marks))
+    return pytest.mark.parametrize("make", cases)
 
 
 def spread(model, std=0.3):
@@ -265,12 +262,13 @@ def made(make, scale=4.0, seed=0):
     """A model in eval mode whose attention is not flat."""
     torch.manual_seed(seed)
     model = make().eval()
+    if not isinstance(model, transformers.PreTrainedModel):
+        scale = 1.5
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.ndim == 2 and any(
-                part in name for part in ("attn", "attention", "q_proj", "k_proj")
-            ):
-                p.mul_(scale if isinstance(model, transformers.PreTrainedModel) else 1.5)
+            of_attention = any(part in name for part in ("attn", "attention", "q_proj", "k_proj"))
+            if p.ndim == 2 and of_attention:
+                p.mul_(scale)
     return model
 
 

@@ -275,9 +275,11 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _first(config: Any, names: tuple[str, ...], default: Any) -> Any:
-    return next(
-        (value for name in names if (value := getattr(config, name, None)) is not None), default
-    )
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return default
 
 
 @torch.no_grad()
@@ -351,7 +353,8 @@ def of_timm(name: str) -> Made:
     """A model of timm in its own size, and one image."""
     import timm
 
-    if (count := _timm_parameters(name)) > PARAMETERS:
+    count = _timm_parameters(name)
+    if count > PARAMETERS:
         raise NotBuilt(f"{count / 1e6:.0f} million parameters, or none that can be counted")
     torch.manual_seed(0)
     try:

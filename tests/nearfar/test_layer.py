@@ -16,7 +16,7 @@ from crt_exp.nearfar import NearFar, near_far_attention
 from crt_exp.nearfar import layer as nearfar_layer
 from crt_exp.nearfar.choice import Sizes
 from crt_exp.nearfar.decoding import RecallState
-from crt_exp.swap.call import attend
+from crt_exp.swap.attend import attend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

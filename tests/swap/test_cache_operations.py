@@ -30,11 +30,11 @@ CAUSAL = {
     name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal
 }
 DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
-STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")} | {
-    f"nearfar {preset} {where}": ("nearfar", SMALL | {"preset": preset, "open": 5} | until)
-    for preset in ("default", "quality")
-    for where, until in (("below", BELOW), ("beyond", BEYOND))
-}
+STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")}
+for preset in ("default", "quality"):
+    sizes = SMALL | {"preset": preset, "open": 5}
+    STATES[f"nearfar {preset} below"] = ("nearfar", sizes | BELOW)
+    STATES[f"nearfar {preset} beyond"] = ("nearfar", sizes | BEYOND)
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 
 
@@ -49,7 +49,9 @@ def masks(padded):
     """With padding on the left of two rows, and tokens of the prompt and after it that do not count."""
     mask = torch.ones(3, LENGTH, dtype=torch.long)
     if padded:
-        mask[0, :5], mask[2, :9], mask[1, [12, 22]] = 0, 0, 0
+        mask[0, :5] = 0
+        mask[2, :9] = 0
+        mask[1, [12, 22]] = 0
     return mask
 
 
@@ -127,7 +129,8 @@ def test_near_far_generates_without_a_mask_as_without_a_cache(preset, options):
     for sizes in ({}, SMALL | BEYOND | {"open": 5}):
         model = swapped("nearfar", sizes | {"preset": preset})
         found = model.generate(ids, **given, **options)
-        expected = model.generate(ids, use_cache=False, **given, **(options if beams else {}))
+        own = options if beams else {}
+        expected = model.generate(ids, use_cache=False, **given, **own)
         assert torch.equal(found.sequences, expected.sequences)
         for layer in found.past_key_values.layers:
             assert isinstance(layer, RecurrentLayer) == beams
@@ -144,9 +147,11 @@ def short_masks(padded):
     """Rows with padding on either side and without; or such that all end in it; or none."""
     mask = torch.ones(3, SHORT, dtype=torch.long)
     if padded == "sides":
-        mask[0, :3], mask[2, 12:] = 0, 0
+        mask[0, :3] = 0
+        mask[2, 12:] = 0
     if padded == "ends":
-        mask[:, 14:], mask[1, 12:] = 0, 0
+        mask[:, 14:] = 0
+        mask[1, 12:] = 0
     return mask
 
 

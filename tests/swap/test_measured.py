@@ -29,8 +29,10 @@ D = 16
 
 
 def layer_of(phi=None, m=32, mode="own", **options):
-    options |= {} if mode == "own" else {mode: True}
-    return RandomFeatureAttention(phi or OPRF(), samplers.orthogonal, m, H, D, **options).eval()
+    if mode != "own":
+        options[mode] = True
+    layer = RandomFeatureAttention(phi or OPRF(), samplers.orthogonal, m, H, D, **options)
+    return layer.eval()
 
 
 def qkv(std, seed, kv_heads=H, length=L, batch=B):
@@ -40,7 +42,9 @@ def qkv(std, seed, kv_heads=H, length=L, batch=B):
     def draw(heads):
         return torch.randn(batch, heads, length, D, generator=g)
 
-    return std**0.5 * draw(H), std**0.5 * draw(kv_heads), draw(kv_heads) + 0.3
+    q = std**0.5 * draw(H)
+    k = std**0.5 * draw(kv_heads)
+    return q, k, draw(kv_heads) + 0.3
 
 
 def calibrated(layer, *batches):
@@ -75,12 +79,10 @@ def test_measured_error_is_that_of_other_batches(mode, phi, std):
     found = calibrated(layer, qkv(std, 1, 2), qkv(std, 2, 2))
     q, k, v = qkv(std, 3, 2)
     exact = softmax_attention(q * layer.scale, k * layer.scale, v, causal=layer.causal)
-    assert within(1.2, found.relative_error, relative(layer(q, k, v), exact))
-    assert within(
-        1.2,
-        found.relative_uniform,
-        relative(uniform_attention(q, k, v, causal=layer.causal), exact),
-    )
+    error = relative(layer(q, k, v), exact)
+    assert within(1.2, found.relative_error, error)
+    uniform = relative(uniform_attention(q, k, v, causal=layer.causal), exact)
+    assert within(1.2, found.relative_uniform, uniform)
 
 
 @pytest.mark.parametrize("mode", ["own", "causal", "cross"])
@@ -91,24 +93,33 @@ def test_padding_changes_nothing(mode):
     keep[:, 60:] = False
 
     def junk(t):
-        return torch.cat([t, torch.full_like(t[:, :, :20], 50.0)], 2)
+        padding = torch.full_like(t[:, :, :20], 50.0)
+        return torch.cat([t, padding], 2)
 
-    padded = calibrated(
-        layer_of(mode=mode), (q if mode == "cross" else junk(q), junk(k), junk(v), keep)
-    )
+    queries = q if mode == "cross" else junk(q)
+    padded = calibrated(layer_of(mode=mode), (queries, junk(k), junk(v), keep))
     assert padded.exact == pytest.approx(cut.exact, rel=1e-4)
     assert padded.error == pytest.approx(cut.error, rel=1e-3)
     assert padded.uniform == pytest.approx(cut.uniform, rel=1e-3)
 
 
-@pytest.mark.parametrize("causal, masked", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "causal, masked",
+    [
+        (False, False),
+        (False, True),
+        (True, True),
+    ],
+)
 def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
     q, k, v = (t.double() for t in qkv(1.0, 0, 2, length=9))
     q = q[:, :, 3:]
     rows = torch.tensor([4, 0, 5])
     keep = torch.rand(B, 9) < 0.6 if masked else None
     if masked:
-        k, v = (torch.where(keep[:, None, :, None], t, math.nan) for t in (k, v))
+        real = keep[:, None, :, None]
+        k = torch.where(real, k, math.nan)
+        v = torch.where(real, v, math.nan)
     expected = softmax_attention(0.5 * q, k, v, causal=causal, key_mask=keep)
     found = calibration.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
     torch.testing.assert_close(found, expected[:, :, rows])
@@ -128,12 +139,14 @@ def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
 
 def test_measuring_leaves_the_layer_as_it_is():
     for phi, mode in ((GERF(), "causal"), (OPRF(), "own")):
-        one, other = (layer_of(phi, 16, mode, redraw_every=1) for _ in range(2))
+        one = layer_of(phi, 16, mode, redraw_every=1)
+        other = layer_of(phi, 16, mode, redraw_every=1)
         calibrated(one, qkv(1.0, 0))
         with other.calibration():
             other(*qkv(1.0, 0))
-        for a, b in zip(one.state_dict().values(), other.state_dict().values()):
-            assert torch.equal(a, b)
+        expected = other.state_dict()
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, expected[name])
         assert one.denominators.fraction == other.denominators.fraction
         assert not one._forward_hooks
 
@@ -144,15 +157,19 @@ def test_matrices_that_are_asked_for_are_not_measured():
     found = []
     for need in (False, True):
         torch.manual_seed(0)
-        module = swap_attention(nn.MultiheadAttention(16, 4, batch_first=True), "favorpp", m=64)
-        calibrate_attention(module, [{"query": x, "key": x, "value": x, "need_weights": need}])
-        found.append(
-            describe_attention(module)[["error on calibration", "uniform's error"]].iloc[0].tolist()
-        )
+        module = nn.MultiheadAttention(16, 4, batch_first=True)
+        swap_attention(module, "favorpp", m=64)
+        batch = {"query": x, "key": x, "value": x, "need_weights": need}
+        table = describe_attention(calibrate_attention(module, [batch]))
+        found.append(table[["error on calibration", "uniform's error"]].iloc[0].tolist())
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 # ---- of whole models
+
+
+def layers_of(model):
+    return [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
 
 
 @pytest.mark.filterwarnings(
@@ -161,26 +178,24 @@ def test_matrices_that_are_asked_for_are_not_measured():
 def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     """Also those of training passes that no pass has folded in yet; the mode of the model stays."""
     model = swap_attention(made(gpt2).train(), "favorpp", m=8)
-    states = [part for part in model.modules() if isinstance(part, RandomFeatureAttention)]
+    states = layers_of(model)
     assert not any(float(s.running_weight) for s in states)
     run(model, **inputs(gpt2, seed=5))
-    calibrate_attention(
-        model,
-        [inputs(gpt2)["input_ids"], (inputs(gpt2, seed=1)["input_ids"],), inputs(gpt2, seed=2)],
-    )
+    tensor = inputs(gpt2)["input_ids"]
+    arguments = (inputs(gpt2, seed=1)["input_ids"],)
+    calibrate_attention(model, [tensor, arguments, inputs(gpt2, seed=2)])
     for s in states:
         assert float(s.running_weight) == 1
         assert int(s.folds) == 3
     assert model.training
     fresh = swap_attention(made(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
-    for s, other in zip(
-        states, (part for part in fresh.modules() if isinstance(part, RandomFeatureAttention))
-    ):
+    for s, other in zip(states, layers_of(fresh)):
         torch.testing.assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
-    for bare, name in ((made(gpt2), "none"), (swap_attention(made(gpt2), "window"), "window")):
+    window = swap_attention(made(gpt2), "window")
+    for bare, name in ((made(gpt2), "none"), (window, "window")):
         with pytest.raises(ValueError, match=f"swapped: {name}"):
             calibrate_attention(bare, [inputs(gpt2)])
 
@@ -212,18 +227,18 @@ def test_the_table_states_errors_and_parameters():
 
 ROW = inputs(gpt2)["input_ids"]
 BATCHES = {
-    "one tensor": (ROW, "batches: one Tensor, expected a list, such as"),
-    "one dictionary": (inputs(gpt2), "batches: one dict, expected a list"),
-    "one tokenizer's output": (transformers.BatchEncoding(inputs(gpt2)), "batches: one Batch"),
-    "one string": ("text", "batches: one str, expected a list"),
+    "one tensor": (ROW, "batches: Tensor, expected a list, such as"),
+    "one dictionary": (inputs(gpt2), "batches: dict, expected a list"),
+    "one tokenizer's output": (transformers.BatchEncoding(inputs(gpt2)), "batches: Batch"),
+    "one string": ("text", "batches: str, expected a list"),
     "nothing": (None, "batches: NoneType, expected a list"),
     "strings": (["text"], r"batches\[0\]: str, expected a dictionary"),
     "numbers": (ROW.tolist(), r"batches\[0\]: list, expected"),
     "an array": (ROW.numpy(), r"batches\[0\]: ndarray, expected"),
-    "a row": ([ROW, ROW[0]], r"batches\[1\]: token ids .*, expected \(batch, tokens\)"),
+    "a row": ([ROW, ROW[0]], r"batches\[1\]: token ids .*, expected integers \(batch, tokens\)"),
     "an id beyond the vocabulary": ([ROW, ROW + 99], r"batches\[1\]: token id .*, expected 0 to"),
     "a negative id": ([{"input_ids": ROW - 99}], r"batches\[0\]: token id -.*, expected 0 to"),
-    "ids of another type": ([(ROW.float(),)], r"batches\[0\]: token ids of torch.float32"),
+    "ids of another type": ([(ROW.float(),)], r"batches\[0\]: token ids .* of torch.float32"),
     "places beyond the last": ([{"input_ids": ROW, "position_ids": ROW + 999}], "out of range"),
 }
 

@@ -275,9 +275,11 @@ def test_modules_that_work_on_cached_keys_keep_them(make):
 @torch.no_grad()
 def test_keys_that_serve_two_attentions_are_kept():
     swap = swapped(llama).model.layers[0].self_attn.swapped
-    layer, q, k, v = RecurrentLayer(), *torch.randn(3, 2, 4, 5, 4)
+    layer = RecurrentLayer()
+    q, k, v = torch.randn(3, 2, 4, 5, 4)
     keys, values = layer.update(k[:, :2], v[:, :2])
-    first, second = (layer.attend(swap, q, keys, values, **CALL)[0] for _ in range(2))
+    first, _ = layer.attend(swap, q, keys, values, **CALL)
+    second, _ = layer.attend(swap, q, keys, values, **CALL)
     assert layer.whole
     assert torch.equal(first, second)
     assert torch.equal(layer.keys, k[:, :2])
@@ -302,12 +304,14 @@ def test_a_mask_that_changes_the_past_is_refused():
     now = mask[:, :8]
     all_kept = torch.ones_like(mask[:, :8])
     message = "layers.0.self_attn: .* changed masks"
-    for first, then in ((before, None), (None, now), (before, now.flip(0)), (before, all_kept)):
+    changes = [(before, None), (None, now), (before, now.flip(0)), (before, all_kept)]
+    for first, then in changes:
         with pytest.raises(ValueError, match=message):
             call(then, start(first))
     later = mask[:, :8].clone()
     later[1, 6] = 0  # a new token that does not count
-    call(later, past := start(mask[:, :6]))
+    past = start(mask[:, :6])
+    call(later, past)
     with pytest.raises(ValueError, match="changed masks"):
         model(ids[:, 8:], attention_mask=mask, past_key_values=past, use_cache=True)
 

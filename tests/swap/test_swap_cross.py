@@ -128,7 +128,8 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
 def test_padding_of_the_encoder_counts_nowhere(make):
     cut = inputs(make, 5)
     padded = inputs(make, 5)
-    cut["input_ids"], cut["attention_mask"] = cut["input_ids"][:, :6], None
+    cut["input_ids"] = cut["input_ids"][:, :6]
+    cut["attention_mask"] = None
     padded["attention_mask"][:, 6:] = 0
     for length in (
         3,

@@ -66,7 +66,8 @@ def gemma(**changes):
 def test_a_mask_of_one_sequence_serves_the_batch():
     past = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
     pads = (torch.arange(L) < 6).expand(1, 1, 1, L)
-    for make, mask in ((llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)):
+    cases = [(llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)]
+    for make, mask in cases:
         model = make()
         ids = tokens()
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -104,7 +105,9 @@ def test_other_patterns_are_refused_when_they_come():
     model = swap_attention(llama(), "favorp", m=8)
     i = torch.arange(L)[:, None]
     j = torch.arange(L)
-    for pattern in ((j <= i) & ((i < 4) == (j < 4)), (j < 3) | (j <= i), (j <= i) & (j > i - 3)):
+    packed = (i < 4) == (j < 4)
+    past = j <= i
+    for pattern in (past & packed, past | (j < 3), past & (j > i - 3)):
         with pytest.raises(
             ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"
         ):

@@ -1,10 +1,18 @@
 """Base classes of tasks that measure without training."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
+
+Record = dict[str, Any]  # one row of metrics.jsonl
+Records = Iterator[Record]
+TensorPair = tuple[Tensor, Tensor]
 
 
 class SwapMeasurement(Measurement):
@@ -24,15 +32,15 @@ class Series(Measurement):
     over: str
     values: Sequence[Any]
 
-    def of(self, value: Any, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    @abstractmethod
+    def measure(self, value: Any, mechanism: Mechanism, seed: int) -> Record:
         """Return the results for one value."""
-        raise NotImplementedError
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         for i, value in enumerate(self.values, 1):
             split = self.over if i < len(self.values) else "test"
-            yield {"split": split, self.over: value, **self.of(value, mechanism, seed)}
+            yield {"split": split, self.over: value, **self.measure(value, mechanism, seed)}
 
     def summary(self, records: list[dict]) -> str:
         values = []
@@ -49,6 +57,6 @@ def check_estimates(mechanism: Mechanism) -> None:
         )
 
 
-def check_start(start: str | None) -> None:
-    if start is None:
-        raise ValueError("task.start=null: expected the directory of a run")
+def seeded(seed: int) -> torch.Generator:
+    """Return a new CPU generator."""
+    return torch.Generator().manual_seed(seed)

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED, generator_of, official_file
-from crt_exp.experiments.measure import SwapMeasurement, pretrained
-from crt_exp.experiments.measure.bench import fit_attention, quiet
+from crt_exp.experiments.measure import Records, SwapMeasurement, TensorPair, pretrained
+from crt_exp.experiments.measure.bench import swap_and_fit
 from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
 from crt_exp.experiments.measure.variance import mnist_file
-from crt_exp.experiments.runner.trainer_config import Adapters
+from crt_exp.experiments.runner.trainer_config import Adapters, Lora
 from crt_exp.experiments.tasks.mlm import following
 from crt_exp.experiments.tasks.transfer import (
     TransferModel,
@@ -67,19 +67,30 @@ class Setting:
     """
 
     model: Callable[[], nn.Module]
-    rows: Callable[[str, int, int], tuple[Tensor, Tensor]]
+    rows: Callable[[str, int, int], TensorPair]
     tested: int = 96
+
+    def calibration(self, seed: int) -> list[Tensor]:
+        """Return two batches of training inputs."""
+        first = 777 + 10 * seed
+        return [self.rows("train", first + i, ROWS)[0] for i in range(2)]
+
+    @torch.no_grad()
+    def test_loss(self, model: nn.Module, seed: int) -> float:
+        """Return nats per predicted token or image, on rows that are never trained on."""
+        inputs, labels = self.rows("test", 10_000 + seed, self.tested)
+        return float(mean_loss(model.eval(), inputs, labels))
 
 
 @lru_cache(maxsize=2)
 def characters(split: str) -> Tensor:
     """Characters of WikiText-2 in lower case as integers; unknown ones have id 0."""
-    text = official_file("wikitext2", split).read_text(encoding="utf-8").lower()[:400_000]
-    known = "\n abcdefghijklmnopqrstuvwxyz.,'-@=0123456789"
-    return torch.tensor([known.find(each) + 1 for each in text])
+    text = official_file("wikitext2", split).read_text(encoding="utf-8")
+    alphabet = "\n abcdefghijklmnopqrstuvwxyz.,'-@=0123456789"
+    return torch.tensor([alphabet.find(character) + 1 for character in text.lower()[:400_000]])
 
 
-def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def copying_rows(split: str, seed: int, count: int) -> TensorPair:
     g = generator_of(seed, count + (split == "test"))
     ids = torch.randint(SYMBOLS, (count, LENGTH // 2), generator=g).repeat(1, 2)
     labels = following(ids)
@@ -87,67 +98,65 @@ def copying_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def causal_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def causal_rows(split: str, seed: int, count: int) -> TensorPair:
     text = characters(split)
-    at = torch.randint(len(text) - LENGTH, (count, 1), generator=generator_of(seed, LENGTH))
-    ids = text[at + torch.arange(LENGTH)]
+    g = generator_of(seed, LENGTH)
+    first = torch.randint(len(text) - LENGTH, (count, 1), generator=g)
+    ids = text[first + torch.arange(LENGTH)]
     return ids, following(ids)
 
 
 @lru_cache(maxsize=2)
-def digits(split: str) -> tuple[Tensor, Tensor]:
+def digits(split: str) -> TensorPair:
     """MNIST images (n, 1, 28, 28) in [-1, 1], and labels (n,)."""
     name = {"train": "train", "test": "t10k"}[split]
     images = torch.tensor(mnist_file(f"{name}-images-idx3-ubyte.gz")).unsqueeze(1) / 127.5 - 1
     return images, torch.tensor(mnist_file(f"{name}-labels-idx1-ubyte.gz")).long()
 
 
-def vision_rows(split: str, seed: int, count: int) -> tuple[Tensor, Tensor]:
+def vision_rows(split: str, seed: int, count: int) -> TensorPair:
     images, labels = digits(split)
-    at = torch.randint(
-        len(images), (count,), generator=generator_of(seed, count + 3 * (split == "test"))
-    )
-    return images[at], labels[at]
+    g = generator_of(seed, count + 3 * (split == "test"))
+    indices = torch.randint(len(images), (count,), generator=g)
+    return images[indices], labels[indices]
 
 
 def decoder() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64,
-            n_embd=WIDTH,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            n_inner=2 * WIDTH,
-            n_positions=LENGTH,
-            use_cache=False,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            initializer_range=0.1,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+    config = GPT2Config(
+        vocab_size=64,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_inner=2 * WIDTH,
+        n_positions=LENGTH,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=0,
     )
+    return GPT2LMHeadModel(config)
 
 
 def vision() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(
-        ViTConfig(
-            image_size=28,
-            patch_size=PATCH,
-            num_channels=1,
-            num_labels=10,
-            hidden_size=WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            intermediate_size=2 * WIDTH,
-            initializer_range=0.1,
-        )
+    config = ViTConfig(
+        image_size=28,
+        patch_size=PATCH,
+        num_channels=1,
+        num_labels=10,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=2 * WIDTH,
+        initializer_range=0.1,
     )
+    return ViTForImageClassification(config)
 
 
 SETTINGS = {
@@ -157,44 +166,16 @@ SETTINGS = {
 }
 
 
-def loss_of(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
-    given, labels = rows
-    return F.cross_entropy(
-        model(given).logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED
-    )
-
-
-@torch.no_grad()
-def test_loss(model: nn.Module, setting: str, seed: int) -> float:
-    """Return nats per predicted token or image, on rows that are never trained on."""
-    model.eval()
-    return float(
-        loss_of(model, SETTINGS[setting].rows("test", 10_000 + seed, SETTINGS[setting].tested))
-    )
-
-
 # ---- training
 
 
-def train(
-    model: nn.Module,
-    setting: str,
-    seed: int,
-    steps: int,
-    lr: float,
-    step: Callable[..., Tensor] = loss_of,
-    first: int = 0,
-) -> None:
-    """Train parameters that require gradients, on training rows from `first` on."""
+def mean_loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    logits = model(inputs).logits.flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
 
-    def loss(i: int) -> Tensor:
-        return step(
-            model, SETTINGS[setting].rows("train", 1_000_003 * (seed + 1) + first + i, ROWS)
-        )
 
-    model.train()
-    for _ in descent(model, loss, steps, lr):
-        pass
+def transfer_loss(student: TransferModel, inputs: Tensor, labels: Tensor) -> Tensor:
+    return student(inputs)[0].mean()
 
 
 def descent(
@@ -204,58 +185,71 @@ def descent(
 
     Only parameters that require gradients are trained. The learning rate has a warm-up of 5% and decays linearly to 0.
     """
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr, (0.9, 0.98), weight_decay=0.0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr, (0.9, 0.98), weight_decay=0.0)
     for i in range(steps):
-        given = loss(i)
+        value = loss(i)
         optimizer.zero_grad()
-        given.backward()
-        torch.nn.utils.clip_grad_norm_(wanted, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (i + 1) / (0.05 * steps + 1)) * (1 - i / steps)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        warm_up = min(1.0, (i + 1) / (0.05 * steps + 1))
+        optimizer.param_groups[0]["lr"] = lr * warm_up * (1 - i / steps)
         optimizer.step()
         yield i + 1
 
 
+def add_adapters(model: nn.Module, rank: int, seed: int) -> Adapters:
+    """Add adapters to the projections of attention and freeze other parameters."""
+    options: Lora = {
+        "rank": rank,
+        "alpha": 2.0 * rank,
+        "dropout": 0.0,
+        "targets": None,
+        "also": [],
+        "merge": True,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Adapters(model, options)
+
+
 @lru_cache(maxsize=64)
-def exact(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
+def exact_weights(setting: str, seed: int, steps: int, lr: float) -> dict[str, Tensor]:
     """Weights of the model with exact attention of a seed, from which methods start."""
     torch.manual_seed(seed)
     model = SETTINGS[setting].model()
-    train(model, setting, seed, steps, lr)
+    Training(setting, seed).run(model, steps, lr)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def swapped(model: nn.Module, mechanism: Mechanism, seed: int, batches: list) -> nn.Module:
-    """Swap the model's attention and fit it to training batches."""
-    if mechanism.is_exact:
-        return model
-    with quiet():
-        replace(mechanism, seed=seed).swap(model, saved=False)
-        return fit_attention(model, batches)
+@dataclass(frozen=True)
+class Training:
+    """Training of a small model on the rows of a setting and a seed, from row `first` on."""
 
+    setting: str
+    seed: int
+    first: int = 0
 
-def low_rank(model: nn.Module, rank: int, seed: int) -> Adapters:
-    """Add adapters to the projections of attention and freeze other parameters."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Adapters(
-            model,
-            {
-                "rank": rank,
-                "alpha": 2.0 * rank,
-                "dropout": 0.0,
-                "targets": None,
-                "also": [],
-                "merge": True,
-            },
-        )
+    def run(
+        self, model: nn.Module, steps: int, lr: float, loss: Callable[..., Tensor] = mean_loss
+    ) -> None:
+        """Train the parameters that require gradients."""
+        rows = SETTINGS[self.setting].rows
+        start = 1_000_003 * (self.seed + 1) + self.first
+
+        def step_loss(i: int) -> Tensor:
+            return loss(model, *rows("train", start + i, ROWS))
+
+        model.train()
+        for _ in descent(model, step_loss, steps, lr):
+            pass
 
 
 # ---- one method
 
 
 @checked("task")
+@dataclass(eq=False)
 class Adapt(SwapMeasurement):
     """task=adapt: `loss` (nats) of a small model at each `stage`.
 
@@ -271,66 +265,54 @@ class Adapt(SwapMeasurement):
 
     metric = "loss"
 
-    def __init__(
-        self,
-        model: Literal[*SETTINGS],
-        steps: Count,
-        transfer: Count,
-        lora: Count,
-        lora_lr: Positive,
-        rank: Count,
-    ):
-        self.setting = model
-        self.steps = steps
-        self.transfer = transfer
-        self.lora = lora
-        self.rank = rank
-        self.lora_lr = lora_lr
+    model: Literal[*SETTINGS]
+    steps: Count
+    transfer: Count
+    lora: Count
+    exact_lr: Positive
+    transfer_lr: Positive
+    lora_lr: Positive
+    rank: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        def at(stage: str) -> dict[str, Any]:
-            return {"stage": stage, "loss": test_loss(model, self.setting, seed)}
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        def row(stage: str) -> dict[str, Any]:
+            return {"stage": stage, "loss": SETTINGS[self.model].test_loss(model, seed)}
 
         with threads(1):
-            model = self.swapped(mechanism, seed)
-            yield at("swapped")
+            model = self.swapped_model(mechanism, seed)
+            yield row("swapped")
             if not mechanism.is_exact and layer_parameters(swapped_layers(model)):
                 self.train_transfer(model, seed)
-            yield at("transferred")
+            yield row("transferred")
             if mechanism.name != UNIFORM:
-                self.train_adapters(model, seed, self.lora, self.transfer)
-                yield at("transfer, LoRA")
-                model = self.swapped(mechanism, seed)
-                self.train_adapters(model, seed, self.transfer + self.lora, 0)
-                yield at("LoRA")
+                later = Training(self.model, seed, self.transfer)
+                self.train_adapters(model, self.lora, later)
+                yield row("transfer, LoRA")
+                model = self.swapped_model(mechanism, seed)
+                whole = Training(self.model, seed)
+                self.train_adapters(model, self.transfer + self.lora, whole)
+                yield row("LoRA")
 
-    def swapped(self, mechanism: Mechanism, seed: int) -> nn.Module:
-        model = SETTINGS[self.setting].model()
-        model.load_state_dict(exact(self.setting, seed, self.steps, EXACT_LR), strict=False)
-        return swapped(model.eval(), mechanism, seed, calibration(self.setting, seed))
+    def swapped_model(self, mechanism: Mechanism, seed: int) -> nn.Module:
+        setting = SETTINGS[self.model]
+        weights = exact_weights(self.model, seed, self.steps, self.exact_lr)
+        model = setting.model()
+        model.load_state_dict(weights, strict=False)
+        seeded = replace(mechanism, seed=seed)
+        return swap_and_fit(model.eval(), seeded, setting.calibration(seed))
 
     def train_transfer(self, model: nn.Module, seed: int) -> None:
         student = TransferModel(model)
-        calibrate(student, calibration(self.setting, seed))
-        train(
-            student,
-            self.setting,
-            seed,
-            self.transfer,
-            TRANSFER_LR,
-            lambda student, rows: student(rows[0])[0].mean(),
-        )
+        calibrate(student, SETTINGS[self.model].calibration(seed))
+        training = Training(self.model, seed)
+        training.run(student, self.transfer, self.transfer_lr, transfer_loss)
         release(student)
 
-    def train_adapters(self, model: nn.Module, seed: int, steps: int, first: int) -> None:
+    def train_adapters(self, model: nn.Module, steps: int, training: Training) -> None:
         """Train adapters and merge them; the seed determines their initial weights."""
-        adapters = low_rank(model, self.rank, seed)
-        train(model, self.setting, seed, steps, self.lora_lr, first=first)
+        adapters = add_adapters(model, self.rank, training.seed)
+        training.run(model, steps, self.lora_lr)
         adapters.merge()
-
-
-def calibration(setting: str, seed: int) -> list[Tensor]:
-    return [SETTINGS[setting].rows("train", 777 + 10 * seed + i, ROWS)[0] for i in range(2)]
 
 
 # ---- a pretrained language model
@@ -348,15 +330,16 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
             f"{count} rows of {length} tokens: the training text of WikiText-2 has only {len(rows)}; use "
             "fewer"
         )
-    return rows[torch.randperm(len(rows), generator=generator_of(seed, length))[:count]]
+    order = torch.randperm(len(rows), generator=generator_of(seed, length))
+    return rows[order[:count]]
 
 
 @lru_cache(maxsize=4)
-def exact_readings(
+def exact_predictions(
     model: str, kind: str, length: int, count: int
-) -> list[tuple[pretrained.Row, pretrained.Reading]]:
-    """Rows, and the outputs of the pretrained checkpoint for each."""
-    return [pretrained.exact_reading(model, kind, length, i) for i in range(count)]
+) -> list[tuple[pretrained.Row, pretrained.Prediction]]:
+    """Rows, and the predictions of the pretrained checkpoint for each."""
+    return [pretrained.exact_prediction(model, kind, length, i) for i in range(count)]
 
 
 def batch_arguments(ids: Tensor) -> dict[str, Any]:
@@ -364,6 +347,7 @@ def batch_arguments(ids: Tensor) -> dict[str, Any]:
 
 
 @checked("task")
+@dataclass(eq=False)
 class AdaptPretrained(SwapMeasurement):
     """task=adapt_pretrained: loss of a pretrained language model during adaptation.
 
@@ -383,75 +367,59 @@ class AdaptPretrained(SwapMeasurement):
 
     metric = "cost"
 
-    def __init__(
-        self,
-        model: FileName,
-        texts: Several[Literal[*pretrained.ROWS]],
-        length: Count,
-        tested: Count,
-        captured: Count,
-        transfer: Count,
-        steps: Several[Whole],
-        lora_lr: Positive,
-        rank: Count,
-        bf16: bool,
-    ):
-        self.model = model
-        self.texts = texts
-        self.length = length
-        self.tested = tested
-        self.captured = captured
-        self.transfer = transfer
-        self.steps = steps
-        self.rank = rank
-        self.bf16 = bf16
-        self.lora_lr = lora_lr
-        self.lora = max(steps) - transfer
+    model: FileName
+    texts: Several[Literal[*pretrained.ROWS]]
+    length: Count
+    tested: Count
+    captured: Count
+    transfer: Count
+    steps: Several[Whole]
+    transfer_lr: Positive
+    lora_lr: Positive
+    rank: Count
+    bf16: bool
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def __post_init__(self):
+        self.lora = max(self.steps) - self.transfer
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         rows = training_rows(self.model, self.length, seed, self.captured + self.lora)
         captured = [batch_arguments(row[None]) for row in rows[: self.captured]]
-        exact = pretrained.load_model_and_tokenizer(self.model).model
-        model = swapped(deepcopy(exact), mechanism, seed, captured)
+        exact = pretrained.load_pretrained(self.model)[0]
+        model = swap_and_fit(deepcopy(exact), replace(mechanism, seed=seed), captured)
         minutes = 0.0
-        losses = self.readings(model)
-        yield from after(0, losses, minutes)
+        losses = self.loss_increases(model)
+        yield from step_rows(0, losses, minutes)
         if learns(model) or layer_parameters(swapped_states(model)):
-            milliseconds_used = milliseconds(
-                lambda: transfer_attention(model, captured, self.transfer, PRETRAINED_TRANSFER_LR),
-                clock=PROCESSOR,
-            )
-            minutes = milliseconds_used / MINUTE
-            losses = self.readings(model)
-        yield from after(self.transfer, losses, minutes)
-        low_rank(model, self.rank, seed)
+            arguments = (model, captured, self.transfer, self.transfer_lr)
+            minutes = milliseconds(transfer_attention, *arguments, clock=PROCESSOR) / MINUTE
+            losses = self.loss_increases(model)
+        yield from step_rows(self.transfer, losses, minutes)
+        add_adapters(model, self.rank, seed)
         loss = adapter_loss(model, rows[self.captured :], self.bf16)
         training = descent(model, loss, self.lora, self.lora_lr)
         for step in range(self.transfer + 1, self.transfer + self.lora + 1):
             minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
             if step in self.steps:
-                yield from after(step, self.readings(model), minutes)
+                yield from step_rows(step, self.loss_increases(model), minutes)
 
-    def readings(self, model: nn.Module) -> dict[str, list[float]]:
+    def loss_increases(self, model: nn.Module) -> dict[str, list[float]]:
+        """Return the loss increases of the test rows, nats per token, by kind."""
         model.eval()
-        losses = {}
+        increases = {}
         for kind in self.texts:
-            losses[kind] = []
-            for row, exact in exact_readings(self.model, kind, self.length, self.tested):
-                above = pretrained.run_row(model, row).nats - exact.nats
-                losses[kind].append(float(above.mean()))
-        return losses
+            increases[kind] = []
+            for row, exact in exact_predictions(self.model, kind, self.length, self.tested):
+                above = pretrained.predict_row(model, row).nats - exact.nats
+                increases[kind].append(float(above.mean()))
+        return increases
 
 
-def after(step: int, losses: dict[str, list[float]], minutes: float) -> Iterator[dict[str, Any]]:
+def step_rows(step: int, losses: dict[str, list[float]], minutes: float) -> Records:
     for kind, values in losses.items():
         yield {"step": step, "text": kind, "above": values}
-    yield {
-        "step": step,
-        "sample": "",
-        "minutes": minutes,
-        "cost": float(np.mean([*losses.values()])),
-    }
+    cost = float(np.mean([*losses.values()]))
+    yield {"step": step, "sample": "", "minutes": minutes, "cost": cost}
 
 
 def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
@@ -459,7 +427,7 @@ def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], 
 
     def loss(i: int) -> Tensor:
         with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
-            logits = model.train()(**batch_arguments(rows[i][None])).logits[0, :-1]
-        return F.cross_entropy(logits.float(), rows[i][1:])
+            output = model.train()(**batch_arguments(rows[i : i + 1]))
+        return F.cross_entropy(output.logits[0, :-1].float(), rows[i, 1:])
 
     return loss

@@ -1,11 +1,13 @@
-"""task=advise: `crt_exp.advise` for a model and data in files.
+"""`crt_exp.advise` and task=advise: recommend an attention method for a pretrained model.
 
-Loads models from folders, runs or the hub, and text, images or audio from files. task=fidelity also uses
-`load_language_model`, `rows_of` and `length_in`.
+The recommendation uses losses, times and memory of a `Bench`. task=advise reads model and data from files.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +15,258 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.experiments.data import DataError, images, speech
-from crt_exp.experiments.data.files import IMAGES, files_ending
-from crt_exp.experiments.data.text import (
-    bert_tokenizer,
-    check_vocabulary,
-    local_blocks,
-    running_blocks,
-)
-from crt_exp.experiments.measure import Measurement
-from crt_exp.experiments.measure.advice import (
-    LEAST,
-    SAMPLES,
-    Advice,
-    advice_of,
-    measure_mechanism,
-    mechanisms,
-    spread,
-    text_bench,
-)
+from crt_exp.experiments.intervals import interval
+from crt_exp.experiments.measure import Measurement, Records
 from crt_exp.experiments.measure.bench import (
-    HEADS,
     MASKED,
-    NEXT,
     BatchBench,
     Bench,
+    Split,
+    TextBench,
     length_of,
-    positions,
     predicts,
 )
-from crt_exp.experiments.models import encoders, vision
-from crt_exp.experiments.models.folder import CONFIG, TRANSDUCER, block_of
+from crt_exp.experiments.measure.recommendation import EXACT, UNIFORM, Advice, Row, pays_from
+from crt_exp.experiments.measure.times import ratio
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import json_object
+from crt_exp.swap.calibration import check_batch, check_ids, eval_mode, learns
 from crt_exp.validation import Count, FileName, Positive, checked
 
-PREDICTING = {MASKED: "AutoModelForMaskedLM", NEXT: "AutoModelForCausalLM"}
-TEXT = {
-    end: PREDICTING[kind] for end, kind in HEADS.items()
-}  # suffix of an architecture -> class of transformers
-VISION = {"ForImageClassification": "AutoModelForImageClassification"}
-CTC = "AutoModelForCTC"
-CLASSES = "AutoModelForAudioClassification"
-AUDIO = {"ForCTC": CTC, "ForAudioClassification": CLASSES, "ForSequenceClassification": CLASSES}
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
+TEXTS = "strings, one tensor of token ids or images, or a list of dictionaries of arguments"
+LEAST = 32  # minimum length of a document, in tokens
+TOLERANCE = 0.02  # nats; 2% of the perplexity
+
+
+def advise(
+    model: nn.Module,
+    texts: str | Sequence[str] | Tensor | Sequence[Mapping[str, Any]],
+    *,
+    labels: Tensor | None = None,
+    length: int | None = None,
+    tokenizer: Any = None,
+    attentions: Sequence[str] | None = None,
+    samples: int | None = None,
+    calibration: int = 4,
+    rounds: int = 3,
+    tolerance: float = TOLERANCE,
+    seed: int = 0,
+) -> "Advice":
+    """Measure several attention methods in a model and recommend one.
+
+    The model is unchanged afterwards.
+
+    Args:
+        model: the pretrained model.
+        texts: held-out samples. For a language model: strings (with `tokenizer`), or one tensor of token ids. For an
+            image model: a tensor (n, C, H, W). For any other model: a list of dictionaries of its arguments.
+        labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
+        length: tokens of a document. Default: 512, or the model's positions if fewer.
+        attentions: methods such as "window block=32". Default: TRIED.
+        samples: number of samples to evaluate. Default: 8 documents, 64 images, 16 others. 95% CIs are over samples.
+        calibration: number of further samples, to which attention is fitted.
+        rounds: timing rounds; the median counts.
+        tolerance: allowed loss increase over exact attention, in nats.
+        seed: seed of the random projections.
+
+    Returns:
+        An `Advice` with `.sentence`, `.code`, `.rows` and `.save(folder)`; print it for a table.
+
+    Raises:
+        ValueError: the data do not fit the model, or there are too few samples.
+        TypeError: the data are of another type.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
+    >>> ids = torch.randint(50, (768,), generator=torch.Generator().manual_seed(0))
+    >>> advice = advise(model, ids, length=64, rounds=1, attentions=["window", "uniform"])
+    >>> [row.attention for row in advice.rows]
+    ['exact', 'window', 'uniform']
+    """
+    with eval_mode(model):
+        split = Split(samples, calibration, seed)
+        bench: Bench
+        if _are_tokens(texts):
+            if labels is not None:
+                raise ValueError("labels: not used for token ids; remove labels")
+            ids = texts if isinstance(texts, Tensor) else _tokens(texts, tokenizer)
+            ids = ids.flatten().long()
+            length = length_of(model, length, LEAST)
+            rows = ids[: len(ids) // length * length].view(-1, length)
+            bench = text_bench(model, rows, split, tokenizer)
+        else:
+            bench = _batch_bench(model, texts, labels, split)
+        methods = mechanisms(attentions, seed)
+        records = list(measure_methods(bench, methods, rounds))
+        return advice_of(bench, methods, records, tolerance)
+
+
+# ---- samples
+
+
+def _are_tokens(texts: Any) -> bool:
+    """Whether samples are strings or token ids, or else images or dictionaries.
+
+    Raises ValueError or TypeError for other samples.
+    """
+    if isinstance(texts, Tensor):
+        images = texts.is_floating_point() and texts.ndim == 4
+        ids = texts.ndim in (1, 2) and not texts.is_floating_point() and texts.dtype != torch.bool
+        if images or ids:
+            return ids
+        raise ValueError(
+            f"texts: tensor {tuple(texts.shape)} of {texts.dtype}; expected token ids (n,) of torch.long, or "
+            "images (n, C, H, W) of floating point, as of the model's image processor"
+        )
+    if isinstance(texts, str):
+        return True
+    if not isinstance(texts, Sequence):
+        raise TypeError(f"texts: {type(texts).__name__}, expected {TEXTS}")
+    if not texts:
+        raise ValueError(f"texts: empty, expected {TEXTS}")
+    kind = str if isinstance(texts[0], str) else Mapping
+    for i, text in enumerate(texts):
+        if not isinstance(text, kind):
+            raise TypeError(f"texts[{i}]: {type(text).__name__}, expected {TEXTS}")
+    return kind is str
+
+
+def _tokens(texts: str | Sequence[str], tokenizer: Any) -> Tensor:
+    if tokenizer is None:
+        raise ValueError("tokenizer=None: expected a tokenizer for strings, or token ids")
+    ids: list[int] = []
+    for text in [texts] if isinstance(texts, str) else texts:
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids)
+
+
+def text_bench(model: nn.Module, rows: Tensor, split: Split, tokenizer: Any) -> TextBench:
+    """Build the bench of a language model from token ids (n, length).
+
+    Raises ValueError for models that predict neither masked nor next tokens.
+    """
+    predicted = predicts(model)
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if predicted is None:
+        raise ValueError(
+            f"{type(model).__name__}: predicts no tokens; use AutoModelForCausalLM or ...MaskedLM"
+        )
+    if predicted == MASKED and mask is None:
+        raise ValueError(
+            f"{type(model).__name__}: predicts masked tokens; pass tokenizer=..., with a mask token"
+        )
+    check_ids(model, rows, "texts")
+    judged, training = split.indices(len(rows), f"texts of {rows.shape[1]} tokens", "texts")
+    special = getattr(tokenizer, "all_special_ids", ())
+    options = {"mask": mask, "special": special, "seed": split.seed}
+    return TextBench(model, rows[judged], rows[training], **options)
+
+
+def _batch_bench(model: nn.Module, pieces: Any, labels: Tensor | None, split: Split) -> BatchBench:
+    noun = "images" if isinstance(pieces, Tensor) else "pieces"
+    batches = pieces.split(1) if isinstance(pieces, Tensor) else pieces
+    judged, training = split.indices(len(batches), noun, noun)
+    for i in (*judged, *training):
+        check_batch(model, batches[i], f"texts[{i}]")
+    judged_labels = None
+    if labels is not None:
+        shape = (len(batches),)
+        if not (
+            isinstance(labels, Tensor) and labels.shape == shape and labels.dtype == torch.long
+        ):
+            raise ValueError(f"labels: expected a tensor {shape} of torch.long, one per sample")
+        judged_labels = [labels[i : i + 1] for i in judged]
+    return BatchBench(
+        model,
+        [batches[i] for i in judged],
+        [batches[i] for i in training],
+        noun=noun,
+        seed=split.seed,
+        labels=judged_labels,
+    )
+
+
+# ---- measuring
+
+
+def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mechanism | None]:
+    """Name -> mechanism, exact (None) first. Raises ConfigError for unknown names."""
+    result: dict[str, Mechanism | None] = {EXACT: None}
+    for name in TRIED if attentions is None else attentions:
+        if name != EXACT:
+            result[name] = Mechanism.parse(name, seed=seed)
+    return result
+
+
+def measure_methods(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Records:
+    """Yield a record of losses and memory for each method, then times by length."""
+    longest = bench.timed[bench.length]
+    for label, attention in methods.items():
+        losses = bench.losses(attention)
+        report(f"{label}: loss {statistics.mean(losses['loss']):.3f} nats")
+        yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
+    for length, piece in bench.timed.items():
+        times = bench.times(methods, piece, rounds)
+        report(f"timed {length} tokens")
+        yield {"length": length, "ms": times}
+
+
+def report(progress: str) -> None:
+    print(f"advise: {progress}", file=sys.stderr, flush=True)
+
+
+def advice_of(
+    bench: Bench,
+    methods: Mapping[str, Mechanism | None],
+    records: Sequence[Mapping[str, Any]],
+    tolerance: float,
+) -> Advice:
+    """Build the advice from the records of `measure_methods`."""
+    losses = {record["attention"]: record for record in records if "attention" in record}
+    times = {record["length"]: record["ms"] for record in records if "length" in record}
+    own = losses[EXACT]
+    rows = []
+    for label, record in losses.items():
+        gains = {}
+        ms = {}
+        for length, rounds in times.items():
+            gains[length] = ratio(rounds[EXACT], rounds[label])
+            ms[length] = statistics.median(rounds[label])
+        above, above_ci95 = mean_difference(record["loss"], own["loss"])
+        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"])
+        row.speedup = gains[max(gains)]
+        row.pays_from = pays_from(gains)
+        if own["repeated"]:
+            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], own["repeated"])
+        with bench.swapped(methods[label]) as states:
+            row.exact_to = min((state.exact_to for state in states.values()), default=0)
+            row.fitted = learns(bench.model)
+        rows.append(row)
+    repeated = statistics.mean(own["repeated"]) if own["repeated"] else None
+    return Advice(
+        rows,
+        bench.length,
+        len(bench.judged),
+        statistics.mean(own["loss"]),
+        repeated,
+        tolerance,
+        bench.noun,
+        bench.labelled,
+    )
+
+
+def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
+    difference = interval(np.subtract(losses, own), "mean")
+    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
+    return difference["mean"], half_width
+
+
+# ---- task=advise
 
 
 @checked("task")
+@dataclass(eq=False)
 class Advise(Measurement):
     """task=advise: compare attention methods in a pretrained model, recommend one.
 
@@ -67,52 +274,33 @@ class Advise(Measurement):
     """
 
     metric = "above"
-    uses: frozenset[str] = frozenset()  # attention is named by task.attentions
+    uses = frozenset()
 
-    def __init__(
-        self,
-        model: FileName | None,
-        text: FileName | Sequence[FileName] | None,
-        images: FileName | None,
-        audio: FileName | None,
-        tokenizer: FileName | None,
-        length: Count | None,
-        attentions: Sequence[str] | None,
-        samples: Count | None,
-        calibration: Count,
-        rounds: Count,
-        tolerance: Positive,
-        cache_dir: str | None,
-    ):
-        if model is None or [text, images, audio].count(None) != 2:
-            raise ValueError(
-                "task=advise: expected task.model (a folder, a run or a hub name), and held-out data in "
-                "one of task.text, task.images and task.audio"
-            )
-        if text is None and (
-            given := [key for key, value in (("tokenizer", tokenizer), ("length", length)) if value]
-        ):
-            raise ValueError(f"task.{given[0]}: only for task.text; remove it")
-        self.model = model
-        self.text = text
-        self.images = images
-        self.audio = audio
-        self.tokenizer = tokenizer
-        self.length = length
-        self.attentions = attentions
-        self.samples = samples
-        self.calibration = calibration
-        self.rounds = rounds
-        self.tolerance = tolerance
-        self.cache_dir = cache_dir
-        mechanisms(attentions)
-        self.advice: Advice | None = None
+    model: FileName
+    text: FileName | Sequence[FileName] | None
+    images: FileName | None
+    audio: FileName | None
+    tokenizer: FileName | None
+    length: Count | None
+    attentions: Sequence[str] | None
+    samples: Count | None
+    calibration: Count
+    rounds: Count
+    tolerance: Positive
+    cache_dir: str | None
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def __post_init__(self):
+        if [self.text, self.images, self.audio].count(None) != 2:
+            raise ValueError("expected one of task.text, task.images and task.audio")
+        if self.text is None and (self.tokenizer or self.length):
+            raise ValueError("task.tokenizer, task.length: only for task.text; remove them")
+        mechanisms(self.attentions)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         bench = self.bench(seed)
         records = []
         methods = mechanisms(self.attentions, seed)
-        for record in measure_mechanism(bench, methods, self.rounds):
+        for record in measure_methods(bench, methods, self.rounds):
             records.append(record)
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance)
@@ -128,20 +316,24 @@ class Advise(Measurement):
 
     def inputs(self) -> list[Path]:
         """Return the audio files that a table names."""
+        from crt_exp.experiments.data.speech import read_table
+
         table = Path(self.audio or "").expanduser()
-        return [Path(name) for name in speech.read_table(table).audio] if table.is_file() else []
+        return [Path(name) for name in read_table(table).audio] if table.is_file() else []
 
     def bench(self, seed: int) -> Bench:
         """Load model and data. Raises DataError and ValueError if they do not match."""
+        from crt_exp.experiments.measure import model_files
+
+        split = Split(self.samples, self.calibration, seed)
         if self.images is not None:
-            return image_bench(self.model, self.images, self.samples, self.calibration, seed)
+            return model_files.image_bench(self.model, self.images, split)
         if self.audio is not None:
-            return audio_bench(self.model, self.audio, self.samples, self.calibration, seed)
-        model, tokenizer = load_language_model(self.model, self.tokenizer)
-        rows = rows_of(
-            self.text, model, tokenizer, length_in(model, self.length, LEAST), self.cache_dir
-        )
-        return text_bench(model, rows, self.samples, self.calibration, tokenizer, seed)
+            return model_files.audio_bench(self.model, self.audio, split)
+        model, tokenizer = model_files.load_language_model(self.model, self.tokenizer)
+        length = model_files.length_in(model, self.length, LEAST)
+        rows = model_files.rows_of(self.text, model, tokenizer, length, self.cache_dir)
+        return text_bench(model, rows, split, tokenizer)
 
     def summary(self, records: list[dict]) -> str:
         return records[-1]["table"]
@@ -150,258 +342,3 @@ class Advise(Measurement):
         """Write advise.csv, advise.md and advise.png to the run directory."""
         if self.advice is not None:
             self.advice.save(directory)
-
-
-# ---- models in folders, runs and on the hub
-
-
-def origin_of(name: str) -> encoders.Origin:
-    return encoders.Origin(
-        encoders.folder_of(name, "task.model"), "task.model", weights=True, noise=False
-    )
-
-
-def load(name: str, kinds: Mapping[str, str], otherwise: str | None = None) -> nn.Module:
-    """Load a model of transformers in eval mode, float32.
-
-    kinds: suffix of an architecture -> class of transformers. otherwise: the class for other architectures.
-    """
-    origin = origin_of(name)
-    config = encoders.load_config(origin)
-    encoders.check_exact(f"task.model={name}", encoders.saved_attention(config))
-    known = []
-    for architecture in config.architectures or ():
-        known += [kind for suffix, kind in kinds.items() if architecture.endswith(suffix)]
-    if not known and otherwise is None:
-        raise ValueError(
-            f"task.model={name}: expected a transformers model {' or '.join(kinds)}, got "
-            f"{', '.join(config.architectures or ['no head'])}"
-        )
-    return encoders.load_model([*known, otherwise][0], config, origin, Mechanism.of("exact")).eval()
-
-
-def part_of(name: str, kind: str) -> Any:
-    """Load a processor of the class `kind` of transformers. Raises DataError."""
-    import transformers
-
-    origin = origin_of(name)
-    return encoders.load_or_explain(
-        partial(getattr(transformers, kind).from_pretrained, origin.name, trust_remote_code=False),
-        origin,
-        kind[4:],
-    )
-
-
-def config_of(name: str) -> Mapping[str, Any] | None:
-    """Return config.json of a folder or run; None for a hub name.
-
-    Raises DataError for a damaged file.
-    """
-    file = Path(encoders.folder_of(name, "task.model")) / CONFIG
-    return json_object(file) if file.is_file() else None
-
-
-# ---- text
-
-
-def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
-    """Load a language model in eval mode, and its tokenizer or task.tokenizer.
-
-    Raises ValueError for models that are not encoders or decoders of text.
-    """
-    model = load(name, TEXT, "AutoModel")
-    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
-        raise ValueError(
-            f"task.model={name}: expected a text encoder or decoder, got {type(model).__name__}"
-        )
-    if tokenizer is not None and tokenizer.endswith(".txt"):
-        made = bert_tokenizer(tokenizer)
-    else:
-        made = encoders.load_tokenizer(
-            origin_of(name)
-            if tokenizer is None
-            else encoders.Origin(tokenizer, "task.tokenizer", True, False)
-        )
-    check_vocabulary(made, model.config.vocab_size)
-    return model, made
-
-
-def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
-    """Return the number of tokens of a string.
-
-    Default: the block of the model's run; for other models 512, or the maximum of the model if that is less.
-    """
-    block = block_of(model.config.name_or_path or "")
-    return length_of(model, length or (block and min(max(block, least), positions(model))), least)
-
-
-def rows_of(
-    text: str | Sequence[str],
-    model: nn.Module,
-    tokenizer: Any,
-    length: int,
-    cache_dir: str | Path | None,
-) -> Tensor:
-    """Return token ids (n, length) of all the text, with [CLS] and [SEP] for encoders."""
-    framed = predicts(model) != NEXT and tokenizer.cls_token_id is not None
-    rows = (local_blocks if framed else running_blocks)(text, tokenizer, length, cache_dir)
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-# ---- images
-
-
-def image_bench(
-    model: str, folder: str, samples: int | None, calibration: int, seed: int
-) -> BatchBench:
-    """Load an image classifier and its test and calibration images.
-
-    model: a run of task=imagenet, or a folder or name of timm or transformers. Raises DataError.
-    """
-    loaded, classes, transform = classifier(model)
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise DataError(f"task.images={folder}: no such folder")
-    files = files_ending(place, IMAGES)
-    judged, training = spread(
-        len(files), samples or SAMPLES["images"], calibration, f"images in {folder}"
-    )
-    pieces = {i: transform(images.read_image(files[i]))[None] for i in [*judged, *training]}
-    labels = [label_of(files[i][len(str(place)) :], classes) for i in judged]
-    return BatchBench(
-        loaded,
-        [pieces[i] for i in judged],
-        [pieces[i] for i in training],
-        noun="images",
-        seed=seed,
-        labels=None if None in labels else [torch.tensor([label]) for label in labels],
-    )
-
-
-def label_of(path: str, classes: tuple[str, ...]) -> int | None:
-    """Return the class of the last folder in a path that has the name of a class."""
-    named = [part for part in Path(path).parts[:-1] if part in classes]
-    return classes.index(named[-1]) if named else None
-
-
-def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], Tensor]]:
-    """Load an image classifier in eval mode, its classes and its transform."""
-    config = config_of(name)
-    if config is None and is_of_timm(name):
-        description = vision.timm_description(name)
-        return (
-            vision.build(description, Mechanism.of("exact"), "pretrained").eval(),
-            description.classes,
-            description.transform(),
-        )
-    if config is not None and "architecture" in config:
-        encoders.check_exact(
-            f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT)
-        )
-        return vision.load(name)
-    loaded = load(name, VISION)
-    processor = part_of(name, "AutoImageProcessor")
-    return (
-        loaded,
-        tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
-        lambda image: processor(image, return_tensors="pt")["pixel_values"][0],
-    )
-
-
-def is_of_timm(name: str) -> bool:
-    import timm
-
-    return timm.is_model(name.partition(".")[0])
-
-
-# ---- audio
-
-
-def audio_bench(
-    model: str, source: str, samples: int | None, calibration: int, seed: int
-) -> BatchBench:
-    """Load a speech model and its test and calibration utterances.
-
-    model: a run of task=librispeech, or a model of transformers for CTC or audio classification. Raises DataError.
-    """
-    utterances = read_utterances(source)
-    config = config_of(model)
-    judged, training = spread(
-        len(utterances), samples or SAMPLES["pieces"], calibration, f"utterances in {source}"
-    )
-    is_run = config is not None and config.get("kind") == TRANSDUCER
-    loaded, batch = (transducer if is_run else load_hub_speech_model)(model)
-    try:
-        made = [batch(utterances[i]) for i in [*judged, *training]]
-    except speech.BadAudio as error:
-        raise DataError(f"task.audio={source}: {error}") from None
-    if len({"labels" in each for each in made}) > 1:
-        raise DataError(f"task.audio={source}: only some utterances have labels known to the model")
-    return BatchBench(
-        loaded, made[: len(judged)], made[len(judged) :], noun="utterances", seed=seed
-    )
-
-
-def read_utterances(source: str) -> list[speech.Utterance]:
-    """Return the utterances of a table with transcripts, or of a folder without."""
-    path = Path(source).expanduser()
-    utterances = []
-    if path.is_file():
-        for split in speech.SPLITS:
-            utterances += speech.table_utterances(path, split)
-    else:
-        for file in speech.audio_files(source, "task.audio"):
-            part = speech.AudioPart(str(file), speech.seconds_of(file, str(file)))
-            utterances.append(speech.Utterance(file.stem, "", (part,)))
-    if not utterances:
-        raise DataError(f"task.audio={source}: no utterances; expected at least one")
-    return speech.checked_lengths(utterances)
-
-
-def transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
-    from crt_exp.experiments.models import conformer_transducer
-
-    known, tensors = conformer_transducer.load(run, "task.model")
-    encoders.check_exact(f"task.model={run}", known.mechanism.describe())
-
-    def batch(utterance: speech.Utterance) -> dict[str, Tensor]:
-        if not utterance.text:
-            raise DataError(
-                f"{utterance.name}: no transcript; for a run of task=librispeech set task.audio to a csv, "
-                "tsv or jsonl file with columns audio and text"
-            )
-        audio = torch.from_numpy(speech.as_int16(speech.audio_of(utterance, known.rate)))[None]
-        targets = torch.tensor([known.symbols.encode(utterance.text)], dtype=torch.int32)
-        return {
-            "audio": audio,
-            "samples": torch.tensor([audio.shape[1]]),
-            "targets": targets,
-            "target_lengths": torch.tensor([targets.shape[1]], dtype=torch.int32),
-        }
-
-    return known.build(tensors), batch
-
-
-def load_hub_speech_model(
-    name: str,
-) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
-    loaded = load(name, AUDIO)
-    extractor = part_of(name, "AutoFeatureExtractor")
-    folder = Path(encoders.folder_of(name, "task.model"))
-    written = not folder.is_dir() or any((folder / file).is_file() for file in TOKENIZERS)
-    tokenizer = (
-        part_of(name, "AutoTokenizer")
-        if written and type(loaded).__name__.endswith("ForCTC")
-        else None
-    )
-
-    def batch(utterance: speech.Utterance) -> dict[str, Any]:
-        audio = speech.audio_of(utterance, extractor.sampling_rate)
-        made = dict(extractor(audio, sampling_rate=extractor.sampling_rate, return_tensors="pt"))
-        if utterance.text in loaded.config.label2id:
-            return made | {"labels": torch.tensor([loaded.config.label2id[utterance.text]])}
-        if utterance.text and tokenizer is not None:
-            made["labels"] = torch.tensor([tokenizer(utterance.text).input_ids])
-        return made
-
-    return loaded, batch

@@ -10,11 +10,9 @@ keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +22,16 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
-from crt_exp.experiments.measure import SwapMeasurement, check_estimates
-from crt_exp.experiments.measure.fidelity import LayerCall, Subject, relative_error
-from crt_exp.experiments.measure.kernel import (
-    generator,
-    log_relative_mse,
-    sample_projections,
-    sampled_ratios,
+from crt_exp.experiments.measure import (
+    Record,
+    Records,
+    SwapMeasurement,
+    TensorPair,
+    check_estimates,
+    seeded,
 )
+from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
+from crt_exp.experiments.measure.kernel import KernelEstimate, fit_map, generator
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
@@ -97,55 +97,49 @@ class Approximation(SwapMeasurement):
     ):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
-        for option, value in {"layers": layers, "tokenizer": tokenizer}.items():
-            if model is None and value is not None:
-                raise ValueError(
-                    f"task.{option}={value}: expected task.model; set it, or remove task.{option}"
-                )
-        self.ms = list(ms)
-        self.samples = samples
-        self.row_count = rows
+        self.ms = ms
         self.pairs = pairs
-        self.source = (
-            Synthetic(length or 1024, heads, d, scale, depth, turn)
-            if model is None
-            else Pretrained(model, text, tokenizer, length, layers)
-        )
-        self.depth = model is not None or depth > 0
+        self.has_depth = model is not None or depth > 0
+        if model is None:
+            self.source = Synthetic(length or 1024, heads, d, scale, depth, turn)
+        else:
+            self.source = Pretrained(model, text, tokenizer, length, layers)
+        self.errors = LayerErrors(self.source, samples, rows)
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        layers = self.source.layers(0, seed)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        ms: list[int | None] = [None]
+        ms: Sequence[int | None] = [None]
         if mechanism.estimates:
-            self.check_map(mechanism, layers[0], seed)
-            ms = list(self.ms)
+            self.check_map(mechanism, self.source.layers(0, seed)[0], seed)
+            ms = self.ms
         rows = []
-        for row in self.layer_and_depth_rows(mechanism, ms, len(layers), seed):
+        for row in self.layer_and_depth_rows(mechanism, ms, seed):
             rows.append(row)
             yield row
         yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
 
     def check_map(self, mechanism: Mechanism, layer: "LayerInputs", seed: int) -> None:
         """Raise before the first row if map and sampler are incompatible."""
+        noise = mechanism.with_projections(1).noise(layer.d, generator(seed))
         phi = mechanism.map("softmax")
-        noise = sample_projections(phi, mechanism, 1, layer.d, generator(seed), ())
-        phi.phi_q(layer.x[:, :, :1], noise, layer.fit(phi))
+        query = layer.x[:, :, :1]
+        phi.phi_q(query, noise, layer.fit(phi))
 
     def layer_and_depth_rows(
-        self, mechanism: Mechanism, ms: list[int | None], layers: int, seed: int
-    ) -> Iterator[dict[str, Any]]:
+        self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
+    ) -> Records:
+        layers = len(self.source.layers(0, seed))
         if mechanism.estimates:
             for i in range(layers):
                 yield {"split": "heads", **self.heads_record(i, seed)}
         for m in ms:
             for i in range(layers):
                 yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
-        if self.depth:
+        if self.has_depth:
             for m in ms:
                 yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
 
-    def heads_record(self, i: int, seed: int) -> dict[str, Any]:
+    def heads_record(self, i: int, seed: int) -> Record:
         """Return mean |x + y|^2 and log relative MSE (nats) of each head of a layer.
 
         All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
@@ -153,6 +147,7 @@ class Approximation(SwapMeasurement):
         """
         layer = self.source.layers(0, seed)[i]
         means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
+        x, y = random_pairs(layer, PREDICTED, generator(seed))
         log_mse = {}
         for name in choices("features"):
             mechanism = Mechanism.of(features=name)
@@ -160,7 +155,10 @@ class Approximation(SwapMeasurement):
                 continue
             phi = mechanism.map()
             if phi.estimates and not phi.on_sequences:
-                log_mse[name] = predicted_log_mse(phi, layer, max(self.ms), seed)
+                m = max(1, max(self.ms) // phi.width(1))
+                estimate = KernelEstimate(replace(mechanism, m=m), x, y, layer.fit(phi))
+                log_errors = estimate.log_relative_mse[0].clamp(min=SMALL)
+                log_mse[name] = log_errors.mean(-1).tolist()
         best = []
         for head in range(layer.heads):
             best.append(min(log_mse, key=lambda name: log_mse[name][head]))
@@ -173,11 +171,9 @@ class Approximation(SwapMeasurement):
             "log_relative_mse": {name: _numbers(values) for name, values in log_mse.items()},
         }
 
-    def layer_record(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> dict[str, Any]:
+    def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
-        errors, negative = self.measure(mechanism, m, i, seed)
+        errors, negative = self.errors.measure(mechanism, m, i, seed)
         layer = self.source.layers(0, seed)[i]
         record = {"layer": i, "path": layer.path}
         if m:
@@ -189,58 +185,9 @@ class Approximation(SwapMeasurement):
             record |= self.variances(mechanism, m, layer, i, seed)
         return record
 
-    @torch.no_grad()
-    def measure(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return errors of one layer by name, and the share of denominators <= 0.
-
-        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
-        uniform attention.
-        """
-        count = DenominatorCount()
-        errors: dict[str, list[Tensor]] = {}
-        for sample in range(self.samples):
-            layer = self.source.layers(sample, seed)[i]
-            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-            pairs = {"uniform": (uniform, layer.output)}
-            if m is None:
-                pairs["output"] = (whole_output(mechanism, layer), layer.output)
-            else:
-                g = generator(seed, i, sample)
-                pairs |= self.estimated_pairs(mechanism, m, layer, seed, g, count)
-            for name, (estimate, exact) in pairs.items():
-                error = relative_error(estimate, exact, (-2, -1))[0]
-                errors.setdefault(f"{name}_error", []).append(error)
-        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
-        return stacked, count.fraction
-
-    def estimated_pairs(
-        self,
-        mechanism: Mechanism,
-        m: int,
-        layer: "LayerInputs",
-        seed: int,
-        g: torch.Generator,
-        count: DenominatorCount,
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return estimate and exact value of the output, and of some rows of the matrix."""
-        x = layer.x
-        y = layer.y
-        causal = layer.causal
-        phi = mechanism.with_projections(m).map()
-        rows = torch.randperm(x.shape[2], generator=generator(seed))
-        rows = rows[: self.row_count].sort().values
-        noise = sample_projections(phi, mechanism, m, layer.d, g, (layer.heads,))
-        params = layer.fit(phi)
-        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-        exact = attention_matrix(x, y, causal=causal, rows=rows)
-        return {"output": (output, layer.output), "matrix": (matrix, exact)}
-
     def variances(
         self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Return log Var(estimate) / SM^2 with m projections: median over random pairs.
 
         Three variants share the pairs: the closed form for independent projections; the exact variance of coupled
@@ -249,37 +196,40 @@ class Approximation(SwapMeasurement):
         phi = mechanism.map("softmax")
         x, y = random_pairs(layer, self.pairs, generator(seed, i))
         params = layer.fit(phi)
-        squared = 2 * (x * y).sum(-1)
+        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        squared = 2 * estimate.logits
         variants = {"": phi.log_mse(x, y, params, m) - squared}
-        if coupled(phi, mechanism):
+        if is_variance_known(phi, mechanism):
             sampler = mechanism.sampler_part.name
             log_variance = ensemble_log_variance(phi, x, y, params, m, sampler)
             variants["_coupled"] = log_variance - squared
-        ratios = sampled_ratios(phi, mechanism, m, x, y, params, DRAWS, generator(seed, i, m))
+        ratios = estimate.ratios(DRAWS, generator(seed, i, m))
         variants["_sampled"] = ratios.var(0, keepdim=True).log()
-        medians, by_head = {}, {}
+        medians = {}
+        by_head = {}
         for variant, log_variance in variants.items():
             heads = log_variance[0].median(-1).values
             medians[f"log_variance{variant}"] = _number(heads.median())
             by_head[f"log_variance{variant}_heads"] = _numbers(heads)
         return medians | by_head
 
-    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> dict[str, Any]:
+    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> Record:
         """Return the mean error over samples of the hidden states after each layer."""
         record = {}
         if m:
             mechanism = replace(mechanism, m=m)
             record["m"] = m
-        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
+        errors = self.source.hidden_errors(mechanism, self.errors.samples, seed)
+        mean = errors.mean(0)
         record["hidden_error"] = _number(mean[-1])
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
 
-    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> dict[str, Any]:
+    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> Record:
         """Return means over layers at the largest m, and counts of the best map by head."""
         largest = [row for row in rows if self.is_at_largest_m(row)]
         layer_rows = [row for row in largest if row["split"] == "layer"]
-        record: dict[str, Any] = {}
+        record: Record = {}
         for name in layer_rows[0]:
             if name in MEANS:
                 values = [row[name] for row in layer_rows]
@@ -296,8 +246,9 @@ class Approximation(SwapMeasurement):
             record["m"] = max(self.ms)
             phi = mechanism.map("softmax")
             layer = self.source.layers(0, seed)[0]
-            x, y = layer.x[0, 0], layer.y[0, 0]
-            record |= bias_record(phi, mechanism.sampler, x, y, phi.fit(Statistics.of(x, y)))
+            x = layer.x[0, 0]
+            y = layer.y[0, 0]
+            record |= bias_record(phi, mechanism.sampler, x, y, fit_map(mechanism, x, y))
         return record
 
     def is_at_largest_m(self, row: dict) -> bool:
@@ -305,63 +256,95 @@ class Approximation(SwapMeasurement):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        lines = [f"{self.table(records)}{self.warning(records)}"]
+        errors = []
+        for name, key in ERRORS.items():
+            if key in last:
+                errors.append(f"of {name} {_format_number(last[key])}")
+        lines = [f"relative error {', '.join(errors)}", *self.warnings(records)]
+        if "m" in last:
+            lines[0] = f"m = {last['m']}: {lines[0]}"
         if last.get("best"):
             best = ", ".join(f"{name} {heads}" for name, heads in last["best"].items())
             lines.append(
                 f"heads by the map that the closed forms predict best at equal M: {best}"
                 f"{bias_sentence(last)}"
             )
-        errors = []
-        for name, key in ERRORS.items():
-            if key in last:
-                errors.append(f"of {name} {_format_number(last[key])}")
-        prefix = ""
-        if "m" in last:
-            prefix = f"m = {last['m']}: "
-        lines.append(f"{prefix}relative error {', '.join(errors)}")
         return "\n".join(lines)
 
-    def warning(self, records: list[dict]) -> str:
-        """Return a warning for layers whose error exceeds that of uniform attention."""
-        layer_rows = [record for record in records if record["split"] == "layer"]
+    def warnings(self, records: list[dict]) -> Iterator[str]:
+        """Yield a warning for each m with layers whose error exceeds that of uniform attention."""
         counts: Counter[int | None] = Counter()
-        for row in layer_rows:
-            if row["output_error"] is None or row["output_error"] > row["uniform_error"]:
-                counts[row.get("m")] += 1
-        if not counts:
-            return ""
-        layers = len({row["layer"] for row in layer_rows})
-        cases = []
-        for m, count in counts.items():
-            case = f"in {count} of {layers} layers"
-            if m:
-                case += f" with m = {m}"
-            cases.append(case)
-        return (
-            f"\nWARNING: further from exact attention than uniform attention is, {', '.join(cases)}"
-        )
+        for row in records:
+            if row["split"] == "layer":
+                error = row["output_error"]
+                counts[row.get("m")] += error is None or error > row["uniform_error"]
+        for m, layers in counts.items():
+            if layers:
+                suffix = f" with m = {m}" if m else ""
+                yield f"WARNING: {layers} layers are further from exact than uniform attention{suffix}"
 
-    def table(self, records: list[dict]) -> str:
-        """Format one line per layer, at the largest m."""
-        import pandas as pd
 
-        heads = {record["layer"]: record for record in records if record["split"] == "heads"}
-        lines = []
-        for record in records:
-            if record["split"] != "layer" or not self.is_at_largest_m(record):
-                continue
-            line = {"layer": record["layer"], "path": record["path"]}
-            for name in MEANS:
-                if name in record:
-                    line[name.removesuffix("_error").replace("_", " ")] = record[name]
-            if record["layer"] in heads:
-                head = heads[record["layer"]]
-                line["|x + y|^2"] = sum(head["mean_sq_sum"]) / head["heads"]
-                line["predicted best"] = Counter(head["best"]).most_common(1)[0][0]
-            lines.append(line)
-        table = pd.DataFrame(lines).dropna(axis=1, how="all")
-        return table.to_string(index=False, na_rep="-", float_format=_format_number)
+# ---- errors of one layer
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Errors of attention layers over samples of the projections.
+
+    rows: number of queries whose rows of the attention matrix are compared.
+    """
+
+    source: "Synthetic | Pretrained"
+    samples: int
+    rows: int
+
+    @torch.no_grad()
+    def measure(
+        self, mechanism: Mechanism, m: int | None, i: int, seed: int
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return errors of layer i by name, and the share of denominators <= 0.
+
+        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
+        uniform attention.
+        """
+        count = DenominatorCount()
+        errors: dict[str, list[Tensor]] = {}
+        for sample in range(self.samples):
+            layer = self.source.layers(sample, seed)[i]
+            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
+            pairs = {"uniform": (uniform, layer.output)}
+            if m is None:
+                pairs["output"] = (whole_output(mechanism, layer), layer.output)
+            else:
+                g = generator(seed, i, sample)
+                pairs |= self.estimate(mechanism.with_projections(m), layer, seed, g, count)
+            for name, (estimate, exact) in pairs.items():
+                error = relative_error(estimate, exact, (-2, -1))[0]
+                errors.setdefault(f"{name}_error", []).append(error)
+        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
+        return stacked, count.fraction
+
+    def estimate(
+        self,
+        mechanism: Mechanism,
+        layer: "LayerInputs",
+        seed: int,
+        g: torch.Generator,
+        count: DenominatorCount,
+    ) -> dict[str, TensorPair]:
+        """Return estimate and exact value of the output, and of some rows of the matrix."""
+        x = layer.x
+        y = layer.y
+        causal = layer.causal
+        phi = mechanism.map()
+        order = torch.randperm(x.shape[2], generator=generator(seed))
+        rows = order[: self.rows].sort().values
+        noise = mechanism.noise(layer.d, g, (layer.heads,))
+        params = layer.fit(phi)
+        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
+        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+        exact = attention_matrix(x, y, causal=causal, rows=rows)
+        return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
 
 # ---- where the tensors come from
@@ -393,11 +376,11 @@ class LayerInputs:
 
     def fit(self, phi: FeatureMap) -> Params:
         """Fit parameters (1, H, 1, ...) to these tensors, jointly for grouped query heads."""
-        return for_query_heads(
-            phi.fit(grouped_statistics(self.x, self.y)), self.heads // self.y.shape[1]
-        )
+        params = phi.fit(grouped_statistics(self.x, self.y))
+        return for_query_heads(params, self.heads // self.y.shape[1])
 
 
+@dataclass(frozen=True)
 class Synthetic:
     """Random queries, keys and values, and a Transformer with random weights.
 
@@ -411,30 +394,26 @@ class Synthetic:
             sin(turn) g, g ~ N(0, scale^2). None: independent.
     """
 
-    def __init__(
-        self, length: int, heads: int, d: int, scale: float, depth: int, turn: float | None = None
-    ):
-        self.length = length
-        self.heads = heads
-        self.d = d
-        self.scale = scale
-        self.depth = depth
-        self.turn = turn
+    length: int
+    heads: int
+    d: int
+    scale: float
+    depth: int
+    turn: float | None = None
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
-        return [
-            _normal(self.length, self.heads, self.d, self.scale, self.turn, 1000 * seed + sample)
-        ]
+        return [random_inputs(self, 1000 * seed + sample)]
 
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
         """Return relative errors of the hidden states after each layer, (samples, depth).
 
         All samples share the weights.
         """
-        seeded = replace(mechanism, seed=seed)
+        seeded_mechanism = replace(mechanism, seed=seed)
         errors = []
         for sample in range(samples):
-            errors.append(self.errors_of(seeded, seed, 1000 * seed + sample, sample))
+            tokens = 1000 * seed + sample
+            errors.append(self.errors_of(seeded_mechanism, seed, tokens, sample))
         return torch.tensor(errors)
 
     @torch.no_grad()
@@ -445,12 +424,12 @@ class Synthetic:
 
         weights, tokens: seeds. sample: number of the sample of the projections.
         """
-        size = (self.heads, self.d, self.scale, self.depth, weights)
-        h, exact = _exact_states(*size, self.length, tokens)
+        h, exact = exact_states(self, weights, tokens)
         layers = []
         for i in range(self.depth):
-            layers.append(mechanism.layer(self.heads, self.d, layer=self.depth * sample + i))
-        estimates = states(_random_transformer(*size), h, layers)
+            number = self.depth * sample + i
+            layers.append(mechanism.layer(self.heads, self.d, layer=number))
+        estimates = states(random_transformer(self, weights), h, layers)
         return [relative_error(*pair).item() for pair in zip(estimates, exact)]
 
 
@@ -462,7 +441,7 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
     result = []
     for block, layer in zip_longest(model.blocks, layers):
         own = block.attention
-        block.attention = layer or block.attention
+        block.attention = layer or own
         h = block(h)
         block.attention = own
         result.append(h)
@@ -470,37 +449,37 @@ def states(model: Transformer, h: Tensor, layers: Sequence[nn.Module] = ()) -> l
 
 
 @lru_cache(maxsize=64)
-def _normal(
-    length: int, heads: int, d: int, scale: float, turn: float | None, seed: int
-) -> LayerInputs:
-    q, k, v = torch.randn(3, 1, heads, length, d, generator=torch.Generator().manual_seed(seed))
-    if turn is not None:
-        q = math.cos(turn) * k + math.sin(turn) * q
-    return LayerInputs("synthetic", scale * q / d**0.25, scale * k / d**0.25, v)
+def random_inputs(source: Synthetic, seed: int) -> LayerInputs:
+    shape = (3, 1, source.heads, source.length, source.d)
+    q, k, v = torch.randn(shape, generator=seeded(seed))
+    if source.turn is not None:
+        q = math.cos(source.turn) * k + math.sin(source.turn) * q
+    root = source.d**0.25
+    return LayerInputs("synthetic", source.scale * q / root, source.scale * k / root, v)
 
 
 @lru_cache(maxsize=1)
-def _random_transformer(heads: int, d: int, scale: float, depth: int, seed: int) -> Transformer:
+def random_transformer(source: Synthetic, seed: int) -> Transformer:
+    width = source.heads * source.d
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Transformer(heads, depth, 4 * heads * d, heads * d, Mechanism.of("exact").layer)
-    for block in (
-        model.blocks
-    ):  # with torch's uniform weights, outputs for normalised tokens have variance 1/3
-        block.qkv.weight.data[: 2 * heads * d] *= 3**0.5 * scale
+        make_layer = Mechanism.of("exact").layer
+        model = Transformer(source.heads, source.depth, 4 * width, width, make_layer)
+    # with torch's uniform weights, outputs for normalised tokens have variance 1/3
+    for block in model.blocks:
+        block.qkv.weight.data[: 2 * width] *= 3**0.5 * source.scale
     return model.eval()
 
 
 @lru_cache(maxsize=16)
-def _exact_states(
-    heads: int, d: int, scale: float, depth: int, weights: int, length: int, tokens: int
-) -> tuple[Tensor, list[Tensor]]:
+def exact_states(source: Synthetic, weights: int, tokens: int) -> tuple[Tensor, list[Tensor]]:
     """Return tokens (1, L, heads * d) and hidden states after each layer."""
-    h = torch.randn(1, length, heads * d, generator=torch.Generator().manual_seed(tokens))
-    return h, states(_random_transformer(heads, d, scale, depth, weights), h)
+    width = source.heads * source.d
+    h = torch.randn(1, source.length, width, generator=seeded(tokens))
+    return h, states(random_transformer(source, weights), h)
 
 
-class Pretrained(Subject):
+class Pretrained(DocumentBench):
     """A pretrained model that reads, and is fitted to, the first tokens of a document.
 
     layers: indices of attention layers, as for `swap_attention`.
@@ -514,20 +493,15 @@ class Pretrained(Subject):
         length: int | None = None,
         layers: Sequence[int] | None = None,
     ):
-        super().__init__(model, text, None, tokenizer, length, 1, 1, 0)
+        super().__init__(model, text, tokenizer=tokenizer, length=length)
         self.training = [self.rows]
         self.chosen = layers
-        calls = self.record_calls(self.rows, LayerCall.of, layers)[0]
-        self.inputs = [
-            LayerInputs(
-                call.path,
-                call.scaling**0.5 * call.q,
-                call.scaling**0.5 * call.k,
-                call.v,
-                call.causal and call.q.shape[2] > 1,
-            )
-            for call in calls
-        ]
+        self.inputs = []
+        for call in self.record_calls(self.rows, layer_call, layers)[0]:
+            x = call.scaling**0.5 * call.q
+            y = call.scaling**0.5 * call.k
+            causal = call.causal and call.q.shape[2] > 1
+            self.inputs.append(LayerInputs(call.path, x, y, call.v, causal))
 
     def layers(self, sample: int, seed: int) -> list[LayerInputs]:
         return self.inputs
@@ -540,9 +514,11 @@ class Pretrained(Subject):
         """
         errors = []
         for sample in range(samples):
-            with self.swapped(replace(mechanism, seed=1000 * seed + sample), self.chosen):
-                pairs = zip(self.run(self.rows).hidden_states[1:], self.exact[0].states)
-                errors.append([relative_error(*pair) for pair in pairs])
+            sampled = replace(mechanism, seed=1000 * seed + sample)
+            with self.swapped(sampled, self.chosen):
+                estimates = self.run(self.rows).hidden_states[1:]
+            pairs = zip(estimates, self.exact[0].states)
+            errors.append([relative_error(*pair) for pair in pairs])
         return torch.tensor(errors)
 
 
@@ -551,36 +527,27 @@ class Pretrained(Subject):
 
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     """Output of attention without projections; causal layers are fitted to its inputs."""
-    state = mechanism.layer(
-        layer.heads, layer.d, kv_heads=layer.y.shape[1], causal=layer.causal, scaling=1.0
-    ).eval()
-    calibration = state.calibration() if isinstance(state, LinearAttention) else nullcontext()
-    with calibration:
-        state(layer.x, layer.y, layer.v)
+    options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
+    state = mechanism.layer(layer.heads, layer.d, **options).eval()
+    if isinstance(state, LinearAttention):
+        with state.calibration():
+            state(layer.x, layer.y, layer.v)
     return state(layer.x, layer.y, layer.v)
 
 
-def predicted_log_mse(phi: FeatureMap, layer: LayerInputs, features: int, seed: int) -> list[float]:
-    """Mean log E (estimate - SM)^2 / SM^2 over random pairs, for each head.
-
-    Projections are independent, and M = `features`.
-    """
-    x, y = random_pairs(layer, PREDICTED, generator(seed))
-    m = max(1, features // phi.width(1))
-    return log_relative_mse(phi, x, y, layer.fit(phi), m).clamp(min=SMALL)[0].mean(-1).tolist()
-
-
-def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> TensorPair:
     """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
     queries = layer.x.shape[2]
     keys = layer.y.shape[2]
     i = torch.randint(queries, (pairs,), generator=g)
     allowed = i + (keys - queries) + 1 if layer.causal else keys
     j = (torch.rand(pairs, generator=g) * allowed).long()
-    return layer.x[:, :, i].double(), layer.y_of_heads[:, :, j].double()
+    x = layer.x[:, :, i]
+    y = layer.y_of_heads[:, :, j]
+    return x.double(), y.double()
 
 
-def coupled(phi: FeatureMap, mechanism: Mechanism) -> bool:
+def is_variance_known(phi: FeatureMap, mechanism: Mechanism) -> bool:
     """Whether the exact variance of the mechanism's coupled projections is known."""
     exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
     return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)

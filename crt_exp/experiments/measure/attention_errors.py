@@ -8,11 +8,11 @@ Notation: H heads of all layers, n sequences.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,72 +27,74 @@ from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import (
     Measurement,
+    Record,
+    Records,
     Series,
     SwapMeasurement,
     check_estimates,
-    check_start,
+    seeded,
 )
-from crt_exp.experiments.measure.approximation import Approximation, Synthetic
+from crt_exp.experiments.measure.approximation import LayerErrors, LayerInputs, Synthetic
 from crt_exp.experiments.measure.bench import fit_attention
-from crt_exp.experiments.measure.fidelity import Subject
-from crt_exp.experiments.measure.kernel import generator
+from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
+from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.folder import WEIGHTS, folder_of
-from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.samplers.bias import measured_bias
-from crt_exp.swap.calibration import swapped_states
 from crt_exp.validation import Count, FileName, Positive, Several, checked
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # the 190 pairs of different amino acids
 
 
 @checked("task")
+@dataclass(eq=False)
 class ProjectionErrors(Series):
     """task=projections: MSE of the output against exact softmax attention.
 
     q, k ~ N(0, scale^2) and v ~ N(0, 1), L tokens of dimension d. All mechanisms and all m share them.
     """
 
-    metric, over = "mse", "m"
+    metric = "mse"
+    over = "m"
 
-    def __init__(
-        self, length: Count, d: Count, ms: Several[Count], samples: Count, scale: Positive = 1.0
-    ):
-        self.values = list(ms)
-        self.samples = samples
-        self.source = Synthetic(length, 1, d, scale, 0)
+    length: Count
+    d: Count
+    ms: Several[Count]
+    samples: Count
+    scale: Positive = 1.0
 
-    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.ms
+        self.source = Synthetic(self.length, 1, self.d, self.scale, 0)
+
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return mean `mse`, and `errors` and `uniform` (uniform attention) by sample."""
-        errors, uniform = zip(*(self.errors(mechanism, m, seed, i) for i in range(self.samples)))
-        return {"mse": sum(errors) / len(errors), "errors": list(errors), "uniform": list(uniform)}
+        errors = []
+        uniform = []
+        for sample in range(self.samples):
+            layer = self.source.layers(sample, seed)[0]
+            exact = softmax_attention(layer.x, layer.y, layer.v)
+            g = generator(seed, sample)
+            estimate = self.estimate(replace(mechanism, m=m), layer, g)
+            mean = layer.v.mean(-2, keepdim=True)
+            errors.append((exact - estimate).square().mean().item())
+            uniform.append((exact - mean).square().mean().item())
+        return {"mse": sum(errors) / len(errors), "errors": errors, "uniform": uniform}
 
-    def errors(self, mechanism: Mechanism, m: int, seed: int, sample: int) -> tuple[float, float]:
-        layer = self.source.layers(sample, seed)[0]
-        phi = mechanism.map("softmax")
-        g = generator(seed, sample)
+    def estimate(self, mechanism: Mechanism, layer: LayerInputs, g: torch.Generator) -> Tensor:
         x = layer.x
         y = layer.y
-        v = layer.v
-        noise = phi.noise(m, lambda p: mechanism.sampler(p.m, layer.d, g))
-        estimate = attention(
-            x,
-            y,
-            v,
-            phi,
-            noise,
-            phi.fit(Statistics.of(x[0, 0], y[0, 0])),
-            counter=DenominatorCount(),
-        )
-        exact = softmax_attention(x, y, v)
-        return tuple(
-            (exact - each).square().mean().item() for each in (estimate, v.mean(-2, keepdim=True))
-        )
+        noise = mechanism.noise(self.d, g)
+        params = fit_map(mechanism, x[0, 0], y[0, 0])
+        phi = mechanism.map("softmax")
+        counter = DenominatorCount()
+        return attention(x, y, layer.v, phi, noise, params, counter=counter)
 
 
 @checked("task")
+@dataclass(eq=False)
 class HeadErrors(Series):
     """task=head_errors: MSE of the output of a random head (Performers Figure 4).
 
@@ -103,29 +105,29 @@ class HeadErrors(Series):
         turn: Angle in radians between a query and the key at its position.
     """
 
-    metric, over = "log_mse", "m"
+    metric = "log_mse"
+    over = "m"
 
-    @classmethod
-    def measures_whole(cls, mechanism: Mechanism) -> bool:
-        return True
+    length: Count
+    d: Count
+    sum: Positive
+    ms: Several[Count]
+    samples: Count
+    turn: Positive | None = None
 
-    def __init__(
-        self,
-        length: Count,
-        d: Count,
-        sum: Positive,
-        ms: Several[Count],
-        samples: Count,
-        turn: Positive | None = None,
-    ):
-        self.values = list(ms)
-        self.errors = Approximation(
-            ms, samples, 1, 0, 1, d, scale_of(sum, d), 0, length=length, turn=turn
-        ).measure
+    def __post_init__(self):
+        self.values = self.ms
+        scale = scale_of(self.sum, self.d)
+        source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
+        self.errors = LayerErrors(source, self.samples, 1)
 
-    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        errors = self.errors(mechanism, m if mechanism.estimates else None, 0, seed)[0]
-        mse = (errors["output_error"] / errors["uniform_error"])[:, 0].square()
+    measures_whole = SwapMeasurement.measures_whole
+
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
+        projections = m if mechanism.estimates else None
+        errors, _ = self.errors.measure(mechanism, projections, 0, seed)
+        ratio = errors["output_error"] / errors["uniform_error"]
+        mse = ratio[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
 
 
@@ -135,6 +137,7 @@ def scale_of(mean_sq_sum: float, d: int) -> float:
 
 
 @checked("task")
+@dataclass(eq=False)
 class ErrorByLayer(SwapMeasurement):
     """task=error_by_layer: error of the hidden states (Performers Figure 14).
 
@@ -149,47 +152,37 @@ class ErrorByLayer(SwapMeasurement):
 
     metric = "growth"
 
-    def __init__(
-        self,
-        sum: Positive,
-        length: Count,
-        heads: Count,
-        d: Count,
-        depth: Count,
-        texts: Count,
-        init: FileName | None = None,
-    ):
-        self.source = (
-            Synthetic(length, heads, d, scale_of(sum, d), depth)
-            if init is None
-            else Subject(
-                init,
-                str(official_file("wikitext2", "valid")),
-                None,
-                None,
-                length,
-                texts,
-                1,
-                0,
-                cache_dir=FOLDER / "tokens",
-            )
-        )
+    sum: Positive
+    length: Count
+    heads: Count
+    d: Count
+    depth: Count
+    texts: Count
+    init: FileName | None = None
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    @cached_property
+    def bench(self) -> DocumentBench:
+        text = str(official_file("wikitext2", "valid"))
+        cache = FOLDER / "tokens"
+        return DocumentBench(self.init, text, length=self.length, texts=self.texts, cache_dir=cache)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        if isinstance(self.source, Synthetic):
-            errors = self.source.errors_of(replace(mechanism, seed=0), seed, seed, seed)
+        if self.init is None:
+            scale = scale_of(self.sum, self.d)
+            source = Synthetic(self.length, self.heads, self.d, scale, self.depth)
+            errors = source.errors_of(replace(mechanism, seed=0), seed, seed, seed)
         else:
-            with torch.no_grad(), self.source.swapped(replace(mechanism, seed=seed)) as states:
-                errors = self.source.document_record(seed, states)["hidden"]
-        yield {
-            "layer": [*range(1, len(errors) + 1)],
-            "error": errors,
-            "growth": errors[-1] / errors[0] if errors[0] else None,
-        }
+            mechanism = replace(mechanism, seed=seed)
+            with torch.no_grad(), self.bench.swapped(mechanism) as states:
+                errors = self.bench.document_errors(seed, states)["hidden"]
+        layers = [*range(1, len(errors) + 1)]
+        growth = errors[-1] / errors[0] if errors[0] else None
+        yield {"layer": layers, "error": errors, "growth": growth}
 
 
 @checked("task")
+@dataclass(eq=False)
 class KernelBias(Measurement):
     """task=kernel_bias: mean estimate divided by the exact kernel, for a sampler.
 
@@ -199,22 +192,18 @@ class KernelBias(Measurement):
 
     metric = "at_unit_error"
 
-    def __init__(self, d: Count, draws: Count):
-        self.d, self.draws = d, draws
+    d: Count
+    draws: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         x = torch.zeros(2, self.d, dtype=torch.float64)
-        x[0, 0], x[1] = 1, self.d**-0.5
-        found = measured_bias(
-            mechanism.map(),
-            mechanism.sampler,
-            x,
-            x,
-            draws=self.draws,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        (unit, spread) = found.ratio.tolist()
-        (unit_error, spread_error) = found.error.tolist()
+        x[0, 0] = 1
+        x[1] = self.d**-0.5
+        phi = mechanism.map()
+        options = {"draws": self.draws, "generator": seeded(seed)}
+        bias = measured_bias(phi, mechanism.sampler, x, x, **options)
+        unit, spread = bias.ratio.tolist()
+        unit_error, spread_error = bias.error.tolist()
         yield {
             "at_unit": unit,
             "at_unit_error": unit_error,
@@ -227,6 +216,7 @@ class KernelBias(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class AttentionMaps(SwapMeasurement):
     """task=attention_maps: relative errors of the attention matrices of a protein.
 
@@ -243,62 +233,53 @@ class AttentionMaps(SwapMeasurement):
 
     metric = "mean_error"
 
-    def __init__(
-        self, start: FileName | None, file: str, entry: str, sequences: Count, drawn: bool = False
-    ):
-        self.start = start
-        self.file = file
-        self.entry = entry
-        self.sequences = sequences
-        self.drawn = drawn
+    start: FileName
+    file: str
+    entry: str
+    sequences: Count
+    drawn: bool = False
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        check_start(self.start)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         folder = task_folder("protein", None)
         if folder is None or not (folder / self.file).is_file():
             raise missing_file("protein", folder and folder / self.file)
         letters = entry_of(folder / self.file, self.entry)
-        saved = of_proteins(self.start)
+        saved = load_protein_model(self.start)
         exact = matrices(saved.build(Mechanism.of("exact")), letters)
         estimates = matrices(saved.build(replace(mechanism, seed=seed)), letters)
         if self.drawn:
             for i, layer in enumerate(estimates):
                 for j, head in enumerate(layer):
-                    yield {
-                        "head": f"{i}.{j}",
-                        "query": [*range(len(head))],
-                        "row": [format_weights(weights) for weights in head.tolist()],
-                    }
-        if mechanism.name == "exact":
-            index = protein.read_uniprot(None, None)
+                    rows = [format_weights(weights) for weights in head.tolist()]
+                    yield {"head": f"{i}.{j}", "query": [*range(len(head))], "row": rows}
+        if mechanism.is_exact:
+            index = protein.uniprot(None, None)
             _, order = np.unique(index.digests, return_index=True)
-            test = order[: self.sequences]
-            yield from self.similar(saved, [np.array(index[row]) for row in test])
+            sequences = [np.array(index[row]) for row in order[: self.sequences]]
+            yield from self.similarity_rows(saved, sequences)
         errors = []
         for estimate, expected in zip(estimates, exact):
-            errors.append(float((estimate - expected).norm() / expected.norm()))
-        yield {
-            "layer": [*range(len(errors))],
-            "error": errors,
-            "mean_error": float(np.mean(errors)),
-        }
+            errors.append(relative_error(estimate, expected).item())
+        layers = [*range(len(errors))]
+        yield {"layer": layers, "error": errors, "mean_error": float(np.mean(errors))}
 
-    def similar(
-        self, kept: language.SavedLanguageModel, chains: list[np.ndarray]
-    ) -> Iterator[dict[str, Any]]:
-        composition = frequencies(chains)
-        score = blosum62()
+    def similarity_rows(
+        self, saved: language.SavedLanguageModel, sequences: list[np.ndarray]
+    ) -> Records:
+        untrained = with_random_weights(saved, self.start)
+        composition = frequencies(sequences)
         logs = np.log(np.maximum(composition.mean(0), 1e-12))
-        by = {
-            "attention": similarity(shares(kept.build(), chains)),
-            "random weights": similarity(shares(with_random_weights(kept, self.start), chains)),
+        similarities = {
+            "attention": similarity(shares(saved.build(), sequences)),
+            "random weights": similarity(shares(untrained, sequences)),
             "composition": similarity(composition),
             "frequency": -np.abs(logs[:, None] - logs),
         }
-        for name, matrix in by.items():
+        score = blosum62()
+        for name, matrix in similarities.items():
             yield {"by": name, **correlation(matrix, score)}
         names = [f"{STANDARD[a]}{STANDARD[b]}" for a, b in zip(*PAIRS)]
-        for name, matrix in {"attention": by["attention"], "BLOSUM62": score}.items():
+        for name, matrix in (("attention", similarities["attention"]), ("BLOSUM62", score)):
             yield {"by": name, "sample": names, "similarity": matrix[PAIRS].tolist()}
 
 
@@ -306,15 +287,15 @@ def format_weights(weights: list[float]) -> str:
     return " ".join(f"{weight:.3g}" for weight in weights)
 
 
-def of_proteins(start: str) -> language.SavedLanguageModel:
+def load_protein_model(start: str) -> language.SavedLanguageModel:
     """Load the model of a run of task=trembl.
 
     Raises DataError and ConfigError for other folders.
     """
-    kept = language.load(start, "task.start")
-    if kept.symbols.get("letters") != LETTERS:
+    saved = language.load(start, "task.start")
+    if saved.symbols.get("letters") != LETTERS:
         raise ConfigError(f"task.start={start}: expected a run of task=trembl (amino-acid tokens)")
-    return kept
+    return saved
 
 
 def entry_of(path: Path, accession: str) -> list[int]:
@@ -327,12 +308,13 @@ def entry_of(path: Path, accession: str) -> list[int]:
     return entries[accession]
 
 
-def with_random_weights(kept: language.SavedLanguageModel, start: str) -> language.LanguageModel:
+def with_random_weights(saved: language.SavedLanguageModel, start: str) -> language.LanguageModel:
     """Return a model of equal sizes with random weights, seeded by the run's weights."""
     weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
     digest = hashlib.sha256(weights).hexdigest()[:16]
-    torch.manual_seed(int(hashlib.sha256(digest.encode()).hexdigest()[:8], 16))
-    return language.LanguageModel(kept.description, kept.mechanism.layer).eval()
+    seed = hashlib.sha256(digest.encode()).hexdigest()[:8]
+    torch.manual_seed(int(seed, 16))
+    return language.LanguageModel(saved.description, saved.mechanism.layer).eval()
 
 
 def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
@@ -340,8 +322,9 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
 
     Causal maps are fitted to the letters.
     """
-    tokens = read_by(model, letters)
-    return [A[0] for A in attention_matrices(fit_attention(model, [tokens]), tokens)]
+    tokens = tokens_of(model, letters)
+    fit_attention(model, [tokens])
+    return [A[0] for A in attention_matrices(model, tokens)]
 
 
 @torch.no_grad()
@@ -351,71 +334,59 @@ def attention_matrices(
     """Return keep(A) for the attention matrix A (B, H, L, L) of each layer.
 
     Linear attention does not form A. Its output for one-hot values equals A, so one forward pass suffices. Rows of A
-    sum to 1. The result covers swapped layers, or else the layers of a model built with a `Mechanism`, in the order of
-    their calls.
-
-    Raises:
-        ValueError: If the model has no such layer. `swap_attention(model, "exact")` makes exact attention visible.
+    sum to 1. The layers are those of a model built with a `Mechanism`, in the order of their calls.
     """
-    found, states = [], swapped_states(model)
-    states = states or [
-        part for part in model.modules() if isinstance(part, (LinearAttention, Baseline))
-    ]
-    if not states:
-        raise ValueError(
-            f"{type(model).__name__}: no swapped attention; call swap_attention(model, 'exact') first"
-        )
+    matrices = []
 
-    def note(state: nn.Module, args: tuple, out: Tensor) -> None:
+    def record(layer: nn.Module, args: tuple, output: Tensor) -> None:
         q, k, _, *mask = args
-        unit = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:3], -1)
-        found.append(
-            keep(state.forward(q, k, unit, *mask))
-        )  # calling the module would trigger this hook again
+        unit = torch.eye(k.shape[2], dtype=k.dtype)
+        unit = unit.expand(*k.shape[:3], -1)
+        # calling the module would trigger this hook again
+        matrices.append(keep(layer.forward(q, k, unit, *mask)))
 
     with ExitStack() as stack:
-        for state in states:
-            stack.callback(state.register_forward_hook(note).remove)
+        for part in model.modules():
+            if isinstance(part, (LinearAttention, Baseline)):
+                stack.callback(part.register_forward_hook(record).remove)
         model(*inputs)
-    return found
+    return matrices
 
 
 # ---- similarity of amino acids
 
 
-def read_by(model: nn.Module, letters: Sequence[int]) -> Tensor:
+def tokens_of(model: language.LanguageModel, letters: Sequence[int]) -> Tensor:
     """Return tokens (1, L), cut to the model's length.
 
     A causal model reads BEGIN and all letters except the last.
     """
-    read = list(letters)[: model.description.length]
-    return torch.tensor(
-        [[BEGIN, *read[:-1]] if model.description.causal else read], dtype=torch.long
-    )
+    tokens = list(letters)[: model.description.length]
+    if model.description.causal:
+        tokens = [BEGIN, *tokens[:-1]]
+    return torch.tensor([tokens], dtype=torch.long)
 
 
-def shares(model: nn.Module, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+def shares(model: language.LanguageModel, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the shares of attention (H, 20) that each standard amino acid receives.
 
     Shares are over all queries of all sequences.
     """
-    sums = 0.0
+    sums: Tensor | float = 0.0
     for letters in sequences:
-        tokens = read_by(model, letters)
-        received = attention_matrices(
-            model, tokens, keep=lambda A: A[0].double().sum(1)
-        )  # layers of (heads, L)
-        sums = (
-            sums
-            + torch.cat(received) @ (tokens[0][:, None] == torch.arange(len(STANDARD))).double()
-        )
+        tokens = tokens_of(model, letters)
+        # layers of (heads, L)
+        received = attention_matrices(model, tokens, keep=lambda A: A[0].double().sum(1))
+        is_letter = tokens[0][:, None] == torch.arange(len(STANDARD))
+        sums = sums + torch.cat(received) @ is_letter.double()
     return (sums / sums.sum(1, keepdim=True)).numpy()
 
 
 def frequencies(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the shares (n, 20) of the standard amino acids in each sequence."""
+    standard = len(STANDARD)
     counts = np.stack(
-        [np.bincount(letters, minlength=len(STANDARD))[: len(STANDARD)] for letters in sequences]
+        [np.bincount(letters, minlength=standard)[:standard] for letters in sequences]
     )
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
@@ -425,10 +396,11 @@ def similarity(values: np.ndarray) -> np.ndarray:
 
     Rows are heads or sequences. Raises ValueError if the correlation is not defined.
     """
-    same = "".join(np.array([*STANDARD])[values.std(0) <= 1e-6 * values.mean(0)])
-    if len(values) < 3 or same:
+    constant = values.std(0) <= 1e-6 * values.mean(0)
+    if len(values) < 3 or constant.any():
+        same = "".join(np.array([*STANDARD])[constant])
         raise ValueError(
-            f"similarity: {len(values)} heads or sequences{same and f', equal in {same}'}; use more"
+            f"similarity: {len(values)} heads or sequences, equal in {same or 'none'}; use more"
         )
     return np.corrcoef(values.T)
 
@@ -436,7 +408,8 @@ def similarity(values: np.ndarray) -> np.ndarray:
 def blosum62() -> np.ndarray:
     from Bio.Align import substitution_matrices
 
-    return np.array(substitution_matrices.load("BLOSUM62").select("".join(STANDARD)))
+    scores = substitution_matrices.load("BLOSUM62")
+    return np.array(scores.select("".join(STANDARD)))
 
 
 def correlation(
@@ -447,13 +420,18 @@ def correlation(
     Pairs that share an amino acid are dependent, so rows and columns of one matrix are permuted together. p is the
     share of permutations whose r is at least as large.
     """
-    one, other = (
-        (matrix - matrix[PAIRS].mean()) / (matrix[PAIRS].std() * len(PAIRS[0]) ** 0.5)
-        for matrix in (first, second)
-    )
-    orders = np.random.default_rng(seed).permuted(
-        np.tile(np.arange(len(one)), (permutations, 1)), axis=1
-    )
-    r = float(one[PAIRS] @ other[PAIRS])
-    others = one[orders[:, PAIRS[0]], orders[:, PAIRS[1]]] @ other[PAIRS]
-    return {"r": r, "p": float(1 + (others >= r - 1e-12).sum()) / (1 + permutations)}
+    standard = standardise(first)
+    wanted = standardise(second)[PAIRS]
+    order = np.tile(np.arange(len(first)), (permutations, 1))
+    orders = np.random.default_rng(seed).permuted(order, axis=1)
+    r = float(standard[PAIRS] @ wanted)
+    i, j = PAIRS
+    permuted = standard[orders[:, i], orders[:, j]] @ wanted
+    count = float((permuted >= r - 1e-12).sum())
+    return {"r": r, "p": (1 + count) / (1 + permutations)}
+
+
+def standardise(matrix: np.ndarray) -> np.ndarray:
+    """Give the pairs mean 0 and norm 1, so that products of pairs are correlations."""
+    pairs = matrix[PAIRS]
+    return (matrix - pairs.mean()) / (pairs.std() * len(pairs) ** 0.5)

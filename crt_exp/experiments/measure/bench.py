@@ -8,17 +8,20 @@ that attention is fitted to are not evaluated. Models that were built with other
 Notation: B batch, L tokens, V vocabulary size, C classes.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
+from crt_exp.experiments.measure import TensorPair, seeded
 from crt_exp.experiments.measure.times import (
     NO_WARMUP_MS,
     in_turns,
@@ -30,7 +33,7 @@ from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import (
     calibrate_attention,
-    call,
+    call_model,
     fill_statistics,
     learns,
     swapped_states,
@@ -39,7 +42,8 @@ from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
 
 MAX_CACHED = 8  # number of fitted methods that a bench caches
-MASKED, NEXT = "masked", "next"
+MASKED = "masked"
+NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 IGNORED = -100  # label of a token without loss, as in torch and transformers
 SHARE = 0.15  # fraction of tokens that are masked
@@ -47,6 +51,7 @@ MIN_CONTEXT = 16  # tokens after which a model can detect that a passage is repe
 REPEATED = 4  # rows that are also evaluated as repeated passages
 SHORTEST = 128  # tokens of the shortest timed input
 LENGTH = 512  # default length of a document, in tokens
+SAMPLES = {"texts": 8, "images": 64, "pieces": 16}  # default numbers of samples
 TOKENS_PER_BLOCK = 256  # tokens whose losses are computed at a time
 
 
@@ -55,6 +60,20 @@ def fit_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     if learns(model):
         fill_statistics(model, batches)
     return model
+
+
+def approximation_of(mechanism: Mechanism) -> Mechanism | None:
+    """Return None for exact attention, which needs no swap."""
+    return None if mechanism.is_exact else mechanism
+
+
+def swap_and_fit(model: nn.Module, mechanism: Mechanism, batches: Iterable) -> nn.Module:
+    """Swap the model's attention, unless it stays exact, and fit it; return the model."""
+    if mechanism.is_exact:
+        return model
+    with quiet():
+        mechanism.swap(model, saved=False)
+        return fit_attention(model, batches)
 
 
 def calibrated_layers(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
@@ -75,15 +94,15 @@ def quiet() -> Iterator[None]:
 class Bench:
     """Evaluate one model with several attention methods.
 
-    `judged` samples are evaluated; attention is fitted to `training` samples. Subclasses define `loss(i)` of sample i
-    in nats, and `timed`: number of tokens -> sample to time, in ascending order. If `repeats` > 0 they also define
-    `repeated_loss(i)`. The model is put in eval mode. Raises ValueError if the model is already swapped.
+    `judged` samples are evaluated; attention is fitted to `training` samples. The model is put in eval mode. Raises
+    ValueError if the model is already swapped.
     """
 
     noun = "pieces"  # name of the samples in tables
     causal = False
     repeats = 0  # number of samples that are also evaluated as repeated passages
     labelled = True  # whether losses use labels
+    timed: dict[int, Any]  # number of tokens -> sample to time, in ascending order
 
     def __init__(
         self,
@@ -101,13 +120,12 @@ class Bench:
         self.training = training
         self.seed = seed
         self.device = next(model.parameters()).device
-        self.fits: list[
-            tuple[Any, list[dict[str, Tensor]]]
-        ] = []  # state dicts of the last fitted methods
+        # state dicts of the last fitted methods, by method and layers
+        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []
 
     def run(self, piece: Any) -> Any:
         """Return the model's output for a sample."""
-        return call(self.model, piece)
+        return call_model(self.model, piece)
 
     def body(self, piece: Any) -> Any:
         """The forward pass that is timed and whose memory is measured."""
@@ -140,33 +158,43 @@ class Bench:
 
     def _fit_once(self, key: tuple, states: list[nn.Module]) -> None:
         """Fit the layers, or restore the state of an earlier fit."""
-        for known, saved in self.fits:
-            if known == key:
+        for fitted, saved in self.fits:
+            if fitted == key:
                 for state, tensors in zip(states, saved, strict=True):
                     state.load_state_dict(tensors)
                 return
         self.fit(key[0])
-        saved = [cloned_state(state) for state in states]
-        self.fits = [*self.fits, (key, saved)][-MAX_CACHED:]
+        fitted = [copy.deepcopy(state.state_dict()) for state in states]
+        self.fits = [*self.fits, (key, fitted)][-MAX_CACHED:]
 
     @torch.no_grad()
     def record_calls(
-        self, piece: Any, see: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+        self, piece: Any, record: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
     ) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
         Returns:
-            The values of see(layer, arguments, output) for every call, and the model's output.
+            The values of record(layer, arguments, output) for every call, and the model's output.
         """
-        seen: list[Any] = []
+        calls: list[Any] = []
+
+        def hook(*call: Any) -> None:
+            calls.append(record(*call))
+
         with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
             for state in states.values():
-                stack.callback(
-                    state.register_forward_hook(lambda *of_call: seen.append(see(*of_call))).remove
-                )
-            return seen, self.run(piece)
+                stack.callback(state.register_forward_hook(hook).remove)
+            return calls, self.run(piece)
 
     # ---- losses
+
+    def loss(self, i: int) -> float:
+        """Loss of sample i in nats; subclasses define it to compare losses."""
+        raise NotImplementedError
+
+    def repeated_loss(self, i: int) -> float:
+        """Loss of sample i as a repeated passage; subclasses with `repeats` > 0 define it."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
@@ -175,10 +203,9 @@ class Bench:
         Raises NotFinite if the model's own loss is not finite.
         """
         with self.swapped(attention):
-            losses = {
-                "loss": [self.loss(i) for i in range(len(self.judged))],
-                "repeated": [self.repeated_loss(i) for i in range(self.repeats)],
-            }
+            loss = [self.loss(i) for i in range(len(self.judged))]
+            repeated = [self.repeated_loss(i) for i in range(self.repeats)]
+        losses = {"loss": loss, "repeated": repeated}
         if attention is None and not all(map(math.isfinite, losses["loss"])):
             raise NotFinite(
                 f"{type(self.model).__name__}: loss without swap is not finite; check the parameters"
@@ -219,10 +246,6 @@ class Bench:
 # ---- language models
 
 
-def cloned_state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
 class TextBench(Bench):
     """Bench of a transformers language model on token ids.
 
@@ -247,7 +270,8 @@ class TextBench(Bench):
         special: Sequence[int] = (),
         seed: int = 0,
     ):
-        super().__init__(model, rows, None if training is None else training.split(1), seed)
+        batches = None if training is None else training.split(1)
+        super().__init__(model, rows, batches, seed)
         self.predicts = predicts(model)
         self.rows = rows
         self.mask = mask
@@ -255,15 +279,18 @@ class TextBench(Bench):
         self.causal = self.predicts == NEXT
         self.options = {"use_cache": False} if self.causal else {}
         L = rows.shape[1]
-        lengths = [SHORTEST * 2**i for i in range(L.bit_length()) if SHORTEST * 2**i < L]
-        self.timed = {length: rows[:1, :length] for length in [*lengths, L]}
+        self.timed = {}
+        length = SHORTEST
+        while length < L:
+            self.timed[length] = rows[:1, :length]
+            length *= 2
+        self.timed[L] = rows[:1]
         if self.causal and L >= 4 * MIN_CONTEXT:
             self.repeats = min(REPEATED, len(rows))
 
     def fit(self, attention: Mechanism) -> None:
-        fit_attention(
-            self.model.base_model, [{"input_ids": piece, **self.options} for piece in self.training]
-        )
+        batches = [{"input_ids": piece, **self.options} for piece in self.training]
+        fit_attention(self.model.base_model, batches)
 
     def run(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids.to(self.device), **self.options, **options)
@@ -290,46 +317,72 @@ class TextBench(Bench):
         """Loss of each token with a label, labels (1, L), in float64."""
         return nats(self.run(inputs).logits, labels)
 
-    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> TensorPair:
         """Inputs and labels of row i, (1, L) each, equal for all methods."""
         row = self.rows[i : i + 1]
         if self.causal:
             return next_token_labels(row)
-        hidden = self._places(i)
+        hidden = self.masked_positions(i)
         return row.masked_fill(hidden, self.mask), row.masked_fill(~hidden, IGNORED)
 
-    def _places(self, i: int) -> Tensor:
+    def masked_positions(self, i: int) -> Tensor:
         """The tokens of row i to mask, as a boolean tensor (L,)."""
-        draw = torch.rand(
-            self.rows.shape[1], generator=torch.Generator().manual_seed(1000 * self.seed + i)
-        )
-        draw[torch.isin(self.rows[i], self.special)] = 1.0
-        return draw <= max(SHARE, float(draw.min()))
+        generator = seeded(1000 * self.seed + i)
+        uniform = torch.rand(self.rows.shape[1], generator=generator)
+        uniform[torch.isin(self.rows[i], self.special)] = 1.0
+        return uniform <= max(SHARE, float(uniform.min()))
 
 
-def next_token_labels(ids: Tensor) -> tuple[Tensor, Tensor]:
+def evenly_spaced(count: int, chosen: int) -> list[int]:
+    """Indices of `chosen` evenly spaced samples of `count`, with the first and the last."""
+    return np.linspace(0, count - 1, chosen).round().astype(int).tolist()
+
+
+class Split(NamedTuple):
+    """Numbers of samples to evaluate (None: the default) and to fit attention to, and a seed."""
+
+    samples: int | None
+    calibration: int
+    seed: int
+
+    def indices(self, count: int, noun: str, kind: str) -> tuple[list[int], list[int]]:
+        """Indices of evenly spaced samples to evaluate, then of those to fit to.
+
+        kind: key of SAMPLES. Raises ValueError if there are too few samples.
+        """
+        samples = SAMPLES[kind] if self.samples is None else self.samples
+        if samples < 2 or self.calibration < 1 or count < samples + self.calibration:
+            raise ValueError(
+                f"samples={samples}, calibration={self.calibration}: expected at least 2 and 1, of "
+                f"{count} {noun}"
+            )
+        chosen = evenly_spaced(count, samples + self.calibration)
+        return chosen[:samples], chosen[samples:]
+
+
+def next_token_labels(ids: Tensor) -> TensorPair:
     """Ids (1, L) and next-token labels; the last token has no label."""
     return ids, F.pad(ids[:, 1:], (0, 1), value=IGNORED)
 
 
 def nats(logits: Tensor, labels: Tensor) -> Tensor:
     """Logits (B, L, V) and labels (B, L) -> losses of the labelled tokens, float64."""
-    asked = (labels != IGNORED).to(logits.device)
-    wanted = labels.to(logits.device)[asked]
-    return torch.cat(
-        [
-            F.cross_entropy(part.double(), each, reduction="none")
-            for part, each in zip(
-                logits[asked].split(TOKENS_PER_BLOCK), wanted.split(TOKENS_PER_BLOCK)
-            )
-        ]
-    )
+    labels = labels.to(logits.device)
+    labelled = labels != IGNORED
+    losses = []
+    logit_blocks = logits[labelled].split(TOKENS_PER_BLOCK)
+    for part, wanted in zip(logit_blocks, labels[labelled].split(TOKENS_PER_BLOCK)):
+        losses.append(F.cross_entropy(part.double(), wanted, reduction="none"))
+    return torch.cat(losses)
 
 
 def predicts(model: nn.Module) -> str | None:
     """The training objective, MASKED or NEXT, by class name; None for other models."""
-    name = next((type(part).__name__ for part in holders(model)), "")
-    return next((kind for end, kind in HEADS.items() if name.endswith(end)), None)
+    for holder in holders(model)[:1]:
+        for end, objective in HEADS.items():
+            if type(holder).__name__.endswith(end):
+                return objective
+    return None
 
 
 def length_of(model: nn.Module, length: int | None, least: int = 1) -> int:
@@ -378,28 +431,35 @@ class BatchBench(Bench):
         seed: int = 0,
     ):
         super().__init__(model, judged, training, seed)
-        self.labels, self.noun = labels, noun
-        queries, outputs = zip(
-            *(
-                self.record_calls(piece, lambda state, given, out: given[0].shape[2])
-                for piece in judged
-            )
-        )
-        self.timed = dict([max(zip(map(max, queries), judged), key=lambda each: each[0])])
+        self.labels = labels
+        self.noun = noun
+        lengths = []
+        outputs = []
+        for piece in judged:
+            queries, output = self.record_calls(piece, count_queries)
+            lengths.append(max(queries))
+            outputs.append(output)
+        longest = max(lengths)
+        self.timed = {longest: judged[lengths.index(longest)]}
         self.labelled = labels is not None or own_loss(outputs[0], judged[0]) is not None
-        self.classes = None if labels is None else scores(outputs[0]).shape[-1]
-        self.own = (
-            None
-            if self.labelled
-            else [scores(out).float().softmax(-1).flatten(0, -2) for out in outputs]
-        )
+        if labels is not None:
+            classes = scores(outputs[0]).shape[-1]
+            if not all(0 <= int(label) < classes for label in torch.cat(list(labels))):
+                raise ValueError(f"labels: expected classes 0 to {classes - 1}")
+        elif not self.labelled:
+            self.targets = [scores(output).softmax(-1) for output in outputs]
 
     def loss(self, i: int) -> float:
-        out = self.run(self.judged[i])
-        if (loss := own_loss(out, self.judged[i])) is not None:
-            return float(loss)
-        wanted = self.own[i] if self.labels is None else self.labels[i].to(self.device)
-        return float(F.cross_entropy(scores(out).float().flatten(0, -2), wanted))
+        output = self.run(self.judged[i])
+        loss = own_loss(output, self.judged[i])
+        if loss is None:
+            targets = self.targets if self.labels is None else self.labels
+            loss = F.cross_entropy(scores(output), targets[i].to(self.device))
+        return float(loss)
+
+
+def count_queries(layer: nn.Module, arguments: tuple, output: Tensor) -> int:
+    return arguments[0].shape[2]
 
 
 def own_loss(out: Any, piece: Any) -> Tensor | None:
@@ -407,17 +467,18 @@ def own_loss(out: Any, piece: Any) -> Tensor | None:
 
     The loss is the attribute `loss`, or the mean of per-sample losses (B,) for inputs with "targets".
     """
-    if getattr(out, "loss", None) is not None:
-        return out.loss.float()
-    given = isinstance(piece, Mapping) and "targets" in piece
-    return out.float().mean() if given and isinstance(out, Tensor) and out.ndim == 1 else None
+    if isinstance(out, Tensor):
+        per_sample = isinstance(piece, Mapping) and "targets" in piece and out.ndim == 1
+        return out.float().mean() if per_sample else None
+    loss = getattr(out, "loss", None)
+    return None if loss is None else loss.float()
 
 
 def scores(out: Any) -> Tensor:
-    """Class scores (B, ..., C) of a model's output. Raises ValueError."""
-    out = getattr(out, "logits", out)
-    if not isinstance(out, Tensor) or out.ndim < 2 or not out.is_floating_point():
+    """Class scores (n, C) of a model's output (B, ..., C), float32. Raises ValueError."""
+    logits = getattr(out, "logits", out)
+    if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.is_floating_point():
         raise ValueError(
             "model: no loss and no class scores; load it with its head, or pass labels"
         )
-    return out
+    return logits.float().flatten(0, -2)

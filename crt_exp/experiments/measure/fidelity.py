@@ -7,8 +7,8 @@ Notation: L tokens of a document, H query heads, Hkv key heads, d their dimensio
 the loss increase over exact attention in nats. Errors are relative, in the Frobenius norm.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -21,9 +21,15 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
-from crt_exp.experiments.measure import SwapMeasurement, check_start
-from crt_exp.experiments.measure.advise import length_in, load_language_model, rows_of
-from crt_exp.experiments.measure.bench import SHARE, TextBench, calibrated_layers, nats
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
+from crt_exp.experiments.measure.bench import (
+    SHARE,
+    TextBench,
+    calibrated_layers,
+    evenly_spaced,
+    nats,
+)
+from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.tasks.base import Plan, Reader, Task
 from crt_exp.mechanism import Mechanism
@@ -31,7 +37,7 @@ from crt_exp.swap.calibration import learns
 from crt_exp.validation import Count, FileName, Files, Several, Whole, checked
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
-TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName] | None
+TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
 
 
 class LayerCall(NamedTuple):
@@ -48,12 +54,13 @@ class LayerCall(NamedTuple):
     causal: bool
     output: Tensor
 
-    @classmethod
-    def of(cls, state: nn.Module, given: tuple, output: Tensor) -> "LayerCall":
-        return cls(state.path, *given[:3], state.scaling, state.causal, output)
+
+def layer_call(layer: nn.Module, arguments: tuple, output: Tensor) -> LayerCall:
+    q, k, v, *_ = arguments
+    return LayerCall(layer.path, q, k, v, layer.scaling, layer.causal, output)
 
 
-class Pass(NamedTuple):
+class HiddenStates(NamedTuple):
     """Hidden states of one document after each layer, and the mean loss in nats.
 
     The loss is None for a bare encoder.
@@ -68,7 +75,7 @@ class Pass(NamedTuple):
         return self.states[-1][0].double().mean(0)
 
 
-class Subject(TextBench):
+class DocumentBench(TextBench):
     """A pretrained Hugging Face model and `texts` documents of `length` tokens.
 
     Args:
@@ -88,71 +95,65 @@ class Subject(TextBench):
         self,
         model: str,
         text: str | Sequence[str],
-        calibration: str | Sequence[str] | None,
-        tokenizer: str | None,
-        length: int | None,
-        texts: int,
-        calibration_texts: int,
-        seed: int,
+        calibration: str | Sequence[str] | None = None,
+        tokenizer: str | None = None,
+        length: int | None = None,
+        texts: int = 1,
+        calibration_texts: int = 1,
+        seed: int = 0,
         cache_dir: str | Path | None = None,
     ):
-        self.name = model
         loaded, self.tokenizer = load_language_model(model, tokenizer)
         L = length_in(loaded, length)
-        check_apart(text, calibration)
+        check_disjoint(text, calibration)
 
-        def pieces(source: str | Sequence[str], count: int, option: str) -> Tensor:
-            return spread(
-                rows_of(source, loaded, self.tokenizer, L, cache_dir), count, source, option
-            )
+        def documents(source: str | Sequence[str], option: str, count: int) -> Tensor:
+            rows = rows_of(source, loaded, self.tokenizer, L, cache_dir)
+            if len(rows) < count:
+                raise ValueError(
+                    f"{option}={count}: {source} has {len(rows)} pieces of {L} tokens; use a longer "
+                    "text, fewer pieces or a smaller task.length"
+                )
+            return rows[evenly_spaced(len(rows), count)]
 
-        super().__init__(
-            loaded,
-            pieces(text, texts, "task.texts"),
-            None
-            if calibration is None
-            else pieces(calibration, calibration_texts, "task.calibration_texts"),
-            seed=seed,
-        )
+        training = None
+        if calibration is not None:
+            training = documents(calibration, "task.calibration_texts", calibration_texts)
+        super().__init__(loaded, documents(text, "task.texts", texts), training, seed=seed)
+        # hidden states and attention calls of the exact model, by document
+        self.exact: list[HiddenStates] = []
         self.calls: list[list[LayerCall]] = []
-        self.exact = [self.record_exact(i) for i in range(texts)]
-
-    # ---- reading
+        for i in range(texts):
+            self.exact.append(self.hidden_states(i))
+            self.calls.append(self.record_calls(self.rows[i : i + 1], layer_call)[0])
 
     @torch.no_grad()
-    def read(self, i: int) -> Pass:
+    def hidden_states(self, i: int) -> HiddenStates:
         """Run the model with its present attention on document i."""
-        out = self.run(self.rows[i : i + 1])
-        states = list(out.hidden_states[1:])
+        output = self.run(self.rows[i : i + 1])
+        states = list(output.hidden_states[1:])
         if self.predicts is None:
-            return Pass(states, None)
+            return HiddenStates(states, None)
         inputs, labels = self.inputs_and_labels(i)
-        logits = out.logits if self.causal else self.model(input_ids=inputs).logits
-        return Pass(states, float(nats(logits, labels).mean()))
+        if not self.causal:
+            output = self.model(input_ids=inputs)
+        return HiddenStates(states, float(nats(output.logits, labels).mean()))
 
     def run(self, ids: Tensor) -> Any:
         return super().run(ids, output_hidden_states=True)
 
-    def inputs_and_labels(self, i: int) -> tuple[Tensor, Tensor]:
+    def inputs_and_labels(self, i: int) -> TensorPair:
         """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().inputs_and_labels(i)
-        draw = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        batch = data.Masking.from_tokenizer(self.tokenizer, SHARE)(
-            self.rows[i : i + 1].numpy(), draw
-        )
+        uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
+        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
-
-    def record_exact(self, i: int) -> Pass:
-        """Run the exact model on document i; append its attention calls to `calls`."""
-        exact = self.read(i)
-        self.calls.append(self.record_calls(self.rows[i : i + 1], LayerCall.of)[0])
-        return exact
 
     # ---- other attention
 
     @torch.no_grad()
-    def measured(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
+    def errors(self, mechanism: Mechanism) -> dict[str, np.ndarray]:
         """Measure all documents with all attention layers swapped, without training.
 
         Returns:
@@ -162,15 +163,15 @@ class Subject(TextBench):
             `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
-            records = [self.document_record(i, states) for i in range(len(self.rows))]
+            records = [self.document_errors(i, states) for i in range(len(self.rows))]
         arrays = {}
         for key in records[0]:
             arrays[key] = np.array([record[key] for record in records])
         return arrays
 
-    def document_record(self, i: int, states: dict[str, nn.Module]) -> dict[str, Any]:
+    def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
-        swapped = self.read(i)
+        swapped = self.hidden_states(i)
         layer_errors = []
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
@@ -200,56 +201,36 @@ def relative_error(
     dims: dimensions of the norm. Default: all.
     """
     error = (estimate.double() - expected).square().sum(dims).sqrt()
-    size = expected.double().square().sum(dims).sqrt()
-    return error / size
+    return error / expected.double().square().sum(dims).sqrt()
 
 
-def spread(rows: Tensor, count: int, source: str | Sequence[str], option: str) -> Tensor:
-    """Select `count` rows, spread over the text. Raises ValueError if there are fewer."""
-    if len(rows) < count:
-        raise ValueError(
-            f"{option}={count}: {source} has {len(rows)} pieces of {rows.shape[1]} tokens; use a longer "
-            "text, fewer pieces or a smaller task.length"
-        )
-    return rows[np.linspace(0, len(rows) - 1, count).round().astype(int)]
-
-
-def check_apart(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
+def check_disjoint(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
     """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
-    names = {data.content(file): file for file in data.text_files(text)}
-    for digest in map(data.content, data.text_files(calibration)):
-        if digest in names:
+    held_out = {data.content(file) for file in data.text_files(text)}
+    for file in data.text_files(calibration):
+        if data.content(file) in held_out:
             raise ValueError(
-                f"task.calibration: {Path(names[digest]).name} is also in task.text; "
-                "expected disjoint files"
+                f"task.calibration: {Path(file).name} is also in task.text; expected disjoint files"
             )
 
 
 # ---- task=fidelity
 
 
-@lru_cache(maxsize=2)
-def subject(
-    model: str,
-    text: str | tuple[str, ...],
-    calibration: str | tuple[str, ...] | None,
-    **options: Any,
-) -> Subject:
-    return Subject(model, text, calibration, seed=0, **options)
+load_bench = lru_cache(maxsize=2)(DocumentBench)
 
 
-def files(text: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
+def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
     """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
-    if text is None:
-        return None
     if not isinstance(text, str):
         return tuple(text)
     return str(official_file("wikitext2", text)) if text in SPLITS else text
 
 
 @checked("task")
+@dataclass(eq=False)
 class Fidelity(SwapMeasurement):
     """task=fidelity: errors and loss of a pretrained language model after a swap.
 
@@ -260,57 +241,57 @@ class Fidelity(SwapMeasurement):
 
     metric = "hidden_error"
 
-    def __init__(
-        self,
-        model: FileName | None,
-        text: TextOption,
-        calibration: TextOption,
-        tokenizer: FileName | None,
-        length: Count | None,
-        texts: Count,
-        calibration_texts: Count,
-        draws: Whole,
-        cache_dir: str | None,
-    ):
-        if model is None or text is None:
-            raise ValueError(
-                "task=fidelity: expected task.model=... (a folder, a run or a hub name) and task.text=..."
-            )
-        self.draws = draws
-        self.read = {
-            "model": model,
-            "text": files(text),
-            "calibration": files(calibration),
-            "tokenizer": tokenizer,
-            "length": length,
-            "texts": texts,
-            "calibration_texts": calibration_texts,
-            "cache_dir": cache_dir,
-        }
+    model: FileName
+    text: TextOption
+    calibration: TextOption | None
+    tokenizer: FileName | None
+    length: Count | None
+    texts: Count
+    calibration_texts: Count
+    draws: Whole
+    cache_dir: str | None
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        model = subject(**self.read)
-        document_errors, layer_errors = [], []
+    def __post_init__(self):
+        self.text = files(self.text)
+        if self.calibration is not None:
+            self.calibration = files(self.calibration)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        bench = load_bench(
+            self.model,
+            self.text,
+            self.calibration,
+            self.tokenizer,
+            self.length,
+            self.texts,
+            self.calibration_texts,
+            cache_dir=self.cache_dir,
+        )
+        errors = []
         for projection_seed in range(self.draws) or [seed]:
-            seeded = replace(mechanism, seed=projection_seed)
-            documents, layers = errors_of(model, seeded)
-            document_errors.append(documents)
-            layer_errors.append(layers)
-        documents = mean_by_key(document_errors)
-        layers = mean_by_key(layer_errors)
-        yield documents
-        for i in range(len(model.calls[0])):
-            row = {"layer": i, "sample": ""}
-            for key, values in layers.items():
-                row[key] = values[i]
-            yield row
+            errors.append(bench.errors(replace(mechanism, seed=projection_seed)))
+        means = {}
+        for name in errors[0]:
+            means[name] = np.mean([seed_errors[name] for seed_errors in errors], 0)
+        attention = means.pop("attention")
+        hidden = means.pop("hidden")
+        documents = {"attention_error": attention.mean(1), "hidden_error": hidden[:, -1], **means}
+        yield {name: values.tolist() for name, values in documents.items()}
+        layers = zip(attention.mean(0).tolist(), hidden.mean(0).tolist())
+        for i, (attention_error, hidden_error) in enumerate(layers):
+            yield {
+                "layer": i,
+                "sample": "",
+                "attention_error": attention_error,
+                "hidden_error": hidden_error,
+            }
         last = {
             "sample": "",
             "cost": float(np.mean(documents.get("above", np.nan))),
             "hidden_error": float(np.mean(documents["hidden_error"])),
         }
-        if mechanism.is_exact and model.predicts:
-            last["loss"] = float(np.mean([exact.loss for exact in model.exact]))
+        if mechanism.is_exact and bench.predicts:
+            last["loss"] = float(np.mean([exact.loss for exact in bench.exact]))
         yield last
 
     def summary(self, records: list[dict]) -> str:
@@ -318,57 +299,30 @@ class Fidelity(SwapMeasurement):
         return f"hidden_error {last['hidden_error']:.4g}, loss increase {last['cost']:.4g} nats"
 
 
-def mean_by_key(records: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return the elementwise mean of lists of equal length, for each key."""
-    means = {}
-    for key in records[0]:
-        means[key] = np.mean([record[key] for record in records], 0).tolist()
-    return means
-
-
-def errors_of(
-    subject: Subject, mechanism: Mechanism
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return errors of each document, and of each layer averaged over documents."""
-    measured = subject.measured(mechanism)
-    layers = {f"{kind}_error": measured[kind].mean(0).tolist() for kind in ("attention", "hidden")}
-    documents = {
-        "attention_error": measured["attention"].mean(1).tolist(),
-        "hidden_error": measured["hidden"][:, -1].tolist(),
-    }
-    for key in ("cosine", "above"):
-        if key in measured:
-            documents[key] = measured[key].tolist()
-    return documents, layers
-
-
 # ---- task=swap_loss
 
 
 @lru_cache(maxsize=8)
-def task_of(start: str) -> Task:
+def load_run_task(start: str) -> Task:
     """Load the task of a saved run, which starts from its weights."""
     return load_task(start, init=start)
 
 
 @checked("task")
+@dataclass(eq=False)
 class SwapLoss(SwapMeasurement):
     """task=swap_loss: metrics of a saved run after a swap, one row per split."""
 
     metric = "loss"
 
-    def __init__(
-        self, start: FileName | None, splits: Several[str], offset: Whole = 0, fit: Whole = 0
-    ):
-        self.start = start
-        self.splits = splits
-        self.offset = offset
-        self.fit = fit
+    start: FileName
+    splits: Several[str]
+    offset: Whole = 0
+    fit: Whole = 0
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        check_start(self.start)
-        task = task_of(self.start)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        task = load_run_task(self.start)
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
             batches = islice(task.batches("train", Plan(1)), self.fit)

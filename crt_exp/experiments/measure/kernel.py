@@ -9,9 +9,9 @@ which does not overflow.
 import math
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +24,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crt_exp.attention.partials import weighted_features
 from crt_exp.experiments.data.tabular import file_of, load
-from crt_exp.experiments.measure import Measurement, Series, check_estimates
+from crt_exp.experiments.measure import (
+    Measurement,
+    Record,
+    Records,
+    Series,
+    TensorPair,
+    check_estimates,
+    seeded,
+)
 from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
 from crt_exp.experiments.models.implicit_policy import column_sums
 from crt_exp.experiments.tasks.uci import scaler
@@ -34,7 +42,6 @@ from crt_exp.features.blocks import Blocks
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
-from crt_exp.samplers.noise import Nested
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import Count, NotNegative, Positive, Several, checked
 
@@ -69,102 +76,101 @@ SUMS = (aten.sum, aten.mean)
 
 
 def generator(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
+    name = "/".join(map(str, key))
+    return seeded(zlib.crc32(name.encode()))
 
 
-def sample_projections(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    m: int,
-    d: int,
-    g: torch.Generator,
-    batch: tuple[int, ...],
-) -> Nested:
-    """Sample random projections for the map from the mechanism's sampler."""
-    return phi.noise(m, lambda p: mechanism.sampler(p.m, d, g, batch=batch))
+def normal(g: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
-def sampled_ratios(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    m: int,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    draws: int,
-    g: torch.Generator,
-) -> Tensor:
-    """Return estimate / SM for `draws` samples of the projections.
+@dataclass(frozen=True)
+class KernelEstimate:
+    """Estimates of SM(x, y) for pairs x, y (n, d), or (1, *heads, n, d), by a mechanism.
 
-    The shape is (draws, n), or (draws, *heads, n) for x and y (1, *heads, n, d).
+    params: fitted parameters of the feature map.
     """
-    bias = torch.exp(phi.log_kernel(x, y) - (x * y).sum(-1))  # 1 except for SMREG
-    block = max(1, AT_ONCE // (x[..., 0].numel() * phi.width(m)))
-    ratios = []
-    for start in range(0, draws, block):
-        batch = (min(block, draws - start), *[1] * max(0, x.ndim - 3))
-        noise = sample_projections(phi, mechanism, m, x.shape[-1], g, batch)
-        ratios.append(bias * estimate_ratios(phi, x, y, noise, params))
-    return torch.cat(ratios)
+
+    mechanism: Mechanism
+    x: Tensor
+    y: Tensor
+    params: Params
+
+    @cached_property
+    def phi(self) -> FeatureMap:
+        return self.mechanism.map("softmax")
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return (self.x * self.y).sum(-1)
+
+    @cached_property
+    def log_bias(self) -> Tensor:
+        """log E estimate / SM of each pair; 0 except for SMREG."""
+        return self.phi.log_kernel(self.x, self.y) - self.logits
+
+    def ratios(self, draws: int, g: torch.Generator) -> Tensor:
+        """Return estimate / SM for `draws` samples of the projections, (draws, [*heads,] n)."""
+        *_, d = self.x.shape
+        values = self.logits.numel() * self.phi.width(self.mechanism.m)
+        block = max(1, AT_ONCE // values)
+        heads = [1] * max(0, self.x.ndim - 3)
+        ratios = []
+        for start in range(0, draws, block):
+            batch = (min(block, draws - start), *heads)
+            noise = self.mechanism.noise(d, g, batch)
+            ratios.append(estimate_ratios(self.phi, self.x, self.y, noise, self.params))
+        return self.log_bias.exp() * torch.cat(ratios)
+
+    def squared_errors(self, groups: int, draws: int, seed: int) -> Tensor:
+        """Return mean squared relative errors (groups, n) over `draws` samples each.
+
+        For a given seed, maps with equal numbers of projections share them.
+        """
+        ratios = self.ratios(groups * draws, generator(seed))
+        errors = (ratios - 1).square()
+        return errors.unflatten(0, (groups, draws)).mean(1)
+
+    @cached_property
+    def log_relative_mse(self) -> Tensor:
+        """log E (estimate / SM - 1)^2 of each pair, in closed form for iid projections.
+
+        Includes the bias of SMREG.
+        """
+        mse = self.phi.log_mse(self.x, self.y, self.params, self.mechanism.m)
+        bias = torch.expm1(self.log_bias).abs()
+        return torch.logaddexp(mse - 2 * self.logits, 2 * bias.log())
+
+    def mse(self, groups: int, draws: int, seed: int) -> tuple[Record, list[float]]:
+        """Return E (estimate - SM)^2 over pairs, and its value in each group.
+
+        The first is measured, and for iid projections also in closed form.
+        """
+        weight = (2 * self.logits).exp()  # SM^2
+        mse = (self.squared_errors(groups, draws, seed) * weight).mean(-1)
+        closed = (self.log_relative_mse.exp() * weight).mean()
+        record = {"mse": mse.mean().item(), "closed_form": closed.item()}
+        return record, mse.tolist()
 
 
-def squared_errors(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    groups: int,
-    draws: int,
-    seed: int,
-) -> Tensor:
-    """Return mean squared relative errors (groups, n) over `draws` samples each.
-
-    For a given seed, maps with equal numbers of projections share them.
-    """
-    ratios = sampled_ratios(
-        phi, mechanism, mechanism.m, x, y, params, groups * draws, generator(seed)
-    )
-    return (ratios - 1).square().unflatten(0, (groups, draws)).mean(1)
+def estimate_pairs(mechanism: Mechanism, x: Tensor, y: Tensor) -> KernelEstimate:
+    """Return estimates for pairs, with parameters fitted to all of them."""
+    return KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
 
 
-def log_relative_mse(phi: FeatureMap, x: Tensor, y: Tensor, params: Params, m: int) -> Tensor:
-    """Return log E (estimate / SM - 1)^2 for each pair, in closed form.
-
-    Assumes m iid projections; includes the bias of SMREG.
-    """
-    logits = (x * y).sum(-1)
-    log_bias = phi.log_kernel(x, y) - logits  # 0 except for SMREG
-    variance = phi.log_mse(x, y, params, m) - 2 * logits
-    return torch.logaddexp(variance, 2 * torch.expm1(log_bias).abs().log())
+def fit_map(mechanism: Mechanism, x: Tensor, y: Tensor) -> Params:
+    """Fit the mechanism's feature map to queries and keys (n, d)."""
+    return mechanism.map("softmax").fit(Statistics.of(x, y))
 
 
-def mse_record(
-    phi: FeatureMap,
-    mechanism: Mechanism,
-    x: Tensor,
-    y: Tensor,
-    params: Params,
-    groups: int,
-    draws: int,
-    seed: int,
-) -> tuple[dict[str, float], list[float]]:
-    """Return E (estimate - SM)^2 over pairs, and its value in each group.
-
-    The first is measured, and for iid projections also in closed form.
-    """
-    weight = (2 * (x * y).sum(-1)).exp()  # SM^2
-    mse = (squared_errors(phi, mechanism, x, y, params, groups, draws, seed) * weight).mean(-1)
-    closed = log_relative_mse(phi, x, y, params, mechanism.m).exp() * weight
-    return {"mse": mse.mean().item(), "closed_form": closed.mean().item()}, mse.tolist()
-
-
-def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> TensorPair:
     """Return x and y (n, d) of norm r at angles theta (n,), in random planes."""
-    u, v = torch.randn(2, len(theta), d, generator=g, dtype=torch.float64)
+    u, v = normal(g, 2, len(theta), d)
     u = F.normalize(u, dim=-1)
-    v = F.normalize(v - (v * u).sum(-1, keepdim=True) * u, dim=-1)
-    return r * u, r * (theta.cos()[:, None] * u + theta.sin()[:, None] * v)
+    along = (v * u).sum(-1, keepdim=True)
+    v = F.normalize(v - along * u, dim=-1)
+    theta = theta.unsqueeze(-1)
+    return r * u, r * (theta.cos() * u + theta.sin() * v)
 
 
 def angles_of(n: int) -> Tensor:
@@ -173,6 +179,7 @@ def angles_of(n: int) -> Tensor:
 
 
 @checked("task")
+@dataclass(eq=False)
 class Pointwise(Series):
     """task=pointwise: relative RMSE at each angle, and the largest (HRF Figs. 2, 5).
 
@@ -180,26 +187,26 @@ class Pointwise(Series):
     intervals. The closed form assumes iid projections.
     """
 
-    metric, over = "largest_error", "length"
+    metric = "largest_error"
+    over = "length"
 
-    def __init__(
-        self, d: Two, lengths: Several[Positive], angles: Two, groups: Count, draws: Count
-    ):
-        self.d = d
-        self.values = list(lengths)
-        self.angles = angles
-        self.groups = groups
-        self.draws = draws
+    d: Two
+    lengths: Several[Positive]
+    angles: Two
+    groups: Count
+    draws: Count
 
-    def of(self, r: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.lengths
+
+    def measure(self, r: float, mechanism: Mechanism, seed: int) -> Record:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta = angles_of(self.angles)
-        phi = mechanism.map("softmax")
         x, y = at_angles(theta, r, self.d, generator(seed, 0))
-        params = phi.fit(Statistics.of(x, y))
-        squared = squared_errors(phi, mechanism, x, y, params, self.groups, self.draws, seed)
+        estimate = estimate_pairs(mechanism, x, y)
+        squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
-        closed = (log_relative_mse(phi, x, y, params, mechanism.m) / 2).exp()
+        closed = (estimate.log_relative_mse / 2).exp()
         return {
             "theta": theta.tolist(),
             "error": error.tolist(),
@@ -214,6 +221,7 @@ class Pointwise(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class QMC(Measurement):
     """task=qmc: E (estimate - SM)^2 over pairs of table rows (HRF 4.1, Table 1).
 
@@ -223,50 +231,46 @@ class QMC(Measurement):
 
     metric = "mse"
 
-    def __init__(
-        self,
-        dataset: str,
-        scaling: Literal["standard", "minmax", "none"],
-        length: Positive,
-        pairs: Two,
-        groups: Count,
-        draws: Count,
-        data_dir: str | None = None,
-    ):
-        self.pairs = pairs
-        self.groups = groups
-        self.draws = draws
-        self.file = file_of(dataset, data_dir)
-        table = load(dataset, data_dir).encode()
-        rows = torch.from_numpy(scaler(table, scaling)(table)).double()
-        self.data = length * rows / rows.square().sum(-1).mean().sqrt()  # (rows, d)
+    dataset: str
+    scaling: Literal["standard", "minmax", "none"]
+    length: Positive
+    pairs: Two
+    groups: Count
+    draws: Count
+    data_dir: str | None = None
+
+    def __post_init__(self):
+        self.file = file_of(self.dataset, self.data_dir)
+        table = load(self.dataset, self.data_dir).encode("ordinal")
+        rows = torch.from_numpy(scaler(table, self.scaling)(table)).double()
+        norm = rows.square().sum(-1).mean().sqrt()
+        self.data = self.length * rows / norm  # (rows, d)
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        phi = mechanism.map("softmax")
-        (x, y) = self.random_pairs(generator(seed, 0))
-        params = phi.fit(Statistics.of(self.data, self.data))
-        record, of_groups = mse_record(phi, mechanism, x, y, params, self.groups, self.draws, seed)
-        yield {
-            **record,
-            "mse_of_groups": of_groups,
-            **bias_record(phi, mechanism.sampler, self.data, self.data, params),
-        }
+        params = fit_map(mechanism, self.data, self.data)
+        x, y = self.random_pairs(generator(seed, 0))
+        estimate = KernelEstimate(mechanism, x, y, params)
+        record, groups = estimate.mse(self.groups, self.draws, seed)
+        bias = bias_record(estimate.phi, mechanism.sampler, self.data, self.data, params)
+        yield {**record, "mse_of_groups": groups, **bias}
 
-    def random_pairs(self, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    def random_pairs(self, g: torch.Generator) -> TensorPair:
         """Return x and y (pairs, d): random pairs of different rows."""
         n = len(self.data)
         i = torch.randint(n, (self.pairs,), generator=g)
-        return self.data[i], self.data[(i + torch.randint(1, n, (self.pairs,), generator=g)) % n]
+        distance = torch.randint(1, n, (self.pairs,), generator=g)
+        return self.data[i], self.data[(i + distance) % n]
 
     def summary(self, records: list[dict]) -> str:
         return f"{super().summary(records)}{bias_sentence(records[-1])}"
 
 
 @checked("task")
+@dataclass(eq=False)
 class Clusters(Series):
     """task=clusters: E (estimate - SM)^2 for clustered data (HRF H.3, Table 3).
 
@@ -281,49 +285,46 @@ class Clusters(Series):
         points: Points of each cluster.
     """
 
-    metric, over = "mse", "m"
+    metric = "mse"
+    over = "m"
 
-    def __init__(
-        self,
-        d: Count,
-        agreeing: Annotated[NotNegative, Field(le=1)],
-        spread: NotNegative,
-        length: Positive,
-        points: Count,
-        ms: Several[Count],
-        pairs: Count,
-        repeats: Count,
-    ):
-        self.d = d
-        self.agreeing = agreeing
-        self.spread = spread
-        self.length = length
-        self.points = points
-        self.values = list(ms)
-        self.pairs = pairs
-        self.repeats = repeats
+    d: Count
+    agreeing: Annotated[NotNegative, Field(le=1)]
+    spread: NotNegative
+    length: Positive
+    points: Count
+    ms: Several[Count]
+    pairs: Count
+    repeats: Count
 
-    def of(self, m: int, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.ms
+
+    def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
-        phi = mechanism.map("softmax")
-        xs, ys = self.points_of(seed)
-        i, j = torch.randint(len(xs), (2, self.pairs), generator=generator(seed, 2))
-        params = phi.fit(Statistics.of(xs, ys))
-        projected = replace(mechanism, m=m)
-        record, mse = mse_record(phi, projected, xs[i], ys[j], params, self.repeats, 1, seed)
-        return {**record, "mse_of_repeats": mse}
+        xs, ys = self.sample_points(seed)
+        g = generator(seed, 2)
+        i, j = torch.randint(len(xs), (2, self.pairs), generator=g)
+        params = fit_map(mechanism, xs, ys)
+        mechanism = replace(mechanism, m=m)
+        estimate = KernelEstimate(mechanism, xs[i], ys[j], params)
+        record, repeats = estimate.mse(self.repeats, 1, seed)
+        return {**record, "mse_of_repeats": repeats}
 
-    def centres(self, seed: int) -> tuple[Tensor, Tensor]:
+    def centres(self, seed: int) -> TensorPair:
         """Return centres of queries and keys, (2, d) each, of norm 1."""
         g = generator(seed, 0)
-        v = F.normalize(torch.randn(2, 1, self.d, generator=g, dtype=torch.float64), dim=-1)
-        turned = (v.unsqueeze(1) @ haar((2, SIDES, self.d, self.d), g)).squeeze(-2)  # (sides, 2, d)
-        signs = torch.where(torch.rand(self.d, generator=g, dtype=torch.float64) < 0.5, -1.0, 1.0)
-        same = torch.randperm(self.d, generator=g) < round(self.agreeing * self.d)
+        v = F.normalize(normal(g, 2, 1, self.d), dim=-1)
+        rotations = haar((2, SIDES, self.d, self.d), g)
+        turned = (v.unsqueeze(1) @ rotations).squeeze(-2)  # (sides, 2, d)
+        uniform = torch.rand(self.d, generator=g, dtype=torch.float64)
+        signs = torch.where(uniform < 0.5, -1.0, 1.0)
+        agreeing = round(self.agreeing * self.d)
+        same = torch.randperm(self.d, generator=g) < agreeing
         queries, keys = turned.abs()
         return queries * signs, keys * torch.where(same, signs, -signs)
 
-    def points_of(self, seed: int) -> tuple[Tensor, Tensor]:
+    def sample_points(self, seed: int) -> TensorPair:
         """Return queries and keys, (2 points, d) each, of norm `length`."""
         g = generator(seed, 1)
         query_centres, key_centres = self.centres(seed)
@@ -333,8 +334,7 @@ class Clusters(Series):
         sigma = self.spread / self.d**0.5
         points = []
         for centre in centres:
-            noise = torch.randn((self.points, self.d), generator=g, dtype=torch.float64)
-            points.append(centre + sigma * noise)
+            points.append(centre + sigma * normal(g, self.points, self.d))
         return self.length * F.normalize(torch.cat(points), dim=-1)
 
 
@@ -342,6 +342,7 @@ class Clusters(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class Flops(Series):
     """task=flops: error of the most projections within a budget of FLOPs per token.
 
@@ -352,73 +353,74 @@ class Flops(Series):
     width d.
     """
 
-    metric, over = "error", "budget"
+    metric = "error"
+    over = "budget"
 
-    def __init__(
-        self,
-        counted: Literal["features", "attention"],
-        budgets: Several[Positive],
-        d: Two,
-        length: Positive,
-        angles: Two,
-        groups: Count,
-        draws: Count,
-    ):
-        self.counted = counted
-        self.values = list(budgets)
-        self.d = d
-        self.length = length
-        self.angles = angles
-        self.groups = groups
-        self.draws = draws
+    counted: Literal["features", "attention"]
+    budgets: Several[Positive]
+    d: Two
+    length: Positive
+    angles: Two
+    groups: Count
+    draws: Count
 
-    def of(self, budget: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
+    def __post_init__(self):
+        self.values = self.budgets
+
+    def measure(self, budget: float, mechanism: Mechanism, seed: int) -> Record:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
-        phi = mechanism.map("softmax")
-        x, y = at_angles(angles_of(self.angles), self.length, self.d, generator(seed, 0))
-        params = phi.fit(Statistics.of(x, y))
+        theta = angles_of(self.angles)
+        x, y = at_angles(theta, self.length, self.d, generator(seed, 0))
+        params = fit_map(mechanism, x, y)
 
         def cost(m: int) -> int:
-            return flops(phi, replace(mechanism, m=m), params, self.d, self.counted)
+            return flops(replace(mechanism, m=m), params, self.d, self.counted)
 
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
-        projected = replace(mechanism, m=m)
-        errors = squared_errors(phi, projected, x, y, params, self.groups, self.draws, seed)
-        squared = errors.mean(-1)
-        closed = log_relative_mse(phi, x, y, params, m).exp().mean().sqrt()
+        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        squared = estimate.squared_errors(self.groups, self.draws, seed).mean(-1)
         return {
             "m": m,
-            "columns": phi.width(m),
+            "columns": estimate.phi.width(m),
             "flops": cost(m),
             "error": squared.mean().sqrt().item(),
-            "closed_form": closed.item(),
+            "closed_form": estimate.log_relative_mse.exp().mean().sqrt().item(),
             "squared_error": squared.tolist(),
         }
 
 
-def flops(phi: FeatureMap, mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
+def flops(mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
     """Return FLOPs per token.
 
     "attention" counts the features of a query and a key, and their products with values and ones.
     """
-    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
-    bound = phi.bind(noise, params)
+    bound = bind_map(mechanism, params, d)
 
     def run(x: Tensor) -> Tensor:
         queries = columns(bound.phi_q(x))
         if counted == "features":
             return queries
-        return queries @ (columns(bound.phi_k(x)).mT @ torch.ones(len(x), d + 1))
+        keys = columns(bound.phi_k(x))
+        return queries @ (keys.mT @ torch.ones(len(x), d + 1))
 
-    return round(per_token(run, torch.randn(2 * TOKENS, d, generator=generator(1))))
+    x = torch.randn(2 * TOKENS, d, generator=generator(1))
+    return round(per_token(run, x))
+
+
+def bind_map(mechanism: Mechanism, params: Params, d: int):
+    """Return the mechanism's feature map with one sample of its projections."""
+    noise = mechanism.noise(d, generator(0))
+    return mechanism.map("softmax").bind(noise, params)
 
 
 def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
     """Return FLOPs of run(x) per row of x (2 * TOKENS, d), without one-time work."""
     run(x)  # warm-up: the projections cache some tables
-    return (count(partial(run, x)) - count(partial(run, x[:TOKENS]))) / TOKENS
+    whole = count(partial(run, x))
+    half = count(partial(run, x[:TOKENS]))
+    return (whole - half) / TOKENS
 
 
 def columns(f: Features | Blocks) -> Tensor:
@@ -457,6 +459,7 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
 
 
 @checked("task")
+@dataclass(eq=False)
 class RankingCost(Measurement):
     """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
 
@@ -466,15 +469,15 @@ class RankingCost(Measurement):
 
     metric = "flops"
 
-    def __init__(
-        self, d: Two, lengths: Several[Count], rounds: Count, methods: Several[str] | None = None
-    ):
-        self.d = d
-        self.lengths = lengths
-        self.rounds = rounds
-        self.mechanisms = {name: Mechanism.parse(name) for name in methods or ()}
+    d: Two
+    lengths: Several[Count]
+    rounds: Count
+    methods: Several[str] | None = None
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def __post_init__(self):
+        self.mechanisms = {name: Mechanism.parse(name) for name in self.methods or ()}
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         mechanisms = self.mechanisms or {str(mechanism): mechanism}
         layers = {}
         for name, method in mechanisms.items():
@@ -493,7 +496,8 @@ class RankingCost(Measurement):
 
 
 def on_sphere(rows: int, d: int) -> Tensor:
-    return F.normalize(torch.randn(rows, d, generator=generator(rows, d)), dim=-1)
+    x = torch.randn(rows, d, generator=generator(rows, d))
+    return F.normalize(x, dim=-1)
 
 
 def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
@@ -514,11 +518,8 @@ def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:
         return length**2 * (2 * d + 4)  # products, exp, two sums, one division
     if not mechanism.estimates:
         return 0
-    phi = mechanism.map()
     x = on_sphere(2 * TOKENS, d)
-    params = phi.fit(Statistics.of(x, x))
-    noise = sample_projections(phi, mechanism, mechanism.m, d, generator(0), ())
-    bound = phi.bind(noise, params)
+    bound = bind_map(mechanism, fit_map(mechanism, x, x), d)
 
     def rank(x: Tensor) -> Tensor:  # column sums of normalised linear self-attention
         queries = columns(bound.phi_q(x))

@@ -11,9 +11,11 @@ Notation: L tokens of a row, n predicted tokens, B documents.
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,9 +29,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import lines_of, local_blocks, official_file
-from crt_exp.experiments.measure import SwapMeasurement
-from crt_exp.experiments.measure.bench import MIN_CONTEXT, TOKENS_PER_BLOCK, Bench, TextBench, quiet
-from crt_exp.experiments.measure.recall import attention_of
+from crt_exp.experiments.measure import Records, SwapMeasurement
+from crt_exp.experiments.measure.bench import (
+    MIN_CONTEXT,
+    TOKENS_PER_BLOCK,
+    Bench,
+    TextBench,
+    approximation_of,
+    quiet,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.saved import fetched
 from crt_exp.validation import Count, FileName, checked
@@ -40,153 +48,36 @@ FITTED = 1024  # maximum tokens of a calibration row
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Opened(NamedTuple):
-    """A model in eval mode and its tokenizer."""
-
-    model: nn.Module
-    tokenizer: Any
-
-    def encoded(self, text: str) -> Tensor:
-        """Return token ids (n,) without special tokens."""
-        return torch.tensor(
-            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
-            dtype=torch.long,
-        )
-
-
-class Row(NamedTuple):
-    """Token ids (1, L), and the positions (n,) of the predicted tokens."""
-
-    ids: Tensor
-    places: Tensor
-
-
-class Reading(NamedTuple):
-    """Loss in nats and most likely token at each predicted position of a row, (n,)."""
-
-    nats: Tensor
-    best: Tensor
+# ---- load, swap
 
 
 def folder_of(model: str) -> Path:
-    """Return the folder of a model. Raises DataError that names the fetch command."""
+    """Return the folder of a model. Raises ConfigError that names the fetch command."""
     return fetched(model) or Path(model).expanduser()
 
 
-@lru_cache(maxsize=1)
-def load_model_and_tokenizer(model: str, kind: type = AutoModelForCausalLM) -> Opened:
-    folder = folder_of(model)
-    return Opened(
-        kind.from_pretrained(folder, dtype=torch.float32).eval(),
-        AutoTokenizer.from_pretrained(folder),
-    )
-
-
-# ---- rows
-
-
-FitText = Literal["train", "code"]  # calibration text: WikiText-2's training split, or source code
-
-
-def code() -> str:
-    """Return the source of Python's standard library."""
-    return "\n".join(
-        path.read_text(encoding="utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))
-    )
-
-
-def plain_text(split: str) -> str:
-    """Return a split of WikiText-2 without tokenisation blanks, or "code"."""
-    if split == "code":
-        return code()[:CHARACTERS]
-    lines = lines_of([official_file("wikitext2", split)], "<unk>")
-    text, size = [], 0
-    for line in lines:
-        text.append(re.sub(r" ([.,;:!?)%])|(?<=[($]) ", lambda found: found[1] or "", line))
-        size += len(line)
-        if size >= CHARACTERS:
-            break
-    return "".join(text)
-
-
 @lru_cache(maxsize=2)
-def tokens(model: str, split: str) -> Tensor:
-    return load_model_and_tokenizer(model).encoded(plain_text(split))
-
-
-def passage(model: str, split: str, seed: int, length: int) -> Tensor:
-    """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
-    text = tokens(model, split)
-    first = seed * APART
-    if first + length > len(text):
-        raise ValueError(
-            f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
-            "fewer seeds"
-        )
-    return text[first : first + length]
-
-
-def new(model: str, length: int, seed: int) -> Row:
-    return Row(passage(model, "valid", seed, length)[None], torch.arange(1, length))
-
-
-def repeated(model: str, length: int, seed: int) -> Row:
-    """Return a row whose second half repeats the first half.
-
-    The first tokens of the second half are not predicted.
-    """
-    half = length // 2
-    return Row(
-        passage(model, "valid", seed, half).repeat(2)[None],
-        torch.arange(half + MIN_CONTEXT, 2 * half),
-    )
-
-
-ROWS = {"new": new, "repeated": repeated}
-
-
-# ---- a language model
-
-
-@lru_cache(maxsize=4)
-def exact_reading(model: str, kind: str, length: int, seed: int) -> tuple[Row, Reading]:
-    """Return a row and its reading with exact attention."""
-    made = ROWS[kind](model, length, seed)
-    return made, run_row(load_model_and_tokenizer(model).model, made)
-
-
-@torch.no_grad()
-def run_row(model: nn.Module, row: Row) -> Reading:
-    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
-    states = states[0, row.places - 1]
-    labels = row.ids[0, row.places]
-    head = model.get_output_embeddings()
-    nats, best = [], []
-    for part, wanted in zip(states.split(TOKENS_PER_BLOCK), labels.split(TOKENS_PER_BLOCK)):
-        logits = head(part).float()
-        nats.append(F.cross_entropy(logits, wanted, reduction="none").double())
-        best.append(logits.argmax(-1))
-    return Reading(torch.cat(nats), torch.cat(best))
-
-
-def text_bench(model: str, row: Row, length: int, fit: int, fit_text: str) -> TextBench:
-    """Return a bench of the model on a row, with `fit` calibration rows."""
-    fitted_to = [passage(model, fit_text, i, min(length, FITTED)) for i in range(fit)]
-    return TextBench(load_model_and_tokenizer(model).model, row.ids, torch.stack(fitted_to))
+def load_pretrained(
+    model: str, kind: type = AutoModelForCausalLM, processor: type = AutoTokenizer
+) -> tuple[nn.Module, Any]:
+    """Return a model in eval mode, float32, and its tokenizer or processor."""
+    folder = folder_of(model)
+    loaded = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    return loaded, processor.from_pretrained(folder)
 
 
 @contextmanager
 def with_attention(
-    method: str | Mechanism, bench: Bench, whole: nn.Module, seed: int, dtype: str | None = None
+    mechanism: Mechanism, bench: Bench, whole: nn.Module, dtype: str | None = None
 ) -> Iterator[nn.Module]:
-    """Swap attention in the bench's model and yield the whole model.
+    """Swap attention in the bench's model, calibrate it, and yield the whole model.
 
     With `dtype`, yield a copy of that type with exact attention instead.
     """
     if dtype is not None:
         yield in_type(whole, dtype)
         return
-    with bench.swapped(attention_of(method, seed=seed)), quiet():
+    with bench.swapped(approximation_of(mechanism)), quiet():
         yield whole
 
 
@@ -201,7 +92,113 @@ def in_type(model: nn.Module, dtype: str) -> nn.Module:
     return copy
 
 
+# ---- rows of text
+
+
+FitText = Literal["train", "code"]  # calibration text: WikiText-2's training split, or source code
+
+
+class Row(NamedTuple):
+    """Token ids (1, L), and the positions (n,) of the predicted tokens."""
+
+    ids: Tensor
+    positions: Tensor
+
+
+def python_source() -> str:
+    """Return the source of Python's standard library."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def plain_text(split: str) -> str:
+    """Return a split of WikiText-2 without tokenisation blanks, or "code"."""
+    if split == "code":
+        return python_source()[:CHARACTERS]
+    lines = []
+    size = 0
+    for line in lines_of([official_file("wikitext2", split)], "<unk>"):
+        lines.append(re.sub(r" ([.,;:!?)%])|(?<=[($]) ", lambda match: match[1] or "", line))
+        size += len(line)
+        if size >= CHARACTERS:
+            break
+    return "".join(lines)
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Return token ids (n,) without special tokens."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
+
+
+@lru_cache(maxsize=2)
+def tokens(model: str, split: str) -> Tensor:
+    return encode(load_pretrained(model)[1], plain_text(split))
+
+
+def passage(model: str, split: str, seed: int, length: int) -> Tensor:
+    """Return (length,) tokens of row `seed`. Raises ValueError for a short split."""
+    text = tokens(model, split)
+    first = seed * APART
+    if first + length > len(text):
+        raise ValueError(
+            f"seed={seed}: rows of {length} tokens exceed the {len(text)} of WikiText-2 {split}; use "
+            "fewer seeds"
+        )
+    return text[first : first + length]
+
+
+def new_row(model: str, length: int, seed: int) -> Row:
+    return Row(passage(model, "valid", seed, length)[None], torch.arange(1, length))
+
+
+def repeated_row(model: str, length: int, seed: int) -> Row:
+    """Return a row whose second half repeats the first half.
+
+    The first tokens of the second half are not predicted.
+    """
+    half = length // 2
+    ids = passage(model, "valid", seed, half).repeat(2)
+    return Row(ids[None], torch.arange(half + MIN_CONTEXT, 2 * half))
+
+
+ROWS = {"new": new_row, "repeated": repeated_row}
+
+
+# ---- a language model
+
+
+class Prediction(NamedTuple):
+    """Loss in nats and most likely token at each predicted position of a row, (n,)."""
+
+    nats: Tensor
+    tokens: Tensor
+
+
+@lru_cache(maxsize=4)
+def exact_prediction(model: str, kind: str, length: int, seed: int) -> tuple[Row, Prediction]:
+    """Return a row and its prediction with exact attention."""
+    row = ROWS[kind](model, length, seed)
+    return row, predict_row(load_pretrained(model)[0], row)
+
+
+@torch.no_grad()
+def predict_row(model: nn.Module, row: Row) -> Prediction:
+    states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
+    states = states[0, row.positions - 1]
+    labels = row.ids[0, row.positions]
+    head = model.get_output_embeddings()
+    nats = []
+    tokens = []
+    for part, wanted in zip(states.split(TOKENS_PER_BLOCK), labels.split(TOKENS_PER_BLOCK)):
+        logits = head(part).float()
+        nats.append(F.cross_entropy(logits, wanted, reduction="none").double())
+        tokens.append(logits.argmax(-1))
+    return Prediction(torch.cat(nats), torch.cat(tokens))
+
+
 @checked("task")
+@dataclass(eq=False)
 class SwapText(SwapMeasurement):
     """task=swap_text: loss of a language model on one row of text after a swap.
 
@@ -212,119 +209,128 @@ class SwapText(SwapMeasurement):
 
     metric = "above"
 
-    def __init__(
-        self,
-        model: FileName,
-        kind: Literal[*ROWS],
-        length: Count,
-        dtype: Literal[*DTYPES] | None,
-        fit: Count,
-        fit_text: FitText,
-    ):
-        self.model = model
-        self.kind = kind
-        self.length = length
-        self.dtype = dtype
-        self.fit, self.fit_text = fit, fit_text
+    model: FileName
+    kind: Literal[*ROWS]
+    length: Count
+    dtype: Literal[*DTYPES] | None
+    fit: Count
+    fit_text: FitText
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        row, exact = exact_reading(self.model, self.kind, self.length, seed)
-        found = exact
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        row, exact = exact_prediction(self.model, self.kind, self.length, seed)
+        swapped = exact
         if not mechanism.is_exact or self.dtype:
-            bench = text_bench(self.model, row, self.length, self.fit, self.fit_text)
-            with with_attention(mechanism, bench, bench.model, seed, self.dtype) as reader:
-                found = run_row(reader, row)
+            bench = self.bench(row)
+            with with_attention(mechanism, bench, bench.model, self.dtype) as model:
+                swapped = predict_row(model, row)
         yield {
-            "nats": float(found.nats.mean()),
-            "above": float((found.nats - exact.nats).mean()),
-            "agrees": float((found.best == exact.best).float().mean()),
+            "nats": float(swapped.nats.mean()),
+            "above": float((swapped.nats - exact.nats).mean()),
+            "agrees": float((swapped.tokens == exact.tokens).float().mean()),
         }
 
+    def bench(self, row: Row) -> TextBench:
+        length = min(self.length, FITTED)
+        training = []
+        for i in range(self.fit):
+            training.append(passage(self.model, self.fit_text, i, length))
+        model = load_pretrained(self.model)[0]
+        return TextBench(model, row.ids, torch.stack(training))
 
-# ---- an encoder of sentences
+
+# ---- cosine similarity to the outputs of exact attention
+
+
+class SwapSimilarity(SwapMeasurement):
+    """Cosine similarity of a model's outputs to those of exact attention, per sample."""
+
+    metric = "mean"
+    lower_is_better = False
+
+    @abstractmethod
+    def load(self) -> tuple[nn.Module, Tensor, Tensor]:
+        """Return the model, the samples (B, ...), and the calibration samples."""
+
+    @abstractmethod
+    def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
+        """Return one vector for each sample, (B, d)."""
+
+    @torch.no_grad()
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        model, samples, training = self.load()
+        exact = self.embed(model, samples)
+        with with_attention(mechanism, Bench(model, training=[training]), model):
+            cosine = F.cosine_similarity(self.embed(model, samples), exact)
+        yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 
 
 @checked("task")
-class SwapEmbeddings(SwapMeasurement):
+@dataclass(eq=False)
+class SwapEmbeddings(SwapSimilarity):
     """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
 
     The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` passages of `fit_text`.
     """
 
-    metric, lower_is_better = "mean", False
+    model: FileName
+    length: Count
+    texts: Count
+    fit: Count
+    fit_text: FitText
 
-    def __init__(self, model: FileName, length: Count, texts: Count, fit: Count, fit_text: FitText):
-        self.model = model
-        self.length = length
-        self.texts = texts
-        self.fit = fit
-        self.fit_text = fit_text
-
-    @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        model, tokenizer = load_model_and_tokenizer(self.model, AutoModel)
-
-        def of_wikitext2(split: str) -> Tensor:
-            file = official_file("wikitext2", split)
-            return torch.from_numpy(
-                local_blocks(file, tokenizer, self.length, FOLDER / "tokens").astype(np.int64)
-            )
-
-        pieces = of_wikitext2("valid")
-        pieces = pieces[:: max(len(pieces) // self.texts, 1)][: self.texts]
+    def load(self) -> tuple[nn.Module, Tensor, Tensor]:
+        model, tokenizer = load_pretrained(self.model, AutoModel)
+        passages = self.passages("valid", tokenizer)
+        step = max(len(passages) // self.texts, 1)
+        passages = passages[::step][: self.texts]
         if self.fit_text == "code":
-            training = Opened(model, tokenizer).encoded(plain_text("code"))[
-                : self.fit * self.length
-            ]
-        else:
-            training = of_wikitext2("train")[: self.fit]
-        exact = model(input_ids=pieces).last_hidden_state.mean(1)
-        with Bench(model, training=[training.view(self.fit, self.length)]).swapped(
-            attention_of(mechanism)
-        ):
-            cosine = F.cosine_similarity(model(input_ids=pieces).last_hidden_state.mean(1), exact)
-        yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
+            code = encode(tokenizer, plain_text("code"))[: self.fit * self.length]
+            return model, passages, code.view(self.fit, self.length)
+        return model, passages, self.passages("train", tokenizer)[: self.fit]
 
+    def passages(self, split: str, tokenizer: Any) -> Tensor:
+        file = official_file("wikitext2", split)
+        blocks = local_blocks(file, tokenizer, self.length, FOLDER / "tokens")
+        return torch.from_numpy(blocks.astype(np.int64))
 
-# ---- a vision transformer
+    def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
+        return model(input_ids=samples).last_hidden_state.mean(1)
 
 
 @checked("task")
-class SwapImages(SwapMeasurement):
+@dataclass(eq=False)
+class SwapImages(SwapSimilarity):
     """task=swap_images: cosine of a vision transformer's outputs to exact attention's.
 
     The input is `images` validation images of `size` pixels. Attention is fitted to `fit` training images.
     """
 
-    metric, lower_is_better = "mean", False
+    model: FileName
+    dataset: str
+    size: Count
+    images: Count
+    fit: Count
 
-    def __init__(self, model: FileName, dataset: str, size: Count, images: Count, fit: Count):
-        self.model = model
-        self.dataset = dataset
-        self.size = size
-        self.images = images
-        self.fit = fit
-
-    @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         import timm
 
-        model = timm.create_model(
-            f"local-dir:{folder_of(self.model)}", pretrained=True, img_size=self.size
-        ).eval()
-        mean, deviation = (
-            torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std")
-        )
-        splits = images.load(self.dataset)
+        folder = f"local-dir:{folder_of(self.model)}"
+        model = timm.create_model(folder, pretrained=True, img_size=self.size).eval()
+        validation = self.pixels("val", self.images, model.pretrained_cfg)
+        return model, validation, self.pixels("train", self.fit, model.pretrained_cfg)
 
-        def batch(split: str, count: int) -> Tensor:
-            places = np.linspace(0, len(splits[split].labels) - 1, count).astype(int)
-            pixels = np.stack([images.square_image(splits[split], i, self.size, 3) for i in places])
-            return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / deviation
+    def pixels(self, split: str, count: int, config: dict[str, Any]) -> Tensor:
+        """Return normalised images (count, 3, size, size), evenly spaced in the split."""
+        source = images.load(self.dataset)[split]
+        last = len(source.labels) - 1
+        pixels = []
+        for i in np.linspace(0, last, count).astype(int):
+            pixels.append(images.square_image(source, i, self.size, 3))
+        scaled = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 255
+        mean = torch.tensor(config["mean"]).view(3, 1, 1)
+        deviation = torch.tensor(config["std"]).view(3, 1, 1)
+        return (scaled - mean) / deviation
 
-        judged = batch("val", self.images)
-        exact = model(judged)
-        with Bench(model, training=[batch("train", self.fit)]).swapped(attention_of(mechanism)):
-            cosine = F.cosine_similarity(model(judged), exact)
-        yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
+    def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
+        return model(samples)

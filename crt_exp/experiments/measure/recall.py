@@ -7,7 +7,8 @@ methods, not their cost.
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -16,20 +17,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.attention import exact_attention, uniform_attention, window_attention
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
-from crt_exp.experiments.measure import Measurement, SwapMeasurement, check_start
+from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, TensorPair, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
+    approximation_of,
     fit_attention,
     next_token_labels,
 )
+from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.models import language
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.experiments.tasks.sequences import recall_row
@@ -37,10 +39,11 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
 from crt_exp.registry import unknown
-from crt_exp.swap.swap import LayerMaker, swap_layers
+from crt_exp.swap.swap import swap_layers
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
 
-OWN = ("uniform", "window", "nearfar")  # methods of task=far_key in addition to the baselines
+# methods of task=far_key, in addition to nearfar and the dense baselines
+CAUSAL = {"uniform": uniform_attention, "window": window_attention}
 CALIBRATION = 4  # calibration rows of task=swap_recall
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
 # last keys that a query always attends to; keys of a page
@@ -56,6 +59,7 @@ AT = 512
 
 
 @checked("task")
+@dataclass(eq=False)
 class FarKey(Measurement):
     """task=far_key: relative error of methods on heads with one important distant key.
 
@@ -67,58 +71,45 @@ class FarKey(Measurement):
     """
 
     metric = "error"
-    uses: frozenset[str] = frozenset()  # attention is named by task.methods
+    uses = frozenset()
 
-    def __init__(
-        self,
-        length: Count,
-        heads: Count,
-        d: Count,
-        far: Count,
-        weight: Positive,
-        queries: Count,
-        clusters: Whole,
-        methods: Several[str],
-    ):
-        self.length = length
-        self.heads = heads
-        self.d = d
-        self.far = far
-        self.weight = weight
-        self.queries = queries
-        self.clusters = clusters
-        self.methods = methods
+    length: Count
+    heads: Count
+    d: Count
+    far: Count
+    weight: Positive
+    queries: Count
+    clusters: Whole
+    methods: Several[str]
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism | None, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism | None, seed: int) -> Records:
         heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
         for method in self.methods:
-            error = (self.output(method, heads) - exact).norm() / exact.norm()
+            output = self.output(method, heads)
+            error = (output - exact).norm() / exact.norm()
             yield {"method": method, "error": float(error)}
 
     def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
         name, options = split_words(method)
         if name in BASELINES:
-            return BASELINES[name](*heads, **options)
-        if name == "uniform":
-            return uniform_attention(*heads, causal=True, **options)
-        if name == "window":
-            return window_attention(*heads, causal=True, **options)
+            return BASELINES[name](**options)(*heads)
+        if name in CAUSAL:
+            return CAUSAL[name](*heads, causal=True, **options)
         if name == "nearfar":
-            block = options.pop("block")
-            heavy = options.pop("heavy")
-            sizes = Sizes(block, heavy, clusters_at(self.length), **options)
+            sizes = Sizes(cells=clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
-        raise unknown("method", name, [*OWN, *BASELINES])
+        raise unknown("method", name, [*CAUSAL, "nearfar", *BASELINES])
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
 
         The attention scale is 1.
         """
-        g = torch.Generator().manual_seed(seed)
-        H, L = self.heads, self.length
+        g = seeded(seed)
+        H = self.heads
+        L = self.length
         k = torch.randn(H, L, self.d, generator=g)
         positions = torch.arange(L - self.queries, L)
         if self.clusters:
@@ -127,11 +118,12 @@ class FarKey(Measurement):
             k = 0.6 * k + 0.8 * rows_at(centres, cluster)
         share = torch.rand(H, self.queries, generator=g)
         target = (share * (positions - self.far)).long()
-        q = self.towards(k, target, torch.arange(L) > positions.unsqueeze(1))
+        hidden = torch.arange(L) > positions.unsqueeze(1)
+        q = self.queries_for(k, target, hidden)
         v = torch.randn(H, L, self.d, generator=g)
         return q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
 
-    def towards(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
+    def queries_for(self, k: Tensor, target: Tensor, hidden: Tensor) -> Tensor:
         """Return queries (H, R, d) with attention weight `weight` on target keys.
 
         Queries have the direction of the keys k (H, L, d) at `target` (H, R), and are scaled by bisection; keys in
@@ -154,6 +146,7 @@ class FarKey(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class SwapRecall(SwapMeasurement):
     """task=swap_recall: accuracy of a run of task=recall after a swap.
 
@@ -161,17 +154,16 @@ class SwapRecall(SwapMeasurement):
     training. The seed selects rows, not projections.
     """
 
-    metric, lower_is_better = "accuracy", False
+    metric = "accuracy"
+    lower_is_better = False
 
-    def __init__(self, start: FileName | None, length: Count, pairs: Count, evaluated: Count):
-        self.start = start
-        self.length = length
-        self.pairs = pairs
-        self.evaluated = evaluated
+    start: FileName
+    length: Count
+    pairs: Count
+    evaluated: Count
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        check_start(self.start)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         saved = language.load(self.start, "start")
         symbols = saved.symbols["values"]
         calibration = []
@@ -179,16 +171,15 @@ class SwapRecall(SwapMeasurement):
             tokens, _ = self.tokens_and_labels("train", i, symbols)
             calibration.append(tokens[None])
         model = fit_attention(saved.build(replace(mechanism, seed=0)), calibration)
-        correct, count = 0, 0
+        correct = []
         for i in range(self.evaluated):
             tokens, labels = self.tokens_and_labels("test", 1000 * seed + i, symbols)
-            asked = labels >= 0
-            logits = model(tokens[None], chosen=asked[None])[:, :symbols]
-            correct += int((logits.argmax(-1) == labels[asked]).sum())
-            count += int(asked.sum())
-        yield {"accuracy": correct / count}
+            queried = labels >= 0
+            logits = model(tokens[None], chosen=queried[None])[:, :symbols]
+            correct.append(logits.argmax(-1) == labels[queried])
+        yield {"accuracy": float(torch.cat(correct).double().mean())}
 
-    def tokens_and_labels(self, split: str, row: int, symbols: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_labels(self, split: str, row: int, symbols: int) -> TensorPair:
         arrays = recall_row(split, row, self.length, symbols, self.pairs, self.pairs)
         tokens, labels = map(torch.from_numpy, arrays)
         return tokens, labels
@@ -197,17 +188,11 @@ class SwapRecall(SwapMeasurement):
 # ---- a model that copies: passages that are repeated
 
 
-@lru_cache(maxsize=2)
-def model_of(start: str) -> tuple[nn.Module, Any]:
-    model = AutoModelForCausalLM.from_pretrained(f"{start}/model").eval()
-    return model, AutoTokenizer.from_pretrained(f"{start}/model")
-
-
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    rows = running_blocks(
-        official_file("wikitext2", split), model_of(start)[1], length, FOLDER / "tokens"
-    )
+    tokenizer = load_pretrained(f"{start}/model")[1]
+    text = official_file("wikitext2", split)
+    rows = running_blocks(text, tokenizer, length, FOLDER / "tokens")
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -218,11 +203,14 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """
     text = blocks(start, split, length)
     g = generator_of(seed, length)
-    rows = text[torch.randperm(len(text), generator=g)[:ROWS]]
-    return repeat_first_half(rows, 1.0, torch.rand(2, len(rows), generator=g))
+    order = torch.randperm(len(text), generator=g)
+    rows = text[order[:ROWS]]
+    uniform = torch.rand(2, len(rows), generator=g)
+    return repeat_first_half(rows, 1.0, uniform)
 
 
 @checked("task")
+@dataclass(eq=False)
 class SwapCopying(SwapMeasurement):
     """task=swap_copying: loss of a run of task=mlm after a swap, without training.
 
@@ -232,20 +220,19 @@ class SwapCopying(SwapMeasurement):
 
     metric = "copied"
 
-    def __init__(self, start: FileName | None, length: Count, baseline: str | None):
-        self.start = start
-        self.length = length
-        self.baseline = baseline
+    start: FileName
+    length: Count
+    baseline: str | None
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        check_start(self.start)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)
-        bench = TextBench(model_of(self.start)[0], test, train)
+        bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
         half = self.length // 2
-        new, copied = 0.0, 0.0
-        with bench.swapped(attention_of(self.baseline or replace(mechanism, seed=0))):
+        new = 0.0
+        copied = 0.0
+        with bench.swapped(self.attention(mechanism)):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
                 new += float(nats[: half - 1].mean())
@@ -254,96 +241,131 @@ class SwapCopying(SwapMeasurement):
         copied /= len(test)
         yield {"new": new, "copied": copied, "gain": new - copied}
 
+    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseSwap | None":
+        if self.baseline is None:
+            return approximation_of(replace(mechanism, seed=0))
+        name, options = split_words(self.baseline)
+        if name not in BASELINES:
+            raise unknown("task.baseline", name, BASELINES)
+        return DenseSwap(name, BASELINES[name](**options))
+
 
 # ---- dense baselines
-#
-# Arguments: queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), values v (1, H, L, dv); scale 1.
-# keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
 
 
-def key_masks(q: Tensor, k: Tensor, near: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return masks (R, L) of the keys always attended to, and of other past keys."""
-    positions = torch.arange(k.shape[2])
-    queries = positions[len(positions) - q.shape[2] :]
-    distance = queries.unsqueeze(1) - positions
-    past = distance >= 0
-    close = past & ((distance < near) | (positions < first))
-    return close, past & ~close
+@dataclass(frozen=True)
+class DenseBaseline(ABC):
+    """Attention that retrieves keys by dense computations.
 
+    A call takes queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), and values v (1, H, L, dv), with
+    scale 1.
 
-def top_key_attention(
-    q: Tensor, k: Tensor, v: Tensor, rank: Tensor, near: Tensor, far: Tensor, keys: int
-) -> Tensor:
-    """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L).
-
-    near, far: masks (R, L).
+    keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
     """
-    count = min(keys, rank.shape[-1])
-    best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
-    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True) & far
-    logits = (q @ k.mT).masked_fill(~(near | retrieved), -torch.inf)
-    return logits.softmax(-1) @ v
+
+    keys: int
+    near: int = NEAR
+    first: int = 0
+
+    @abstractmethod
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the output (1, H, R, dv)."""
+
+    def masks(self, q: Tensor, k: Tensor) -> TensorPair:
+        """Return masks (R, L) of the keys always attended to, and of other past keys."""
+        positions = torch.arange(k.shape[2])
+        queries = positions[len(positions) - q.shape[2] :]
+        distance = queries.unsqueeze(1) - positions
+        past = distance >= 0
+        close = past & ((distance < self.near) | (positions < self.first))
+        return close, past & ~close
+
+    def attend_top(self, q: Tensor, k: Tensor, v: Tensor, rank: Tensor) -> Tensor:
+        """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L)."""
+        close, far = self.masks(q, k)
+        count = min(self.keys, rank.shape[-1])
+        best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
+        retrieved = torch.zeros_like(rank, dtype=torch.bool)
+        retrieved = retrieved.scatter(-1, best, True)
+        seen = close | (retrieved & far)
+        logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
+        return logits.softmax(-1) @ v
 
 
-def top_weight_keys(
-    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
-) -> Tensor:
+class LargestWeights(DenseBaseline):
     """Oracle: near keys and the keys with the largest weights."""
-    return top_key_attention(q, k, v, q @ k.mT, *key_masks(q, k, near, first), keys)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend_top(q, k, v, q @ k.mT)
 
 
-def pages(q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0) -> Tensor:
+class Pages(DenseBaseline):
     """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
-    page = k.unflatten(2, (-1, PAGE))
-    bound = q.clamp(min=0) @ page.amax(3).mT + q.clamp(max=0) @ page.amin(3).mT
-    rank = bound.repeat_interleave(PAGE, -1)
-    close, far = key_masks(q, k, near, first)
-    return top_key_attention(q, k, v, rank, close, far, keys)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        page = k.unflatten(2, (-1, PAGE))
+        positive = q.clamp(min=0) @ page.amax(3).mT
+        negative = q.clamp(max=0) @ page.amin(3).mT
+        rank = (positive + negative).repeat_interleave(PAGE, -1)
+        return self.attend_top(q, k, v, rank)
 
 
-def clusters(
-    q: Tensor, k: Tensor, v: Tensor, keys: int, near: int = NEAR, first: int = 0
-) -> Tensor:
+class Clusters(DenseBaseline):
     """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
 
     A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
     by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
     optimistic.
     """
-    length = q.shape[2]
-    K = clusters_at(length)
-    centres, cluster = kmeans(k, K)
-    member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
-    close, far = key_masks(q, k, near, first)
-    distant = member.clone()
-    distant[:, :, :first] = 0
-    distant = delay(distant, near)
-    N = distant.cumsum(2)
-    sums = (distant.unsqueeze(-1) * delay(v, near).unsqueeze(3)).cumsum(2)
-    V = sums / N.clamp(min=1).unsqueeze(-1)  # (1, H, L, K, dv)
-    rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
-    order = rank.argsort(-1, descending=True)
-    total = N.gather(-1, order).cumsum(-1)
-    retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, order, total <= keys)
-    retrieved_keys = retrieved.double() @ member.double().mT > 0
-    key_logits = (q @ k.mT).masked_fill(~(close | retrieved_keys & far), -torch.inf)
-    cluster_logits = (rank + N.log()).masked_fill(retrieved | (N == 0), -torch.inf)
-    weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
-    return weights[..., :length] @ v + (weights[..., None, length:] @ V).squeeze(-2)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        K = clusters_at(length)
+        centres, cluster = kmeans(k, K)
+        member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
+        N, V = self.past_clusters(member, v)
+        rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
+        order = rank.argsort(-1, descending=True)
+        total = N.gather(-1, order).cumsum(-1)
+        retrieved = torch.zeros_like(rank, dtype=torch.bool)
+        retrieved = retrieved.scatter(-1, order, total <= self.keys)
+        close, far = self.masks(q, k)
+        in_retrieved = retrieved.double() @ member.double().mT > 0
+        seen = close | (in_retrieved & far)
+        key_logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
+        left_out = retrieved | (N == 0)
+        cluster_logits = (rank + N.log()).masked_fill(left_out, -torch.inf)
+        weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
+        means = weights[..., None, length:] @ V
+        return weights[..., :length] @ v + means.squeeze(-2)
+
+    def past_clusters(self, member: Tensor, v: Tensor) -> TensorPair:
+        """Return sizes (1, H, L, K) and mean values (1, H, L, K, dv) of the far past."""
+        distant = member.clone()
+        distant[:, :, : self.first] = 0
+        distant = delay(distant, self.near)
+        N = distant.cumsum(2)
+        values = delay(v, self.near).unsqueeze(3)
+        sums = (distant.unsqueeze(-1) * values).cumsum(2)
+        return N, sums / N.clamp(min=1).unsqueeze(-1)
 
 
 def delay(t: Tensor, steps: int) -> Tensor:
     """Shift t (1, H, L, n) by some positions, so that near keys are excluded."""
-    return torch.cat([torch.zeros_like(t[:, :, :steps]), t[:, :, :-steps]], 2)
+    zeros = torch.zeros_like(t[:, :, :steps])
+    return torch.cat([zeros, t[:, :, :-steps]], 2)
 
 
-def kmeans(k: Tensor, K: int) -> tuple[Tensor, Tensor]:
+def kmeans(k: Tensor, K: int) -> TensorPair:
     """Return centroids (1, H, K, d) of keys (1, H, L, d), and assignments (1, H, L)."""
-    centres = k[:, :, torch.linspace(0, k.shape[2] - 1, K).round().long()]
+    initial = torch.linspace(0, k.shape[2] - 1, K).round().long()
+    centres = k[:, :, initial]
     for _ in range(LLOYD):
-        member = F.one_hot(torch.cdist(k, centres).argmin(-1), K).to(k)
+        nearest = torch.cdist(k, centres).argmin(-1)
+        member = F.one_hot(nearest, K).to(k)
         N = member.sum(2).unsqueeze(-1)
-        centres = torch.where(N > 0, member.mT @ k / N.clamp(min=1), centres)
+        means = member.mT @ k / N.clamp(min=1)
+        centres = torch.where(N > 0, means, centres)
     return centres, torch.cdist(k, centres).argmin(-1)
 
 
@@ -351,47 +373,34 @@ def clusters_at(length: int) -> int:
     return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
-BASELINES: dict[str, Callable[..., Tensor]] = {
-    "largest": top_weight_keys,
-    "pages": pages,
-    "clusters": clusters,
+BASELINES: dict[str, type[DenseBaseline]] = {
+    "largest": LargestWeights,
+    "pages": Pages,
+    "clusters": Clusters,
 }
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Adapter for a bench: a maker of layers in place of a `Mechanism`.
+class DenseSwap:
+    """A dense baseline, in place of the `Mechanism` that a bench swaps.
 
     name: label in tables.
     """
 
-    make: LayerMaker
     name: str
+    baseline: DenseBaseline
 
     def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, self.make, self.name, layers, saved=saved)
+        maker = partial(DenseLayer, self.baseline)
+        return swap_layers(model, maker, self.name, layers, saved=saved)
 
 
-def attention_of(method: str | Mechanism, **options: Any) -> Mechanism | Layers | None:
-    """Return a dense baseline or a `Mechanism`; None for exact attention.
-
-    method: a baseline in text ("pages keys=64"), or a method as for `Mechanism.parse`. options: of `Mechanism.parse`.
-    """
-    if isinstance(method, Mechanism):
-        return None if method.is_exact else method
-    name, baseline_options = split_words(method)
-    if name in BASELINES:
-        attend = partial(BASELINES[name], **baseline_options)
-        return Layers(partial(Baseline, attend), name)
-    return None if method == "exact" else Mechanism.parse(method, **options)
-
-
-class Baseline(AttentionLayer):
+class DenseLayer(AttentionLayer):
     """Attention layer of a dense baseline. Raises ValueError for padding masks."""
 
     def __init__(
         self,
-        attend: Callable[..., Tensor],
+        baseline: DenseBaseline,
         heads: int,
         d: int,
         *,
@@ -401,7 +410,7 @@ class Baseline(AttentionLayer):
         layer: int = 0,
     ):
         super().__init__(heads, d, kv_heads, causal, scaling)
-        self.attend = attend
+        self.baseline = baseline
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
@@ -411,5 +420,5 @@ class Baseline(AttentionLayer):
         q = q * self.scaling
         k = repeat_heads(k, q.shape[1])
         v = repeat_heads(v, q.shape[1])
-        outputs = [self.attend(*row) for row in zip(q.split(1), k.split(1), v.split(1))]
-        return torch.cat(outputs)
+        rows = zip(q.split(1), k.split(1), v.split(1))
+        return torch.cat([self.baseline(*row) for row in rows])

@@ -10,7 +10,8 @@ not define its one-dimensional distributions. Negative estimates are set to 0, t
 Notation: V classes, d dimension, B queries of a batch or block, k negatives, m projections, n queries x.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.measure import Measurement, check_start
+from crt_exp.experiments.measure import Measurement, Records, TensorPair, seeded
 from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
@@ -65,9 +66,8 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
     Class vectors have norms around 1, near the centre of their group.
     """
     torch.manual_seed(seed)
-    head = nn.Linear(
-        1, 1
-    )  # parameters are replaced below; nn.Linear's initialisation is slow for many classes
+    # parameters are replaced below; nn.Linear's initialisation is slow for many classes
+    head = nn.Linear(1, 1)
     vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
     centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
     for group, centre in enumerate(centres):
@@ -81,10 +81,11 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
 
 def zipf(classes: int) -> Tensor:
     """Log-uniform probabilities (V,)."""
-    return LogUniform(classes).log_probability(torch.arange(classes)).exp().float()
+    log_probability = LogUniform(classes).log_probability(torch.arange(classes))
+    return log_probability.exp().float()
 
 
-def batch_of(head: nn.Linear, length: float, count: int) -> tuple[Tensor, Tensor]:
+def batch_of(head: nn.Linear, length: float, count: int) -> TensorPair:
     """Sample queries of norm `length` and their targets.
 
     The cosine between a query and its target's class vector is about 0.7.
@@ -109,6 +110,7 @@ FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
 
 
 @checked("task")
+@dataclass(eq=False)
 class SamplingTimes(Measurement):
     """task=sampling_times: time of sampled softmax, ms per round; methods take turns.
 
@@ -122,21 +124,13 @@ class SamplingTimes(Measurement):
 
     metric = "ms"
 
-    def __init__(
-        self,
-        what: Literal["draw", "step"],
-        methods: Several[str],
-        classes: Count,
-        m: Count,
-        rounds: Count,
-    ):
-        self.what = what
-        self.methods = list(methods)
-        self.classes = classes
-        self.m = m
-        self.rounds = rounds
+    what: Literal["draw", "step"]
+    methods: Several[str]
+    classes: Count
+    m: Count
+    rounds: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
@@ -161,9 +155,11 @@ class SamplingTimes(Measurement):
             sampler.rebuild(head.weight, head.bias, hidden)
             return partial(sampler.draw, hidden, targets, NEGATIVES)
         softmax = SampledSoftmax(sampler, head, NEGATIVES, sparse=True, rebuild_every=0)
-        return training_step(
-            head, lambda: softmax(hidden.detach().requires_grad_(), targets), softmax.update
-        )
+
+        def loss() -> Tensor:
+            return softmax(hidden.detach().requires_grad_(), targets)
+
+        return training_step(head, loss, softmax.update)
 
 
 def training_step(
@@ -201,13 +197,18 @@ def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[
     """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
     classes = head.out_features
     model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
-    return training_step(model, lambda: model(hidden.detach().requires_grad_(), targets).loss)
+
+    def loss() -> Tensor:
+        return model(hidden.detach().requires_grad_(), targets).loss
+
+    return training_step(model, loss)
 
 
 # ---- gradients
 
 
 @checked("task")
+@dataclass(eq=False)
 class SampledGradients(Measurement):
     """task=sampled_gradients: bias and variance of the gradient of sampled softmax.
 
@@ -224,49 +225,48 @@ class SampledGradients(Measurement):
 
     metric = "variance"
 
-    def __init__(
-        self,
-        methods: Several[str],
-        classes: Count,
-        length: Positive,
-        queries: Count,
-        repeats: Annotated[int, Field(ge=4)],
-    ):
-        self.methods = list(methods)
-        self.classes = classes
-        self.length = length
-        self.queries = queries
-        self.repeats = repeats
+    methods: Several[str]
+    classes: Count
+    length: Positive
+    queries: Count
+    repeats: Annotated[int, Field(ge=4)]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         head = head_of(self.classes, seed=seed)
         hidden, targets = batch_of(head, self.length, self.queries)
-        exact = gradient(lambda h: F.cross_entropy(head(h), targets, reduction="sum"), hidden)
+
+        def full_loss(queries: Tensor) -> Tensor:
+            return F.cross_entropy(head(queries), targets, reduction="sum")
+
+        exact = gradient(full_loss, hidden)
         norm = exact.square().sum()
-        proposals = {name: self.proposal(name, head, seed) for name in self.methods}
-        for name, proposal in proposals.items():
-            softmax = SampledSoftmax(proposal, head, NEGATIVES)
-            gradients = repeated(softmax, hidden, targets, self.repeats)
-            first, second = (half.mean(0) - exact for half in gradients.chunk(2))
+        samplers = {name: self.sampler(name, head, seed) for name in self.methods}
+        for name, sampler in samplers.items():
+            softmax = SampledSoftmax(sampler, head, NEGATIVES)
+            gradients = sampled_gradients(softmax, hidden, targets, self.repeats)
+            first, second = gradients.chunk(2)
+            bias = first.mean(0) - exact
+            bias_sq = (bias * (second.mean(0) - exact)).sum()
             yield {
                 "method": name,
-                "bias_sq": float((first * second).sum() / norm),
+                "bias_sq": float(bias_sq / norm),
                 "variance": float(gradients.var(0).sum() / norm),
             }
 
-    def proposal(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
+    def sampler(self, text: str, head: nn.Linear, seed: int) -> ClassSampler:
         if text in KNOWN:
             return KNOWN[text](head)
         name, options = split_words(text)
         temperature = options.pop("flatter", 1) / self.length
         mechanism = Mechanism.parse(join_words(name, options))
-        classes, d = head.weight.shape
-        return TreeFeatures(
-            mechanism.map(), classes, d, m=mechanism.m, temperature=temperature, seed=seed
-        )
+        phi = mechanism.map()
+        options = {"m": mechanism.m, "temperature": temperature, "seed": seed}
+        return TreeFeatures(phi, *head.weight.shape, **options)
 
 
-def repeated(softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int) -> Tensor:
+def sampled_gradients(
+    softmax: SampledSoftmax, hidden: Tensor, targets: Tensor, repeats: int
+) -> Tensor:
     """Return gradients (repeats, B, d) with respect to the queries, one per sample."""
     part = max(1, REPEATED // (hidden.numel() * NEGATIVES))
     gradients = []
@@ -290,6 +290,7 @@ def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 
 @checked("task")
+@dataclass(eq=False)
 class ClassDistributions(Measurement):
     """task=class_distributions: distance between a softmax and its estimate.
 
@@ -304,13 +305,11 @@ class ClassDistributions(Measurement):
 
     metric = "ks"
 
-    def __init__(self, start: FileName | None, every: Count, ms: Several[Count]):
-        self.start = start
-        self.every = every
-        self.ms = list(ms)
+    start: FileName
+    every: Count
+    ms: Several[Count]
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        check_start(self.start)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         task, x, y = vectors_of(self.start)
         queries = x[:: self.every].contiguous()
         stats = Statistics.of(x[::FITTED].contiguous(), y)
@@ -319,11 +318,12 @@ class ClassDistributions(Measurement):
             coefficients = mechanism.features.content.get("n", 1)
             for m in self.ms:
                 projected = mechanism.with_projections(m // coefficients)
-                noise = projected.noise(y.shape[1], torch.Generator().manual_seed(seed))
+                noise = projected.noise(y.shape[1], seeded(seed))
                 estimate = estimator(phi, noise, phi.fit(stats), y)
                 yield {"m": m, **distances(queries, y, estimate)}
             return
-        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
+        metrics = Path(self.start).expanduser() / "metrics.jsonl"
+        last = read_records(metrics)[-1]
         yield {"loss": last["loss"], "unigram_loss": last["unigram_loss"]}
         distributions = {
             "uniform": torch.ones(len(y)),
@@ -355,12 +355,14 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
     """Return the outputs (n, d), float32, in the order of the text."""
     state = None
     parts = []
-    kept = []
+    labelled = []
     for batch in Reader(task).batches(SPLIT):
-        part, state = body(batch["tokens"], None if batch["first"] else state)
+        if batch["first"]:
+            state = None
+        part, state = body(batch["tokens"], state)
         parts.append(part)
-        kept.append(batch["labels"] != IGNORED)
-    return torch.cat(parts, 1)[torch.cat(kept, 1)]
+        labelled.append(batch["labels"] != IGNORED)
+    return torch.cat(parts, 1)[torch.cat(labelled, 1)]
 
 
 def estimator(
@@ -373,22 +375,23 @@ def estimator(
     """
     bound = phi.bind(noise, params)
     values, logs = bound.phi_k(keys).dense()
-    largest = logs.amax(-2, keepdim=True).clamp(
-        min=torch.finfo(logs.dtype).min
-    )  # finite for empty clusters
+    # finite for empty clusters
+    lowest = torch.finfo(logs.dtype).min
+    largest = logs.amax(-2, keepdim=True).clamp(min=lowest)
     table = (values * (logs - largest).exp()).mT
 
     def estimate(queries: Tensor) -> Tensor:
         values, logs = bound.phi_q(queries).dense()
         logs = logs + largest
-        return (values * (logs - logs.amax(-1, keepdim=True)).exp()) @ table
+        relative = logs - logs.amax(-1, keepdim=True)
+        return (values * relative.exp()) @ table
 
     return estimate
 
 
 def distances(
     queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK
-) -> dict:
+) -> dict[str, float]:
     """Return mean W1 and KS distances, and the share of negative estimates.
 
     Compares softmax(x . y_c) with estimate(queries (B, d)) (B, V). Raises ValueError if an estimate is not finite, or
@@ -397,19 +400,18 @@ def distances(
     sums = torch.zeros(3, dtype=torch.float64)
     for part in queries.split(block):
         exact = torch.softmax(part @ keys.T, -1)
-        found = estimate(part)
-        positive = found.clamp(min=0)
+        estimated = estimate(part)
+        positive = estimated.clamp(min=0)
         total = positive.sum(-1, keepdim=True)
-        if not bool(found.isfinite().all() and (total > 0).all()):
+        finite = bool(estimated.isfinite().all())
+        if not (finite and bool((total > 0).all())):
             raise ValueError(
                 "softmax estimates: expected finite values and at least one positive per query"
             )
-        apart = (exact - positive / total).cumsum(-1)[:, :-1].abs()
-        sums += torch.stack(
-            [
-                apart.sum(dtype=torch.float64),
-                apart.amax(-1).sum(dtype=torch.float64),
-                (found < 0).sum() / len(keys),
-            ]
-        )
-    return dict(zip(("w1", "ks", "negative"), (sums / len(queries)).tolist()))
+        difference = (exact - positive / total).cumsum(-1)
+        difference = difference[:, :-1].abs()
+        sums[0] += difference.sum(dtype=torch.float64)
+        sums[1] += difference.amax(-1).sum(dtype=torch.float64)
+        sums[2] += (estimated < 0).sum() / len(keys)
+    w1, ks, negative = (sums / len(queries)).tolist()
+    return {"w1": w1, "ks": ks, "negative": negative}

@@ -5,11 +5,12 @@ and inputs are random.
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from crt_exp.attention import (
     identity_attention,
     uniform_attention,
 )
-from crt_exp.experiments.measure import Measurement
+from crt_exp.experiments.measure import Measurement, Records, seeded
 from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import Statistics
@@ -35,13 +36,14 @@ CHUNKED = f"chunked{CAUSAL}"
 BASELINE = "performer-pytorch"
 FORMED = "exact, matrix formed"  # softmax of a stored (L, L) matrix, without fused kernels
 NAMES = (CHUNKED, BASELINE, BASELINE + CAUSAL, FORMED)
-HEADS, D = 8, 64  # sizes of attention alone
-MODELS = {
-    "large": (8, 6, 2048, 512),
-    "small": (1, 6, 64, 64),
-}  # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
-M = {"one_head": 300}  # default number of projections
-OTHER_M = 256
+# sizes of attention alone
+HEADS = 8
+D = 64
+# (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
+MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
+# default numbers of projections
+M = 256
+M_ONE_HEAD = 300
 MECHANISMS = ("exact", "nearfar", "favorpp", "favorp", "favorsharp", "uniform", BASELINE)
 ALONE = [*MECHANISMS, *(name + CAUSAL for name in MECHANISMS), "identity", CHUNKED]
 IN_MODELS = ("exact", "identity", "favorp", "favorpp", "favorsharp", "nearfar")
@@ -76,7 +78,8 @@ def mechanism_of(method: str, what: str) -> Mechanism:
     mechanism = Mechanism.parse(method)
     if "m" in split_words(method)[1]:
         return mechanism
-    return mechanism.with_projections(M.get(what, OTHER_M))
+    m = M_ONE_HEAD if what == "one_head" else M
+    return mechanism.with_projections(m)
 
 
 def check_methods(methods: Sequence[str], what: str) -> None:
@@ -92,6 +95,10 @@ class Timed(Protocol):
 
     def times(self) -> dict[str, float]:
         """Return milliseconds by name."""
+
+
+def times_of(timed: Timed) -> dict[str, float]:
+    return timed.times()
 
 
 class Work(NamedTuple):
@@ -133,24 +140,25 @@ def attention_work(method: str, length: int, device: str = "cpu") -> Work:
         for t in (q, k, v):
             t.grad = None
 
-    return Work(partial(attend_by(method, device), q, k, v), backward)
+    return Work(partial(attention_function(method, device), q, k, v), backward)
 
 
-def attend_by(method: str, device: str = "cpu") -> Attend:
+def attention_function(method: str, device: str = "cpu") -> Attend:
     """Return the attention function of a method; fits to statistics are timed with it."""
     name = method.removesuffix(CAUSAL)
     causal = method.endswith(CAUSAL)
     if method == CHUNKED:
-        noise = orthogonal(OTHER_M, D, torch.Generator().manual_seed(0), batch=(HEADS,))
+        noise = orthogonal(M, D, seeded(0), batch=(HEADS,))
         return chunked(noise.rows().to(device))
     if name in PLAIN:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
-        return performer_pytorch(D, OTHER_M, causal).to(device)
+        return performer_pytorch(D, M, causal).to(device)
     mechanism = mechanism_of(name, "attention")
     if mechanism.estimates:
         return feature_map_attention(mechanism, causal, device)
-    return mechanism.layer(HEADS, D, scaling=1.0, causal=causal).to(device).eval()
+    layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
+    return layer.to(device).eval()
 
 
 def feature_map_attention(
@@ -158,18 +166,20 @@ def feature_map_attention(
 ) -> Attend:
     """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
-    noise = mechanism.noise(D, torch.Generator().manual_seed(0), (HEADS,)).to(device)
+    noise = mechanism.noise(D, seeded(0), (HEADS,)).to(device)
+    counter = DenominatorCount()
+    options = {"causal": causal, "counter": counter}
+
+    def fit_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        params = phi.fit(Statistics.of(q, k))
+        return attention(q, k, v, phi, noise, params, **options)
+
+    if phi.fitted and not phi.on_vectors:
+        return fit_and_attend
     queries, keys, *_ = inputs(SAMPLE, device)
     statistics = Statistics.of(queries.detach()[0], keys.detach()[0])
-    fixed = None
-    if phi.on_vectors or not phi.fitted:
-        fixed = phi.fit(statistics)
-
-    def run(q, k, v):
-        params = phi.fit(Statistics.of(q, k)) if fixed is None else fixed
-        return attention(q, k, v, phi, noise, params, causal=causal, counter=DenominatorCount())
-
-    return run
+    params = phi.fit(statistics)
+    return partial(attention, phi=phi, noise=noise, params=params, **options)
 
 
 @lru_cache(maxsize=4)
@@ -178,11 +188,12 @@ def inputs(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Te
 
     The mean |x + y|^2 is about 10, as in pretrained models.
     """
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
     def sample(scale: float) -> Tensor:
-        return scale * torch.randn(1, HEADS, length, D, generator=g).to(device, dtype)
+        t = torch.randn(1, HEADS, length, D, generator=g)
+        return scale * t.to(device, dtype)
 
     q = sample(0.28).requires_grad_()
     k = sample(0.28).requires_grad_()
@@ -197,18 +208,25 @@ def chunked(weight: Tensor, chunk: int = CHUNK) -> Attend:
     There is no stabiliser, which would take time, so vectors must have moderate norms.
     """
 
-    def features(x):
-        return torch.exp(x @ weight.mT.to(x.dtype) - x.square().sum(-1, keepdim=True) / 2)
+    def features(x: Tensor) -> Tensor:
+        squares = x.square().sum(-1, keepdim=True)
+        return torch.exp(x @ weight.mT.to(x.dtype) - squares / 2)
 
-    def parts(t):
+    def parts(t: Tensor) -> Tensor:
         """(..., L, n) -> (..., L / chunk, chunk, n), with zero padding at the end."""
-        return F.pad(t, (0, 0, 0, -t.shape[-2] % chunk)).unflatten(-2, (-1, chunk))
+        padding = -t.shape[-2] % chunk
+        padded = F.pad(t, (0, 0, 0, padding))
+        return padded.unflatten(-2, (-1, chunk))
 
-    def run(x, y, v):
-        length = x.shape[-2]
-        x, y, v = (parts(t) for t in (features(x), features(y), F.pad(v, (0, 1), value=1.0)))
-        sums = F.pad(y.mT @ v, (0, 0, 0, 0, 1, -1)).cumsum(-3)  # sums over earlier chunks
-        out = (x @ sums + (x @ y.mT).tril() @ v).flatten(-3, -2)[..., :length, :]
+    def run(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        queries = parts(features(x))
+        keys = parts(features(y))
+        values = parts(F.pad(v, (0, 1), value=1.0))
+        sums = (keys.mT @ values).cumsum(-3)
+        sums = F.pad(sums, (0, 0, 0, 0, 1, -1))  # of earlier chunks
+        within = (queries @ keys.mT).tril() @ values
+        out = (queries @ sums + within).flatten(-3, -2)
+        out = out[..., : x.shape[-2], :]
         return out[..., :-1] / out[..., -1:]
 
     return run
@@ -230,25 +248,25 @@ class OneHead:
 
     def __init__(self, method: str, length: int):
         self.mechanism = mechanism_of(method, "one_head")
-        self.g = torch.Generator().manual_seed(0)
-        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
-        self.x, self.y = x / 2, y / 2  # d^(-1/4)
+        self.g = seeded(0)
+        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=seeded(0))
+        self.x = x / 2  # d^(-1/4)
+        self.y = y / 2
 
     @torch.no_grad()
     def times(self) -> dict[str, float]:
-        return {"ms": milliseconds(self.sample_attention(), self.x, self.y, self.v)}
+        attend = self.sample_attention()
+        return {"ms": milliseconds(attend, self.x, self.y, self.v)}
 
     def sample_attention(self) -> Attend:
         if not self.mechanism.estimates:
             return self.mechanism.layer(1, 16, scaling=1.0).eval()
         phi = self.mechanism.map()
-        return partial(
-            attention,
-            phi=phi,
-            noise=self.mechanism.noise(16, self.g),
-            params=phi.fit(Statistics.of(self.x[0, 0], self.y[0, 0])),
-            counter=DenominatorCount(),
-        )
+        noise = self.mechanism.noise(16, self.g)
+        statistics = Statistics.of(self.x[0, 0], self.y[0, 0])
+        params = phi.fit(statistics)
+        counter = DenominatorCount()
+        return partial(attention, phi=phi, noise=noise, params=params, counter=counter)
 
 
 # ---- Transformers and vision transformers, batch 1
@@ -256,16 +274,20 @@ class OneHead:
 
 def transformer(what: str, method: str, length: int) -> Work:
     heads, layers, ffn, dim = MODELS[what]
-    x = torch.randn(1, length, dim, generator=torch.Generator().manual_seed(0))
-    return whole(Transformer(heads, layers, ffn, dim, mechanism_of(method, what).layer), x)
+    make_layer = mechanism_of(method, what).layer
+    x = torch.randn(1, length, dim, generator=seeded(0))
+    return model_work(Transformer(heads, layers, ffn, dim, make_layer), x)
 
 
-def whole(model: nn.Module, x: Tensor) -> Work:
+def model_work(model: nn.Module, x: Tensor) -> Work:
     def backward(loss: Tensor) -> None:
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    return Work(lambda: model(x).square().mean(), backward, model)
+    def forward() -> Tensor:
+        return model(x).square().mean()
+
+    return Work(forward, backward, model)
 
 
 def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
@@ -283,7 +305,8 @@ def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
             block.attn.fused_attn = False
     elif method != "exact":
         mechanism_of(method, "vit").swap(model)
-    return model, torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, 3, side, side, generator=seeded(0))
+    return model, image
 
 
 def vit_step(method: str, tokens: int) -> Update:
@@ -298,7 +321,7 @@ def vit_step(method: str, tokens: int) -> Update:
 TIMED: dict[str, Callable[[str, int], Timed]] = {
     "attention": attention_work,
     **{what: partial(transformer, what) for what in MODELS},
-    "vit": lambda method, length: whole(*vit(method, length)),
+    "vit": lambda method, length: model_work(*vit(method, length)),
     "vit_ti": lambda method, length: Step(vit_step(method, length)),
     "one_head": OneHead,
 }
@@ -310,7 +333,8 @@ def attention_memory(method: str, length: int) -> float:
     work = attention_work(method, length)
     warm.backward(warm.forward())  # libraries and threads
     outputs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    return peak_increase(lambda: work.backward(work.forward())) - outputs / 2**20
+    peak = peak_increase(lambda: work.backward(work.forward()))
+    return peak - outputs / 2**20
 
 
 def training_memory(method: str, length: int) -> float:
@@ -325,6 +349,7 @@ MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 
 
 @checked("task")
+@dataclass(eq=False)
 class Speed(Measurement):
     """task=speed: one row for each length, method and round.
 
@@ -339,41 +364,40 @@ class Speed(Measurement):
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
-    def __init__(
-        self,
-        what: Literal[*TIMED],
-        lengths: Several[Count],
-        rounds: Count,
-        methods: Several[str] | None = None,
-        device: Literal["cpu", "cuda"] = "cpu",
-    ):
-        check_methods(methods or (), what)
-        if device == "cuda" and (what != "attention" or not torch.cuda.is_available()):
-            raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
-        self.what = what
-        self.lengths = lengths
-        self.rounds = rounds
-        self.methods = methods
-        self.device = () if device == "cpu" else (device,)
-        self.metric = "training" if what in PASSES else "ms"
+    what: Literal[*TIMED]
+    lengths: Several[Count]
+    rounds: Count
+    methods: Several[str] | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+    def __post_init__(self):
+        check_methods(self.methods or (), self.what)
+        possible = self.what == "attention" and torch.cuda.is_available()
+        if self.device == "cuda" and not possible:
+            raise ValueError("task.device=cuda: expected task.what=attention, and a GPU")
+        self.metric = "training" if self.what in PASSES else "ms"
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         cases = []
         for length in self.lengths:
             methods = self.methods or default_methods(self.what, length) or [str(mechanism)]
             cases += [(length, method) for method in methods]
-        longest = max(self.lengths) if self.device else WARMED
-        short = dict.fromkeys((min(length, longest), method) for length, method in cases)
-        warm_up = {case: self.turn(*case) for case in short}
-        in_turns(warm_up, 1, lambda turn: turn(), warm=0)
-        turns = {case: self.turn(*case) for case in cases}
-        times = in_turns(turns, self.rounds, lambda turn: turn(), 0, seed)
+        longest = max(self.lengths) if self.device == "cuda" else WARMED
+        warm_up = {}
+        for length, method in cases:
+            case = (min(length, longest), method)
+            warm_up[case] = self.timed(*case)
+        in_turns(warm_up, 1, times_of, warm=0)
+        timed = {case: self.timed(*case) for case in cases}
+        times = in_turns(timed, self.rounds, times_of, warm=0, turn=seed)
         for length, method in cases:
             for record in times[length, method]:
                 yield {"length": length, "method": method, **record}
 
-    def turn(self, length: int, method: str) -> Callable[[], dict[str, float]]:
-        return TIMED[self.what](method, length, *self.device).times
+    def timed(self, length: int, method: str) -> Timed:
+        if self.device == "cuda":
+            return attention_work(method, length, self.device)
+        return TIMED[self.what](method, length)
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
@@ -389,6 +413,7 @@ class Speed(Measurement):
 
 
 @checked("task")
+@dataclass(eq=False)
 class Memory(Measurement):
     """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
@@ -399,14 +424,15 @@ class Memory(Measurement):
 
     metric = "mib"
 
-    def __init__(self, what: Literal[*MEMORY], length: Count, method: str | None = None):
-        check_methods([method] if method else (), what)
-        self.what = what
-        self.length = length
-        self.method = method
+    what: Literal[*MEMORY]
+    length: Count
+    method: str | None = None
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        yield {
-            "length": self.length,
-            "mib": MEMORY[self.what](self.method or str(mechanism), self.length),
-        }
+    def __post_init__(self):
+        if self.method is not None:
+            check_methods([self.method], self.what)
+
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        method = self.method or str(mechanism)
+        mib = MEMORY[self.what](method, self.length)
+        yield {"length": self.length, "mib": mib}

@@ -7,9 +7,9 @@ fresh process, because an allocator keeps memory that earlier calls freed.
 
 import ctypes
 import gc
-import resource
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -49,7 +49,11 @@ def milliseconds(
 
 def wait_for(device: torch.device | str | None) -> None:
     """Wait for a CUDA device; None is the current one, if CUDA is in use."""
-    if torch.cuda.is_initialized() if device is None else torch.device(device).type == "cuda":
+    if device is None:
+        in_use = torch.cuda.is_initialized()
+    else:
+        in_use = torch.device(device).type == "cuda"
+    if in_use:
         torch.cuda.synchronize(device)
 
 
@@ -84,14 +88,15 @@ def in_turns(
         measure: returns the value of one measurement. Default: milliseconds.
         turn: rotates the order of the methods, so that different processes start with different methods.
     """
-    kept: dict[Name, list[Value]] = {name: [] for name in methods}
-    first = turn % len(methods) if methods else 0
+    values: dict[Name, list[Value]] = {name: [] for name in methods}
+    order = deque(methods)
+    order.rotate(-turn)
     for i in range(warm + rounds):
-        for name in [*methods][first:] + [*methods][:first]:
+        for name in order:
             value = measure(methods[name])
             if i >= warm:
-                kept[name].append(value)
-    return kept
+                values[name].append(value)
+    return values
 
 
 def ratio(times: Sequence[float], base: Sequence[float]) -> float:
@@ -134,10 +139,10 @@ def trim_memory() -> None:
 def peak() -> int:
     """Peak memory of the process in bytes. Raises OSError if it is not reported."""
     with open("/proc/self/status") as f:
-        lines = dict(line.split(":", 1) for line in f)
-    if "VmHWM" in lines:
-        return int(lines["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        for line in f:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status: no VmHWM")
 
 
 # ---- training steps

@@ -8,84 +8,87 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 """
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import missing_file, task_folder
-from crt_exp.experiments.measure import Measurement, Series
+from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, Positive, Several, checked
 
+D = 64  # dimension of the vectors of a regime
 
-def normal(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, n, d, generator=g, dtype=torch.float64)
+
+def normal(n: int, g: torch.Generator) -> TensorPair:
+    x, y = torch.randn(2, n, D, generator=g, dtype=torch.float64)
     return x, y
 
 
-def sphere(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = normal(n, d, g)
-    return x / x.norm(dim=-1, keepdim=True), y / y.norm(dim=-1, keepdim=True)
+def sphere(n: int, g: torch.Generator) -> TensorPair:
+    x, y = normal(n, g)
+    return F.normalize(x, dim=-1), F.normalize(y, dim=-1)
 
 
-def heterogen(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    x, y = normal(n, d, g)
+def heterogen(n: int, g: torch.Generator) -> TensorPair:
+    x, y = normal(n, g)
     return x, y + 1
 
 
-def pairs_of(images: Tensor, n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def sample_images(images: Tensor, n: int, g: torch.Generator) -> TensorPair:
     i, j = torch.randint(len(images), (2, n), generator=g)
     return images[i], images[j]
 
 
-def digits(n: int, d: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def digits(n: int, g: torch.Generator) -> TensorPair:
     from sklearn.datasets import load_digits
 
-    return pairs_of(torch.from_numpy(load_digits().data) / 16, n, g)
+    images = torch.from_numpy(load_digits().data) / 16
+    return sample_images(images, n, g)
 
 
-def mnist_file(name: str, data_dir: str | Path | None = None) -> np.ndarray:
-    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file.
+def mnist_file(name: str) -> np.ndarray:
+    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file of $CRT_DATA/mnist.
 
-    data_dir: folder of the file. Default: $CRT_DATA/mnist. Raises DataError.
+    Raises DataError.
     """
-    folder = task_folder("mnist", data_dir)
+    folder = task_folder("mnist", None)
     if folder is None or not (folder / name).is_file():
         raise missing_file("mnist", folder and folder / name)
     try:
         raw = gzip.decompress((folder / name).read_bytes())
         sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+        values = np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes))
+        return values.reshape(sizes)
     except (OSError, EOFError, IndexError, ValueError) as error:
         raise DataError(
             f"{folder / name}: damaged ({error}); run `python -m crt_exp data fetch mnist`"
         ) from None
 
 
-def mnist(
-    n: int, d: int, g: torch.Generator, data_dir: str | Path | None = None, **resize
-) -> tuple[Tensor, Tensor]:
+def mnist(n: int, g: torch.Generator, **resize: Any) -> TensorPair:
     """Sample pairs of MNIST images, resized to 8 x 8.
 
     resize: options of torch's interpolate. Default: bilinear, antialiased.
     """
-    pixels = mnist_file("t10k-images-idx3-ubyte.gz", data_dir).astype(np.float64)
+    pixels = mnist_file("t10k-images-idx3-ubyte.gz").astype(np.float64)
     images = torch.from_numpy(pixels) / 255
     options = resize or {"mode": "bilinear", "antialias": True}
-    small = torch.nn.functional.interpolate(images[:, None], size=(8, 8), **options)
-    return pairs_of(small.flatten(1), n, g)
+    small = F.interpolate(images.unsqueeze(1), size=(8, 8), **options)
+    return sample_images(small.flatten(1), n, g)
 
 
-REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]] = {
+REGIMES: dict[str, Callable[..., TensorPair]] = {
     "normal": normal,
     "sphere": sphere,
     "heterogen": heterogen,
@@ -95,11 +98,9 @@ REGIMES: dict[str, Callable[[int, int, torch.Generator], tuple[Tensor, Tensor]]]
 
 
 @lru_cache(maxsize=1)
-def sample_pairs(
-    regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]
-) -> tuple[Tensor, Tensor]:
+def sample_pairs(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> TensorPair:
     """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
-    return REGIMES[regime](n, 64, torch.Generator().manual_seed(seed), **dict(resize))
+    return REGIMES[regime](n, seeded(seed), **dict(resize))
 
 
 def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
@@ -107,18 +108,21 @@ def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 
     Parameters are fitted to each pair x, y (n, d).
     """
-    return of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2)).squeeze(-1)  # n sets of one pair
+    sets_of_one = log_variances_of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2))
+    return sets_of_one.squeeze(-1)
 
 
-def of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
     """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
-    return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
+    params = phi.fit(Statistics.of(x, y))
+    return phi.log_variance(x, y, params)
 
 
-FITS = {"pair": log_variances, "set": of_set}
+FITS = {"pair": log_variances, "set": log_variances_of_set}
 
 
 @checked("task")
+@dataclass(eq=False)
 class Variance(Series):
     """task=variance: mean and standard deviation of the log variance, for each sigma.
 
@@ -129,30 +133,28 @@ class Variance(Series):
         resize: Options of the regime mnist.
     """
 
-    metric, over = "log_variance", "sigma"
+    metric = "log_variance"
+    over = "sigma"
 
-    def __init__(
-        self,
-        regime: Literal[*REGIMES],
-        pairs: Annotated[int, Field(ge=2)],
-        sigmas: Several[Positive],
-        kernel: Kernel,
-        fit: Literal[*FITS] = "pair",
-        resize: dict[str, Any] | None = None,
-    ):
-        if resize and regime != "mnist":
+    regime: Literal[*REGIMES]
+    pairs: Annotated[int, Field(ge=2)]
+    sigmas: Several[Positive]
+    kernel: Kernel
+    fit: Literal[*FITS] = "pair"
+    resize: dict[str, Any] | None = None
+
+    def __post_init__(self):
+        if self.resize and self.regime != "mnist":
             raise ValueError("task.resize: only for task.regime=mnist; remove it")
-        self.regime = regime
-        self.pairs = pairs
-        self.values = list(sigmas)
-        self.kernel = kernel
-        self.fit = fit
-        self.resize = resize or {}
+        self.values = self.sigmas
 
-    def of(self, sigma: float, mechanism: Mechanism, seed: int) -> dict[str, Any]:
-        x, y = sample_pairs(self.regime, self.pairs, seed, tuple(self.resize.items()))
-        values = FITS[self.fit](mechanism.map(self.kernel), sigma * x, sigma * y)
-        record = {"log_variance": values.mean().item(), "log_variance_std": values.std().item()}
+    def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> Record:
+        resize = tuple((self.resize or {}).items())
+        x, y = sample_pairs(self.regime, self.pairs, seed, resize)
+        phi = mechanism.map(self.kernel)
+        values = FITS[self.fit](phi, sigma * x, sigma * y)
+        record: Record = {"log_variance": values.mean().item()}
+        record["log_variance_std"] = values.std().item()
         if sigma == self.values[-1]:
             record["of_pairs"] = values.tolist()
         return record
@@ -166,6 +168,7 @@ class Variance(Series):
 
 
 @checked("task")
+@dataclass(eq=False)
 class VarianceByLength(Measurement):
     """task=variance_by_length: log variance relative to FAVOR+ (CRT Figure 1).
 
@@ -174,18 +177,21 @@ class VarianceByLength(Measurement):
 
     metric = "gain"
 
-    def __init__(self, d: Count, most: Count):
-        self.d, self.most = d, most
+    d: Count
+    most: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         x = torch.zeros(self.most, self.d, dtype=torch.float64)
-        x[:, 0] = torch.arange(1, self.most + 1).double().sqrt() / 2
-        gain = log_variances(mechanism.map(), x, x) - log_variances(PosRF(), x, x)
+        mean_sq_sum = torch.arange(1, self.most + 1).double()
+        x[:, 0] = mean_sq_sum.sqrt() / 2
+        favorp = log_variances(PosRF(), x, x)
+        gain = log_variances(mechanism.map(), x, x) - favorp
         for i, value in enumerate(gain.tolist(), 1):
             yield {"sum": i, "gain": value}
 
 
 @checked("task")
+@dataclass(eq=False)
 class VarianceByAngle(Measurement):
     """task=variance_by_angle: log MSE of trigonometric features minus that of the map.
 
@@ -193,18 +199,21 @@ class VarianceByAngle(Measurement):
     and x = -y, where trigonometric or positive features have no variance.
     """
 
-    metric, lower_is_better = "log_ratio", False
+    metric = "log_ratio"
+    lower_is_better = False
 
-    def __init__(self, length: Positive, degrees: Count):
-        self.length = length
-        self.degrees = degrees
+    length: Positive
+    degrees: Count
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float | None]]:
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
-        x = self.length * torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
-        y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
-        log_ratios = log_variances(TrigRF(), x, y) - log_variances(mechanism.map(), x, y)
+        axis = torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
+        turned = torch.stack([angle.cos(), angle.sin()], -1)
+        x = self.length * axis
+        y = self.length * turned
+        trig = log_variances(TrigRF(), x, y)
+        log_ratios = trig - log_variances(mechanism.map(), x, y)
         for degree, log_ratio in zip(degrees.tolist(), log_ratios.tolist()):
             has_variance = degree % 180 != 0
             yield {"angle": degree, "log_ratio": log_ratio if has_variance else None}

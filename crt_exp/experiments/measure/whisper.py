@@ -6,12 +6,12 @@ saturate near 100%.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
-from crt_exp.experiments.measure import SwapMeasurement
+from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.adapt import descent
-from crt_exp.experiments.measure.bench import Bench, fit_attention, quiet
-from crt_exp.experiments.measure.pretrained import DTYPES, folder_of, with_attention
+from crt_exp.experiments.measure.bench import Bench, swap_and_fit
+from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
 from crt_exp.experiments.tasks.base import error_rates
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
@@ -35,36 +35,17 @@ AT_MOST = 16
 A_SECOND = 8
 
 
-@lru_cache(maxsize=1)
-def load(model: str) -> tuple[nn.Module, Any]:
-    """Return the model in eval mode, and its processor."""
-    folder = folder_of(model)
-    made = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
-    return made, AutoProcessor.from_pretrained(folder)
+# ---- utterances
 
 
 @lru_cache(maxsize=4)
 def utterances(subset: str) -> list[speech.Utterance]:
     """Return the utterances of a subset in a fixed random order."""
-    found = list(speech.read_librispeech([subset], None))
-    random.Random(0).shuffle(found)
-    return found
-
-
-def group(subset: str, count: int, number: int, fit: int) -> list[speech.Utterance]:
-    """Return utterances number * count to (number + 1) * count.
-
-    Raises ValueError if the group is incomplete or contains one of the last `fit` utterances, which are for
-    calibration.
-    """
-    every = utterances(subset)
-    found = every[number * count : (number + 1) * count]
-    if len(found) < count or (number + 1) * count > len(every) - fit:
-        raise ValueError(
-            f"seed={number}: expected a group of task.count={count} utterances within the "
-            f"{len(every) - fit} available; use a smaller seed or task.count"
-        )
-    return found
+    faults = speech.Faults("error", subset)
+    readable = list(speech.official([subset], None, faults))
+    faults.report(len(readable))
+    random.Random(0).shuffle(readable)
+    return readable
 
 
 def features(processor: Any, utterance: speech.Utterance) -> Tensor:
@@ -73,142 +54,175 @@ def features(processor: Any, utterance: speech.Utterance) -> Tensor:
     return processor(audio, sampling_rate=RATE, return_tensors="pt").input_features
 
 
-def encoder_bench(model: str, subset: str, fit: int) -> Bench:
-    """Return a bench of the encoder, with the last `fit` utterances for calibration."""
-    exact, processor = load(model)
-    training = []
-    for utterance in utterances(subset)[-fit:]:
-        training.append({"input_features": features(processor, utterance)})
-    return Bench(exact.get_encoder(), training=training)
+# ---- transcripts
 
 
-def transcript(model: nn.Module, processor: Any, utterance: speech.Utterance) -> Tensor:
-    """Generate the tokens of a transcript, up to a maximum length.
+class Recogniser(NamedTuple):
+    """A Whisper model and its processor."""
 
-    Without a limit, an encoder without information would not end.
-    """
-    return model.generate(
-        features(processor, utterance).to(model.dtype),
-        max_length=AT_MOST + int(A_SECOND * utterance.seconds),
-    )[0]
+    model: nn.Module
+    processor: Any
+
+    def calibration_batch(self, utterance: speech.Utterance) -> dict[str, Tensor]:
+        """Return the arguments of the encoder."""
+        return {"input_features": features(self.processor, utterance)}
+
+    @property
+    def prompt(self) -> list[int]:
+        """Tokens before a transcript."""
+        tokens = [self.model.config.decoder_start_token_id]
+        no_timestamps = getattr(self.model.generation_config, "no_timestamps_token_id", None)
+        if no_timestamps is not None:
+            tokens.append(no_timestamps)
+        return tokens
+
+    def transcribe(self, utterance: speech.Utterance) -> Tensor:
+        """Generate the tokens of a transcript, up to a maximum length.
+
+        Without a limit, an encoder without information would not end.
+        """
+        inputs = features(self.processor, utterance).to(self.model.dtype)
+        longest = AT_MOST + int(A_SECOND * utterance.seconds)
+        return self.model.generate(inputs, max_length=longest)[0]
+
+    def word_error_rate(self, utterances: Sequence[speech.Utterance]) -> float:
+        normalize = EnglishTextNormalizer({})
+        references = []
+        hypotheses = []
+        for utterance in utterances:
+            tokens = self.transcribe(utterance)
+            text = self.processor.decode(tokens, skip_special_tokens=True)
+            references.append(normalize(utterance.text))
+            hypotheses.append(normalize(text) or "-")
+        return error_rates(references, hypotheses)["wer"]
+
+    def score(self, utterance: speech.Utterance, tokens: Tensor) -> TensorPair:
+        """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
+        first = len(self.prompt)
+        inputs = features(self.processor, utterance)
+        output = self.model(inputs, decoder_input_ids=tokens[:, :-1])
+        logits = output.logits[0].float()[first - 1 :]
+        labels = tokens[0, first:]
+        nats = F.cross_entropy(logits, labels, reduction="none")
+        return nats, (logits.argmax(-1) == labels).float()
 
 
-def word_error_rate(
-    processor: Any, utterances: Sequence[speech.Utterance], transcripts: Sequence[Tensor]
-) -> float:
-    normalize = EnglishTextNormalizer({})
-    references = [normalize(utterance.text) for utterance in utterances]
-    hypotheses = []
-    for tokens in transcripts:
-        text = processor.decode(tokens, skip_special_tokens=True)
-        hypotheses.append(normalize(text) or "-")
-    return error_rates(references, hypotheses)["wer"]
-
-
-def prompt(model: nn.Module) -> list[int]:
-    """Return the tokens before a transcript."""
-    tokens = [model.config.decoder_start_token_id]
-    no_timestamps = getattr(model.generation_config, "no_timestamps_token_id", None)
-    if no_timestamps is not None:
-        tokens.append(no_timestamps)
-    return tokens
-
-
-def token_losses(
-    model: nn.Module, processor: Any, utterance: speech.Utterance, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return nats of each token after the prompt, and 1 for correct predictions, (L,)."""
-    first = len(prompt(model))
-    output = model(features(processor, utterance), decoder_input_ids=tokens[:, :-1])
-    logits = output.logits[0].float()[first - 1 :]
-    labels = tokens[0, first:]
-    nats = F.cross_entropy(logits, labels, reduction="none")
-    return nats, (logits.argmax(-1) == labels).float()
+def load(model: str) -> Recogniser:
+    """Load a pretrained model in eval mode."""
+    return Recogniser(*load_pretrained(model, AutoModelForSpeechSeq2Seq, AutoProcessor))
 
 
 @lru_cache(maxsize=256)
 @torch.no_grad()
-def exact_transcript(model: str, subset: str, name: str) -> tuple[Tensor, Tensor]:
+def exact_transcript(model: str, subset: str, name: str) -> TensorPair:
     """Return the transcript by exact attention, and its nats per token.
 
     The tokens (1, L) include prompt and end.
     """
-    exact, processor = load(model)
+    exact = load(model)
     utterance = next(utterance for utterance in utterances(subset) if utterance.name == name)
-    words = transcript(exact, processor, utterance).tolist()
-    tokens = torch.tensor([[*prompt(exact), *words, exact.config.eos_token_id]])
-    nats, _ = token_losses(exact, processor, utterance, tokens)
-    return tokens, nats
+    words = exact.transcribe(utterance).tolist()
+    tokens = torch.tensor([[*exact.prompt, *words, exact.model.config.eos_token_id]])
+    return tokens, exact.score(utterance, tokens)[0]
+
+
+# ---- without training
+
+
+@dataclass(eq=False)
+class SwapEncoder(SwapMeasurement):
+    """A measurement on a group of utterances after a swap in the encoder.
+
+    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances.
+    """
+
+    model: FileName
+    subset: str
+    count: Count
+    fit: Count
+
+    def group(self, number: int) -> list[speech.Utterance]:
+        """Return utterances number * count to (number + 1) * count.
+
+        Raises ValueError if the group is incomplete or contains one of the last `fit` utterances, which are for
+        calibration.
+        """
+        available = utterances(self.subset)[: -self.fit]
+        group = available[number * self.count : (number + 1) * self.count]
+        if len(group) < self.count:
+            raise ValueError(
+                f"seed={number}: expected a group of task.count={self.count} utterances within the "
+                f"{len(available)} available; use a smaller seed or task.count"
+            )
+        return group
+
+    def bench(self) -> Bench:
+        """Return a bench of the encoder."""
+        exact = load(self.model)
+        training = []
+        for utterance in utterances(self.subset)[-self.fit :]:
+            training.append(exact.calibration_batch(utterance))
+        return Bench(exact.model.get_encoder(), training=training)
 
 
 @checked("task")
-class SwapSpeech(SwapMeasurement):
+@dataclass(eq=False)
+class SwapSpeech(SwapEncoder):
     """task=swap_speech: word error rate `wer` of a group of utterances after a swap.
 
-    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances. With `dtype`, the
-    whole model has that type and exact attention.
+    With `dtype`, the whole model has that type and exact attention.
     """
 
     metric = "wer"
 
-    def __init__(
-        self, model: FileName, subset: str, count: Count, dtype: Literal[*DTYPES] | None, fit: Count
-    ):
-        self.model = model
-        self.subset = subset
-        self.count = count
-        self.dtype = dtype
-        self.fit = fit
+    dtype: Literal[*DTYPES] | None
 
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        exact, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed, self.fit)
-        bench = encoder_bench(self.model, self.subset, self.fit)
-        with with_attention(mechanism, bench, exact, seed, self.dtype) as model:
-            transcripts = [transcript(model, processor, utterance) for utterance in spoken]
-        yield {"wer": word_error_rate(processor, spoken, transcripts)}
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        exact = load(self.model)
+        group = self.group(seed)
+        with with_attention(mechanism, self.bench(), exact.model, self.dtype) as model:
+            wer = exact._replace(model=model).word_error_rate(group)
+        yield {"wer": wer}
 
 
 @checked("task")
-class Dictation(SwapMeasurement):
+@dataclass(eq=False)
+class Dictation(SwapEncoder):
     """task=dictation: loss increase on a group of utterances after a swap.
 
-    The group has number `seed` and `count` utterances. `above`: nats per token minus those of exact attention.
-    `agrees`: share of tokens that are the most likely ones. Attention is fitted to `fit` other utterances.
+    `above`: nats per token minus those of exact attention. `agrees`: share of tokens that are the most likely ones.
     """
 
     metric = "above"
 
-    def __init__(self, model: FileName, subset: str, count: Count, fit: Count):
-        self.model = model
-        self.subset = subset
-        self.count = count
-        self.fit = fit
-
     @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, float]]:
-        model, processor = load(self.model)
-        spoken = group(self.subset, self.count, seed, self.fit)
-        exact = []
-        for utterance in spoken:
-            exact.append(exact_transcript(self.model, self.subset, utterance.name))
-        bench = encoder_bench(self.model, self.subset, self.fit)
-        losses, correct = [], []
-        seeded = None if mechanism.is_exact else replace(mechanism, seed=seed)
-        with bench.swapped(seeded), quiet():
-            for utterance, (tokens, _) in zip(spoken, exact):
-                nats, agrees = token_losses(model, processor, utterance, tokens)
-                losses.append(nats)
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        recogniser = load(self.model)
+        group = self.group(seed)
+        transcripts = []
+        exact_nats = []
+        for utterance in group:
+            tokens, nats = exact_transcript(self.model, self.subset, utterance.name)
+            transcripts.append(tokens)
+            exact_nats.append(nats)
+        swapped_nats = []
+        correct = []
+        with with_attention(mechanism, self.bench(), recogniser.model):
+            for utterance, tokens in zip(group, transcripts):
+                nats, agrees = recogniser.score(utterance, tokens)
+                swapped_nats.append(nats)
                 correct.append(agrees)
-        exact_nats = torch.cat([nats for _, nats in exact])
-        yield {
-            "above": torch.cat(losses).mean().item() - exact_nats.mean().item(),
-            "agrees": torch.cat(correct).mean().item(),
-        }
+        exact = torch.cat(exact_nats).mean().item()
+        swapped = torch.cat(swapped_nats).mean().item()
+        yield {"above": swapped - exact, "agrees": torch.cat(correct).mean().item()}
+
+
+# ---- fine-tuned
 
 
 @checked("task")
+@dataclass(eq=False)
 class Whisper(SwapMeasurement):
     """task=whisper: fine-tune the encoder after a swap, one utterance per step.
 
@@ -219,78 +233,66 @@ class Whisper(SwapMeasurement):
 
     metric = "mean_above"
 
-    def __init__(
-        self,
-        model: FileName,
-        subset: str,
-        speakers: Several[str],
-        tested: Count,
-        steps: Several[Whole],
-        lr: Positive,
-    ):
-        self.model = model
-        self.subset = subset
-        self.speakers = speakers
-        self.tested = tested
-        self.steps, self.lr = steps, lr
+    model: FileName
+    subset: str
+    speakers: Several[str]
+    tested: Count
+    steps: Several[Whole]
+    lr: Positive
 
-    def utterances(self) -> tuple[list[speech.Utterance], list[speech.Utterance]]:
+    def split_utterances(self) -> tuple[list[speech.Utterance], list[speech.Utterance]]:
         """Return test utterances, and training utterances of other speakers.
 
         Raises ValueError if there are too few.
         """
-        every = utterances(self.subset)
-        ours = [each for each in every if each.name.partition("-")[0] in self.speakers]
-        others = [each for each in every if each not in ours]
-        if len(ours) < self.tested or not others:
+        tested = []
+        training = []
+        for utterance in utterances(self.subset):
+            speaker = utterance.name.partition("-")[0]
+            part = tested if speaker in self.speakers else training
+            part.append(utterance)
+        if len(tested) < self.tested or not training:
             raise ValueError(
-                f"task.tested={self.tested}: expected at most {len(ours)} utterances of task.speakers, "
-                "and at least one other speaker"
+                f"task.tested={self.tested}: expected at most {len(tested)} utterances of "
+                "task.speakers, and at least one other speaker"
             )
-        return ours[: self.tested], others
+        return tested[: self.tested], training
 
-    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
-        tested, read = self.utterances()
-        order = torch.randperm(len(read), generator=generator_of(seed)).tolist()
-        model = self.swapped(mechanism, seed, read[-1])
+    def rows(self, mechanism: Mechanism, seed: int) -> Records:
+        tested, training = self.split_utterances()
+        order = torch.randperm(len(training), generator=generator_of(seed)).tolist()
+        student = self.student(replace(mechanism, seed=seed), training[-1])
 
         def loss(step: int) -> Tensor:
-            return self.loss(model, read[order[step % len(order)]])
+            return self.loss(student, training[order[step % len(order)]])
 
-        trained = descent(model, loss, self.steps[-1], self.lr)
-        for step in chain([0], trained):
+        steps = descent(student.model, loss, self.steps[-1], self.lr)
+        for step in chain([0], steps):
             if step in self.steps:
-                yield self.evaluated(model, tested, step)
+                yield {"steps": step, **self.evaluate(student, tested)}
 
-    def swapped(self, mechanism: Mechanism, seed: int, fit: speech.Utterance) -> nn.Module:
+    def student(self, mechanism: Mechanism, calibration: speech.Utterance) -> Recogniser:
         """Return a copy with swapped and fitted encoder; only the encoder is trained."""
-        made, processor = load(self.model)
-        model = deepcopy(made)
+        exact = load(self.model)
+        model = deepcopy(exact.model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter.requires_grad and "encoder" in name.split("."))
-        if not mechanism.is_exact:
-            with quiet():
-                replace(mechanism, seed=seed).swap(model.get_encoder(), saved=False)
-                fit_attention(model.get_encoder(), [{"input_features": features(processor, fit)}])
-        return model
+        swap_and_fit(model.get_encoder(), mechanism, [exact.calibration_batch(calibration)])
+        return exact._replace(model=model)
 
-    def loss(self, model: nn.Module, utterance: speech.Utterance) -> Tensor:
+    def loss(self, student: Recogniser, utterance: speech.Utterance) -> Tensor:
         tokens, _ = exact_transcript(self.model, self.subset, utterance.name)
-        return token_losses(model.train(), load(self.model)[1], utterance, tokens)[0].mean()
+        student.model.train()
+        return student.score(utterance, tokens)[0].mean()
 
     @torch.no_grad()
-    def evaluated(
-        self, model: nn.Module, tested: list[speech.Utterance], step: int
-    ) -> dict[str, Any]:
-        processor = load(self.model)[1]
-        model.eval()
-        row: dict[str, Any] = {"steps": step, "above": [], "agrees": [], "wer": []}
-        for each in tested:
-            tokens, exact = exact_transcript(self.model, self.subset, each.name)
-            nats, agrees = token_losses(model, processor, each, tokens)
+    def evaluate(self, student: Recogniser, tested: list[speech.Utterance]) -> Record:
+        student.model.eval()
+        row: Record = {"above": [], "agrees": [], "wer": []}
+        for utterance in tested:
+            tokens, exact = exact_transcript(self.model, self.subset, utterance.name)
+            nats, agrees = student.score(utterance, tokens)
             row["above"].append(float(nats.mean() - exact.mean()))
             row["agrees"].append(float(agrees.mean()))
-            row["wer"].append(
-                word_error_rate(processor, [each], [transcript(model, processor, each)])
-            )
+            row["wer"].append(student.word_error_rate([utterance]))
         return row | {"mean_above": sum(row["above"]) / len(tested)}

@@ -27,8 +27,8 @@ from crt_exp.experiments.tasks.mlm import MLM, MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap.calibration import (
-    call,
     call_arguments,
+    call_model,
     fill_statistics,
     real_queries,
     swapped_states,
@@ -109,7 +109,7 @@ def exact_calls(student: TransferModel, batch: Any) -> dict[int, tuple[tuple, Te
         for number, state in enumerate(swapped_layers(student.model)):
             hook = state.register_forward_hook(partial(record, number), with_kwargs=True)
             stack.callback(hook.remove)
-        call(student, batch)
+        call_model(student, batch)
     return calls
 
 

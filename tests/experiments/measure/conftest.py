@@ -57,18 +57,16 @@ def reader(monkeypatch, letters):
             initializer_range=0.5,
         )
     ).eval()
-    monkeypatch.setattr(
-        pretrained, "load_model_and_tokenizer", lambda name: pretrained.Opened(model, letters)
-    )
-    texts = {
-        split: torch.randint(1, 97, (28_000,), generator=torch.Generator().manual_seed(len(split)))
-        for split in ("train", "valid")
-    }
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda name: (model, letters))
+    texts = {}
+    for split in ("train", "valid"):
+        g = torch.Generator().manual_seed(len(split))
+        texts[split] = torch.randint(1, 97, (28_000,), generator=g)
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    for cached in (pretrained.exact_reading, adapt.exact_readings):
+    for cached in (pretrained.exact_prediction, adapt.exact_predictions):
         cached.cache_clear()
     yield model
-    for cached in (pretrained.exact_reading, adapt.exact_readings):
+    for cached in (pretrained.exact_prediction, adapt.exact_predictions):
         cached.cache_clear()
 
 
@@ -104,7 +102,7 @@ def speaker(monkeypatch):
         SimpleNamespace(text=f"w{i} w{i + 1}", name=f"{i}", number=i, seconds=1.0) for i in range(5)
     ]
     monkeypatch.setattr(whisper, "AT_MOST", 4)
-    monkeypatch.setattr(whisper, "load", lambda name: (model, processor))
+    monkeypatch.setattr(whisper, "load", lambda name: whisper.Recogniser(model, processor))
     monkeypatch.setattr(whisper, "utterances", lambda subset, seconds=0: said)
     monkeypatch.setattr(
         whisper,

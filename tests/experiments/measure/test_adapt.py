@@ -24,17 +24,21 @@ def at_home(tmp_path, monkeypatch):
         monkeypatch.setitem(adapt.SETTINGS, name, replace(setting, tested=4))
     monkeypatch.setattr(adapt, "characters", lambda split: torch.arange(500) % 40)
     noise = torch.Generator().manual_seed(0)
-    drawn = {split: torch.randn(40, 1, 28, 28, generator=noise) for split in ("train", "test")}
-    monkeypatch.setattr(adapt, "digits", lambda split: (drawn[split], torch.arange(40) % 10))
-    adapt.exact.cache_clear()
+    labels = torch.arange(40) % 10
+    drawn = {}
+    for split in ("train", "test"):
+        drawn[split] = torch.randn(40, 1, 28, 28, generator=noise), labels
+    monkeypatch.setattr(adapt, "digits", drawn.get)
+    adapt.exact_weights.cache_clear()
     yield
-    adapt.exact.cache_clear()
+    adapt.exact_weights.cache_clear()
 
 
 @pytest.mark.parametrize("setting", adapt.SETTINGS)
 def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
     rows = adapt.SETTINGS[setting].rows
-    (ids, labels), (again, _) = rows("train", 3, 4), rows("train", 3, 4)
+    ids, labels = rows("train", 3, 4)
+    again, _ = rows("train", 3, 4)
     assert torch.equal(ids, again)
     assert (labels != IGNORED).any()
     assert labels.shape == (ids.shape[:1] if setting == "vision" else ids.shape)
@@ -48,10 +52,8 @@ STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
 
 
 def losses(setting, method, **steps):
-    return {
-        row["stage"]: row["loss"]
-        for row in Adapt(setting, **SIZES, **steps).rows(Mechanism.parse(method), 0)
-    }
+    task = Adapt(setting, **SIZES, **steps)
+    return {row["stage"]: row["loss"] for row in task.rows(Mechanism.parse(method), 0)}
 
 
 @pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
@@ -59,8 +61,8 @@ def test_a_method_at_each_stage(setting, at_home):
     """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
     adapted; and a measurement is the same whatever was drawn before, adapters too."""
     model = adapt.SETTINGS[setting].model()
-    model.load_state_dict(adapt.exact(setting, 0, 2, 3e-3), strict=False)
-    loss = adapt.test_loss(model, setting, 0)
+    model.load_state_dict(adapt.exact_weights(setting, 0, 2, 3e-3), strict=False)
+    loss = adapt.SETTINGS[setting].test_loss(model, 0)
     exact = losses(setting, "exact", transfer=1, lora=1)
     assert [*exact] == STAGES
     assert exact["swapped"] == exact["transferred"] == pytest.approx(loss)
@@ -190,12 +192,15 @@ def test_each_method_is_evaluated_after_each_step(speaker):
 def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
     read = set()
     loss = Whisper.loss
-    monkeypatch.setattr(
-        Whisper, "loss", lambda self, model, each: read.add(each.name) or loss(self, model, each)
-    )
+
+    def recorded(self, student, utterance):
+        read.add(utterance.name)
+        return loss(self, student, utterance)
+
+    monkeypatch.setattr(Whisper, "loss", recorded)
     spoken("uniform")
     assert read == {"0", "2", "4"}
-    actual = [each.name for each in Whisper(**SPEECH).utterances()[0]]
+    actual = [each.name for each in Whisper(**SPEECH).split_utterances()[0]]
     assert actual == ["1", "3"]
     for changes in ({"tested": 3}, {"speakers": ["0", "1", "2", "3", "4"]}):
         with pytest.raises(ValueError, match="task.tested=.*: expected at most"):
@@ -204,7 +209,8 @@ def test_speakers_for_evaluation_are_not_trained_on(monkeypatch, speaker):
 
 def test_only_the_encoder_is_trained(speaker):
     task = Whisper(**SPEECH)
-    model = task.swapped(Mechanism.parse("favorpp m=8"), 0, task.utterances()[1][-1])
+    utterance = task.split_utterances()[1][-1]
+    model = task.student(Mechanism.parse("favorpp m=8"), utterance).model
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained
     for name in trained:

@@ -21,10 +21,11 @@ from crt_exp import swap_attention
 from crt_exp.experiments.data.text import bert_tokenizer
 from crt_exp.experiments.data.vocabularies import Symbols
 from crt_exp.experiments.measure import bench
-from crt_exp.experiments.measure.advice import Advice, Row, mechanisms, pays_from, spread
-from crt_exp.experiments.measure.advise import label_of
-from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, TextBench
-from crt_exp.experiments.measure.recall import Layers
+from crt_exp.experiments.measure.advise import mechanisms
+from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, Split, TextBench
+from crt_exp.experiments.measure.model_files import label_of
+from crt_exp.experiments.measure.recall import BASELINES, DenseSwap
+from crt_exp.experiments.measure.recommendation import Advice, Row, pays_from
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.models.conformer_transducer import PRESETS, Recogniser, save_model
 from crt_exp.experiments.models.language import Transformer
@@ -62,7 +63,8 @@ def vit():
 
 
 def ids(count=1200):
-    return torch.randint(5, len(VOCABULARY), (count,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(5, len(VOCABULARY), (count,), generator=generator)
 
 
 def images(count=7):
@@ -71,7 +73,7 @@ def images(count=7):
 
 def bench_of(model, length=64):
     rows = ids()[: len(ids()) // length * length].view(-1, length)
-    judged, training = spread(len(rows), 3, 2, "texts")
+    judged, training = Split(3, 2, 0).indices(len(rows), "texts", "texts")
     return TextBench(model, rows[judged], rows[training], mask=4, special=range(5))
 
 
@@ -88,7 +90,7 @@ def test_losses_of_text_are_those_of_their_definition():
     actual = found["loss"][1]
     expected = float(model(row, labels=row).loss)
     assert actual == pytest.approx(expected, abs=1e-5)
-    twice = torch.cat([row[:, :32], row[:, :32]], 1)
+    twice = row[:, :32].repeat(1, 2)
     logits = model(twice).logits[0, 32 + 15 : -1]
     actual = found["repeated"][1]
     expected = float(cross_entropy(logits, twice[0, 32 + 16 :]))
@@ -108,13 +110,14 @@ def test_losses_of_dictionaries_are_those_that_the_model_returns():
 def test_masked_models_hide_the_same_words_from_all():
     model = bert()
     bench = bench_of(model)
-    first, again = (bench.losses(Mechanism.of("uniform")) for _ in range(2))
-    assert first == again
+    first = bench.losses(Mechanism.of("uniform"))
+    assert first == bench.losses(Mechanism.of("uniform"))
     assert not first["repeated"]
-    hidden = bench._places(0)
+    hidden = bench.masked_positions(0)
     assert 1 <= hidden.sum() <= 20
     assert not torch.isin(bench.rows[0][hidden], torch.arange(5)).any()
-    logits = model(torch.where(hidden, 4, bench.rows[0])[None]).logits[0]
+    masked = torch.where(hidden, 4, bench.rows[0])
+    logits = model(masked[None]).logits[0]
     own = bench.losses(None)["loss"][0]
     expected = float(cross_entropy(logits[hidden], bench.rows[0][hidden]))
     assert own == pytest.approx(expected, abs=1e-5)
@@ -130,9 +133,9 @@ def test_losses_of_images_are_those_of_their_definition():
     bare = BatchBench(model, pieces[:5], pieces[5:])
     assert list(bare.timed) == [17]  # 16 patches and a token
     own = model(x[3:4])
-    arm = Mechanism.of("window", block=4, first=1)
-    found, divergence = (bench.losses(arm)["loss"][3] for bench in (labelled, bare))
-    divergence -= bare.losses(None)["loss"][3]
+    window = Mechanism.of("window", block=4, first=1)
+    found = labelled.losses(window)["loss"][3]
+    divergence = bare.losses(window)["loss"][3] - bare.losses(None)["loss"][3]
     swapped = swap_attention(model, "window", block=4, first=1)(x[3:4])
     assert found == pytest.approx(float(cross_entropy(swapped, labels[3:4])), abs=1e-5)
     expected = kl_div(
@@ -147,9 +150,11 @@ def test_losses_by_position_are_those_of_the_places_asked_for():
     assert labels[0, -1] == IGNORED
     assert torch.equal(labels[0, :-1], ids[0, 1:])
     logits = torch.randn(2, 700, 9)
-    labels = torch.randint(9, (2, 700)).masked_fill(torch.rand(2, 700) < 0.5, IGNORED)
-    expected = cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
-    assert torch.equal(bench.nats(logits, labels), expected[labels.flatten() != IGNORED])
+    ignored = torch.rand(2, 700) < 0.5
+    labels = torch.randint(9, (2, 700)).masked_fill(ignored, IGNORED)
+    losses = cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none")
+    expected = losses[~ignored.flatten()]
+    assert torch.equal(bench.nats(logits, labels), expected)
 
 
 def test_a_model_whose_loss_is_not_finite_is_refused():
@@ -181,7 +186,7 @@ def test_the_model_is_itself_again_also_after_an_error():
     for mechanism in (
         None,
         Mechanism.of("favorpp", m=8),
-        Layers(Mechanism.of("window", block=8).layer, "studied"),
+        DenseSwap("largest", BASELINES["largest"](keys=8)),
     ):
         with bench.swapped(mechanism) as states:
             assert len(states) == (0 if mechanism is None else 2)
@@ -198,7 +203,8 @@ def test_the_model_is_itself_again_also_after_an_error():
     ):
         pass
     assert stands(bench.model) == before
-    times = bench.times({"exact": None, "window": Mechanism.of("window")}, bench.rows[:1], 2)
+    methods = {"exact": None, "window": Mechanism.of("window")}
+    times = bench.times(methods, bench.rows[:1], 2)
     assert list(times) == ["exact", "window"]
     for each in times.values():
         assert len(each) == 2
@@ -222,7 +228,8 @@ def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
     fresh = bench.fit_attention(build(Mechanism.of("favorpp", m=8)), [x])
     for block in fresh.blocks:
         assert float(block.attention.running_weight)
-    bench.fit_attention(build(Mechanism.of("window")), (pytest.fail("read") for _ in range(1)))
+    unread = (pytest.fail("read") for _ in range(1))
+    bench.fit_attention(build(Mechanism.of("window")), unread)
 
 
 def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsys):
@@ -288,16 +295,15 @@ def row(name, above, half=0.001, repeated=0.0, ms=(4.0, 8.0, 16.0), **options):
 
 def advice_of(*rows, repeated=0.5, loss=3.0, uniform=(2.0, 0.0)):
     control = row("uniform", uniform[0], repeated=uniform[1], ms=(1, 2, 3))
-    return Advice(
-        [row("exact", 0.0, 0.0, ms=OWN.values()), *rows, control], 512, 8, loss, repeated, 0.02
-    )
+    exact = row("exact", 0.0, 0.0, ms=OWN.values())
+    return Advice([exact, *rows, control], 512, 8, loss, repeated, 0.02)
 
 
 def test_the_sentence_follows_the_numbers():
     near = row("nearfar preset=cheap", 0.004)
-    found = advice_of(
-        row("favorpp", 0.4, ms=(1, 1, 1)), near, row("window", 0.001, repeated=0.5, ms=(1, 2, 3))
-    )
+    far = row("favorpp", 0.4, ms=(1, 1, 1))
+    window = row("window", 0.001, repeated=0.5, ms=(1, 2, 3))
+    found = advice_of(far, near, window)
     assert found.chosen is near
     assert found.sentence == (
         "Use nearfar preset=cheap: it costs 0.0040 ± 0.0010 nats and 0.0000 ± 0.0010 nats on "
@@ -319,7 +325,8 @@ def test_the_sentence_follows_the_numbers():
     assert (
         advice_of(row("window", 0.001, repeated=0.5), repeated=2.9).chosen is not None
     )  # repetition does not help
-    alone = Advice([Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)], 64, 3, 2.0, None, 0.02)
+    controls = [Row("exact", 0.0, 0.0), Row("uniform", 0.5, 0.1)]
+    alone = Advice(controls, 64, 3, 2.0, None, 0.02)
     assert alone.chosen is None
     assert "only exact and uniform attention were measured" in alone.sentence
 
@@ -380,7 +387,7 @@ def test_candidates_and_bad_inputs():
     )
     for model, given, message in (
         (vit(), {"samples": 50}, "of 7 images"),
-        (vit(), {"labels": torch.zeros(3)}, "labels: 3, expected 7"),
+        (vit(), {"labels": torch.zeros(3)}, r"labels: expected a tensor \(7,\)"),
         (bare, {}, "no loss and no class scores"),
         (torch.nn.Conv2d(3, 2, 12), {}, "no supported attention"),
     ):
@@ -405,11 +412,15 @@ TEXTS = {
 }
 
 
+def empty_tokenizer(text, **options):
+    return {"input_ids": []}
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts_of_another_form_are_refused(name):
     texts, message = TEXTS[name]
     with pytest.raises((ValueError, TypeError), match=f"^texts.*{message.removeprefix('texts')}"):
-        crt_exp.advise(llama(), texts, length=64, tokenizer=lambda text, **_: {"input_ids": []})
+        crt_exp.advise(llama(), texts, length=64, tokenizer=empty_tokenizer)
 
 
 CLASSIFIED = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -418,13 +429,13 @@ IMAGES = {
     "one image": ({"texts": images()[0]}, r"\(3, 12, 12\).*expected .*images \(n, C, H, W\)"),
     "dictionaries of whole numbers": (
         {"texts": [{"x": image[None].byte()} for image in images()]},
-        r"texts\[0\]: x of uint8",
+        r"texts\[0\]: images of uint8",
     ),
-    "a class too many": ({"labels": CLASSIFIED + 1}, "labels: 1 to 3, expected classes 0 to 2"),
-    "a negative class": ({"labels": CLASSIFIED - 1}, "labels: -1 to 1, expected classes 0 to 2"),
-    "probabilities": ({"labels": CLASSIFIED / 2}, r"labels: .*expected \(n,\) of torch.long"),
-    "a column": ({"labels": CLASSIFIED[:, None]}, r"labels: .*expected \(n,\) of torch.long"),
-    "a list": ({"labels": CLASSIFIED.tolist()}, "labels: list, expected a tensor"),
+    "a class too many": ({"labels": CLASSIFIED + 1}, "labels: expected classes 0 to 2"),
+    "a negative class": ({"labels": CLASSIFIED - 1}, "labels: expected classes 0 to 2"),
+    "probabilities": ({"labels": CLASSIFIED / 2}, r"labels: expected .* of torch.long"),
+    "a column": ({"labels": CLASSIFIED[:, None]}, r"labels: expected .* of torch.long"),
+    "a list": ({"labels": CLASSIFIED.tolist()}, "labels: expected a tensor"),
     "no samples": ({"samples": 0}, "samples=0"),
 }
 
@@ -439,7 +450,9 @@ def test_images_and_labels_of_another_form_are_refused(name):
 def test_labels_of_text_and_labels_in_dictionaries_are_refused():
     with pytest.raises(ValueError, match="labels: not used for token ids"):
         crt_exp.advise(llama(), ids(), length=64, labels=CLASSIFIED)
-    pieces = [{"input_ids": row[None], "labels": row[None] + 99} for row in ids(448).view(7, 64)]
+    pieces = []
+    for row in ids(448).view(7, 1, 64):
+        pieces.append({"input_ids": row, "labels": row + 99})
     with pytest.raises(ValueError, match="LlamaForCausalLM: Target .* out of bounds"):
         crt_exp.advise(llama(), pieces, samples=3)
 
@@ -524,9 +537,8 @@ def test_the_task_reads_files_and_writes_the_table(model, words, noun, place, ty
     assert code == 0, err
     assert "loss increase" in out
     assert noun in err + (tmp_path / "run" / "advise.md").read_text()
-    records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
     assert records[-1]["final"]
     assert records[-1]["advice"] in out
     actual = len(records[0]["loss"])

@@ -43,7 +43,8 @@ def test_errors_of_a_trained_encoder_are_those_of_its_attention(tmp_path, monkey
     assert min(uniform + pos) > 1e-4
     assert pos != errors(task, "pos m=8", 0)
     assert errors(task, "pos m=8") == pos
-    assert not [name for name, _ in task.source.model.named_modules() if "swapped" in name]
+    for name, _ in task.bench.model.named_modules():
+        assert "swapped" not in name
 
 
 def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
@@ -56,18 +57,17 @@ def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
 
 
 def protein_task(direction="bidirectional"):
-    given = OmegaConf.to_container(OmegaConf.load(CONF / "task" / "trembl.yaml").task)
-    given = {key: value for key, value in given.items() if not key.startswith("_")}
-    return TrEMBL(
-        **given
-        | {
-            "direction": direction,
-            "max_length": 16,
-            "dropout": 0.0,
-            "cache_dir": None,
-            "sizes": {"heads": 2, "layers": 2, "d_ff": 32, "d": 16},
-        }
-    )
+    config = OmegaConf.load(CONF / "task" / "trembl.yaml")
+    options = {}
+    for key, value in OmegaConf.to_container(config.task).items():
+        if not key.startswith("_"):
+            options[key] = value
+    options["direction"] = direction
+    options["max_length"] = 16
+    options["dropout"] = 0.0
+    options["cache_dir"] = None
+    options["sizes"] = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
+    return TrEMBL(**options)
 
 
 # ---- which amino acids are alike
@@ -94,12 +94,15 @@ def test_permutations_move_rows_and_columns_alike():
     assert p == 1 / 1000
     assert correlation(-matrix, matrix, permutations=99)["p"] > 0.9
     first, second = rng.random((2, 20, 20))
-    r = correlation(first + first.T, second + second.T)["r"]
-    expected = np.corrcoef((first + first.T)[PAIRS], (second + second.T)[PAIRS])[0, 1]
+    first = first + first.T
+    second = second + second.T
+    r = correlation(first, second)["r"]
+    expected = np.corrcoef(first[PAIRS], second[PAIRS])[0, 1]
     assert r == pytest.approx(expected)
     ps = []
     for _ in range(100):  # a matrix of distances: its pairs are far from independent
-        one, two = (similarity(rng.random((4, 20))) for _ in range(2))
+        one = similarity(rng.random((4, 20)))
+        two = similarity(rng.random((4, 20)))
         ps.append(correlation(one, two, permutations=99)["p"])
     assert np.mean(np.array(ps) <= 0.05) <= 0.12
     assert abs(np.mean(ps) - 0.5) < 0.1
@@ -112,23 +115,30 @@ def test_permutations_move_rows_and_columns_alike():
 @pytest.mark.parametrize("causal", [True, False])
 def test_matrices_of_a_sequence_model(causal, one_thread):
     """Those of a model's own layers: exact ones are the softmax, uniform ones known; each row sums to 1."""
-    task = protein_task("unidirectional" if causal else "bidirectional")
+    direction = "unidirectional" if causal else "bidirectional"
+    task = protein_task(direction)
     tokens = torch.randint(20, (1, 12))
     exact = task.build(Mechanism.of("exact")).eval()
     found = attention_matrices(exact, tokens)
     block = exact.body.blocks[0]
     x = exact.symbol(tokens) + exact.place(torch.arange(12))
-    q, k, _ = block.qkv(block.norm1(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, 2, 8))
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
     logits = q @ k.mT / 8**0.5
     if causal:
-        logits = logits.masked_fill(torch.ones(12, 12).triu(1) > 0, -torch.inf)
+        future = torch.ones(12, 12).triu(1) > 0
+        logits = logits.masked_fill(future, -torch.inf)
     assert len(found) == 2
     actual = found[0]
     expected = logits.softmax(-1)
     assert torch.allclose(actual, expected, atol=1e-6)
-    uniform = attention_matrices(task.build(Mechanism.of("uniform")).eval(), tokens)[1]
-    seen = torch.ones(12, 12).tril() if causal else torch.ones(12, 12)
-    expected = (seen / seen.sum(1, keepdim=True)).expand(1, 2, -1, -1)
+    model = task.build(Mechanism.of("uniform")).eval()
+    uniform = attention_matrices(model, tokens)[1]
+    seen = torch.ones(12, 12)
+    if causal:
+        seen = seen.tril()
+    weights = seen / seen.sum(1, keepdim=True)
+    expected = weights.expand(1, 2, -1, -1)
     assert torch.allclose(uniform, expected, atol=1e-6)
 
 
@@ -136,11 +146,14 @@ def test_matrices_of_a_sequence_model(causal, one_thread):
 def test_shares_of_uniform_attention_are_the_frequencies(one_thread):
     task = protein_task()
     sequences = [[0, 0, 1, 19], [1, 2, 2, 24]]  # U is none of the 20
-    found = attention_errors.shares(task.build(Mechanism.of("uniform")).eval(), sequences)
+    model = task.build(Mechanism.of("uniform")).eval()
+    shares = attention_errors.shares(model, sequences)
     expected = np.zeros(20)
-    expected[[0, 1, 2, 19]] = np.array([2, 2, 2, 1]) / 7
-    np.testing.assert_allclose(found, np.tile(expected, (4, 1)), atol=1e-6)
-    np.testing.assert_allclose(attention_errors.frequencies(sequences)[1, 1:3], [1 / 3, 2 / 3])
+    expected[[0, 1, 2]] = 2 / 7
+    expected[19] = 1 / 7
+    np.testing.assert_allclose(shares, np.tile(expected, (4, 1)), atol=1e-6)
+    frequencies = attention_errors.frequencies(sequences)
+    np.testing.assert_allclose(frequencies[1, 1:3], [1 / 3, 2 / 3])
 
 
 @torch.no_grad()
@@ -154,8 +167,10 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
     )
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     built = protein_task().build(Mechanism.of("exact"))
-    monkeypatch.setattr(attention_errors, "of_proteins", lambda start: Kept(built, protein_task()))
-    monkeypatch.setattr(attention_errors, "with_random_weights", lambda kept, start: built)
+    monkeypatch.setattr(
+        attention_errors, "load_protein_model", lambda start: Kept(built, protein_task())
+    )
+    monkeypatch.setattr(attention_errors, "with_random_weights", lambda saved, start: built)
     task = attention_errors.AttentionMaps("run", "made.fasta", "P00003", sequences=20, drawn=True)
     *drawn, last = task.rows(Mechanism.of("uniform"), 0)
     assert [row["head"] for row in drawn] == ["0.0", "0.1", "1.0", "1.1"]
@@ -171,7 +186,9 @@ def test_rows_of_a_run(tmp_path, monkeypatch, one_thread):
         "frequency",
     ]
     assert rows[-1]["mean_error"] == 0
-    assert len(rows[-2]["similarity"]) == len(rows[-2]["sample"]) == 190
+    similarity_row = rows[-2]
+    assert len(similarity_row["similarity"]) == 190
+    assert len(similarity_row["sample"]) == 190
     task.entry = "nobody"
     with pytest.raises(DataError, match="no entry nobody"):
         next(task.rows(Mechanism.of("exact"), 0))
@@ -181,7 +198,8 @@ class Kept:
     """As a kept run gives its model."""
 
     def __init__(self, model, task):
-        self.model, self.task = model, task
+        self.model = model
+        self.task = task
 
     def build(self, mechanism=None):
         made = self.task.build(mechanism) if mechanism else self.model

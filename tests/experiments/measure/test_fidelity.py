@@ -13,7 +13,7 @@ from helpers.small_bert import VOCABULARY, write_text
 
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.attention import uniform_attention
-from crt_exp.experiments.measure.fidelity import Fidelity, Subject, SwapLoss
+from crt_exp.experiments.measure.fidelity import DocumentBench, Fidelity, SwapLoss
 from crt_exp.experiments.runner.run import read_records
 from crt_exp.mechanism import Mechanism
 
@@ -68,7 +68,7 @@ def folder(tmp_path_factory, saved_models):
 
 
 def subject(folder, name, **options):
-    return Subject(str(folder / name), str(folder / "text.txt"), **OPTIONS | options)
+    return DocumentBench(str(folder / name), str(folder / "text.txt"), **OPTIONS | options)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "bare", "albert"])
@@ -80,7 +80,7 @@ def test_exact_attention_has_no_error(folder, name):
     for calls in source.calls:
         assert len(calls) == 2
     for text, true in {"exact": True, "window block=32": True, "uniform": False}.items():
-        found = source.measured(Mechanism.parse(text))
+        found = source.errors(Mechanism.parse(text))
         assert found["hidden"].shape == found["attention"].shape == (3, 2)
         actual = (found["hidden"] < 1e-4).all() and (found["attention"] < 1e-4).all()
         assert (actual) == true
@@ -94,7 +94,7 @@ def test_exact_attention_has_no_error(folder, name):
 @torch.no_grad()
 def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
     source = subject(folder, "bert")
-    found = source.measured(Mechanism.of("favorpp", m=8, seed=5))
+    found = source.errors(Mechanism.of("favorpp", m=8, seed=5))
     model = transformers.BertForMaskedLM.from_pretrained(folder / "bert").eval()
     ids = source.rows[1:2]
     inputs, labels = source.inputs_and_labels(1)
@@ -119,7 +119,7 @@ def test_errors_of_a_masked_model_are_those_of_their_definition(folder):
 def test_causal_layers_are_fitted_to_the_training_text(folder):
     """As by calibrate_attention on it; without it they are refused, and so is the text itself."""
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
-    found = source.measured(Mechanism.of("favorpp", m=8))
+    found = source.errors(Mechanism.of("favorpp", m=8))
     model = transformers.GPT2LMHeadModel.from_pretrained(folder / "gpt2").eval()
     ids = source.rows[:1]
     exact = float(model(ids, labels=ids).loss)
@@ -131,8 +131,8 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
     expected = float(model(ids, labels=ids).loss) - exact
     assert actual == pytest.approx(expected, abs=1e-4)
     with pytest.raises(ValueError, match="task.calibration"):
-        subject(folder, "gpt2").measured(Mechanism.of("favorpp", m=8))
-    assert "above" in subject(folder, "gpt2").measured(
+        subject(folder, "gpt2").errors(Mechanism.of("favorpp", m=8))
+    assert "above" in subject(folder, "gpt2").errors(
         Mechanism.of("favorp", m=8)
     )  # has nothing to fit
     with pytest.raises(ValueError, match="task.calibration: .* expected disjoint"):
@@ -143,7 +143,7 @@ def test_causal_layers_are_fitted_to_the_training_text(folder):
 def test_the_error_of_a_layer_is_that_of_its_own_tensors(folder):
     """Those of the exact model: errors of earlier layers do not add up."""
     source = subject(folder, "llama")
-    found = source.measured(Mechanism.of("uniform"))
+    found = source.errors(Mechanism.of("uniform"))
     for layer, call in enumerate(source.calls[2]):
         uniform = uniform_attention(call.q, call.k, call.v, causal=True)
         error = (uniform - call.output).norm() / call.output.norm()
@@ -177,7 +177,7 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
     expected = np.mean(texts["above"])
     assert actual == pytest.approx(expected)
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
-    both = [source.measured(Mechanism.of("favorpp", m=8, seed=seed))["above"] for seed in (0, 1)]
+    both = [source.errors(Mechanism.of("favorpp", m=8, seed=seed))["above"] for seed in (0, 1)]
     actual = texts["above"]
     expected = np.mean(both, 0)
     np.testing.assert_allclose(actual, expected, atol=1e-6)
@@ -194,7 +194,7 @@ def test_what_is_refused(folder, tmp_path):
     swap_attention(model, "favorp", m=8)
     model.save_pretrained(tmp_path / "linear")
     with pytest.raises(ValueError, match="expected exact attention"):
-        Subject(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
+        DocumentBench(str(tmp_path / "linear"), str(folder / "text.txt"), **OPTIONS)
 
 
 @pytest.mark.slow

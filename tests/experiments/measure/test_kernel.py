@@ -17,9 +17,8 @@ from crt_exp.experiments.measure.kernel import (
     Pointwise,
     angles_of,
     at_angles,
+    estimate_pairs,
     generator,
-    log_relative_mse,
-    squared_errors,
 )
 from crt_exp.experiments.measure.sampling import ClassDistributions, distances, estimator
 from crt_exp.experiments.measure.variance import (
@@ -35,9 +34,8 @@ METHODS = ["favor", "favorp", "favorpp", "gerf", "hrf_angular", "hrf_gaussian", 
 
 
 def mechanism(features, m=4, sampler="iid", **options):
-    return Mechanism.of(
-        features=features, m=m, sampler=sampler, **{f"features.{k}": v for k, v in options.items()}
-    )
+    named = {f"features.{key}": value for key, value in options.items()}
+    return Mechanism.of(features=features, m=m, sampler=sampler, **named)
 
 
 def probes():
@@ -64,33 +62,28 @@ def probes():
     ids=str,
 )
 def test_measured_errors_are_those_of_the_closed_form(made):
-    phi = made.map()
     x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
-    params = phi.fit(Statistics.of(x, y))
-    found = squared_errors(phi, made, x, y, params, groups=40, draws=100, seed=1)
-    closed = log_relative_mse(phi, x, y, params, made.m).exp()
-    error = found.std(0) / 40**0.5
-    assert ((found.mean(0) - closed).abs() < 5 * error + 1e-12).all()
+    estimate = estimate_pairs(made, x, y)
+    squared = estimate.squared_errors(groups=40, draws=100, seed=1)
+    closed = estimate.log_relative_mse.exp()
+    error = squared.std(0) / 40**0.5
+    difference = (squared.mean(0) - closed).abs()
+    assert (difference < 5 * error + 1e-12).all()
     assert (error < 0.2 * closed + 1e-12).all()  # the test has power
 
 
 def test_pointwise_errors_vanish_where_the_maps_are_exact():
-    of = {
-        name: next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0))
-        for name in ("trig", "hyp", "angular")
-    }
     zero = {}
-    for name, r in of.items():
-        zero[name] = [error < 1e-12 for error in r["error"]]
+    for name in ("trig", "hyp", "angular"):
+        record = next(Pointwise(8, [1.0], 5, 2, 20).records(mechanism(name), 0))
+        zero[name] = [error < 1e-12 for error in record["error"]]
+        assert record["largest_error"] == max(record["error"])
     expected = {
         "trig": [True] + [False] * 4,
         "hyp": [False] * 4 + [True],
         "angular": [True, *[False] * 3, True],
     }
     assert zero == expected
-    actual = of["trig"]["largest_error"]
-    expected = max(of["trig"]["error"])
-    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -102,12 +95,13 @@ def test_pointwise_errors_vanish_where_the_maps_are_exact():
 )
 def test_pointwise_closed_forms(name, variance):
     """Relative variances of one projection, by |x + y|^2 and |x - y|^2 (Performers, Lemmas 1 and 2)."""
-    record = next(Pointwise(8, [0.7], 5, 2, 3).records(mechanism(name, 6), 0))
+    task = Pointwise(8, [0.7], 5, 2, 3)
+    record = next(task.records(mechanism(name, 6), 0))
     cosine = torch.tensor(record["theta"]).double().cos()
-    expected = variance(2 * 0.7**2 * (1 + cosine), 2 * 0.7**2 * (1 - cosine)) / 6
-    np.testing.assert_allclose(
-        record["closed_form"], expected.clamp(min=0).sqrt(), rtol=1e-6, atol=1e-7
-    )
+    z = 2 * 0.7**2 * (1 + cosine)
+    apart = 2 * 0.7**2 * (1 - cosine)
+    expected = (variance(z, apart) / 6).clamp(min=0).sqrt()
+    np.testing.assert_allclose(record["closed_form"], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_qmc_errors():
@@ -117,16 +111,16 @@ def test_qmc_errors():
     assert torch.allclose(actual, expected)
     x, y = task.random_pairs(generator(0))
     assert ((x - y).norm(dim=-1) > 0).all()
-    iid, orthogonal = (
-        next(task.records(mechanism("trig", 13, s), 0)) for s in ("iid", "orthogonal")
-    )
+    iid = next(task.records(mechanism("trig", 13, "iid"), 0))
+    orthogonal = next(task.records(mechanism("trig", 13, "orthogonal"), 0))
     error = np.std(iid["mse_of_groups"], ddof=1) / 10**0.5
-    assert abs(iid["mse"] - iid["closed_form"]) < 5 * error < 0.5 * iid["closed_form"]
+    difference = abs(iid["mse"] - iid["closed_form"])
+    assert difference < 5 * error < 0.5 * iid["closed_form"]
     assert orthogonal["mse"] < iid["mse"]
     assert "sampler_bias" not in iid
-    assert "sampler_bias" in next(
-        QMC("iris", "none", 1.0, 5, 1, 2).records(mechanism("trig", 4, "hadamard"), 0)
-    )
+    iris = QMC("iris", "none", 1.0, 5, 1, 2)
+    hadamard = next(iris.records(mechanism("trig", 4, "hadamard"), 0))
+    assert "sampler_bias" in hadamard
 
 
 @pytest.mark.parametrize("name", probes())
@@ -154,12 +148,13 @@ def test_flops_are_those_of_the_formula():
     assert actual == expected
 
     def cost(made, counted="features"):
-        return kernel.flops(made.map(), made, made.map().fit(None), 16, counted)
+        return kernel.flops(made, made.map().fit(None), 16, counted)
 
-    one, two = (cost(mechanism("trig", m)) for m in (8, 16))
+    one = cost(mechanism("trig", 8))
+    two = cost(mechanism("trig", 16))
     assert two - one == 8 * (2 * 16 + 4)  # a projection, its cos and sin, each times h(x)
-    plain, attended = (cost(mechanism("trig", 8), counted) for counted in ("features", "attention"))
-    assert attended == 2 * plain + 2 * (2 * 16 * 17)
+    attended = cost(mechanism("trig", 8), "attention")
+    assert attended == 2 * one + 2 * (2 * 16 * 17)
     hybrid = cost(mechanism("angular", 8, n=8))
     assert (
         2 * 16 * 16 + 512 < hybrid < 2 * 16 * 16 + 512 + 300
@@ -188,8 +183,9 @@ def estimated(name, x, y, m=16):
     phi = mechanism.map("softmax")
     noise = mechanism.noise(x.shape[1], torch.Generator().manual_seed(0))
     params = phi.fit(Statistics.of(x, y))
-    dense = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
-    return estimator(phi, noise, params, y), dense
+    queries = phi.phi_q(x, noise, params).exp()
+    keys = phi.phi_k(y, noise, params).exp()
+    return estimator(phi, noise, params, y), queries @ keys.mT
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -226,10 +222,12 @@ def test_distances_are_those_of_scipy(name):
 
 def test_the_exact_softmax_has_no_distance_and_many_features_come_near():
     x, y = vectors()
-    assert max(distances(x, y, lambda part: (part @ y.T).exp()).values()) < 1e-5
+    exact = distances(x, y, lambda part: (part @ y.T).exp())
+    assert max(exact.values()) < 1e-5
     with pytest.raises(ValueError, match="expected finite values"):
-        distances(x, y, lambda part: torch.full((len(part), len(y)), torch.nan))
-    few, many = (distances(x, y, estimated("favorp", x, y, m)[0]) for m in (8, 4096))
+        distances(x, y, lambda part: (part @ y.T) * torch.nan)
+    few = distances(x, y, estimated("favorp", x, y, 8)[0])
+    many = distances(x, y, estimated("favorp", x, y, 4096)[0])
     for name in ("w1", "ks"):
         assert many[name] < few[name] / 2
 
@@ -240,24 +238,24 @@ def test_the_task(monkeypatch):
     class Task:
         unigram = np.array([0.5, *[0.5 / 59] * 59])
 
-    monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), *vectors(40)))
-    monkeypatch.setattr(sampling, "read_records", lambda path: [{"loss": 4.0, "unigram_loss": 6.0}])
+    x, y = vectors(40)
+    records = [{"loss": 4.0, "unigram_loss": 6.0}]
+    monkeypatch.setattr(sampling, "vectors_of", lambda start: (Task(), x, y))
+    monkeypatch.setattr(sampling, "read_records", lambda path: records)
     task = ClassDistributions("run", 5, [16, 64])
     asked = []
     with_projections = Mechanism.with_projections
-    monkeypatch.setattr(
-        Mechanism,
-        "with_projections",
-        lambda self, m: [asked.append(m), with_projections(self, m)][1],
-    )
-    rows = {
-        name: [*task.rows(Mechanism.of(name), 0)] for name in ("favorp", "hrf_angular", "exact")
-    }
-    assert (
-        [row["m"] for row in rows["favorp"]]
-        == [row["m"] for row in rows["hrf_angular"]]
-        == [16, 64]
-    )
+
+    def recorded(self, m):
+        asked.append(m)
+        return with_projections(self, m)
+
+    monkeypatch.setattr(Mechanism, "with_projections", recorded)
+    rows = {}
+    for name in ("favorp", "hrf_angular", "exact"):
+        rows[name] = [*task.rows(Mechanism.of(name), 0)]
+    for name in ("favorp", "hrf_angular"):
+        assert [row["m"] for row in rows[name]] == [16, 64]
     assert asked == [16, 64, 2, 8]
     assert rows["exact"][0]["loss"] == 4.0
     assert [row["method"] for row in rows["exact"][1:]] == [
@@ -285,16 +283,12 @@ def test_poles_are_no_numbers(name):
 
 def test_the_ratio_is_that_of_the_closed_forms():
     """One projection at length 1 and 90 degrees: |z|^2 = 2, exp(x.y) = 1 (Performers, Lemma 2)."""
-    row = next(
-        row
-        for row in VarianceByAngle(1.0, 90).rows(Mechanism.of(features="pos"), 0)
-        if row["angle"] == 90
-    )
+    ratios = {}
+    for row in VarianceByAngle(1.0, 90).rows(Mechanism.of(features="pos"), 0):
+        ratios[row["angle"]] = row["log_ratio"]
     trig = math.exp(2) * (1 - math.exp(-2)) ** 2 / 2
     pos = math.exp(2) - 1
-    actual = row["log_ratio"]
-    expected = math.log(trig / pos)
-    assert actual == pytest.approx(expected)
+    assert ratios[90] == pytest.approx(math.log(trig / pos))
 
 
 def test_variances_of_pairs_are_those_of_the_closed_forms():
@@ -304,11 +298,11 @@ def test_variances_of_pairs_are_those_of_the_closed_forms():
         ("pos", lambda z, apart: (-apart).exp() * (z.exp() - 1)),
         ("trig", lambda z, apart: (1 - (-apart).exp()) ** 2 / 2),
     ):
-        records = [
-            *Variance("normal", 6, [0.1, 0.2], "gaussian").records(Mechanism.of(features=name), 3)
-        ]
+        task = Variance("normal", 6, [0.1, 0.2], "gaussian")
+        records = [*task.records(Mechanism.of(features=name), 3)]
         for record in records:
-            z, apart = (record["sigma"] ** 2 * t.square().sum(-1) for t in (x + y, x - y))
+            z = (record["sigma"] * (x + y)).square().sum(-1)
+            apart = (record["sigma"] * (x - y)).square().sum(-1)
             pairs = variance(z, apart).log()
             found = [
                 record["log_variance"],
@@ -323,41 +317,30 @@ def test_variances_of_pairs_are_those_of_the_closed_forms():
 @pytest.mark.parametrize("name", ["oprf", "gerf", "pois", "geom"])
 def test_parameters_of_the_set_cost_variance_on_average(name):
     """The fit to each pair is an oracle: no fit to the set is below it."""
-    of_set, of_pair = (
-        next(
-            Variance("heterogen", 50, [1.0], "gaussian", fit).records(
-                Mechanism.of(features=name), 0
-            )
-        )
-        for fit in ("set", "pair")
-    )
-    assert of_set["log_variance"] > of_pair["log_variance"]
+    log_variance = {}
+    for fit in ("set", "pair"):
+        task = Variance("heterogen", 50, [1.0], "gaussian", fit)
+        record = next(task.records(Mechanism.of(features=name), 0))
+        log_variance[fit] = record["log_variance"]
+    assert log_variance["set"] > log_variance["pair"]
 
 
 def test_the_gain_of_the_best_parameter_at_every_length():
     """For x = y, s = |x + y|^2: the least variance over A of features exp(A w^2 + B w x - x^2 / 2), B^2 = 1 - 4 A."""
 
     def variance(A, s, d=8):
-        moment = (
-            (1 - 4 * A) ** d
-            * (1 - 8 * A) ** (-d / 2)
-            * math.exp(2 * s * (1 - 4 * A) / (1 - 8 * A) - s / 2)
-        )
+        B = 1 - 4 * A
+        C = 1 - 8 * A
+        moment = B**d * C ** (-d / 2) * math.exp(2 * s * B / C - s / 2)
         return moment - math.exp(s / 2)
 
     gains = {}
     for name in ("pos", "oprf"):
-        gains[name] = {
-            row["sum"]: row["gain"]
-            for row in VarianceByLength(8, 9).rows(Mechanism.of(features=name), 0)
-        }
-    least = {
-        s: minimize_scalar(variance, bounds=(-5, 0), args=(s,), method="bounded").fun
-        for s in range(1, 10)
-    }
-    actual = gains["pos"]
-    expected = dict.fromkeys(range(1, 10), 0)
-    assert actual == expected
-    actual = gains["oprf"]
-    expected = {s: math.log(least[s] / variance(0, s)) for s in least}
-    assert actual == pytest.approx(expected, rel=1e-5)
+        rows = VarianceByLength(8, 9).rows(Mechanism.of(features=name), 0)
+        gains[name] = {row["sum"]: row["gain"] for row in rows}
+    assert gains["pos"] == dict.fromkeys(range(1, 10), 0)
+    expected = {}
+    for s in range(1, 10):
+        least = minimize_scalar(variance, bounds=(-5, 0), args=(s,), method="bounded")
+        expected[s] = math.log(least.fun / variance(0, s))
+    assert gains["oprf"] == pytest.approx(expected, rel=1e-5)

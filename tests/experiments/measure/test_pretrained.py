@@ -2,7 +2,6 @@
 in which one far key matters, and the dense baselines that read them."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ KINDS = [*pretrained.ROWS]
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
-    for each in (pretrained.exact_reading, pretrained.tokens, whisper.utterances):
+    for each in (pretrained.exact_prediction, pretrained.tokens, whisper.utterances):
         each.cache_clear()
 
 
@@ -44,7 +43,7 @@ def test_attention_that_sees_all_loses_nothing(reader, kind):
         found = read(arm, kind)
         assert found["above"] == pytest.approx(0, abs=1e-5)
         assert found["nats"] == pytest.approx(exact["nats"], abs=1e-5)
-    pretrained.exact_reading.cache_clear()
+    pretrained.exact_prediction.cache_clear()
     assert read("exact", kind) == exact
 
 
@@ -70,11 +69,11 @@ def test_above_is_against_the_loss_of_the_whole_model(reader):
 
 
 def test_a_row_repeats_its_first_half(reader):
-    again = pretrained.repeated("", 512, 0)
-    actual = again.ids[0, again.places]
-    expected = again.ids[0, again.places - 256]
+    again = pretrained.repeated_row("", 512, 0)
+    actual = again.ids[0, again.positions]
+    expected = again.ids[0, again.positions - 256]
     assert torch.equal(actual, expected)
-    assert again.places[0] == 256 + pretrained.MIN_CONTEXT
+    assert again.positions[0] == 256 + pretrained.MIN_CONTEXT
 
 
 def test_words_of_the_text_are_plain(tmp_path, monkeypatch):
@@ -100,12 +99,13 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
             initializer_range=0.5,
         )
     ).eval()
-    monkeypatch.setattr(pretrained, "load_model_and_tokenizer", lambda name, kind: (model, letters))
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda name, kind: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
     for text in ("train", "code"):
-        [found] = pretrained.SwapEmbeddings("", 128, 3, 4, text).rows(Mechanism.parse(arm), 0)
+        task = pretrained.SwapEmbeddings("", 128, 3, 4, text)
+        [found] = task.rows(Mechanism.parse(arm), 0)
         assert len(found["cosine"]) == 3
         actual = min(found["cosine"]) > 1 - 1e-5
         assert (actual) == (arm == "exact")
@@ -126,17 +126,24 @@ def test_images_are_seen_with_each_attention(arm, tmp_path, monkeypatch):
         for split, each in pretrained.images.digits().items()
     }
     monkeypatch.setattr(pretrained.images, "load", lambda dataset: digits)
-    [found] = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4).rows(Mechanism.parse(arm), 0)
+    task = pretrained.SwapImages(str(tmp_path), "digits", 32, 3, 4)
+    [found] = task.rows(Mechanism.parse(arm), 0)
     assert len(found["cosine"]) == 3
     actual = min(found["cosine"]) > 1 - 1e-5
     assert (actual) == (arm == "exact")
 
 
-@pytest.mark.parametrize("arm", ["uniform", "favorpp m=8", "bfloat16"])
-def test_speech_is_heard_with_each_attention(speaker, arm):
-    dtype = "bfloat16" if arm == "bfloat16" else None
-    probe = whisper.SwapSpeech("", "train", 2, dtype, 1)
-    mechanism = Mechanism.parse("exact" if dtype else arm)
+@pytest.mark.parametrize(
+    "method, dtype",
+    [
+        ("uniform", None),
+        ("favorpp m=8", None),
+        ("exact", "bfloat16"),
+    ],
+)
+def test_speech_is_heard_with_each_attention(speaker, method, dtype):
+    probe = whisper.SwapSpeech("", "train", 2, 1, dtype)
+    mechanism = Mechanism.parse(method)
     [found] = probe.rows(mechanism, 1)
     assert found["wer"] > 0
     assert [found] == [*probe.rows(mechanism, 1)]
@@ -150,18 +157,16 @@ def test_a_model_that_was_not_fetched_is_named_with_the_command_that_brings_it(
     with pytest.raises(
         ConfigError, match=f"models/{model}: .*run `python -m crt_exp data fetch models/{model} "
     ):
-        pretrained.load_model_and_tokenizer(f"models/{model}")
+        pretrained.load_pretrained(f"models/{model}")
 
 
 def test_dictation_is_the_transcript_of_exact_attention(speaker):
     """Nats and agreement of its own tokens, of which exact attention finds each the likeliest."""
-    (exact,), *others = (
-        [*Dictation("", "train", 2, 1).rows(Mechanism.parse(method), 1)]
-        for method in ("exact", "uniform")
-    )
+    task = Dictation("", "train", 2, 1)
+    [exact] = task.rows(Mechanism.parse("exact"), 1)
+    [uniform] = task.rows(Mechanism.parse("uniform"), 1)
     assert exact["above"] == pytest.approx(0, abs=1e-6)
-    for (other,) in others:
-        assert other["above"] != 0
+    assert uniform["above"] != 0
     tokens, nats = exact_transcript("", "train", "2")
     assert nats.shape == (tokens.shape[1] - 1,)
     assert int(tokens[0, 0]) == 1
@@ -187,9 +192,8 @@ FAR = {
 def test_a_query_gives_its_far_key_the_weight_that_is_said():
     q, k, _ = FarKey(512, **FAR).sample_heads(0)
     places = torch.arange(512 - 256, 512)
-    weights = (
-        (q @ k.mT).masked_fill(torch.arange(512) > places.unsqueeze(1), -torch.inf).softmax(-1)
-    )
+    future = torch.arange(512) > places.unsqueeze(1)
+    weights = (q @ k.mT).masked_fill(future, -torch.inf).softmax(-1)
     most, at = weights.max(-1)
     expected = torch.full_like(most, 0.9)
     assert_close(most, expected, rtol=1e-3, atol=0)
@@ -198,19 +202,12 @@ def test_a_query_gives_its_far_key_the_weight_that_is_said():
 
 def test_near_far_attention_finds_the_far_key():
     near = "nearfar block=32 heavy=16 open=128"
-    found = {
-        row["method"]: row["error"]
-        for row in FarKey(512, **FAR | {"methods": [near, "uniform"]}).rows(None, 0)
-    }
+    task = FarKey(512, **FAR | {"methods": [near, "uniform"]})
+    found = {row["method"]: row["error"] for row in task.rows(None, 0)}
     assert found[near] < 0.2 < found["uniform"]
 
 
 # ---- a model that copies
-
-
-CAUSAL = {
-    name: partial(recall.BASELINES[name], first=16) for name in ("largest", "pages", "clusters")
-}
 
 
 @pytest.fixture
@@ -219,9 +216,11 @@ def heads():
     return tuple(torch.randn(1, 2, 160, 8, generator=g, dtype=torch.float64) for _ in range(3))
 
 
-@pytest.mark.parametrize("baseline", CAUSAL)
+@pytest.mark.parametrize("baseline", recall.BASELINES)
 def test_baselines_are_exact_on_all_keys_weigh_to_one_and_see_no_later_token(heads, baseline):
-    attend = CAUSAL[baseline]
+    def attend(q, k, v, keys):
+        return recall.BASELINES[baseline](keys, first=16)(q, k, v)
+
     q, k, v = heads
     actual = attend(*heads, 160)
     expected = exact_attention(*heads, causal=True)
@@ -248,10 +247,11 @@ def test_clusters_are_their_means(heads):
     for c in range(centres.shape[2]):
         mine = (cell[0, h] == c) & ~near
         if mine.any():
-            logits.append((q[0, h, i] @ centres[0, h, c] + mine.sum().log())[None])
+            logit = q[0, h, i] @ centres[0, h, c] + mine.sum().log()
+            logits.append(logit[None])
             values.append(v[0, h, mine].mean(0)[None])
     expected = torch.cat(logits).softmax(-1) @ torch.cat(values)
-    assert_close(CAUSAL["clusters"](q, k, v, 0)[0, h, i], expected)
+    assert_close(recall.Clusters(0, first=16)(q, k, v)[0, h, i], expected)
 
 
 def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
@@ -265,7 +265,7 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
             intermediate_size=16,
         )
     ).eval()
-    monkeypatch.setattr(recall, "model_of", lambda start: (model, None))
+    monkeypatch.setattr(recall, "load_pretrained", lambda folder: (model, None))
     text = torch.randint(50, (8, 160), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
     rows = recall.passages("", "test", 160, 3)

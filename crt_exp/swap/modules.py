@@ -1,0 +1,206 @@
+"""Replacements for the attention modules of torch and timm.
+
+torch's MultiheadAttention is also that of TransformerEncoder and of torchaudio's Conformer. Hugging Face modules keep
+their class: see `interface`.
+
+Notation: B batch, H query heads, L queries, S keys.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from crt_exp.attention.base import AttentionLayer
+from crt_exp.swap.attend import as_keep, attend
+
+
+class SwappedMultiheadAttention(nn.Module):
+    """Replacement for nn.MultiheadAttention, with its parameters and arguments.
+
+    The class is no subclass of nn.MultiheadAttention. `need_weights=True`, torch's default, forms the (L, S) matrix:
+    pass False if the matrix is not needed.
+    """
+
+    swapped: AttentionLayer
+    # attributes of nn.MultiheadAttention
+    num_heads: int
+    batch_first: bool
+    dropout: float
+    in_proj_weight: Tensor | None
+    in_proj_bias: Tensor | None
+    out_proj: nn.Module
+
+    # False keeps an encoder layer in eval mode off its fused fast path
+    _qkv_same_embed_dim = property(lambda self: False)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        batched = query.ndim == 3
+        time_first = batched and not self.batch_first
+        q, k, v = (self._split(t, batched, time_first) for t in self._project(query, key, value))
+        keep = as_keep(key_padding_mask, self.swapped.path)
+        if keep is not None and not batched:
+            keep = keep[None]
+        mask, causal = self._mask(attn_mask, q, k, is_causal)
+        dropout = self.dropout if self.training else 0.0
+        # activation checkpointing passes two tensors that share memory
+        same = query is key or (not torch.compiler.is_compiling() and query.is_set_to(key))
+        out, matrix = attend(
+            self.swapped,
+            q,
+            k,
+            v,
+            keep=keep,
+            mask=mask,
+            causal=causal,
+            cross=not same,
+            matrix=need_weights,
+            dropout=dropout,
+        )
+        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        if matrix is not None and average_attn_weights:
+            matrix = matrix.mean(1)
+        if time_first:
+            out = out.transpose(0, 1)
+        if batched:
+            return out, matrix
+        return out[0], None if matrix is None else matrix[0]
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None and query is key and key is value:
+            return F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        weights: tuple[Any, ...] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        biases: tuple[Any, ...] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = self.in_proj_bias.chunk(3)
+        vectors = (query, key, value)
+        return tuple(F.linear(t, w, b) for t, w, b in zip(vectors, weights, biases))
+
+    def _split(self, t: Tensor, batched: bool, time_first: bool) -> Tensor:
+        if time_first:
+            t = t.transpose(0, 1)
+        elif not batched:
+            t = t[None]
+        return t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def _mask(
+        self, mask: Tensor | None, q: Tensor, k: Tensor, is_causal: bool
+    ) -> tuple[Tensor | None, bool]:
+        """Convert torch's mask (True or -inf = removed) to pairs to keep.
+
+        `is_causal` is trusted for square masks.
+        """
+        if mask is None or (is_causal and q.shape[2] == k.shape[2]):
+            return None, is_causal
+        if mask.dtype == torch.bool:
+            mask = ~mask
+        if mask.ndim == 3:
+            mask = mask.unflatten(0, q.shape[:2])
+        return mask, is_causal
+
+
+# ---- timm
+
+
+class TimmAttention(nn.Module):
+    """Base class of the replacements: the steps after the projections."""
+
+    swapped: AttentionLayer
+    # attributes of timm's classes
+    num_heads: int
+    head_dim: int
+    num_prefix_tokens: int
+    rotate_half: bool
+    q_norm: nn.Module
+    k_norm: nn.Module
+    attn_drop: nn.Dropout
+    proj: nn.Module
+    proj_drop: nn.Module
+    qkv: Any
+
+    def _attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        rope: Tensor | None = None,
+    ) -> Tensor:
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        dropout = self.attn_drop.p if self.training else 0.0
+        if rope is not None:
+            q = self._rotated(q, rope).type_as(v)
+            k = self._rotated(k, rope).type_as(v)
+        if causal:
+            mask = None
+        out, _ = attend(self.swapped, q, k, v, mask=mask, causal=causal, dropout=dropout)
+        out = out.transpose(1, 2).flatten(2)
+        norm = self._modules.get("norm")
+        if norm is not None:
+            out = norm(out)
+        gate = self._modules.get("gate")
+        if gate is not None:
+            out = out * gate(x).sigmoid()
+        return self.proj_drop(self.proj(out))
+
+    def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
+        from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+
+        before = self.num_prefix_tokens
+        rotated = apply_rot_embed_cat(t[:, :, before:], rope, half=self.rotate_half)
+        return torch.cat([t[:, :, :before], rotated], 2)
+
+
+class SwappedTimmAttention(TimmAttention):
+    """Replacement for timm.layers.Attention, with its submodules and arguments."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)
+        q, k, v = projected.permute(2, 0, 3, 1, 4).unbind()
+        return self._attend(x, q, k, v, attn_mask, is_causal)
+
+
+class SwappedTimmRotary(TimmAttention):
+    """Replacement for timm's AttentionRope and EvaAttention.
+
+    Rotates queries and keys. Supports one or three projections, and grouped heads.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        q, k, v = self._projected(x)
+        return self._attend(x, q, k, v, attn_mask, is_causal, rope)
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        biases: list[Any] = [getattr(self, name, None) for name in ("q_bias", "k_bias", "v_bias")]
+        if self.qkv is None:
+            names = ("q_proj", "k_proj", "v_proj")
+            projected = tuple(self.get_submodule(name)(x) for name in names)
+        elif biases[0] is None:
+            projected = self.qkv(x).chunk(3, -1)  # calling the module includes an adapter on it
+        else:
+            projected = F.linear(x, self.qkv.weight, torch.cat(biases)).chunk(3, -1)
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
