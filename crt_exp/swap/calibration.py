@@ -294,7 +294,7 @@ class CalibrationHook:
         minimum = new.minimum.amin(0)
         if old is not None:
             minimum = torch.minimum(old.minimum, minimum)
-        return Moments.known(**pooled, minimum=minimum)
+        return Moments.from_values(**pooled, minimum=minimum)
 
 
 @torch.no_grad()

@@ -269,8 +269,6 @@ class Adapt(SwapMeasurement):
     steps: Count
     transfer: Count
     lora: Count
-    exact_lr: Positive
-    transfer_lr: Positive
     lora_lr: Positive
     rank: Count
 
@@ -295,7 +293,7 @@ class Adapt(SwapMeasurement):
 
     def swapped_model(self, mechanism: Mechanism, seed: int) -> nn.Module:
         setting = SETTINGS[self.model]
-        weights = exact_weights(self.model, seed, self.steps, self.exact_lr)
+        weights = exact_weights(self.model, seed, self.steps, EXACT_LR)
         model = setting.model()
         model.load_state_dict(weights, strict=False)
         seeded = replace(mechanism, seed=seed)
@@ -305,7 +303,7 @@ class Adapt(SwapMeasurement):
         student = TransferModel(model)
         calibrate(student, SETTINGS[self.model].calibration(seed))
         training = Training(self.model, seed)
-        training.run(student, self.transfer, self.transfer_lr, transfer_loss)
+        training.run(student, self.transfer, TRANSFER_LR, transfer_loss)
         release(student)
 
     def train_adapters(self, model: nn.Module, steps: int, training: Training) -> None:
@@ -374,7 +372,6 @@ class AdaptPretrained(SwapMeasurement):
     captured: Count
     transfer: Count
     steps: Several[Whole]
-    transfer_lr: Positive
     lora_lr: Positive
     rank: Count
     bf16: bool
@@ -391,7 +388,7 @@ class AdaptPretrained(SwapMeasurement):
         losses = self.loss_increases(model)
         yield from step_rows(0, losses, minutes)
         if learns(model) or layer_parameters(swapped_states(model)):
-            arguments = (model, captured, self.transfer, self.transfer_lr)
+            arguments = (model, captured, self.transfer, PRETRAINED_TRANSFER_LR)
             minutes = milliseconds(transfer_attention, *arguments, clock=PROCESSOR) / MINUTE
             losses = self.loss_increases(model)
         yield from step_rows(self.transfer, losses, minutes)

@@ -253,7 +253,7 @@ class AttentionMaps(SwapMeasurement):
                     rows = [format_weights(weights) for weights in head.tolist()]
                     yield {"head": f"{i}.{j}", "query": [*range(len(head))], "row": rows}
         if mechanism.is_exact:
-            index = protein.uniprot(None, None)
+            index = protein.read_uniprot(None, None)
             _, order = np.unique(index.digests, return_index=True)
             sequences = [np.array(index[row]) for row in order[: self.sequences]]
             yield from self.similarity_rows(saved, sequences)

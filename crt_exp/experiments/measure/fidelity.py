@@ -147,7 +147,8 @@ class DocumentBench(TextBench):
         if self.causal:
             return super().inputs_and_labels(i)
         uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        batch = data.Masking.of(self.tokenizer, SHARE)(self.rows[i : i + 1].numpy(), uniform)
+        masking = data.Masking.from_tokenizer(self.tokenizer, SHARE)
+        batch = masking(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
 
     # ---- other attention

@@ -241,7 +241,7 @@ class QMC(Measurement):
 
     def __post_init__(self):
         self.file = file_of(self.dataset, self.data_dir)
-        table = load(self.dataset, self.data_dir).encode("ordinal")
+        table = load(self.dataset, self.data_dir).encode()
         rows = torch.from_numpy(scaler(table, self.scaling)(table)).double()
         norm = rows.square().sum(-1).mean().sqrt()
         self.data = self.length * rows / norm  # (rows, d)

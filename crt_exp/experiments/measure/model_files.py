@@ -234,17 +234,17 @@ def audio_bench(model: str, source: str, split: Split) -> BatchBench:
 def read_utterances(source: str) -> list[speech.Utterance]:
     """Return the utterances of a table with transcripts, or of a folder without."""
     path = Path(source).expanduser()
-    faults = speech.Faults("error", "utterances of task.audio")
     utterances = []
     if path.is_file():
         for split in speech.SPLITS:
-            utterances += speech.table_utterances(path, split, faults)
+            utterances += speech.table_utterances(path, split)
     else:
         for file in speech.audio_files(source, "task.audio"):
             part = speech.AudioPart(str(file), speech.seconds_of(file, str(file)))
             utterances.append(speech.Utterance(file.stem, "", (part,)))
-    faults.report(len(utterances))
-    return speech.usable(utterances, float("inf"), faults)
+    if not utterances:
+        raise DataError(f"task.audio={source}: no utterances; expected at least one")
+    return speech.checked_lengths(utterances)
 
 
 def load_transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:

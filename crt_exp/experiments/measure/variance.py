@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import missing, task_folder
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
