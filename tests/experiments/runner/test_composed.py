@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from crt_exp.experiments.runner import command_line
 from crt_exp.experiments.runner.command_line import comments, lines_of
@@ -31,12 +32,19 @@ EVERY = [
 ]
 
 
+def required(overrides: tuple[str, ...]) -> list[str]:
+    """Overrides for the run or model that a task starts from, which has no default."""
+    task = dict(override.split("=") for override in overrides)["task"]
+    options = OmegaConf.load(CONF / "task" / f"{task}.yaml")
+    return [f"task.{key}=RUN" for key in ("start", "model", "text") if options.get(key, "") is None]
+
+
 @pytest.fixture(scope="module")
 def configurations():
     """The configuration of each, and the nodes that a `_target_` is built of by group."""
     found = {}
     for overrides in EVERY:
-        cfg = command_line.compose([*overrides])
+        cfg = command_line.compose([*overrides, *required(overrides)])
         whole = plain_config(cfg)
         nodes = {}
         for group in GROUPS:
