@@ -14,7 +14,7 @@ import pytest
 from helpers.pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 from omegaconf import OmegaConf
 
-from crt_exp.__main__ import COMMANDS
+from crt_exp import __main__ as entry
 from crt_exp.experiments import infer
 from crt_exp.experiments.data import __main__ as data_command
 from crt_exp.experiments.data import sources
@@ -228,7 +228,7 @@ TINY = {  # overrides that make a run of docs/add-your-own.md take a second
 @pytest.mark.parametrize("words", sorted(OF_RECIPES), ids=" ".join)
 def test_command_of_a_recipe_runs(words, typed, folder):
     tiny = next((TINY.get(word[5:], []) for word in words if word.startswith("task=")), [])
-    if words[:3] == ("python", "-m", "crt_exp") and words[3] not in COMMANDS:
+    if words[:3] == ("python", "-m", "crt_exp") and words[3] not in entry.COMMANDS:
         code, _, err = typed(*words[3:], *tiny)
         expected = 6 if "-m" in words[3:] else 1  # the sweep has two maps and three seeds
         assert code == 0, err
