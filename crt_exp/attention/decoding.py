@@ -15,6 +15,7 @@ from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
 from crt_exp.attention.engines.chunks import Chunked
+from crt_exp.attention.engines.selection import PLAIN, choose_engine
 from crt_exp.attention.feature_attention import positive_state
 from crt_exp.attention.partials import (
     DenominatorCount,
@@ -163,9 +164,15 @@ class DecodingState(TokenState):
         dtype = check_inputs(y, y, v, self._noise, self._params, True, key_mask)
         self._check(y)
         with no_autocast(y):
-            if self._fused and isinstance(self._phi, PositiveExponential):
+            engine = PLAIN
+            if self._fused:
+                engine = choose_engine(self._phi, y, y, v, self._noise, self._params)
+            if engine != PLAIN:
                 noise = match_float64(self._noise, dtype)
-                sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask, dtype)
+                vectors = (y.to(dtype), v.to(dtype))
+                sums, top = positive_state(
+                    *vectors, self._phi, noise, self._params, key_mask, dtype, engine
+                )
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
                 new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])

@@ -1,13 +1,10 @@
 """Attention with feature maps: Y = diag(A 1)^-1 A V with A = phi_q(x) phi_k(y)^T.
 
-Positive exponential maps use closed-form engines, in C for float32 on CPUs, behind one torch operator that
-torch.compile does not trace.
-Other maps, unnormalized sums, torch.func transforms and exported programs use chunks of plain operations.
+Positive exponential maps use engines in C (CPUs) or Triton (GPUs), behind one torch operator that torch.compile does
+not trace. Everything else uses chunks of plain operations; engines/selection.py chooses.
 
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +15,14 @@ from crt_exp.attention.checks import (
     check_result,
     repeat_heads,
     requires_gradient,
-    transformed,
 )
-from crt_exp.attention.engines import Form, Gradients, Saved, closed_form, native
-from crt_exp.attention.engines.chunks import Chunked, chunked_partial
+from crt_exp.attention.engines import Form, Gradients, Saved
+from crt_exp.attention.engines.chunks import chunked_partial
+from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
 from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
-from crt_exp.features.base import ONE, BoundMap, FeatureMap, Features
-from crt_exp.features.exponential import PositiveExponential, sq_norm
+from crt_exp.features.base import FeatureMap
+from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
-
-# by (in C, causal): chosen once for a call, so that its backward pass uses the same engine
-ENGINES: dict[tuple[bool, bool], Any] = {
-    (True, False): native.bidirectional,
-    (True, True): native.causal,
-    (False, False): closed_form.bidirectional,
-    (False, True): closed_form.causal,
-}
 
 
 def attention(
@@ -101,25 +90,23 @@ def attention(
     heads = x.shape[1]
     noise = match_float64(noise, dtype)
     count = counter or DenominatorCount()
-    x, y, v = align_heads(x, y, v, noise, params, causal)
-    if isinstance(phi, PositiveExponential) and normalize:
-        x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
-        if uses_plain_operations(x, y, v):
-            out = finish(chunked_engine(form, causal).rows(x, y, v)).to(v.dtype)
-        else:
-            in_c = native.applies(x, y, v, form.rows)
-            out = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)[0]
-    else:
+    out_dtype = v.dtype
+    engine = choose_engine(phi, x, y, v, noise, params) if normalize else PLAIN
+    x, y, v = align_heads(x, y, v, phi, noise, params, causal, engine)
+    if engine == PLAIN:
         if scale != 1:
             x = at_least_float32(x) * scale
             y = at_least_float32(y) * scale
         modulus = denominator == "clamp"
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
         count.add(rows)
-        out = finish(rows, denominator, normalize).to(v.dtype)
+        out = finish(rows, denominator, normalize)
+    else:
+        x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
+        out = torch.ops.crt_exp.attention(x, y, v, *form, engine, causal)[0]
     if counter is None and normalize and not torch.compiler.is_compiling():
         count.warn()
-    return split_heads(out, heads)
+    return split_heads(out, heads).to(out_dtype)
 
 
 def partial_attention(
@@ -148,26 +135,22 @@ def partial_attention(
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
     heads = x.shape[1]
     noise = match_float64(noise, dtype)
-    x, y, v = align_heads(x, y, v, noise, params, causal)
-    if isinstance(phi, PositiveExponential) and not modulus:
-        x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
-        chunked = chunked_engine(form, causal)
-        if uses_plain_operations(x, y, v):
-            rows = chunked.rows(x, y, v)
-        else:
-            in_c = native.applies(x, y, v, form.rows)
-            out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, in_c, causal)
-            logsum = ENGINES[in_c, causal].unit * logsum + form.shared_logs(x)
-            if key_mask is not None:
-                seen = key_mask.any(-1, keepdim=True)
-                if causal:
-                    seen = key_mask.cumsum(-1)[:, y.shape[2] - x.shape[2] :] > 0
-                logsum = torch.where(seen.unsqueeze(1), logsum, -torch.inf)
-            rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
-    else:
+    engine = PLAIN if modulus else choose_engine(phi, x, y, v, noise, params)
+    x, y, v = align_heads(x, y, v, phi, noise, params, causal, engine)
+    if engine == PLAIN:
         x = at_least_float32(x) * scale
         y = at_least_float32(y) * scale
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
+    else:
+        x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
+        out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, engine, causal)
+        logsum = find_engine(engine, causal).unit * logsum + form.shared_logs(x)
+        if key_mask is not None:
+            seen = key_mask.any(-1, keepdim=True)
+            if causal:
+                seen = key_mask.cumsum(-1)[:, y.shape[2] - x.shape[2] :] > 0
+            logsum = torch.where(seen.unsqueeze(1), logsum, -torch.inf)
+        rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
     return Partial(
         numerator=split_heads(rows.numerator, heads),
         denominator=split_heads(rows.denominator, heads),
@@ -176,24 +159,17 @@ def partial_attention(
     )
 
 
-def uses_plain_operations(*tensors: Tensor) -> bool:
-    """Return whether plain operations must replace the operator of the engines."""
-    return torch.compiler.is_exporting() or transformed(*tensors)
-
-
 def align_heads(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    noise,
-    params,
-    causal: bool,
+    x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params, causal: bool, engine: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give keys and queries the same number of heads.
+    """Give keys and queries the same number of heads, unless the engine serves several query heads for a key head.
 
-    Query heads that share keys and features become one longer set of queries; otherwise keys are repeated.
+    Query heads that share keys and features become one longer set of queries; otherwise keys are repeated. The engine
+    in C takes float32.
     """
-    if x.shape[1] == y.shape[1]:
+    if engine == C:
+        x, y, v = x.float(), y.float(), v.float()
+    if x.shape[1] == y.shape[1] or (engine == TRITON and not phi.transforms_inputs):
         return x, y, v
     batches = [part.batch for part in leaves(noise)]
     batches += [part.shape[:-2] for part in leaves(params)]
@@ -249,21 +225,6 @@ def positive_form(
     )
 
 
-def chunked_engine(form: Form, causal: bool) -> Chunked:
-    """Return the engine of plain operations for a positive map.
-
-    It supports the transforms of torch.func.
-    """
-    weight = (form.rows * form.scale).mT
-    bias = form.bias.unsqueeze(-2)
-
-    def phi(t: Tensor) -> Features:
-        t = t.to(weight.dtype)
-        return Features(ONE, t @ weight + bias - form.norm_weight * sq_norm(t))
-
-    return Chunked(BoundMap(phi, phi), form.keep, causal)
-
-
 @torch.no_grad()
 def positive_state(
     y: Tensor,
@@ -273,19 +234,17 @@ def positive_state(
     params,
     keep: Tensor | None,
     dtype: torch.dtype,
+    engine: str,
 ) -> tuple[Tensor, Tensor]:
     """Summarize keys y (B,H,S,d) and values v (B,H,S,dv) for decoding.
 
     Returns exp(-top) sum_j [v_j, 1] phi(y_j), (B,H,dv+1,M), and top (B,H,M).
-    The bidirectional engine computes the sums; its single query is zero and its output is ignored.
     """
-    x = torch.zeros_like(y[:, :, :1])
-    x, y, form = positive_form(x, y, phi, noise, params, keep, 1.0, dtype)
-    saved = ENGINES[native.applies(y, v, form.rows), False].forward(x, y, v, form)
-    top = saved.logs + form.bias
+    _, y, form = positive_form(y, y, phi, noise, params, keep, 1.0, dtype)
+    sums, top = find_engine(engine, causal=False).sum_keys(y, v, form)
     if keep is not None:
         top = top.masked_fill(~keep.any(-1)[:, None, None], -torch.inf)
-    return saved.states, top
+    return sums, top
 
 
 @torch.library.custom_op("crt_exp::attention", mutates_args=())
@@ -299,12 +258,12 @@ def _forward(
     norm_weight: float,
     keep: Tensor | None,
     learned: bool,
-    in_c: bool,
+    engine: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
     with no_autocast(rows):
-        saved = ENGINES[in_c, causal].forward(x, y, v, form)
+        saved = find_engine(engine, causal).forward(x, y, v, form)
     check_result(saved.logsum)
     return tuple(saved)
 
@@ -322,19 +281,20 @@ def _backward(
     norm_weight: float,
     keep: Tensor | None,
     learned: bool,
-    in_c: bool,
+    engine: str,
     causal: bool,
     saved: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
-    engine = ENGINES[in_c, causal]
+    inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
     with no_autocast(rows):
-        return tuple(engine.backward(x, y, v, form, Saved(*saved), grad, grad_logsum))
+        return tuple(find_engine(engine, causal).backward(*inputs))
 
 
 @_forward.register_fake
-def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, in_c, causal):
-    return tuple(ENGINES[in_c, causal].empty(x, v, rows))
+def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, causal):
+    form = Form(rows, scale, bias, norm_weight, keep, learned)
+    return tuple(find_engine(engine, causal).empty(x, y, v, form))
 
 
 @_backward.register_fake
@@ -350,7 +310,7 @@ def _(
     norm_weight,
     keep,
     learned,
-    in_c,
+    engine,
     causal,
     saved,
 ):
@@ -358,7 +318,7 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.norm_weight, keep, ctx.learned, ctx.in_c, ctx.causal = inputs
+    *tensors, ctx.norm_weight, keep, ctx.learned, ctx.engine, ctx.causal = inputs
     ctx.save_for_backward(*tensors, keep, *output)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -370,7 +330,7 @@ def _gradients(ctx, grad, grad_logsum, *_):
         grad = torch.zeros_like(Saved(*saved).out)
     check_gradient(grad)
     form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
-    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.in_c, ctx.causal, saved))
+    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.engine, ctx.causal, saved))
     of_map = grads.of_map(form) if form.learned else (None, None, None)
     of_options = (None,) * 5
     return grads.x, grads.y, grads.v, *of_map, *of_options

@@ -128,6 +128,7 @@ class FeatureMap:
     # The kernel is neither softmax nor Gaussian; such maps do not serve attention.
     own_kernel = False
     learned = False  # the projections are always parameters of the layer
+    transforms_inputs = False  # whether the exponent is that of transformed queries and keys
     trainable = False  # a layer can train the parameters and projections (attention.learn)
     fitted = False  # `fit` uses statistics; if False, call `fit(None)`
     # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines

@@ -72,6 +72,7 @@ class Dense(PositiveExponential):
     """Base class: the features and their exact errors, for all fitting rules."""
 
     fitted = True
+    transforms_inputs = True
 
     def bind(self, noise: Noise, params: SDERFParams) -> BoundMap:
         weight = self._weight(noise, params)

@@ -31,9 +31,8 @@ from crt_exp.attention import (
     softmax_attention,
     softmax_partial,
 )
-from crt_exp.attention.engines import closed_form
+from crt_exp.attention.engines import chunks
 from crt_exp.attention.engines.chunks import chunked_partial
-from crt_exp.attention.feature_attention import positive_form
 from crt_exp.features import OPRF, SMREG, GeomRF, HypRF, Mixture, PoisRF, PosRF, Statistics, TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.noise import match_float64
@@ -250,8 +249,9 @@ def test_converges_to_softmax(phi, is_causal):
 
 @both_ways
 @pytest.mark.parametrize("phi", [OPRF(), TrigRF()], ids=repr)
-def test_no_feature_matrix_is_kept(phi, is_causal, engine):
+def test_no_feature_matrix_is_kept(phi, is_causal, engine, monkeypatch):
     """What is saved for the backward pass is the size of the inputs, plus one number a row and states."""
+    monkeypatch.setattr(chunks, "MAX_SAVED", 0)  # as for long sequences
     case = Case(phi, B=1, H=2, L=2048, S=2048, m=128, dtype=torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
@@ -282,13 +282,9 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
     for length in (2048, 8192):
         case = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32)
         largest = Largest()
-        form = positive_form(
-            case.x, case.y, case.phi, case.noise, case.params, None, 1.0, torch.float32
-        )[2]
+        inputs = (case.x, case.y, case.v, case.phi, case.noise, case.params)
         with largest, torch.no_grad():
-            (closed_form.causal if is_causal else closed_form.bidirectional).forward(
-                case.x, case.y, case.v, form
-            )
+            chunked_partial(*inputs, is_causal, None, False)
         sizes.append(largest.found)
     assert sizes[0] == sizes[1] < 2**21
 

@@ -14,11 +14,14 @@ from crt_exp.attention import (
     Identity,
     Linformer,
     Reformer,
+    feature_attention,
     softmax_attention,
     uniform_attention,
     window_attention,
 )
+from crt_exp.attention.engines.selection import TRITON
 from crt_exp.features import OPRF
+from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
 
@@ -431,11 +434,24 @@ def step(name, causal, masked=False, **options):
     assert v.grad.shape == v.shape
 
 
+@pytest.fixture
+def engine_of_gpus(monkeypatch):
+    """Positive maps use the engine in Triton, whose kernels do nothing on the meta device."""
+    choose = feature_attention.choose_engine
+
+    def choose_triton(phi, *inputs):
+        positive = isinstance(phi, PositiveExponential)
+        return TRITON if positive else choose(phi, *inputs)
+
+    monkeypatch.setattr(feature_attention, "choose_engine", choose_triton)
+    monkeypatch.setattr("crt_exp.attention.engines.gpu.Call.launch", lambda *args, **values: None)
+
+
 @pytest.mark.parametrize(
     "name, causal",
     in_turn(sorted({*choices("attention")} - {"linformer", "hrf_angular"}), [False, True]),
 )
-def test_a_training_step_asks_for_no_value(name, causal):
+def test_a_training_step_asks_for_no_value(name, causal, engine_of_gpus):
     """On the meta device a program that asks for a value fails: what runs there keeps no GPU waiting."""
     if (name, causal) in WAITS:  # docs/attention.md names those that wait
         with pytest.raises(RuntimeError, match="item|nonzero|meta"):
@@ -453,7 +469,9 @@ MASKED = [
 
 
 @pytest.mark.parametrize("name, causal, options", MASKED)
-def test_a_training_step_with_a_padding_mask_asks_for_no_value(name, causal, options):
+def test_a_training_step_with_a_padding_mask_asks_for_no_value(
+    name, causal, options, engine_of_gpus
+):
     step(name, causal, masked=True, **options)
 
 

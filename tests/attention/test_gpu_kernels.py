@@ -177,7 +177,7 @@ def test_sums_of_keys_are_those_of_features():
     from crt_exp.attention.engines import gpu
 
     case = Case(Sizes(Hkv=2, L=1, S=50))
-    sums, top = gpu.bidirectional.sums(case.y, case.v, case.form)
+    sums, top = gpu.bidirectional.sum_keys(case.y, case.v, case.form)
     y, v = case.y.double(), case.v.double()
     logs = y @ (case.form.rows * case.form.scale).double().mT + case.form.bias.double()[:, :, None]
     features = (logs - 0.5 * y.square().sum(-1, keepdim=True)).exp()

@@ -7,6 +7,7 @@ import torch
 from helpers import native_cases
 from helpers.attention_cases import Case, assert_same, set_chunks
 from helpers.covering import in_turn
+from helpers.native_cases import needs_library
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -17,7 +18,7 @@ from crt_exp.attention import (
     attention_reference,
     partial_attention,
 )
-from crt_exp.attention.engines import chunks, native
+from crt_exp.attention.engines import chunks
 from crt_exp.features import (
     GERF,
     OPRF,
@@ -134,10 +135,11 @@ def test_second_derivatives(phi, causal, four):
         assert_pair(case.both(run), 1e-8)
 
 
+@needs_library
 @both_ways
-def test_what_closed_forms_cannot_differentiate_is_refused(causal):
+def test_what_engines_cannot_differentiate_is_refused(causal):
     """Second derivatives by autograd, batches of gradients, and gradients with a tangent."""
-    case = Pair(OPRF(), causal)
+    case = Pair(OPRF(), causal, torch.float32)
     w = case.w.clone().requires_grad_()
     (first,) = torch.autograd.grad(case.ours(w).square().sum(), w, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
@@ -181,13 +183,13 @@ def test_inputs_are_checked(phi):
             run()
 
 
-@pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0")
+@needs_library
 @both_ways
 def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Pair(OPRF(), causal, torch.float32)
     monkeypatch.setattr(
-        "crt_exp.attention.feature_attention.chunked_engine",
+        "crt_exp.attention.feature_attention.chunked_partial",
         lambda *a: pytest.fail("plain operations"),
     )
     for f in (case.ours, torch.compile(case.ours, backend="aot_eager", fullgraph=True))[

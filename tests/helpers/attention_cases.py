@@ -4,7 +4,7 @@ import torch
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, attention
-from crt_exp.attention.engines import chunks, closed_form
+from crt_exp.attention.engines import chunks
 from crt_exp.features import (
     OPRF,
     SDERF,
@@ -50,12 +50,6 @@ SHAPES = {
 
 
 def set_chunks(monkeypatch, size):
-    monkeypatch.setattr(
-        closed_form, "plan", lambda x, width: (3, min(size, x.shape[2]))
-    )  # three heads at a time
-    monkeypatch.setattr(closed_form, "CHUNK", size)
-    monkeypatch.setattr(closed_form, "SEGMENT", 2 * size)
-    monkeypatch.setattr(closed_form, "PIECES", (max(size // 2, 1), 1))
     monkeypatch.setattr(chunks, "CHUNK", size)
     monkeypatch.setattr(chunks, "WIDE", size)
     monkeypatch.setattr(chunks, "PIECES", (size, max(size // 2, 1), 1))

@@ -12,12 +12,12 @@ from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
 from crt_exp.samplers.noise import DenseNoise, leaves, map_leaves
 
-WANTED = os.environ.get("CRT_EXP_NATIVE") != "0" and shutil.which(
+WANTED = os.environ.get("CRT_EXP_ENGINE") != "plain" and shutil.which(
     os.environ.get("CC", "cc").split()[0]
 )
 needs_library = pytest.mark.skipif(
     not WANTED and native.library() is None,  # where it does not compile, tests fail
-    reason="no C compiler here, or CRT_EXP_NATIVE=0",
+    reason="no C compiler here, or CRT_EXP_ENGINE=plain",
 )
 
 

@@ -21,7 +21,9 @@ from crt_exp.nearfar.choice import KeyMetric, Sizes, _cholesky_root
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(native.library() is None, reason="no C compiler here, or CRT_EXP_NATIVE=0"),
+    pytest.mark.skipif(
+        native.library() is None, reason="no C compiler here, or CRT_EXP_ENGINE=plain"
+    ),
 ]
 CASES = {
     "usual": (Sizes(32, 16, 64, True), dict(S=300, d=64, dv=64, scale=0.35)),

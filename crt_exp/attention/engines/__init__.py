@@ -1,14 +1,15 @@
 """Interface of the engines for positive exponential features.
 
-closed_form.py has the formulas, for every device and precision; native.py and native.c implement them in C. chunks.py
-serves every map by plain operations and does not have this interface.
+native.py has the engine in C for CPUs, gpu.py that in Triton for GPUs, and selection.py chooses. chunks.py serves every
+map by plain operations and does not have this interface.
 
-An engine has a `unit` and three functions:
+An engine has a `unit` and four functions:
 
-    empty(x, v, rows)           a `Saved` like that of `forward`, of which only shapes and dtypes matter
+    empty(x, y, v, form)        a `Saved` like that of `forward`, of which only shapes and dtypes matter
     forward(x, y, v, form)      a `Saved`: out, logsum, and what the backward pass needs
     backward(x, y, v, form, saved, grad, grad_logsum)
                                 `Gradients`, from `Saved` and the gradients of out and logsum
+    sum_keys(y, v, form)        exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M) and top (B,H,M), in nats
 
 x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, without -norm_weight
 |x|^2, which all features of a row share and the caller adds (`Form.shared_logs`).
@@ -16,10 +17,22 @@ An engine that works in binary logarithms has the unit log 2, because its backwa
 forward pass.
 logsum is undefined in rows without keys, and its gradient there is 0.
 
-Let da and db be the gradients of the log features of queries and keys. The gradient of the directions W = scale rows is
-da^T x + db^T y, and that of the bias is the sum of da and db over the tokens.
-Let g be the gradient of the output and G = [g, grad_logsum - g.output] that of [output, 1]. With G the formulas of the
-engines include the gradient of the log-sum.
+Bidirectional. With log features a_im of queries and b_jm of keys, z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j /
+z_m and l_i = log sum_m exp(a_im + log z_m),
+
+    output_i = sum_m exp(a_im + log z_m - l_i) U_m:
+
+queries attend to M virtual keys with logits a + log z and values U, and each virtual key attends to the true keys.
+Let g be the gradient of the output and G = [g, grad_logsum - g.output] that of [output, 1]; with G the formulas include
+the gradient of the log-sum. With Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1,
+
+    dQ = G [U, 1]^T,  d[U, 1] = Q^T G,  dv = K dU,  dK = [v, 1] d[U, 1]^T.
+
+Causal. Query i sees keys j <= i + S - L. Chunks of tokens read the sums over all earlier chunks and multiply the
+features of their own tokens; the backward pass visits the chunks in reverse with the gradient of the sums.
+
+With da and db, the gradients of the log features, the gradient of the directions W = scale rows is da^T x + db^T y, and
+that of the bias is the sum of da and db over the tokens.
 
 Notation: B, H, L queries x, S keys y, d, values v of dimension dv, M features, N segments.
 """
@@ -30,10 +43,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from crt_exp.attention.checks import check_result
-
-BLOCK = 512  # tokens whose products with gradients are formed at once
 
 
 def numbers(header: Path) -> dict[str, str]:
@@ -57,11 +66,8 @@ class Saved(NamedTuple):
     states: Tensor  # (B,H,dv+1,M): [U, 1], values of the features as virtual keys; causal: (B,H,N,dv+1,M), sums over
     # the keys before each segment, relative to exp(logs)
     logs: Tensor  # (B,H,M): log weights of the virtual keys, without the bias of keys; causal: (B,H,N,M)
-    levels: Tensor  # (B,H,.) uint8: where shorter pieces were needed; empty if bidirectional
-
-    def of_tile(self, index: tuple[slice, slice]) -> "Saved":
-        """Return views of some batch entries and heads."""
-        return Saved(*(t[index] for t in self))
+    levels: Tensor  # causal: of the engine in C (B,H,.) uint8, where shorter pieces were needed; of that in Triton
+    # (B,H,L,16), logs of the pairs of a tile
 
 
 class Form(NamedTuple):
@@ -84,20 +90,6 @@ class Form(NamedTuple):
     def shared_logs(self, x: Tensor) -> Tensor:
         """Return -norm_weight |x|^2 of all tokens, (B, H, L)."""
         return -self.norm_weight * x.to(self.rows.dtype).square().sum(-1)
-
-    def key_offsets(self, y: Tensor) -> Tensor:
-        """Return -norm_weight |y|^2, -inf where masked, (B, H, S).
-
-        Raises NotFinite, a ValueError, if |y|^2 is not finite (CPU).
-        """
-        squares = torch.linalg.vector_norm(y, dim=-1, dtype=self.rows.dtype).square_()
-        if self.keep is not None:
-            squares.masked_fill_(~self.keep[:, None], 0)  # padding may hold NaN
-        check_result(squares)
-        offsets = squares.mul_(-self.norm_weight)
-        if self.keep is not None:
-            offsets.masked_fill_(~self.keep[:, None], -torch.inf)
-        return offsets
 
 
 class Gradients(NamedTuple):
@@ -132,14 +124,3 @@ class Gradients(NamedTuple):
         scale = (self.weights * form.rows).sum((-2, -1), keepdim=True)
         bias = self.bias.sum_to_size(form.bias.shape)
         return rows, scale.sum_to_size(form.scale.shape), bias
-
-
-def denominator_gradients(
-    grad: Tensor, out: Tensor, grad_logsum: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Return the last column of G, grad_logsum - g.output, (B, H, L)."""
-    dots = []
-    for grad_block, out_block in zip(grad.split(BLOCK, 2), out.split(BLOCK, 2)):
-        dots.append((grad_block.to(dtype) * out_block).sum(-1))
-    dots = torch.cat(dots, 2)
-    return -dots if grad_logsum is None else grad_logsum - dots

@@ -18,7 +18,6 @@ TILE = kernels.TILE.value
 FEATURES = 16  # of a block
 SUM_ROWS = 32  # of a block of the scans
 PROGRAMS = 1024  # desired number for sums over all tokens
-LONGEST = 128  # largest d and dv
 
 
 class Program(NamedTuple):
@@ -267,8 +266,7 @@ class Engine:
             call.launch(kernels.key_gradients, *grid, dy=grads.y, dv=grads.v, OF_KEYS=of_keys)
         return grads
 
-    def sums(self, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-        """Return the sums over all keys (B,HS,dv+1,M) and their references (B,HS,M) in nats."""
+    def sum_keys(self, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
         y, v = contiguous_vectors(y), contiguous_vectors(v)
         call = Call(y[:, :, :1], y, v, form, causal=False)
         states, references = call.sum_keys()

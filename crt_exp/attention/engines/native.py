@@ -1,12 +1,12 @@
-"""Closed-form engines in C for float32 on CPUs, and the library of all C sources.
+"""Engine in C for float32 on CPUs, and the library of all C sources.
 
-closed_form.py has the formulas, and native.c the loops. All products of a chunk run while its features are in the cache
-of one core; separate products take 1.5 (bidirectional) to 2 times (causal) as long.
+`engines` has the formulas, and native.c the loops. All products of a chunk run while its features are in the cache
+of one core; plain PyTorch takes 2 to 3.5 times as long.
 The C compiler of this machine compiles the library at first use, and later processes reuse the file. Code of clang
 takes about 1.2 times as long as code of gcc.
 
 Environment: CC names the compiler (default cc), and XDG_CACHE_HOME the folder of the library (default ~/.cache).
-CRT_EXP_NATIVE=0 uses PyTorch's matrix products instead. So does a machine on which the compiler fails, with a warning.
+CRT_EXP_ENGINE=plain uses plain PyTorch instead. So does a machine on which the compiler fails, with a warning.
 """
 
 import ctypes
@@ -93,15 +93,16 @@ def applies(*tensors: Tensor) -> bool:
     for t in tensors:
         if t.device.type != "cpu" or t.dtype != torch.float32:
             return False
-    return _available()
+    return available()
 
 
-def _available() -> bool:
+def available() -> bool:
+    """Return whether the library can be used."""
     return library() is not None
 
 
 # set by torch.compiler.assume_constant_result, which would import the compiler; that takes longer than torch
-_available._dynamo_marked_constant = True
+available._dynamo_marked_constant = True
 
 
 class Engine:
@@ -111,10 +112,10 @@ class Engine:
         self.causal = causal
         self.unit = math.log(2) if causal else 1.0
 
-    def empty(self, x: Tensor, v: Tensor, rows: Tensor) -> Saved:
+    def empty(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
         B, H, L, _ = x.shape
         dv = v.shape[-1]
-        M = rows.shape[-2]
+        M = form.width
         state_batch = (B, H)
         level_shape = (0,)
         if self.causal:
@@ -129,7 +130,7 @@ class Engine:
         )
 
     def forward(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
-        saved = self.empty(x, v, form.rows)
+        saved = self.empty(x, y, v, form)
         self._call("forward", x, y, v, form, saved)
         return saved
 
@@ -152,6 +153,11 @@ class Engine:
             views["dbias"] = grads.bias.unsqueeze(-2)
         self._call("backward", x, y, v, form, saved, **views)
         return grads
+
+    def sum_keys(self, y: Tensor, v: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+        """Return what `engines` describes: the states of a forward pass with one query, which is zero."""
+        saved = self.forward(torch.zeros_like(y[:, :, :1]), y, v, form)
+        return saved.states, saved.logs + form.bias
 
     def _call(
         self,
@@ -211,7 +217,7 @@ bidirectional, causal = Engine(False), Engine(True)
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it is disabled or failed."""
-    if os.environ.get("CRT_EXP_NATIVE", "1") == "0":
+    if os.environ.get("CRT_EXP_ENGINE") == "plain":
         return None
     try:
         return ctypes.CDLL(str(compiled()))
@@ -219,8 +225,9 @@ def library() -> ctypes.CDLL | None:
         lines = str(getattr(e, "stderr", None) or e).strip().splitlines()
         lines = [line for line in lines if "error" in line] or lines or ["no message"]
         logging.getLogger(__name__).warning(
-            "the C kernels could not be compiled or loaded (%s): using PyTorch, which takes 1.5 to 3 times as long. "
-            "Install a C compiler (or set CC) and make XDG_CACHE_HOME writable; CRT_EXP_NATIVE=0 hides this warning",
+            "the C kernels could not be compiled or loaded (%s): using PyTorch, which takes 2 to 3.5 times as "
+            "long. Install a C compiler (or set CC) and make XDG_CACHE_HOME writable; CRT_EXP_ENGINE=plain "
+            "hides this warning",
             lines[0],
         )
         return None
