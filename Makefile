@@ -55,7 +55,7 @@ DATA    := uci glue/SST-2 glue/QNLI glue/STS-B wikitext2 ptb mnist protein speec
 TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock newest oldest ranges demo test test-avx2 test-data test-all golden gpu lint docs data sweep-example report $(TARGETS)
+.PHONY: help setup lock newest oldest ranges demo test test-avx2 test-data test-all golden gpu gpu-check lint docs data sweep-example report $(TARGETS)
 
 help:  ## print this help
 	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"; echo
@@ -103,6 +103,9 @@ test-data: $(STAMP)  ## the fast tests that read the official files of CRT_DATA
 
 gpu: $(STAMP)  ## the tests that need a GPU
 	@$(PYTEST) -n 0 -m gpu
+
+gpu-check: gpu  ## on a machine with a GPU, in 6 minutes: its tests, times of attention and BERT, slowest launches
+	@$(PY) -m crt_exp.experiments.measure.gpu_check
 
 test-all: $(STAMP)  ## every test
 	@$(PYTEST) $(FILES)
