@@ -129,10 +129,10 @@ def tables_of(head):
 
 def test_losses_of_a_swap_are_those_of_the_page():
     swap = read_rows("swap", ROOT / "outputs/report")
-    table = [*tables_of("SmolLM2-135M")]
+    table = [*tables_of("SmolLM2-135M-Instruct")]
     assert len(table) == len(METHODS)
     for row in table:
-        method = METHODS[row["SmolLM2-135M"]]
+        method = METHODS[row["SmolLM2-135M-Instruct"]]
         for text, column in {"new text": "new text", "repeated": "repeated passage"}.items():
             where = {"model": "SmolLM2-135M", "length": 4096, "text": text, **COMMON}
             mean = mean_ci(swap.values("above", method, **where))
@@ -145,10 +145,10 @@ def test_times_of_a_swap_are_those_of_the_page():
     for family, by_length in times(speed, " causal").items():
         if 4096 in by_length:
             measured[SPEED[family]] = f"{by_length[4096]:.2g}"
-    for row in tables_of("SmolLM2-135M"):
-        method = METHODS[row["SmolLM2-135M"]]
+    for row in tables_of("SmolLM2-135M-Instruct"):
+        method = METHODS[row["SmolLM2-135M-Instruct"]]
         name = method.split()[0]
-        assert row.get("time of a training step", "") == measured.get(name, "")
+        assert row.get("time of a layer", "") == measured.get(name, "")
 
 
 def test_accuracies_of_maps_are_those_of_the_page():
