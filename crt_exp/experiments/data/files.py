@@ -1,11 +1,14 @@
-"""Files of a folder by suffix, and arrays in a cache folder."""
+"""Files of a folder by suffix, tables with a header, and arrays in a cache folder."""
 
+import csv
+import gzip
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -13,9 +16,13 @@ from filelock import FileLock
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.registry import written_folder
 
+if TYPE_CHECKING:  # pandas is imported at the first table, because the import takes half a second
+    import pandas as pd
+
 SYSTEM = ("__MACOSX", "@eaDir", "@Recycle", "#recycle", "$RECYCLE.BIN", "lost+found")
 AUDIO = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif", ".au", ".w64", ".caf")
 IMAGES = (".jpg", ".jpeg", ".png", ".gif", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 Arrays = dict[str, np.ndarray]
 
 
@@ -69,6 +76,104 @@ def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True
 def refuse_folder(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise DataError(f"{error.filename}: not readable ({error.strerror})")
+
+
+# ---- tables with a header --------------------------------------------------------------------------------------------
+
+
+def read_table(path: Path, named: str, **options: Any) -> "pd.DataFrame":
+    """Cells of a table as strings without outer blanks, NaN for missing cells.
+
+    Row 1 is the row below the header. The separator of a csv file is the most frequent one of the header. Each line of
+    a jsonl file is an object. Files except parquet may be compressed by gzip.
+
+    Args:
+        named: name of the table in errors, such as task.csv=mine.csv.
+        options: arguments of pandas.read_csv.
+
+    Raises:
+        DataError: the file is missing or not readable, or its suffix is unknown.
+    """
+    import pandas as pd
+
+    kind = Path(path.name.lower().removesuffix(".gz")).suffix
+    if path.is_file() and kind not in TABLES:
+        raise DataError(f"{named}: expected a {', '.join(TABLES[:-1])} or {TABLES[-1]} file")
+    try:
+        if kind == ".parquet":
+            frame = pd.read_parquet(path, dtype_backend="numpy_nullable").apply(strings_of)
+        elif kind == ".jsonl":
+            frame = read_json_lines(path).apply(strings_of)
+        else:
+            frame = read_separated(path, options)
+    except FileNotFoundError:
+        raise DataError(f"{named}: no such file") from None
+    except (OSError, EOFError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error).strip()
+        raise DataError(f"{named}: not readable as a UTF-8 table: {problem}") from None
+    frame.index = pd.RangeIndex(1, len(frame) + 1)
+    frame.columns = frame.columns.astype(str).str.strip()
+    return frame.apply(lambda cells: cells.str.strip())
+
+
+def read_text_table(path: Path, named: str) -> "pd.DataFrame":
+    """Read a table whose cells are text: words such as NA are text, and empty cells are "".
+
+    Cells of a tsv file are not quoted, because texts hold unpaired quotes. Raises DataError.
+    """
+    options: dict[str, Any] = {"keep_default_na": False}
+    if ".tsv" in path.name.lower():
+        options["quoting"] = csv.QUOTE_NONE
+    return read_table(path, named, **options).fillna("")
+
+
+def open_text(path: Path):
+    open_file = gzip.open if path.suffix == ".gz" else open
+    return open_file(path, "rt", encoding="utf-8-sig")
+
+
+def read_separated(path: Path, options: dict[str, Any]) -> "pd.DataFrame":
+    """Cells of a csv or tsv file. Raises ValueError if the first row is longer than the header."""
+    import pandas as pd
+
+    with open_text(path) as stream:
+        header = stream.readline()
+    separator = max(",;\t", key=header.count)
+    frame = pd.read_csv(
+        path, sep=separator, dtype=str, skipinitialspace=True, encoding="utf-8-sig", **options
+    )
+    if not isinstance(frame.index, pd.RangeIndex):  # pandas takes the first cells as row names
+        raise ValueError(
+            f"row 1 has more cells than the header; put cells that contain {separator!r} in quotes"
+        )
+    return frame
+
+
+def read_json_lines(path: Path) -> "pd.DataFrame":
+    """Objects of a jsonl file as rows. Raises ValueError with the line of another value."""
+    import pandas as pd
+
+    rows = []
+    with open_text(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number}: expected a JSON object")
+            rows.append(row)
+    return pd.DataFrame(rows, index=range(1, len(rows) + 1), dtype=object)
+
+
+def strings_of(cells: "pd.Series") -> "pd.Series":
+    """Cells as strings; raises ValueError for a cell that is a list or an object."""
+    for row, cell in cells.items():
+        if isinstance(cell, list | dict | bytes | np.ndarray):
+            raise ValueError(f"row {row}, column {cells.name}: expected a string or a number")
+    return cells.astype("str")
 
 
 # ---- arrays in a cache folder ----------------------------------------------------------------------------------------

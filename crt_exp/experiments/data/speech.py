@@ -4,7 +4,6 @@ All audio is resampled to one rate. Headers show most unusable audio before trai
 generator.
 """
 
-import csv
 import hashlib
 import io
 import math
@@ -20,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.files import AUDIO, files_ending
+from crt_exp.experiments.data.files import AUDIO, files_ending, read_text_table
 from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
 from crt_exp.experiments.data.text import numbered_lines
 
@@ -138,32 +137,17 @@ def table_utterances(path: str | Path, split: str) -> Iterator[Utterance]:
 
 
 def read_table(path: Path):
-    """Read a csv, tsv or jsonl table as a data frame of audio, text and split.
+    """Read a table as a data frame of audio, text and split.
 
     audio: path relative to the table's folder. Without a column split, a hash of the path assigns 10% each to
     validation and test. Raises DataError.
     """
-    import pandas as pd
-
-    try:
-        if path.suffix == ".jsonl":
-            table = pd.read_json(path, lines=True, dtype=False, convert_dates=False)
-        else:  # .tsv files of Common Voice do not quote
-            tabs = {"sep": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-            read = partial(pd.read_csv, path, dtype=str, keep_default_na=False, **tabs)
-            table = read()
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path}: {str(error).strip()}; expected a .csv, .tsv or .jsonl table"
-        ) from None
+    table = read_text_table(path, str(path))
     cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
-    good = cells.map(lambda cell: isinstance(cell, str) and not re.search("[\n\t]", cell)).all(
-        axis=1
-    )
-    if not good.all() or not isinstance(table.index, pd.RangeIndex):
-        raise DataError(
-            f"{path}, row {int(good.argmin()) + 1}: expected one line of text in columns audio and text"
-        )
+    broken = cells.isna() | cells.apply(lambda column: column.str.contains("[\n\t]", na=True))
+    if broken.to_numpy().any():
+        row = broken.any(axis=1).idxmax()
+        raise DataError(f"{path}, row {row}: expected one line of text in columns audio and text")
     if "split" not in cells:
         cells["split"] = [
             by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio

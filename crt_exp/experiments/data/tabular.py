@@ -3,13 +3,13 @@
 `load("car")` reads $CRT_DATA/uci/car.data as published by UCI. Types, units and the order of categories follow UCI's
 documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
-`read_own` reads a csv file with a header and predicts one of its columns. Columns of numbers are numeric, other columns
-are categories. Classes and categories are text: 01 and 1 differ. A missing number becomes the mean of the training
-part; a missing category is a level of its own. A column of numbers with a few words is rejected.
+`read_own` reads a csv, tsv, jsonl or parquet table with a header and predicts one of its columns. Columns of numbers
+are numeric, other columns are categories. Classes and categories are text: 01 and 1 differ. A missing number becomes
+the mean of the training part; a missing category is a level of its own. A column of numbers with a few words is
+rejected.
 """
 
 import csv
-import gzip
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data.files import read_table
 from crt_exp.experiments.data.sources import SOURCES, missing_file, refuse_data_dir, task_folder
 from crt_exp.registry import unknown
 
@@ -187,7 +188,7 @@ Kind = Literal["classification", "regression"]
 
 
 def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> tuple[Table, str]:
-    """Read a csv file; return the table and a sentence on unusual columns.
+    """Read a table; return it and a sentence on unusual columns.
 
     Raises DataError with file, column and row. Raises ConfigError for an unknown target.
     """
@@ -217,30 +218,9 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
 def read_cells(path: Path) -> pd.DataFrame:
     """All cells as strings, NaN for pandas' words of missing values and for a question mark.
 
-    Row 1 is the row below the header. The separator is the most frequent one of the header.
+    Rows without a value are left out.
     """
-    open_file = gzip.open if path.suffix == ".gz" else open
-    try:
-        with open_file(path, "rt", encoding="utf-8-sig") as stream:
-            header = stream.readline()
-        frame = pd.read_csv(
-            path,
-            sep=max(",;\t", key=header.count),
-            dtype=str,
-            na_values="?",
-            index_col=False,
-            skipinitialspace=True,
-            encoding="utf-8-sig",
-        )
-    except FileNotFoundError:
-        raise DataError(f"task.csv={path}: no such file") from None
-    except (OSError, EOFError, ValueError) as error:
-        problem = getattr(error, "strerror", None) or str(error).strip()
-        raise DataError(f"task.csv={path}: not readable as a UTF-8 table: {problem}") from None
-    frame = frame.dropna(how="all").apply(lambda texts: texts.str.strip())
-    frame.columns = frame.columns.str.strip()
-    frame.index += 1
-    return frame
+    return read_table(path, f"task.csv={path}", na_values="?").dropna(how="all")
 
 
 def numbers_of(texts: pd.Series, mixed: bool) -> pd.Series | None:

@@ -358,14 +358,9 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
 }
 
 
-def glue_metrics(task: str, predictions: Any, labels: Any) -> dict[str, float]:
-    """Metrics of a GLUE task; the metric of the paper's table comes first.
-
-    predictions: classes (n,), or scores (n,) for STS-B.
-    """
-    from crt_exp.experiments.data.glue import TASKS
-
-    return {name: METRICS[name](predictions, labels) for name in TASKS[task].metrics}
+def metric_values(names: Iterable[str], predictions: Any, labels: Any) -> dict[str, float]:
+    """Values of some metrics. predictions: classes (n,), or scores (n,)."""
+    return {name: METRICS[name](predictions, labels) for name in names}
 
 
 def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:

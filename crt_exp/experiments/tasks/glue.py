@@ -1,36 +1,49 @@
-"""Fine-tuning on a GLUE task: Table 2 of Chefs' Random Tables (CRT).
+"""Fine-tuning on a GLUE task, Table 2 of Chefs' Random Tables (CRT), or on labelled text of your own.
 
 A pretrained encoder gets the attention of the run and a new head. The metrics are the paper's, on the dev split,
 because test labels are not published. MNLI is also evaluated on its second dev split, as `<metric>_mismatched`. With
-task.held_out, held-out training examples are the validation split, and dev is read once, at the end.
+task.held_out, held-out training examples are the validation split, and dev is read once, at the end. Text of your own
+(task.csv, task.hub.name) has a validation and a test split.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.experiments.data import check_classes, glue
+from crt_exp.experiments.data import check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
-from crt_exp.experiments.data.sources import task_folder
+from crt_exp.experiments.data.sources import refuse_data_dir, task_folder
+from crt_exp.experiments.data.tabular import Kind
 from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, glue_metrics, jackknife_values
+from crt_exp.experiments.tasks.base import (
+    Batch,
+    Plan,
+    Reader,
+    Task,
+    jackknife_values,
+    metric_values,
+)
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files, checked
+from crt_exp.validation import Count, FileName, Files, Positive, Several, checked
+
+# options of labelled text of your own, in addition to task.csv and task.hub
+OWN = ("validation_csv", "test_csv", "columns", "target", "kind", "split")
 
 
 @checked("task")
 @dataclass(eq=False)
 class GLUE(Task):
-    """One GLUE task with one encoder; see `conf/task/glue.yaml` for the options.
+    """One GLUE task, or text of your own, with one encoder; see `conf/task/glue.yaml` for the options.
 
     Raises:
         DataError: files are missing or malformed, the encoder is unavailable, or the tokenizer does not fit the
@@ -48,12 +61,25 @@ class GLUE(Task):
     bucketed: bool
     parts: Count | None = None
     held_out: Count | None = None
-
-    validation = "dev"
-    test = None
+    csv: FileName | None = None
+    validation_csv: FileName | None = None
+    test_csv: FileName | None = None
+    hub: labelled_text.LabelledHub = field(default_factory=lambda: {"name": None})
+    columns: Annotated[Several[str], Field(max_length=2)] | None = None
+    target: str | None = None
+    kind: Kind | None = None
+    split: tuple[Positive, Positive, Positive] | None = None
 
     def __post_init__(self):
-        self.glue_task = glue.TASKS[self.dataset]
+        self.validation = "dev"
+        self.test = None
+        if self.csv is not None or self.hub["name"] is not None:
+            self.glue_task, self.texts = self.own_texts()
+            self.validation = "validation"
+            self.test = "test"
+        else:
+            self.glue_task = glue.TASKS[self.dataset]
+            self.refuse_own_options()
         self.metric = self.glue_task.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.glue_task.names)) or {0: "score"}
@@ -63,13 +89,15 @@ class GLUE(Task):
             id2label=names,
             label2id={name: i for i, name in names.items()},
         )
+        self.config.text_columns = list(self.glue_task.columns)
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
         check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
-        self.texts = {
-            part: glue.load(self.dataset, part, self.data_dir, self.source)
-            for part in self.glue_task.splits
-        }
+        if self.test is None:
+            self.texts = {
+                part: glue.load(self.dataset, part, self.data_dir, self.source)
+                for part in self.glue_task.splits
+            }
         self.published = len(self.texts["train"])
         self.texts["train"] = self.texts["train"].subsample(self.examples)
         if self.held_out:
@@ -79,15 +107,43 @@ class GLUE(Task):
                 self.held_out
             )
         if self.glue_task.names:
-            check_classes(
-                self.texts["train"].labels, f"task.dataset={self.dataset}, training split"
-            )
-        if self.parts and not 2 <= self.parts <= self.length("dev"):
+            check_classes(self.texts["train"].labels, f"{self.glue_task.folder}, training split")
+        self.final = self.test or self.validation
+        if self.parts and not 2 <= self.parts <= self.length(self.final):
             raise ConfigError(
-                f"task.parts={self.parts}: expected 2 to {self.length('dev')}, the dev examples, or null"
+                f"task.parts={self.parts}: expected 2 to {self.length(self.final)}, the {self.final} "
+                "examples, or null"
             )
 
+    def own_texts(self) -> tuple[glue.GlueTask, dict[str, glue.Examples]]:
+        """Task and examples of task.csv or task.hub. Raises ConfigError or DataError."""
+        key = "task.hub.name" if self.csv is None else "task.csv"
+        refuse_data_dir(self.data_dir, key)
+        if self.csv is not None and self.hub["name"] is not None:
+            raise ConfigError("task.csv, task.hub.name: expected only one of them")
+        if self.held_out:
+            raise ConfigError(f"task.held_out={self.held_out}: not used by {key}; set task.split")
+        shares = self.split or labelled_text.SHARES
+        if abs(sum(shares) - 1) > 1e-9:
+            raise ConfigError(f"task.split={list(shares)}: expected three fractions with sum 1")
+        target = self.target or "label"
+        if self.csv is None:
+            tables = labelled_text.read_hub(self.hub, target)
+        else:
+            files = ("csv", "validation_csv", "test_csv")
+            tables = labelled_text.read_files(
+                {f"task.{name}": getattr(self, name) for name in files}
+            )
+        return labelled_text.read_labelled(tables, self.columns, target, self.kind, shares)
+
+    def refuse_own_options(self) -> None:
+        for name in OWN:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
+
     def inputs(self) -> list[Path | None]:
+        if self.final == "test":
+            return []  # options with the annotation FileName name the files
         folder = task_folder(self.glue_task.source, self.data_dir)
         return [folder] if self.source != "hub" and folder and folder.is_dir() else []
 
@@ -139,7 +195,7 @@ class GLUE(Task):
     def evaluate_part(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Metrics over all examples of one split.
 
-        With task.parts, the dev split also gets the jackknife values of the first metric.
+        With task.parts, the last split also gets the jackknife values of the first metric.
         """
         rows = []
         for batch in reader.batches(split):
@@ -151,11 +207,11 @@ class GLUE(Task):
         answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
             raise NotFinite(
-                f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr"
+                f"{self.glue_task.folder}: predicted scores are not finite; try a lower trainer.lr"
             )
-        metrics = glue_metrics(self.dataset, answers, labels)
+        metrics = metric_values(self.glue_task.metrics, answers, labels)
         metrics["loss"] = sum(losses) / len(rows)
-        is_whole = split == "dev" and len(rows) == self.length(split)
+        is_whole = split == self.final and len(rows) == self.length(split)
         if self.parts and is_whole:
             parts = jackknife_values(self.metric, answers, labels, self.parts)
             for i, value in enumerate(parts):

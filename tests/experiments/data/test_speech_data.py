@@ -393,15 +393,16 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("t.txt", "0.wav x\n1.wav y\n", "row 1: expected one line of text"),
+        ("t.txt", "0.wav x\n1.wav y\n", "expected a .csv, .tsv, .jsonl or .parquet"),
         (
             "t.csv",
             "audio,text,split\n0.wav,x,train\n1.wav,y,\n",
             "split='': expected test, validation, train",
         ),
-        ("t.jsonl", "{\n", "expected a .csv, .tsv or .jsonl table"),
-        ("t.jsonl", '{"audio": 3, "text": "x"}\n', "row 1"),
-        ("t.csv", "audio,text\n0.wav,well, no\n", "expected one line"),
+        ("t.jsonl", "{\n", "line 1: expected a JSON object"),
+        ("t.jsonl", '{"audio": ["3"], "text": "x"}\n', "row 1, column audio: expected a string"),
+        ("t.jsonl", '{"audio": "3"}\n', "row 1: expected one line"),
+        ("t.csv", "audio,text\n0.wav,well, no\n", "row 1 has more cells than the header"),
         ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
     ],
 )
