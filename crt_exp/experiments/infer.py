@@ -11,6 +11,16 @@ task=librispeech: print the transcript, and the time in seconds of each symbol.
   input        an audio file or a folder of audio files
   segment      longest segment that is decoded at once, in seconds (20); longer audio is cut at its quietest part
 
+task=glue: print the class of each text and the probability of every class, or the score, as csv.
+  input        a csv, tsv, jsonl or parquet file with the text columns of the run, or lines of text in a .txt file
+
+task=mlm (without task.causal): print the five most probable tokens of each mask, as csv.
+  input        lines of text with [MASK] in a .txt file, or a table with a column text
+
+task=glue, mlm:
+  device       cpu or cuda (cpu)
+  output       csv file to write (default: print)
+
 task=trembl, books, pixels: generate sequences.
   prompt       start of each sequence; for pixels an image file, whose lower half is generated
   n            number of sequences (1)
@@ -35,13 +45,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
 import transformers
 from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, images
-from crt_exp.experiments.data.files import IMAGES, files_ending
+from crt_exp.experiments.data.files import IMAGES, files_ending, read_text_table
+from crt_exp.experiments.data.labelled_text import check_cells, text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
     AudioPart,
@@ -52,14 +64,27 @@ from crt_exp.experiments.data.speech import (
     pad_audio,
     seconds_of,
 )
-from crt_exp.experiments.models import language, vision
-from crt_exp.experiments.models.folder import TRANSDUCER, description_in, folder_of
+from crt_exp.experiments.data.text import numbered_lines
+from crt_exp.experiments.models import encoders, language, vision
+from crt_exp.experiments.models.folder import (
+    TRANSDUCER,
+    check_numbers,
+    description_in,
+    folder_of,
+    trained_length,
+)
 from crt_exp.registry import ConfigError, own_names, user_message
-from crt_exp.validation import Count, NotNegative, parse_arguments
+from crt_exp.swap.pretrained import from_pretrained
+from crt_exp.swap.saved import KEY
+from crt_exp.validation import Count, NotNegative, Several, check, parse_arguments
 
-LIKELIEST = 5  # classes printed for an image
+LIKELIEST = 5  # classes printed for an image, tokens printed for a mask
 QUIET = 0.2  # seconds of the quietest part of the audio, where a segment ends
 AT_ONCE = 16  # sequences of a batch
+TASKS = "imagenet, librispeech, glue, mlm (without task.causal), trembl, books or pixels"
+# classes of transformers, which config.json names
+CLASSIFIER = "SequenceClassification"
+MASKED = "MaskedLM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +97,12 @@ class ImageOptions:
 @dataclass(frozen=True, kw_only=True)
 class AudioOptions(ImageOptions):
     segment: Annotated[float, Field(ge=1)] = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(ImageOptions):
+    device: Literal["cpu", "cuda"] = "cpu"
+    output: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,10 +176,16 @@ def kind_of_run(arguments: Sequence[str]) -> str:
     run = dict(word.partition("=")[::2] for word in arguments).get("run")
     if not run:
         raise ConfigError("run: missing, expected the directory of a run")
-    expected = "a run of task=imagenet, librispeech, trembl, books or pixels"
+    expected = f"a run of task={TASKS}"
     folder = folder_of(run, "run", f"the directory of {expected}")
     config = description_in(folder, f"run={run}")
-    kind = "imagenet" if "architecture" in config else str(config.get("kind"))
+    match config:
+        case {"architectures": [str(name)]}:  # a model of transformers, such as BertForMaskedLM
+            kind = name.rpartition("For")[2]
+        case {"architecture": _}:
+            kind = "imagenet"
+        case _:
+            kind = str(config.get("kind"))
     if kind not in KINDS:
         raise DataError(f"run={run}: expected {expected}")
     return kind
@@ -156,8 +193,6 @@ def kind_of_run(arguments: Sequence[str]) -> str:
 
 def classify(options: ImageOptions) -> int:
     """Print a csv row for each image: file name, top classes and their probabilities."""
-    import pandas as pd
-
     files = [Path(options.input).expanduser()]
     if files[0].is_dir():
         files = [Path(file) for file in files_ending(files[0], IMAGES)]
@@ -213,6 +248,107 @@ def transcribe(options: AudioOptions) -> int:
     return exit_code(bad, files, options.input)
 
 
+def label_texts(options: TextOptions) -> None:
+    """Write the table of the input with the class or score of each row, and probabilities."""
+    model, tokenizer, length = load_encoder(options, CLASSIFIER)
+    columns = getattr(model.config, "text_columns", None)
+    check(f"run={options.run}: text_columns", columns, Several[str] | None)
+    table, columns = read_texts(options.input, columns)
+    parts = []
+    longer = 0
+    for i in range(0, len(table), AT_ONCE):
+        texts = [table[column].tolist()[i : i + AT_ONCE] for column in columns]
+        longer += sum(len(ids) > length for ids in tokenizer(*texts, verbose=False)["input_ids"])
+        tokens = tokenizer(
+            *texts, truncation=True, max_length=length, padding=True, return_tensors="pt"
+        )
+        parts.append(model(**tokens.to(options.device)).logits.float().cpu())
+    if longer:
+        print(f"cut {longer} of {len(table)} texts to {length} tokens", file=sys.stderr)
+    outputs = torch.cat(parts)
+    if model.config.num_labels == 1:
+        table["predicted"] = outputs[:, 0].numpy()
+    else:
+        names = [model.config.id2label[i] for i in range(outputs.shape[1])]
+        table["predicted"] = [names[i] for i in outputs.argmax(-1).tolist()]
+        for i, shares in enumerate(outputs.softmax(-1).T.numpy()):
+            table[f"probability_{names[i]}"] = shares
+    write_table(table, options.output)
+
+
+def fill_masks(options: TextOptions) -> None:
+    """Write a row for each mask: text, number of the mask, top tokens and their probabilities."""
+    model, tokenizer, length = load_encoder(options, MASKED)
+    table, (column,) = read_texts(options.input, ["text"])
+    rows = []
+    for number, text in table[column].items():
+        tokens = tokenizer(text, return_tensors="pt").to(options.device)
+        ids = tokens["input_ids"][0]
+        masks = (ids == tokenizer.mask_token_id).nonzero()[:, 0]
+        named = f"input={options.input}: row {number}"
+        if not len(masks):
+            raise DataError(f"{named} has no {tokenizer.mask_token}; write it in place of a word")
+        if len(ids) > length:
+            raise DataError(f"{named} has {len(ids)} tokens; expected at most {length}")
+        probabilities = model(**tokens).logits[0, masks].float().softmax(-1)
+        likely = probabilities.topk(min(LIKELIEST, probabilities.shape[-1]))
+        for i in range(len(masks)):
+            row = {column: text, "mask": i + 1}
+            words = tokenizer.convert_ids_to_tokens(likely.indices[i].tolist())
+            for rank, word in enumerate(words, 1):
+                row[f"token{rank}"] = word
+                row[f"probability{rank}"] = float(likely.values[i, rank - 1])
+            rows.append(row)
+    write_table(pd.DataFrame(rows), options.output)
+
+
+def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:
+    """Model with a head, tokenizer, and largest number of tokens of a run.
+
+    Raises ConfigError or DataError.
+    """
+    check_device(options.device)
+    folder = folder_of(options.run, "run", f"the directory of a run of task={TASKS}")
+    origin = encoders.Origin(str(folder), "run", weights=True, noise=True)
+    tokenizer = encoders.load_tokenizer(origin)
+    auto = getattr(transformers, f"AutoModelFor{head}")
+
+    def load() -> Any:
+        if KEY in description_in(folder, f"run={options.run}"):
+            return from_pretrained(auto, folder)
+        return auto.from_pretrained(folder, trust_remote_code=False)
+
+    model = encoders.load_or_explain(load, origin, "weights").eval().to(options.device)
+    check_numbers(model.named_parameters(), f"run={options.run}")
+    length = trained_length(folder) or model.config.max_position_embeddings
+    return model, tokenizer, length
+
+
+def read_texts(name: str, columns: Sequence[str] | None) -> tuple[pd.DataFrame, list[str]]:
+    """Table of the input and its text columns; lines of a .txt file are one column.
+
+    columns: those of the run; None: text, or text_a and text_b. Raises DataError.
+    """
+    path = Path(name).expanduser()
+    named = f"input={name}"
+    if path.suffix.lower() == ".txt":
+        lines = [line for _, line in numbered_lines(path) if line.strip()]
+        table = pd.DataFrame({"text": lines}, index=range(1, len(lines) + 1), dtype=object)
+        if columns is not None and len(columns) == 1:
+            columns = ["text"]
+    else:
+        table = read_text_table(path, named)
+    columns = text_columns(table, columns, named)
+    check_cells(table, columns, named)
+    if not len(table):
+        raise DataError(f"{named}: no row; expected at least 1 text")
+    return table, columns
+
+
+def write_table(table: pd.DataFrame, output: str | None) -> None:
+    write_text(table.to_csv(index=False, float_format="%.4f").rstrip("\n"), output)
+
+
 def exit_code(bad: list, files: list[Path], place: str) -> int:
     """Return 2 and print the unreadable files, if any, or if there are no files."""
     if files and not bad:
@@ -243,8 +379,7 @@ def segments(audio: np.ndarray, rate: int, longest: float) -> Iterator[tuple[int
 
 def sample(options: SequenceOptions) -> None:
     """Generate sequences, then write or print them."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: no GPU found; use device=cpu")
+    check_device(options.device)
     saved = language.load(options.run, "run")
     description = saved.description
     if not description.causal:
@@ -274,6 +409,11 @@ def sample(options: SequenceOptions) -> None:
         part = seeds[i : i + AT_ONCE]
         rows += generate(model, tokens, count, options, part, never=never, end=alphabet.end)
     alphabet.write([[*prompt, *row] for row in rows], options)
+
+
+def check_device(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: no GPU found; use device=cpu")
 
 
 @torch.no_grad()
@@ -421,6 +561,8 @@ KINDS = {
     "imagenet": (ImageOptions, classify),
     TRANSDUCER: (AudioOptions, transcribe),
     language.KIND: (SequenceOptions, sample),
+    CLASSIFIER: (TextOptions, label_texts),
+    MASKED: (TextOptions, fill_masks),
 }
 
 if __name__ == "__main__":

@@ -19,16 +19,17 @@ ANEW = "load the weights with from_pretrained of their class, then call swap_att
 
 @torch.inference_mode(False)  # tensors created in inference mode cannot be trained
 def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
-    """Load a swapped model that save_pretrained wrote to a folder or a hub repository.
+    """Load a swapped model that save_pretrained wrote to a folder or a hub repository, or the model of a run.
 
     The model has the same attention in the same layers, exactly: projections and statistics come from the saved
-    weights. The projections take the dtype of the model if they were saved in it. A model of the `fetch` command, such
+    weights. The projections take the dtype of the model if they were saved in it. The model of a run has the attention
+    of its training, which may be exact. A model of the `fetch` command, such
     as "models/smollm2-135m", is loaded as the pretrained checkpoint, with its own attention. No code from the folder
     runs, unless `trust_remote_code=True`.
 
     Args:
         auto: the class to load, such as AutoModelForCausalLM.
-        folder: the folder, or the name of a hub repository.
+        folder: the folder, the name of a hub repository, or the directory of a run, such as outputs/mine.
         options: further arguments of auto.from_pretrained.
 
     Raises:
@@ -39,6 +40,10 @@ def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     published = saved.fetched(folder)
     if published is not None:
         return auto.from_pretrained(published, **options)
+    run_model = Path(folder, "model")
+    is_run = (run_model / "config.json").is_file() and not Path(folder, "config.json").is_file()
+    if is_run:
+        folder = run_model
     # refuse remote code without asking
     safely = {"trust_remote_code": False} if hasattr(auto, "_model_mapping") else {}
     # the layers that are not swapped have the default implementation, not the saved name
@@ -46,6 +51,8 @@ def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(unnamed | safely | options))
     record = saved.take_record(model)
+    if record is None and is_run:
+        return model
     if record is None:
         raise ConfigError(
             f"{folder}: no swapped model ({saved.KEY} is missing in config.json); {ANEW}"

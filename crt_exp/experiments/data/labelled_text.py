@@ -52,7 +52,8 @@ def read_labelled(
         DataError: a column or cell is missing, the labels are no classes, or a part is empty.
     """
     named, cells = tables["train"]
-    columns = text_columns(cells, columns, named)
+    columns = text_columns(cells, columns, named, ", or set task.columns")
+    check_columns(cells, [target], named, ", or set task.target")
     labels = []
     values = []
     for name, cells in tables.values():
@@ -129,20 +130,26 @@ def read_hub(hub: LabelledHub, target: str) -> dict[str, tuple[str, pd.DataFrame
 # ---- columns and cells
 
 
-def text_columns(cells: pd.DataFrame, columns: Sequence[str] | None, named: str) -> list[str]:
+def text_columns(
+    cells: pd.DataFrame, columns: Sequence[str] | None, named: str, instead: str = ""
+) -> list[str]:
     """The columns of text. Raises DataError if there are none."""
     if columns is None:
         columns = ["text_a", "text_b"] if "text_a" in cells else ["text"]
-    check_columns(cells, columns, named)
+    check_columns(cells, columns, named, instead)
     return list(columns)
 
 
-def check_columns(cells: pd.DataFrame, columns: Iterable[str], named: str) -> None:
-    """Raise DataError if a column is missing."""
+def check_columns(
+    cells: pd.DataFrame, columns: Iterable[str], named: str, instead: str = ""
+) -> None:
+    """Raise DataError if a column is missing; `instead` ends the advice."""
     for column in columns:
         if column not in cells:
-            present = ", ".join(map(str, cells.columns[:20]))
-            raise DataError(f"{named}: no column {column}; its header has {present or 'no column'}")
+            present = ", ".join(cells.columns[:20]) or "no column"
+            raise DataError(
+                f"{named}: no column {column}; its header has {present}; rename a column{instead}"
+            )
 
 
 def check_cells(cells: pd.DataFrame, columns: Iterable[str], named: str) -> None:

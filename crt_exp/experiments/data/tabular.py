@@ -260,6 +260,8 @@ def target_of(
     classes = sorted(texts.unique())
     if values is not None:
         classes.sort(key=float)
+    if len(classes) == 1:
+        raise ValueError(f"one class only ({classes[0]}); expected at least 2")
     if not 2 <= len(classes) <= len(texts) / 2:
         raise ValueError(
             f"{len(classes)} distinct values in {len(texts)} rows; expected at least 2 classes with "

@@ -28,7 +28,7 @@ from crt_exp.experiments.measure.bench import (
     predicts,
 )
 from crt_exp.experiments.models import encoders, vision
-from crt_exp.experiments.models.folder import CONFIG, TRANSDUCER, block_of
+from crt_exp.experiments.models.folder import CONFIG, TRANSDUCER, trained_length
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import json_object
 
@@ -121,11 +121,12 @@ def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, An
 def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
     """Return the number of tokens of a string.
 
-    Default: the block of the model's run; for other models 512, or the maximum of the model if that is less.
+    Default: the length of the training rows of the model's run; for other models 512, or the maximum of the model if
+    that is less.
     """
-    block = block_of(model.config.name_or_path or "")
-    if length is None and block:
-        length = min(max(block, least), positions(model))
+    trained = trained_length(model.config.name_or_path or "")
+    if length is None and trained:
+        length = min(max(trained, least), positions(model))
     return length_of(model, length, least)
 
 

@@ -121,16 +121,18 @@ def description_in(folder: Path, named: str) -> dict[str, Any]:
         raise DataError(f"{named}: {folder}: not readable: {error}") from None
 
 
-def block_of(folder: str | Path) -> int | None:
-    """The training block length of the run that saved a model, in tokens.
+def trained_length(folder: str | Path) -> int | None:
+    """Tokens of the training rows of the run that saved a model: task.block or task.max_length.
 
     Returns None for other models. Raises ConfigError if the run's config.yaml cannot be read.
     """
     folder = Path(folder)
     config = folder.parent / "config.yaml"
     task = read_yaml(config).get("task") if folder.name == MODEL and config.is_file() else None
-    block = task.get("block") if isinstance(task, dict) else None
-    return block if type(block) is int and block > 0 else None
+    if not isinstance(task, dict):
+        return None
+    length = task.get("block", task.get("max_length"))
+    return length if type(length) is int and length > 0 else None
 
 
 def folder_of(run: str | Path, option: str, wanted: str) -> Path:
