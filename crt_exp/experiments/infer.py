@@ -264,7 +264,7 @@ def label_texts(options: TextOptions) -> None:
         )
         parts.append(model(**tokens.to(options.device)).logits.float().cpu())
     if longer:
-        print(f"cut {longer} of {len(table)} texts to {length} tokens", file=sys.stderr)
+        print(f"truncated {longer} of {len(table)} rows to {length} tokens", file=sys.stderr)
     outputs = torch.cat(parts)
     if model.config.num_labels == 1:
         table["predicted"] = outputs[:, 0].numpy()

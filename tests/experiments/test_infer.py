@@ -11,10 +11,12 @@ import pandas as pd
 import pytest
 import soundfile
 import torch
+import transformers
 from helpers import hostile
+from helpers.small_bert import sentence, write_model, write_text
 from helpers.small_speech import tone, write_digits
 
-from crt_exp import Mechanism
+from crt_exp import Mechanism, from_pretrained
 from crt_exp.experiments import infer
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.plan import Plan
@@ -208,6 +210,106 @@ def test_unreadable_files_are_named_and_counted_and_the_others_are_read(
     assert code == 2
     assert out.count(".png") == 1
     assert f"input={tmp_path}: 1 of 2 files are unreadable" in err
+
+
+# ---- text
+
+GLUE = "task=glue task.max_length=40 task.init=uptrain"
+COLORS = ["red", "green", "old"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A table of texts, and the runs `own` (classes) and `exact` (scores of pairs) and `masked`."""
+    root = tmp_path_factory.mktemp("texts")
+    bert = write_model(root / "bert")
+    table = pd.DataFrame({"text": [sentence(i) for i in range(30)], "label": COLORS * 10})
+    table.to_csv(root / "own.csv", index=False)
+    pairs = {"text_a": table.text, "text_b": table.text + " red", "label": [0.5, 1.5, 2.5] * 10}
+    pd.DataFrame(pairs).to_csv(root / "pairs.csv", index=False)
+    write_text(root / "own.txt")
+    options = f"{GLUE} task.model={bert}"
+    export(f"{options} task.csv={root}/own.csv", "favorpp m=8", root / "own")
+    export(f"{options} task.csv={root}/pairs.csv", "exact", root / "exact")
+    line = f"task=mlm task.init=uptrain task.model={bert} task.block=24 task.text={root}/own.txt"
+    export(line, "favorpp m=8", root / "masked")
+    return root
+
+
+def test_classes_of_texts_are_those_of_the_loaded_model(texts, called, tmp_path):
+    """crt_exp.from_pretrained reads the run; each text is labelled as if it were alone."""
+    code, out, err = called(f"run={texts / 'own'}", f"input={texts / 'own.csv'}")
+    assert (code, err) == (0, "")
+    found = pd.read_csv(io.StringIO(out))
+    model = from_pretrained(transformers.AutoModelForSequenceClassification, texts / "own").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(texts / "own/model")
+    names = ["green", "old", "red"]
+    assert list(found) == ["text", "label", "predicted", *(f"probability_{name}" for name in names)]
+    for row in found.head(4).itertuples(index=False):
+        with torch.no_grad():
+            shares = model(**tokenizer(row.text, return_tensors="pt")).logits[0].softmax(-1)
+        assert row[3:] == pytest.approx(shares.tolist(), abs=1e-4)
+        assert row.predicted == names[shares.argmax()]
+    lines = "\n".join(found.text)
+    (tmp_path / "lines.txt").write_text(lines)
+    again = called(
+        f"run={texts / 'own'}", f"input={tmp_path}/lines.txt", f"output={tmp_path}/p.csv"
+    )
+    assert again[:2] == (0, "")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "p.csv"), found.drop(columns="label"))
+
+
+def test_pairs_of_texts_get_a_score(texts, called):
+    """The run has exact attention, which from_pretrained keeps."""
+    code, out, _ = called(f"run={texts / 'exact'}", f"input={texts / 'pairs.csv'}")
+    assert code == 0
+    assert list(pd.read_csv(io.StringIO(out))) == ["text_a", "text_b", "label", "predicted"]
+    model = from_pretrained(transformers.AutoModelForSequenceClassification, texts / "exact")
+    assert not hasattr(model.config, "crt_exp")
+
+
+def test_each_mask_gets_the_most_probable_tokens(texts, called, tmp_path):
+    (tmp_path / "in.txt").write_text("the [MASK] sat on the [MASK] .\n\n[MASK] ran .\n")
+    code, out, err = called(f"run={texts / 'masked'}", f"input={tmp_path}/in.txt")
+    assert (code, err) == (0, "")
+    found = pd.read_csv(io.StringIO(out))
+    assert found["mask"].tolist() == [1, 2, 1]
+    model = from_pretrained(transformers.AutoModelForMaskedLM, texts / "masked").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(texts / "masked/model")
+    with torch.no_grad():
+        logits = model(**tokenizer("[MASK] ran .", return_tensors="pt")).logits[0, 1]
+    likely = logits.softmax(-1).topk(5)
+    last = found.iloc[2].tolist()
+    assert last[2::2] == tokenizer.convert_ids_to_tokens(likely.indices.tolist())
+    assert last[3::2] == pytest.approx(likely.values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "run, name, content, words",
+    [
+        ("own", "a.csv", "body\nx\n", "no column text; its header has body"),
+        ("own", "a.csv", "text,n\nx,1\n,2\n", "row 2, column text is empty"),
+        ("own", "a.doc", "x", "expected a .csv, .tsv, .jsonl or .parquet file"),
+        ("own", "a.txt", "\n", "no row; expected at least 1 text"),
+        ("exact", "a.txt", "x\n", "no column text_a"),
+        ("masked", "a.txt", "the cat\n", r"row 1 has no [MASK]"),
+        ("masked", "a.txt", "[MASK] " + "cat " * 50, "row 1 has 53 tokens; expected at most 40"),
+    ],
+)
+def test_texts_that_do_not_fit_the_run_are_one_line(
+    run, name, content, words, texts, called, tmp_path
+):
+    (tmp_path / name).write_text(content)
+    code, out, err = called(f"run={texts / run}", f"input={tmp_path / name}")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_truncated_rows_are_counted(texts, called, tmp_path):
+    (tmp_path / "a.txt").write_text("cat\n" + "cat " * 50)
+    code, _, err = called(f"run={texts / 'own'}", f"input={tmp_path}/a.txt")
+    assert (code, err) == (0, "truncated 1 of 2 rows to 40 tokens\n")
 
 
 # ---- sequences (books and pixels: tests/tasks)

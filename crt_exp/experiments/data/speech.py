@@ -144,7 +144,9 @@ def read_table(path: Path):
     """
     table = read_text_table(path, str(path))
     cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
-    broken = cells.isna() | cells.apply(lambda column: column.str.contains("[\n\t]", na=True))
+    broken = cells.isna() | cells.apply(
+        lambda column: column.astype("str").str.contains("[\n\t]", na=True)
+    )
     if broken.to_numpy().any():
         row = broken.any(axis=1).idxmax()
         raise DataError(f"{path}, row {row}: expected one line of text in columns audio and text")

@@ -225,7 +225,8 @@ class GLUE(Task):
         last = records[-1]
         names = [key for key in last if key.removesuffix("_mismatched") in self.glue_task.metrics]
         values = ", ".join(f"{key} {last[key]:.4f}" for key in names)
+        split = last["split"]
         return (
-            f"{self.glue_task.folder}: {values} ({self.length(last['split'])} {last['split']} examples, trained on "
-            f"{self.length('train')} of {self.published})"
+            f"{self.glue_task.folder}: {values} (trained on {self.length('train')} of {self.published} examples; "
+            f"{split}: {self.length(split)} examples)"
         )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.small_bert import VOCABULARY, write_glue, write_model
+from helpers.small_bert import VOCABULARY, sentence, write_glue, write_model
 from safetensors.torch import save_file
 
 from crt_exp.experiments.data import DataError
@@ -194,6 +194,46 @@ def test_no_example_that_is_held_out_is_trained_on(task_of):
     assert "accuracy" in found
     assert not {"accuracy_mismatched", "accuracy_part0"} & found.keys()
     assert task_of(examples=16).length("train") == 16
+
+
+@pytest.fixture
+def mine(tmp_path):
+    rows = [f"{sentence(i)},{('red', 'green', 'old')[i % 3]}" for i in range(40)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+    return str(tmp_path / "mine.csv")
+
+
+@torch.no_grad()
+def test_text_of_ones_own_has_validation_and_test(mine, task_of):
+    """Classes have names in the configuration of the model; parts are those of the test part."""
+    task = task_of(csv=mine, parts=2)
+    assert (task.validation, task.test, task.metric) == ("validation", "test", "accuracy")
+    model = task.build(Mechanism.of("favorpp", m=8)).eval()
+    assert model.config.id2label == {0: "green", 1: "old", 2: "red"}
+    assert model.config.text_columns == ["text"]
+    found = task.evaluate(model, "test", Reader(task))
+    assert {"accuracy", "mcc", "loss", "accuracy_part1"} <= found.keys()
+    assert "accuracy_part0" not in task.evaluate(model, "validation", Reader(task))
+    assert task_of(csv=mine, examples=9).length("train") == 9
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"kind": "regression"}, "task.kind: only for task.csv=FILE or task.hub.name=NAME"),
+        ({"test_csv": "a.csv"}, "task.test_csv: only for task.csv"),
+        ({"csv": "{mine}", "held_out": 3}, "task.held_out=3: not used by task.csv; set task.split"),
+        ({"csv": "{mine}", "data_dir": "/x"}, "task.data_dir=/x: not used by task.csv"),
+        ({"csv": "{mine}", "split": [0.8, 0.1, 0.2]}, "task.split=.*: expected three fractions"),
+        ({"csv": "{mine}", "columns": ["a", "b", "c"]}, "task.columns=.*: expected a list"),
+    ],
+    ids=str,
+)
+def test_options_of_ones_own_text_that_do_not_fit(options, words, mine, task_of):
+    if "csv" in options:
+        options = options | {"csv": mine}
+    with pytest.raises((ConfigError, DataError), match=words):
+        task_of(**options)
 
 
 def test_batches_are_the_rows_of_the_plan(task_of):
