@@ -306,6 +306,28 @@ def test_texts_that_do_not_fit_the_run_are_one_line(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"crt_exp": 5},
+        {"crt_exp": {"mechanisms": [{"_target_": "os.system"}], "layers": {"a": 0}}},
+        {"hidden_size": 10**9, "num_attention_heads": 10**6},
+        {"text_columns": 5},
+        {"text_columns": []},
+        {"id2label": {"0": "a", "1": "b"}},
+        {"auto_map": {"AutoModelForSequenceClassification": "evil.Model"}, "model_type": "evil"},
+    ],
+    ids=str,
+)
+def test_hostile_configurations_of_classifiers_are_one_line(change, texts, called, tmp_path):
+    shutil.copytree(texts / "own", tmp_path / "run")
+    file = tmp_path / "run/model/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    code, out, err = called(f"run={tmp_path / 'run'}", f"input={texts / 'own.csv'}")
+    assert (code, out) == (2, ""), err
+    hostile.check_one_line(err)
+
+
 def test_truncated_rows_are_counted(texts, called, tmp_path):
     (tmp_path / "a.txt").write_text("cat\n" + "cat " * 50)
     code, _, err = called(f"run={texts / 'own'}", f"input={tmp_path}/a.txt")

@@ -110,7 +110,7 @@ BAD = [
     ("~features", "features: missing, expected features=... (known: angular"),
     ("+features.kernel=gaussian", "unknown key 'features.kernel'"),  # the task's to say
     ("+m=64", "unknown key 'm'; did you mean features.m?"),
-    ("task=glue +task.epochs=1", "unknown key 'task.epochs'; did you mean task.parts?"),
+    ("task=glue +task.epochs=1", "unknown key 'task.epochs'; did you mean task.csv?"),
     ("trainer.optimizer=ada", "expected adamw or adam; did you mean adamw or adam?"),
     ("trainer.lr=inf", "trainer.lr=inf: expected a number > 0"),
     ("attention=relu attention.phi.f=abc", "attention.phi.f=abc: expected"),
