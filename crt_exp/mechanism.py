@@ -621,7 +621,7 @@ def definition_of(value: Any) -> Any:
 
 def features_of_attention(key: str, name: str) -> ConfigError | None:
     """Return the error for an attention where a feature map is expected; None for others."""
-    attention = canonical("attention", name)
+    attention = canonical("attention", name.lower())
     if not is_known("attention", attention):
         return None
     features = read_preset(attention)[1].get("features")

@@ -41,7 +41,9 @@ LIBRARIES = (
     "accelerate",
     "contextlib",
     "crt_exp",
+    "joblib",
     "peft",
+    "sklearn",
     "timm",
     "torch",
     "torchaudio",
@@ -92,10 +94,15 @@ def unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question with the known names that begin with `name`, or the closest one."""
-    known = list(known)
-    near = [word for word in known if name and word.startswith(name)]
-    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    """Return a question with the known names that begin with `name`, or the closest one.
+
+    Upper and lower case are equal.
+    """
+    words = {word.lower(): word for word in known}
+    name = name.lower()
+    near = [lower for lower in words if name and lower.startswith(name)]
+    near = near or difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    near = [words[lower] for lower in near]
     return f"; did you mean {either(near)}?" if near else ""
 
 

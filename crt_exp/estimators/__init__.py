@@ -17,7 +17,7 @@ from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from crt_exp.features import FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
@@ -28,13 +28,14 @@ from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.registry import ConfigError, is_known
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
-from crt_exp.validation import whole_number
+from crt_exp.validation import warn, whole_number
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
 
 BLOCK = 2**20  # features per block, so that they fit the cache
-NO_KERNEL = "mechanism={}: estimates no kernel; use another map, such as oprf"
+FORMER = "deprecated"  # value of `mechanism`, the former name of `features`, unless it is given
+NO_KERNEL = "features={}: estimates no kernel; use another map, such as oprf"
 SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
 
@@ -47,10 +48,10 @@ def load_map(features: str, kernel: str) -> FeatureMap:
     """
     if not features:
         raise ConfigError(
-            f"mechanism={features!r}: expected a name of conf/features, or a FeatureMap"
+            f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
     if not is_known("features", features) and (
-        error := features_of_attention("mechanism", features)
+        error := features_of_attention("features", features)
     ):
         raise error
     mechanism = Mechanism.of(features=features)
@@ -93,8 +94,8 @@ def names_itself(cls):
         try:
             arguments.bind(self, *args, **options)
         except TypeError as error:
-            names = " ".join(list(arguments.parameters)[1:])
-            raise TypeError(f"{type(self).__name__}: {error}; expected {names}") from None
+            names = [name for name in arguments.parameters if name not in ("self", "mechanism")]
+            raise TypeError(f"{type(self).__name__}: {error}; expected {' '.join(names)}") from None
         construct(self, *args, **options)
 
     cls.__init__ = init
@@ -106,7 +107,7 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def __init__(
         self,
-        mechanism="oprf",
+        features="oprf",
         sampler="orthogonal",
         n_components=100,
         kernel="gaussian",
@@ -114,16 +115,20 @@ class RandomFeatureEstimator(BaseEstimator):
         random_state=None,
         *,
         length_scale=None,
+        mechanism=FORMER,
     ):
-        self.mechanism = mechanism
+        self.features = features
         self.sampler = sampler
         self.n_components = n_components
         self.kernel = kernel
         self.gamma = gamma
         self.length_scale = length_scale
         self.random_state = random_state
+        self.mechanism = mechanism
 
     def _check_options(self) -> None:
+        if self.mechanism != FORMER:
+            warn(f"mechanism={self._name}: renamed; use features={self._chosen!r}", FutureWarning)
         check_kernel(self.kernel)
         name = self._name
         gamma = self.gamma
@@ -146,13 +151,18 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _map(self) -> FeatureMap:
         """Return the feature map, before `of_size`."""
-        if isinstance(self.mechanism, FeatureMap):
-            return self.mechanism
-        return load_map(self.mechanism, self.kernel)
+        if isinstance(self._chosen, FeatureMap):
+            return self._chosen
+        return load_map(self._chosen, self.kernel)
+
+    @property
+    def _chosen(self) -> str | FeatureMap:
+        """Return `features`, or its former name `mechanism` if that was given."""
+        return self.features if self.mechanism == FORMER else self.mechanism
 
     @property
     def _name(self) -> str:
-        return self.mechanism if isinstance(self.mechanism, str) else type(self.mechanism).__name__
+        return self._chosen if isinstance(self._chosen, str) else type(self._chosen).__name__
 
     @property
     def _own_kernel(self) -> bool:
@@ -230,11 +240,10 @@ class RandomFeatureEstimator(BaseEstimator):
     def _statistics(self, X, weight: np.ndarray) -> Statistics:
         """Return statistics of the scaled rows, float64.
 
-        Maps that are fitted to vectors receive at most ROWS evenly spaced rows.
+        Maps that are fitted to vectors receive at most ROWS rows, evenly spaced by weight.
         """
         if self.map_.on_vectors:
-            places = np.linspace(0, X.shape[0] - 1, min(ROWS, X.shape[0])).astype(int)
-            x = self._scaled(X[places].astype(np.float64))
+            x = self._scaled(X[evenly_spaced(weight)].astype(np.float64))
             return Statistics.of(x, x)
         known = self._means(X, weight)
         if not isinstance(self.map_, PositiveExponential):
@@ -265,7 +274,7 @@ class RandomFeatureEstimator(BaseEstimator):
         if isinstance(phi, PoisRFPlus | GeomRFPlus) and bool((x < self.params_.shift.to(x)).any()):
             raise ValueError(
                 f"X has entries below the fitted minimum of {type(phi).__name__}: use margin=1.0 (now "
-                f"{phi.margin}), or mechanism='oprf'"
+                f"{phi.margin}), or features='oprf'"
             )
         return x
 
@@ -277,7 +286,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
     X may be sparse; Z is dense.
 
     Args:
-        mechanism: a name in `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus
+        features: a name in `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus
             pois_coord, or one with its own kernel), or a FeatureMap, which determines the kernel.
         sampler: a name in `conf/sampler`, or a sampler function.
         n_components: number of columns of Z. Maps with two features per projection (trig, hyp, sderf, auto, spectral
@@ -321,20 +330,24 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         phi = self._map()
         if not phi.fixes_scale:
             raise ValueError(
-                f"mechanism={self._name}: fitted weights do not fix the scale of the kernel; pass "
+                f"features={self._name}: fitted weights do not fix the scale of the kernel; pass "
                 f"{type(phi).__name__}(kernel={phi.kernel!r}, weights='unbiased')"
             )
 
     @all_or_none
-    def fit(self, X, y=None):
-        """Fit the parameters to X (n, d), dense or sparse, and sample the projections."""
-        return self._begin(validate_data(self, X, accept_sparse="csr", dtype=FLOATS))
+    def fit(self, X, y=None, sample_weight=None):
+        """Fit the parameters to X (n, d), dense or sparse, and sample the projections.
 
-    def _begin(self, X, weight: np.ndarray | None = None, gamma: float | str = 1.0):
+        `sample_weight` (n,) counts as repetitions of a row.
+        """
+        X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS)
+        X, weight = drop_weightless(sample_weight, X)
+        return self._begin(X, weight)
+
+    def _begin(self, X, weight: np.ndarray, gamma: float | str = 1.0):
         """Fit to validated rows with weights; `gamma` replaces gamma=None."""
         self.n_features_in_ = X.shape[1]
         self._check_options()
-        weight = np.ones(X.shape[0]) if weight is None else weight
         self._set_scale(X, weight, gamma)
         generator = self._fit_map(X, weight)
         self._dtype, self._n_features_out = X.dtype, int(self.n_components)
@@ -358,7 +371,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         """Return a function that writes the features of validated rows into `out`."""
         if not self.map_.one_map:
             raise ValueError(
-                f"mechanism={type(self.map_).__name__}: queries and keys have different features; use "
+                f"features={type(self.map_).__name__}: queries and keys have different features; use "
                 "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor"
             )
         phi = self.map_.bind(self.noise_, self.params_).phi_q
@@ -452,6 +465,32 @@ def validate_rows(estimator, X, y, **checks) -> tuple:
     if y.dtype.kind == "f" and not np.isfinite(y).all():  # scikit-learn converts None to NaN
         raise ValueError("Input y contains NaN or infinity.")
     return X, y
+
+
+def drop_weightless(sample_weight, *rows) -> tuple:
+    """Return arrays of rows without those of weight 0, then the weights, float64.
+
+    Raises:
+        ValueError: a weight is negative, or all weights are zero.
+    """
+    weight = _check_sample_weight(sample_weight, rows[0], dtype=np.float64)
+    if (weight < 0).any():
+        raise ValueError(f"sample_weight: {weight.min():g}; expected numbers >= 0")
+    if not weight.any():
+        raise ValueError(
+            "Sample weights must contain at least one non-zero number: there is nothing to fit to"
+        )
+    if weight.all():
+        return *rows, weight
+    return *(part[weight > 0] for part in rows), weight[weight > 0]
+
+
+def evenly_spaced(weight: np.ndarray) -> np.ndarray:
+    """Return the indices of at most ROWS rows, evenly spaced by positive weight (n,)."""
+    ends = (weight / weight.min()).cumsum()
+    count = min(ROWS, round(ends[-1]))
+    places = np.linspace(0, ends[-1] - 1, count).astype(int)
+    return np.searchsorted(ends, places, side="right")
 
 
 def check_targets(y: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -13,11 +13,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.estimators import (
     FLOATS,
+    FORMER,
     ROWS,
     RandomFeatureEstimator,
     all_or_none,
     blocks,
     check_targets,
+    drop_weightless,
     label_set,
     names_itself,
     validate_rows,
@@ -30,7 +32,7 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def __init__(
         self,
-        mechanism="oprf",
+        features="oprf",
         sampler="orthogonal",
         n_components=128,
         kernel="gaussian",
@@ -38,44 +40,52 @@ class _KernelRegression(RandomFeatureEstimator):
         random_state=None,
         *,
         length_scale=None,
+        mechanism=FORMER,
     ):
         super().__init__(
-            mechanism, sampler, n_components, kernel, gamma, random_state, length_scale=length_scale
+            features,
+            sampler,
+            n_components,
+            kernel,
+            gamma,
+            random_state,
+            length_scale=length_scale,
+            mechanism=mechanism,
         )
 
     @property
     def _exact(self) -> bool:
-        return isinstance(self.mechanism, str) and self.mechanism == "exact"
+        return self._chosen == "exact"
 
     def _map(self) -> FeatureMap:
         """Return the feature map; for the exact kernel, a map that estimates it without bias."""
         return PosRF(self.kernel) if self._exact else super()._map()
 
-    def _begin(self, X: np.ndarray, columns: int) -> None:
+    def _begin(self, X: np.ndarray, weight: np.ndarray, columns: int) -> None:
         """Fit the map to X and start with empty sums over `columns` targets."""
         self._check_options()
-        weight = np.ones(len(X))
         self._set_scale(X, weight, "scale")
         self.sums_: tuple[torch.Tensor, torch.Tensor] | None = None
         if self._exact:
             self.x_ = X[:0]
-            self.targets_ = np.empty((0, columns))
+            self.targets_ = np.empty((0, columns + 1))
         else:
             self._fit_map(X, weight)
 
-    def _add(self, X: np.ndarray, R: np.ndarray) -> None:
-        """Add rows to Phi^T [R, 1], stored as sums and the log scale of each feature.
+    def _add(self, X: np.ndarray, R: np.ndarray, weight: np.ndarray) -> None:
+        """Add rows to Phi^T w [R, 1], stored as sums and the log scale of each feature.
 
         Raises:
             ValueError: a sum overflows.
         """
+        targets = np.column_stack([R, np.ones(len(R))]) * weight[:, None]
         if self._exact:
             self.x_ = np.concatenate([self.x_, X])
-            self.targets_ = np.concatenate([self.targets_, R])
+            self.targets_ = np.concatenate([self.targets_, targets])
             return
         for rows in blocks(len(X)):
             x = self._scaled(X[rows])
-            r = torch.from_numpy(np.column_stack([R[rows], np.ones(len(x))])).to(x.dtype)
+            r = torch.from_numpy(targets[rows]).to(x.dtype)
             f = self.map_.phi_k(x, self.noise_, self.params_)
             sums = _sums(f, r)
             self.sums_ = sums if self.sums_ is None else _merge(self.sums_, sums)
@@ -106,8 +116,7 @@ class _KernelRegression(RandomFeatureEstimator):
         if self.kernel == "gaussian":
             logits -= y.square().sum(-1) / 2
         weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-        targets = torch.from_numpy(self.targets_.astype(np.float64))
-        return torch.column_stack([weights @ targets, weights.sum(-1)]).numpy()
+        return (weights @ torch.from_numpy(self.targets_)).numpy()
 
 
 @names_itself
@@ -117,11 +126,13 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     Fitting takes O(n M). Prediction takes O(M C) per row, independent of n. Ties go to the lowest class.
 
     Args:
-        mechanism: "exact", a name in `conf/features`, or a FeatureMap.
+        features: "exact", a name in `conf/features`, or a FeatureMap.
         n_components: number of features, rounded up to whole projections.
         kernel: as in RandomFeatures.
         gamma: as in RandomFeatures, but None is 'scale'.
         length_scale: as in RandomFeatures.
+
+    `sample_weight` counts as repetitions of a row.
 
     >>> X = np.array([[0.0], [1.0], [2.0], [3.0]])
     >>> model = KernelRegressionClassifier("exact", gamma=1.0).fit(X, ["low", "low", "high", "high"])
@@ -130,16 +141,17 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """
 
     @all_or_none
-    def fit(self, X, y):
+    def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d) and labels y (n,)."""
         X, y = validate_rows(self, X, y)
+        X, y, weight = drop_weightless(sample_weight, X, y)
         self.classes_ = label_set(y)
-        self._begin(X, len(self.classes_))
-        self._add(X, self._one_hot(y))
+        self._begin(X, weight, len(self.classes_))
+        self._add(X, self._one_hot(y), weight)
         return self
 
     @all_or_none
-    def partial_fit(self, X, y, classes=None):
+    def partial_fit(self, X, y, classes=None, sample_weight=None):
         """Add all rows, or none if the call raises.
 
         The first call fits the parameters and samples the projections.
@@ -149,12 +161,13 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         """
         first = not hasattr(self, "classes_")
         X, y = validate_rows(self, X, y, reset=first)
+        X, y, weight = drop_weightless(sample_weight, X, y)
         if first:
             if classes is None:
                 raise ValueError("classes=None: the first partial_fit needs all labels")
             self.classes_ = label_set(classes)
-            self._begin(X, len(self.classes_))
-        self._add(X, self._one_hot(y))
+            self._begin(X, weight, len(self.classes_))
+        self._add(X, self._one_hot(y), weight)
         return self
 
     def predict(self, X):
@@ -212,39 +225,41 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         return tags
 
     @all_or_none
-    def fit(self, X, y):
+    def fit(self, X, y, sample_weight=None):
         """Fit to X (n, d) and targets y (n,) or (n, C)."""
         X, y = validate_rows(self, X, y, y_numeric=True, multi_output=True)
-        self._start(X, y)
-        return self._take(X, y)
+        X, y, weight = drop_weightless(sample_weight, X, y)
+        self._start(X, y, weight)
+        return self._take(X, y, weight)
 
     @all_or_none
-    def partial_fit(self, X, y):
+    def partial_fit(self, X, y, sample_weight=None):
         """Add all rows, or none if the call raises.
 
         The first call fits the parameters and samples the projections.
         """
         first = not hasattr(self, "total_")
         X, y = validate_rows(self, X, y, reset=first, y_numeric=True, multi_output=True)
+        X, y, weight = drop_weightless(sample_weight, X, y)
         if first:
-            self._start(X, y)
+            self._start(X, y, weight)
         check_targets(y, self._shape)
-        return self._take(X, y)
+        return self._take(X, y, weight)
 
-    def _start(self, X, y):
+    def _start(self, X, y, weight):
         self._shape = y.shape[1:]
-        self._begin(X, math.prod(self._shape))
+        self._begin(X, weight, math.prod(self._shape))
         self.total_ = 0.0
         self.count_ = 0
         self.range_ = (np.inf, -np.inf)
 
-    def _take(self, X, y):
+    def _take(self, X, y, weight):
         targets = y.reshape(len(y), -1).astype(np.float64)
-        self.total_ = self.total_ + targets.sum(0)
-        self.count_ = self.count_ + len(y)
+        self.total_ = self.total_ + weight @ targets
+        self.count_ = self.count_ + weight.sum()
         low, high = self.range_
         self.range_ = np.minimum(low, targets.min(0)), np.maximum(high, targets.max(0))
-        self._add(X, targets)
+        self._add(X, targets, weight)
         return self
 
     def predict(self, X):
@@ -257,7 +272,7 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
         if bad.any():
             warnings.warn(
                 f"{bad.sum()} of {len(X)} rows have no positive kernel mass: predicting the mean training "
-                "target. Use more features, a smaller gamma or mechanism='oprf'",
+                "target. Use more features, a smaller gamma or features='oprf'",
                 stacklevel=2,
             )
         mean = np.where(

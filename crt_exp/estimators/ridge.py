@@ -15,15 +15,17 @@ import torch
 from scipy.sparse import issparse, vstack
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from crt_exp.estimators import (
     FLOATS,
+    FORMER,
     RandomFeatures,
     all_or_none,
     blocks,
     check_targets,
+    drop_weightless,
     label_set,
     names_itself,
     validate_rows,
@@ -79,7 +81,7 @@ class Sums:
         self.rows += len(w)
         if not bool(self.gram.diagonal().isfinite().all()):
             raise ValueError(
-                "features overflow: scale X down, use a larger length_scale, or mechanism='trig'"
+                "features overflow: scale X down, use a larger length_scale, or features='trig'"
             )
         if not bool(self.squares.isfinite().all()):
             raise ValueError("y: squares overflow; scale y down")
@@ -206,7 +208,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
 
     def __init__(
         self,
-        mechanism="trig",
+        features="trig",
         sampler="orthogonal",
         n_components=512,
         kernel="gaussian",
@@ -215,8 +217,9 @@ class BaseRandomFeatureRidge(BaseEstimator):
         length_scale=None,
         alpha="evidence",
         random_state=None,
+        mechanism=FORMER,
     ):
-        self.mechanism = mechanism
+        self.features = features
         self.sampler = sampler
         self.n_components = n_components
         self.alpha = alpha
@@ -224,6 +227,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
         self.gamma = gamma
         self.length_scale = length_scale
         self.random_state = random_state
+        self.mechanism = mechanism
 
     @all_or_none
     def fit(self, X, y, sample_weight=None):
@@ -243,15 +247,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
         else:
             self.sums_ = copy(self.sums_)
         X, y = validate_rows(self, X, y, accept_sparse="csr", reset=first, **self._target_checks)
-        weight = _check_sample_weight(sample_weight, X, dtype=np.float64)
-        if (weight < 0).any():
-            raise ValueError(f"sample_weight: {weight.min():g}; expected numbers >= 0")
-        if first and not weight.any():
-            raise ValueError(
-                "Sample weights must contain at least one non-zero number: there is nothing to fit to"
-            )
-        if not weight.all():
-            X, y, weight = (part[weight > 0] for part in (X, y, weight))
+        X, y, weight = drop_weightless(sample_weight, X, y)
         y = self._validate_targets(y, first)
         if first:
             self._begin(X, weight)
@@ -278,13 +274,14 @@ class BaseRandomFeatureRidge(BaseEstimator):
         if not isinstance(seed, Integral):
             seed = check_random_state(seed).randint(2**31 - 1)
         self.features_ = RandomFeatures(
-            self.mechanism,
+            self.features,
             self.sampler,
             int(self.n_components),
             self.kernel,
             self.gamma,
             seed,
             length_scale=self.length_scale,
+            mechanism=self.mechanism,
         )._begin(X, weight, "scale")
 
     def _features(self, X) -> Tensor:
@@ -338,7 +335,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
     It approximates kernel ridge regression, or the mean of a Gaussian process.
 
     Args:
-        mechanism: as in RandomFeatures. The default trig is bounded for the Gaussian kernel, so no row dominates.
+        features: as in RandomFeatures. The default trig is bounded for the Gaussian kernel, so no row dominates.
         sampler: as in RandomFeatures.
         n_components: as in RandomFeatures.
         kernel: as in RandomFeatures.
@@ -448,7 +445,7 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
 
     def __init__(
         self,
-        mechanism="trig",
+        features="trig",
         sampler="orthogonal",
         n_components=512,
         kernel="gaussian",
@@ -457,9 +454,10 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         length_scale=None,
         alpha="gcv",
         random_state=None,
+        mechanism=FORMER,
     ):
         super().__init__(
-            mechanism,
+            features,
             sampler,
             n_components,
             kernel,
@@ -467,6 +465,7 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
             length_scale=length_scale,
             alpha=alpha,
             random_state=random_state,
+            mechanism=mechanism,
         )
 
     @all_or_none

@@ -8,6 +8,7 @@ import scipy.sparse
 import torch
 from helpers.covering import in_turn
 from helpers.maps import HYBRIDS, map_names
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.gaussian_process.kernels import Matern, RationalQuadratic
@@ -20,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_fit2d_1sample, parametrize_with_checks
 
 from crt_exp import RandomFeatureClassifier, RandomFeatureRidge
-from crt_exp.estimators import RandomFeatures
+from crt_exp.estimators import RandomFeatures, evenly_spaced
 from crt_exp.estimators.kernel_regression import (
     KernelRegressionClassifier,
     KernelRegressionRegressor,
@@ -29,6 +30,13 @@ from crt_exp.features import OPRF, ArcCosineRF, Hedgehog, Mixture, PosRF, Statis
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 
+ESTIMATORS = (
+    RandomFeatures,
+    RandomFeatureRidge,
+    RandomFeatureClassifier,
+    KernelRegressionClassifier,
+    KernelRegressionRegressor,
+)
 # The maps are all of conf/features; one that a test cannot take stands here with its reason.
 TWO_SIDES = (
     dict.fromkeys(("gerf", "complex"), "its maps for the two sides of the kernel differ") | HYBRIDS
@@ -59,6 +67,16 @@ def test_scikit_learn_compatible(estimator, check):
     check(estimator)
 
 
+BELOW_MINIMUM = dict.fromkeys(
+    [
+        "check_sample_weight_equivalence_on_dense_data",
+        "check_sample_weight_equivalence_on_sparse_data",
+    ],
+    "the check transforms rows of weight 0, which lie below the fitted minimum",
+)
+EXPECTED_FAILURES = {"pois_plus": BELOW_MINIMUM, "geom_plus": BELOW_MINIMUM}
+
+
 @pytest.mark.slow
 @parametrize_with_checks(
     [
@@ -69,7 +87,8 @@ def test_scikit_learn_compatible(estimator, check):
         KernelRegressionClassifier("exact"),
         KernelRegressionClassifier("clustered", n_components=256),
         KernelRegressionRegressor(n_components=2000),
-    ]
+    ],
+    expected_failed_checks=lambda estimator: EXPECTED_FAILURES.get(estimator.features, {}),
 )
 def test_every_estimator_is_compatible_with_scikit_learn(estimator, check):
     check(estimator)
@@ -398,36 +417,30 @@ def test_maps_that_fix_no_scale_are_refused(make, mechanism):
 
 @pytest.mark.parametrize("make", (RandomFeatures, KernelRegressionRegressor))
 def test_maps_that_estimate_no_kernel_are_refused(make):
-    with pytest.raises(ValueError, match="mechanism=Hedgehog: estimates no kernel"):
+    with pytest.raises(ValueError, match="features=Hedgehog: estimates no kernel"):
         make(Hedgehog(), n_components=8).fit(np.eye(4), np.arange(4.0))
 
 
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("favorpp", 'mechanism=favorpp: favorpp is an attention; use "oprf"'),
-        ("favor++", r'mechanism=favor\+\+: favorpp is an attention; use "oprf"'),
+        ("favorpp", 'features=favorpp: favorpp is an attention; use "oprf"'),
+        ("FavorPP", 'use "oprf"'),
+        ("OPRF", "did you mean oprf"),
+        ("FAVOR++", r'features=FAVOR\+\+: favorpp is an attention; use "oprf"'),
+        ("favor++", r'features=favor\+\+: favorpp is an attention; use "oprf"'),
         ("favorsharp", 'use "sderf"'),
         ("favorp", 'use "pos"'),
         ("performer", 'use "pos"'),
         ("hrf_cluster", 'use "clustered"'),
         ("nearfar", 'nearfar is an attention; use a feature map, such as "oprf"'),
         ("linformer", 'use a feature map, such as "oprf"'),
-        ("hedgehog", "mechanism=hedgehog: estimates no kernel"),
-        ("", "mechanism='': expected a name"),
-        (None, "mechanism=None: expected a name"),
+        ("hedgehog", "features=hedgehog: estimates no kernel"),
+        ("", "features='': expected a name"),
+        (None, "features=None: expected a name"),
     ],
 )
-@pytest.mark.parametrize(
-    "make",
-    (
-        RandomFeatures,
-        RandomFeatureRidge,
-        RandomFeatureClassifier,
-        KernelRegressionClassifier,
-        KernelRegressionRegressor,
-    ),
-)
+@pytest.mark.parametrize("make", ESTIMATORS)
 def test_an_attention_names_its_feature_map(make, name, words):
     with pytest.raises(ValueError, match=words):
         make(name).fit(np.eye(4), np.array([0, 1, 0, 1]))
@@ -465,3 +478,40 @@ def test_in_a_pipeline():
     )
     assert list(Z.columns) == ["randomfeatures0", "randomfeatures1", "randomfeatures2"]
     assert len(Z) == len(X)
+
+
+def output(model, X):
+    return model.transform(X) if hasattr(model, "transform") else model.predict(X)
+
+
+@pytest.mark.parametrize("make", ESTIMATORS)
+def test_the_former_name_of_features_still_works(make):
+    X, y = load_iris(return_X_y=True)
+    options = {"n_components": 8, "gamma": 0.1, "random_state": 0}
+    former = clone(make(mechanism="pos", **options))
+    assert former.get_params()["mechanism"] == "pos"
+    with pytest.warns(FutureWarning, match="mechanism=pos: renamed; use features='pos'") as caught:
+        former.fit(X, y)
+    assert [warning.filename for warning in caught] == [__file__]
+    np.testing.assert_array_equal(output(former, X), output(make("pos", **options).fit(X, y), X))
+
+
+def test_a_pipeline_routes_weights_to_the_steps_that_request_them():
+    X, y = load_iris(return_X_y=True)
+    weight = np.arange(150) % 3
+    repeated = np.repeat(np.arange(150), weight)
+    features = RandomFeatures("oprf", n_components=16, random_state=0)
+    model = make_pipeline(features, RandomFeatureRidge(n_components=16, random_state=0))
+    expected = clone(model).fit(X[repeated], y[repeated]).predict(X)
+    with config_context(enable_metadata_routing=True):
+        for step in model:
+            step.set_fit_request(sample_weight=True)
+        actual = model.fit(X, y, sample_weight=weight).predict(X)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_maps_are_fitted_to_rows_by_weight():
+    np.testing.assert_array_equal(evenly_spaced(np.array([1.0, 3.0, 2.0])), [0, 1, 1, 1, 2, 2])
+    np.testing.assert_array_equal(evenly_spaced(np.full(5, 0.2)), np.arange(5))
+    many = evenly_spaced(np.ones(10_000))
+    np.testing.assert_array_equal(many, np.linspace(0, 9_999, 4096).astype(int))

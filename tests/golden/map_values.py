@@ -58,11 +58,11 @@ def _estimators() -> dict:
     values = lambda *arrays: [numbers(torch.as_tensor(np.asarray(a))) for a in arrays]
     made = {}
     features = {
-        name: {"mechanism": name, "n_components": 64, "gamma": 0.05}
+        name: {"features": name, "n_components": 64, "gamma": 0.05}
         for name in ("trig", "oprf", "pos", "geom", "angular")
     }
     features |= {
-        f"kernel={kernel}": {"mechanism": name, "n_components": 32, "length_scale": 0.1**-0.5}
+        f"kernel={kernel}": {"features": name, "n_components": 32, "length_scale": 0.1**-0.5}
         for kernel, name in (
             ("matern32", "matern"),
             ("arccos1", "arc_cosine"),
@@ -83,10 +83,10 @@ def _estimators() -> dict:
             labels,
             values,
         )
-    matern = {"mechanism": "matern", "length_scale": 0.2**-0.5}
+    matern = {"features": "matern", "length_scale": 0.2**-0.5}
     kinds = {
         "trig": {"gamma": 0.1},
-        "oprf": {"mechanism": "oprf", "gamma": 0.1},
+        "oprf": {"features": "oprf", "gamma": 0.1},
         "matern32": matern,
     }
     for label, kind in kinds.items():
