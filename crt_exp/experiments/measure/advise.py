@@ -6,16 +6,15 @@ The recommendation uses losses, times and memory of a `Bench`. task=advise reads
 import math
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from crt_exp.experiments.intervals import interval
 from crt_exp.experiments.measure import Measurement, Records
 from crt_exp.experiments.measure.bench import (
     MASKED,
@@ -26,7 +25,15 @@ from crt_exp.experiments.measure.bench import (
     length_of,
     predicts,
 )
-from crt_exp.experiments.measure.recommendation import EXACT, UNIFORM, Advice, Row, pays_from
+from crt_exp.experiments.measure.recommendation import (
+    EXACT,
+    UNIFORM,
+    Advice,
+    Row,
+    is_decided,
+    mean_difference,
+    pays_from,
+)
 from crt_exp.experiments.measure.times import ratio
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import check_batch, check_ids, eval_mode, learns
@@ -36,6 +43,10 @@ TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
 TEXTS = "strings, one tensor of token ids or images, or a list of dictionaries of arguments"
 LEAST = 32  # minimum length of a document, in tokens
 TOLERANCE = 0.02  # nats; 2% of the perplexity
+MINUTES = 4.0  # time budget of a measurement
+LOSS_SHARE = 0.6  # of the time budget, for losses
+MEMORY_SHARE = 0.7  # of the time budget, after which memory is not measured
+FEWEST = 2  # samples of every method, so that each has an interval
 
 
 def advise(
@@ -50,6 +61,7 @@ def advise(
     calibration: int = 4,
     rounds: int = 3,
     tolerance: float = TOLERANCE,
+    minutes: float | None = MINUTES,
     seed: int = 0,
 ) -> "Advice":
     """Measure several attention methods in a model and recommend one.
@@ -63,10 +75,12 @@ def advise(
         labels: classes (n,) of the images. Without labels, outputs are compared with those of exact attention.
         length: tokens of a document. Default: 512, or the model's positions if fewer.
         attentions: methods such as "window block=32". Default: TRIED.
-        samples: number of samples to evaluate. Default: 8 documents, 64 images, 16 others. 95% CIs are over samples.
+        samples: maximum number of samples to evaluate. Default: 8 documents, 64 images, 16 others. 95% CIs are over
+            samples. A method is measured on fewer samples if these decide its verdict.
         calibration: number of further samples, to which attention is fitted.
-        rounds: timing rounds; the median counts.
+        rounds: maximum number of timing rounds; the median counts.
         tolerance: allowed loss increase over exact attention, in nats.
+        minutes: time budget of the measurement; None: no limit. The table states what was left out.
         seed: seed of the random projections.
 
     Returns:
@@ -97,8 +111,8 @@ def advise(
         else:
             bench = _batch_bench(model, texts, labels, split)
         methods = mechanisms(attentions, seed)
-        records = list(measure_methods(bench, methods, rounds))
-        return advice_of(bench, methods, records, tolerance)
+        records = list(measure_methods(bench, methods, rounds, tolerance, minutes))
+        return advice_of(bench, methods, records, tolerance, rounds)
 
 
 # ---- samples
@@ -198,17 +212,148 @@ def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mec
     return result
 
 
-def measure_methods(bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int) -> Records:
-    """Yield a record of losses and memory for each method, then times by length."""
-    longest = bench.timed[bench.length]
+class TimeBudget:
+    """The time since the start in seconds, and a limit (None: no limit)."""
+
+    def __init__(self, minutes: float | None):
+        self.begun = time.monotonic()
+        self.seconds = math.inf if minutes is None else 60 * minutes
+
+    @property
+    def used(self) -> float:
+        return time.monotonic() - self.begun
+
+    def allows(self, seconds: float, share: float = 1.0) -> bool:
+        """Whether a step of this duration ends within a share of the limit."""
+        return self.used + seconds <= share * self.seconds
+
+    def left(self, seconds: float) -> str:
+        """Describe the time left: `seconds` of work, or the limit if that is less."""
+        limit = self.seconds - self.used
+        if seconds and limit < 0:
+            return "time over, measuring only what a verdict needs"
+        return f"at most {min(seconds, max(0, limit)):.0f} s left"
+
+
+def measure_methods(
+    bench: Bench,
+    methods: Mapping[str, Mechanism | None],
+    rounds: int,
+    tolerance: float,
+    minutes: float | None,
+) -> Records:
+    """Yield a record of losses and memory for each method, then times by length.
+
+    What does not fit into the time budget is left out. At least FEWEST samples and one round of timing at the full
+    length are measured.
+    """
+    budget = TimeBudget(minutes)
+    report(
+        f"{type(bench.model).__name__}: {len(methods)} methods, up to {len(bench.judged)} "
+        f"{bench.noun} of {bench.length} tokens"
+    )
+    losses = measure_losses(bench, methods, rounds, tolerance, budget)
+    seconds = pass_seconds(budget, losses)
     for label, attention in methods.items():
-        losses = bench.losses(attention)
-        report(f"{label}: loss {statistics.mean(losses['loss']):.3f} nats")
-        yield {"attention": label, **losses, "mib": bench.memory(attention, longest)}
-    for length, piece in bench.timed.items():
-        times = bench.times(methods, piece, rounds)
-        report(f"timed {length} tokens")
+        mib = None
+        if budget.allows(seconds, MEMORY_SHARE):
+            mib = bench.memory(attention, bench.timed[bench.length])
+        yield {"attention": label, **losses[label], "mib": mib}
+    for length, times in measure_times(bench, methods, rounds, budget).items():
         yield {"length": length, "ms": times}
+
+
+Losses = dict[str, dict[str, list[float]]]  # method -> "loss" and "repeated" of its samples
+
+
+def pass_seconds(budget: TimeBudget, losses: Losses) -> float:
+    """Return the mean seconds of a forward pass so far."""
+    passes = 0
+    for record in losses.values():
+        passes += len(record["loss"]) + len(record["repeated"])
+    return budget.used / passes
+
+
+def measure_losses(
+    bench: Bench,
+    methods: Mapping[str, Mechanism | None],
+    rounds: int,
+    tolerance: float,
+    budget: TimeBudget,
+) -> Losses:
+    """Measure all methods on one sample after the other.
+
+    A method is finished if its verdict is decided; all are if the time is over.
+    """
+    losses: Losses = {label: {"loss": [], "repeated": []} for label in methods}
+    undecided = dict(methods)
+    count = len(bench.judged)
+    seconds = 0.0
+    for i in range(count):
+        if i >= FEWEST and not budget.allows(seconds, LOSS_SHARE):
+            break
+        begun = budget.used
+        for label, attention in undecided.items():
+            for key, values in bench.losses(attention, [i]).items():
+                losses[label][key] += values
+            if i == 0:
+                report(f"{label}: loss {losses[label]['loss'][0]:.3f} nats ({bench.noun}: 1)")
+        seconds = budget.used - begun
+        rest = (count - i - 1) * seconds
+        rest += timing_seconds(bench, methods, rounds, pass_seconds(budget, losses))
+        shown = [describe(label, losses) for label in undecided if label != EXACT]
+        report(f"{bench.noun}: {i + 1} of {count}; {', '.join(shown)}; {budget.left(rest)}")
+        if i + 1 < FEWEST:
+            continue
+        for label in [*undecided]:
+            if label != EXACT and is_decided(losses[label], losses[EXACT], tolerance):
+                del undecided[label]
+        if [*undecided] == [EXACT]:
+            break
+    return losses
+
+
+def describe(label: str, losses: Losses) -> str:
+    """Describe the loss increase of a method so far."""
+    values = losses[label]["loss"]
+    above, half = mean_difference(values, losses[EXACT]["loss"][: len(values)])
+    if len(values) == 1:
+        return f"{label} {above:+.4f}"
+    return f"{label} {above:+.4f} ± {half:.4f}"
+
+
+def timing_seconds(
+    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int, seconds: float
+) -> float:
+    """Estimate the seconds of all timings from those of one pass at the full length."""
+    return len(methods) * seconds * (1 + rounds * sum(bench.timed) / bench.length)
+
+
+def measure_times(
+    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int, budget: TimeBudget
+) -> dict[int, dict[str, list[float]]]:
+    """Measure milliseconds by length, method and round, the longest samples first."""
+    times: dict[int, dict[str, list[float]]] = {}
+    for length in bench.timed:
+        times[length] = {label: [] for label in methods}
+    steps = [(turn, length) for turn in range(rounds) for length in reversed(bench.timed)]
+    seconds_per_token = 0.0
+    rest = sum(length for turn, length in steps)
+    for turn, length in steps:
+        if not budget.allows(seconds_per_token * length) and times[bench.length][EXACT]:
+            break
+        begun = budget.used
+        measured = bench.times(methods, bench.timed[length], 1)
+        for label, values in measured.items():
+            times[length][label] += values
+        seconds_per_token = (budget.used - begun) / length
+        rest -= length
+        shown = [f"{label} {values[0]:.0f} ms" for label, values in measured.items()]
+        report(
+            f"timed {length} tokens, round {turn + 1} of {rounds}: {', '.join(shown)}; "
+            f"{budget.left(rest * seconds_per_token)}"
+        )
+    return times
 
 
 def report(progress: str) -> None:
@@ -220,6 +365,7 @@ def advice_of(
     methods: Mapping[str, Mechanism | None],
     records: Sequence[Mapping[str, Any]],
     tolerance: float,
+    rounds: int,
 ) -> Advice:
     """Build the advice from the records of `measure_methods`."""
     losses = {record["attention"]: record for record in records if "attention" in record}
@@ -227,17 +373,20 @@ def advice_of(
     own = losses[EXACT]
     rows = []
     for label, record in losses.items():
+        count = len(record["loss"])
         gains = {}
         ms = {}
-        for length, rounds in times.items():
-            gains[length] = ratio(rounds[EXACT], rounds[label])
-            ms[length] = statistics.median(rounds[label])
-        above, above_ci95 = mean_difference(record["loss"], own["loss"])
-        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"])
+        for length, measured in times.items():
+            if measured[EXACT]:
+                gains[length] = ratio(measured[EXACT], measured[label])
+                ms[length] = statistics.median(measured[label])
+        above, above_ci95 = mean_difference(record["loss"], own["loss"][:count])
+        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"], samples=count)
         row.speedup = gains[max(gains)]
         row.pays_from = pays_from(gains)
         if own["repeated"]:
-            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], own["repeated"])
+            repeated = own["repeated"][: len(record["repeated"])]
+            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], repeated)
         with bench.swapped(methods[label]) as states:
             row.exact_to = min((state.exact_to for state in states.values()), default=0)
             row.fitted = learns(bench.model)
@@ -252,14 +401,47 @@ def advice_of(
         tolerance,
         bench.noun,
         bench.labelled,
+        unmeasured(bench, losses, times, tolerance, rounds),
     )
 
 
-def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
-    difference = interval(np.subtract(losses, own), "mean")
-    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
-    return difference["mean"], half_width
+def unmeasured(
+    bench: Bench,
+    losses: Mapping[str, Mapping[str, Any]],
+    times: Mapping[int, Mapping[str, Sequence[float]]],
+    tolerance: float,
+    rounds: int,
+) -> list[str]:
+    """Return sentences on what was not measured, and why."""
+    decided = []
+    open_verdicts = []
+    for label, record in losses.items():
+        if label == EXACT or len(record["loss"]) == len(bench.judged):
+            continue
+        if is_decided(record, losses[EXACT], tolerance):
+            decided.append(label)
+        else:
+            open_verdicts.append(label)
+    sentences = []
+    if decided:
+        sentences.append(
+            f"Fewer than {len(bench.judged)} {bench.noun} decided the verdict on {', '.join(decided)}."
+        )
+    if open_verdicts:
+        sentences.append(
+            f"The time was over before all {len(bench.judged)} {bench.noun} were measured with "
+            f"{', '.join(open_verdicts)}."
+        )
+    without_memory = [label for label, record in losses.items() if record["mib"] is None]
+    if without_memory:
+        sentences.append(f"Memory was not measured: {', '.join(without_memory)}.")
+    for length, measured in times.items():
+        if len(measured[EXACT]) < rounds:
+            sentences.append(
+                f"The time was over after {len(measured[EXACT])} of {rounds} rounds of timing at "
+                f"{length} tokens."
+            )
+    return sentences
 
 
 # ---- task=advise
@@ -287,6 +469,7 @@ class Advise(Measurement):
     calibration: Count
     rounds: Count
     tolerance: Positive
+    minutes: Positive | None
     cache_dir: str | None
 
     def __post_init__(self):
@@ -300,10 +483,11 @@ class Advise(Measurement):
         bench = self.bench(seed)
         records = []
         methods = mechanisms(self.attentions, seed)
-        for record in measure_methods(bench, methods, self.rounds):
+        measured = measure_methods(bench, methods, self.rounds, self.tolerance, self.minutes)
+        for record in measured:
             records.append(record)
             yield record
-        self.advice = advice_of(bench, methods, records, self.tolerance)
+        self.advice = advice_of(bench, methods, records, self.tolerance, self.rounds)
         chosen = self.advice.chosen or self.advice.rows[0]
         yield {
             "above": chosen.above,

@@ -41,7 +41,7 @@ from crt_exp.swap.calibration import (
 from crt_exp.swap.saved import holders
 from crt_exp.swap.swap import unswap_attention
 
-MAX_CACHED = 8  # number of fitted methods that a bench caches
+MAX_CACHED = 32  # number of fitted methods that a bench caches
 MASKED = "masked"
 NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
@@ -197,14 +197,17 @@ class Bench:
         raise NotImplementedError
 
     @torch.no_grad()
-    def losses(self, attention: Mechanism | None) -> dict[str, list[float]]:
-        """Losses in nats: "loss" of each sample, "repeated" of the first `repeats`.
+    def losses(
+        self, attention: Mechanism | None, samples: Sequence[int] | None = None
+    ) -> dict[str, list[float]]:
+        """Losses in nats: "loss" of the samples (None: all), "repeated" of the first `repeats`.
 
         Raises NotFinite if the model's own loss is not finite.
         """
+        samples = range(len(self.judged)) if samples is None else samples
         with self.swapped(attention):
-            loss = [self.loss(i) for i in range(len(self.judged))]
-            repeated = [self.repeated_loss(i) for i in range(self.repeats)]
+            loss = [self.loss(i) for i in samples]
+            repeated = [self.repeated_loss(i) for i in samples if i < self.repeats]
         losses = {"loss": loss, "repeated": repeated}
         if attention is None and not all(map(math.isfinite, losses["loss"])):
             raise NotFinite(
@@ -338,6 +341,17 @@ def evenly_spaced(count: int, chosen: int) -> list[int]:
     return np.linspace(0, count - 1, chosen).round().astype(int).tolist()
 
 
+def spread(values: Sequence[int]) -> list[int]:
+    """Reorder values so that the first ones, however many, are spread over all.
+
+    >>> spread(range(8))
+    [0, 4, 2, 6, 1, 5, 3, 7]
+    """
+    digits = (len(values) - 1).bit_length()
+    places = sorted(range(len(values)), key=lambda place: f"{place:0{digits}b}"[::-1])
+    return [values[place] for place in places]
+
+
 class Split(NamedTuple):
     """Numbers of samples to evaluate (None: the default) and to fit attention to, and a seed."""
 
@@ -346,7 +360,7 @@ class Split(NamedTuple):
     seed: int
 
     def indices(self, count: int, noun: str, kind: str) -> tuple[list[int], list[int]]:
-        """Indices of evenly spaced samples to evaluate, then of those to fit to.
+        """Indices of evenly spaced samples to evaluate, spread, then of those to fit to.
 
         kind: key of SAMPLES. Raises ValueError if there are too few samples.
         """
@@ -357,7 +371,7 @@ class Split(NamedTuple):
                 f"{count} {noun}"
             )
         chosen = evenly_spaced(count, samples + self.calibration)
-        return chosen[:samples], chosen[samples:]
+        return spread(chosen[:samples]), chosen[samples:]
 
 
 def next_token_labels(ids: Tensor) -> TensorPair:

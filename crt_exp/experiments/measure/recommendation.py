@@ -2,15 +2,16 @@
 
 A method is close enough if the upper end of its 95% CI is at most `tolerance` nats. If the model uses repetition, the
 limit on repeated passages is `REPEATED` nats. A method pays from the shortest timed length from which every pass is at
-least MARGIN times as fast.
+least MARGIN times as fast. Methods that are clearly close enough, or clearly not, are measured on fewer samples.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from crt_exp.atomic_write import atomic_path
@@ -22,6 +23,7 @@ from crt_exp.experiments.drawing import (
     plain_ticks,
     save_figure,
 )
+from crt_exp.experiments.intervals import interval
 from crt_exp.registry import written_folder
 
 EXACT = "exact"
@@ -52,6 +54,7 @@ class Row:
     pays_from: int | None = None  # None: not at any timed length
     exact_to: int = 0  # sequence length up to which the method computes exact attention
     fitted: bool = False  # whether it needs calibrate_attention
+    samples: int | None = None  # number of samples that were evaluated; None: all
 
     @property
     def worst(self) -> float:
@@ -71,6 +74,9 @@ class Advice:
     tolerance: float
     noun: str = "texts"
     labelled: bool = True
+    unmeasured: list[str] = field(
+        default_factory=list
+    )  # what the time budget left out, as sentences
 
     def __post_init__(self):
         self.chosen, self.sentence = recommendation(self)
@@ -88,6 +94,7 @@ class Advice:
             self.notes.append(
                 "Without labels, nats are the Kullback-Leibler divergence from the model's own outputs."
             )
+        self.notes += self.unmeasured
 
     @property
     def code(self) -> str:
@@ -118,6 +125,7 @@ class Advice:
                 f"({self.repeated_loss:.3f})",
                 *(format_interval(row.repeated, row.repeated_ci95) for row in others),
             ]
+        cells[self.noun] = [str(row.samples or self.samples) for row in self.rows]
         cells["ms"] = [f"{row.ms[self.length]:.1f}" for row in self.rows]
         cells["MiB"] = [format_mib(row.mib) for row in self.rows]
         cells["speed-up"] = [f"{row.speedup:.2f}" for row in self.rows]
@@ -136,7 +144,7 @@ class Advice:
         table = self.table
         paragraphs = [
             markdown(list(table.columns), table.values.tolist()).rstrip(),
-            f"{self.sentence} Measured on {self.samples} {self.noun} of {self.length} tokens, one seed.",
+            f"{self.sentence} Measured on up to {self.samples} {self.noun} of {self.length} tokens, one seed.",
             *self.notes,
             f"```python\n{self.code}\n```\n",
         ]
@@ -218,6 +226,33 @@ def is_costly(advice: Advice, row: Row) -> bool:
         advice.uses_repetition and row.repeated - row.repeated_ci95 >= CONTROL_TOLERANCES * REPEATED
     )
     return forgets or not row.above - row.above_ci95 < CONTROL_TOLERANCES * advice.tolerance
+
+
+def is_decided(
+    record: Mapping[str, Sequence[float]], own: Mapping[str, Sequence[float]], tolerance: float
+) -> bool:
+    """Whether a method needs no more samples.
+
+    Its 95% CI, twice as wide, must lie within the tolerance, or above that of the control. The wider interval allows
+    for a decision after each sample.
+    """
+    near, far = is_within(record["loss"], own["loss"], tolerance)
+    if not record["repeated"]:
+        return near or far
+    return far or (near and any(is_within(record["repeated"], own["repeated"], REPEATED)))
+
+
+def is_within(losses: Sequence[float], own: Sequence[float], tolerance: float) -> tuple[bool, bool]:
+    """Whether the doubled interval lies within the tolerance, and far above (not finite: True)."""
+    above, half = mean_difference(losses, own[: len(losses)])
+    return above + 2 * half <= tolerance, not above - 2 * half < CONTROL_TOLERANCES * tolerance
+
+
+def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
+    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
+    difference = interval(np.subtract(losses, own), "mean")
+    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
+    return difference["mean"], half_width
 
 
 def cost(advice: Advice, row: Row) -> str:

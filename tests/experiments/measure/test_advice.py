@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import soundfile
 import torch
@@ -25,7 +26,7 @@ from crt_exp.experiments.measure.advise import mechanisms
 from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, Split, TextBench
 from crt_exp.experiments.measure.model_files import label_of
 from crt_exp.experiments.measure.recall import BASELINES, DenseSwap
-from crt_exp.experiments.measure.recommendation import Advice, Row, pays_from
+from crt_exp.experiments.measure.recommendation import Advice, Row, is_decided, pays_from
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.models.conformer_transducer import PRESETS, Recogniser, save_model
 from crt_exp.experiments.models.language import Transformer
@@ -266,7 +267,11 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
         assert row.mib is not None
         assert row.repeated is not None
     assert advice.sentence in str(advice)
-    assert capsys.readouterr().err.count("advise: ") == 5
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("advise: exact: loss ")
+    assert "texts: 2 of 3; favorpp " in "".join(lines)
+    assert lines[-1].startswith("advise: timed 64 tokens, round 1 of 1: exact ")
+    assert lines[-1].endswith("at most 0 s left")
     advice.save(tmp_path)
     actual = {path.name for path in tmp_path.iterdir()}
     assert actual == {"advise.csv", "advise.md", "advise.png"}
@@ -278,6 +283,59 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
     assert (advice.noun, advice.samples, advice.length) == ("images", 5, 17)
     assert any("Without labels" in note for note in advice.notes)
     assert advice.rows[1].above == pytest.approx(0, abs=1e-5)  # exact below 512
+
+
+# ---- fewer repetitions
+
+
+def losses_above(*above):
+    own = np.arange(len(above)) % 3.0
+    repeated = [0.0] * len(above)
+    record = {"loss": own + np.array(above), "repeated": repeated}
+    return record, {"loss": own, "repeated": repeated}
+
+
+@pytest.mark.parametrize(
+    "above, decided",
+    [
+        ([0.0, 0.0], True),  # exact
+        ([5.9, 5.7, 5.8], True),  # far
+        ([math.nan, math.nan], True),
+        ([5.9, 2.0], False),  # far, with a wide interval
+        ([0.05, 0.05, 0.05], False),  # neither within the tolerance nor above that of the control
+        ([0.01, 0.03, 0.0], False),
+    ],
+)
+def test_a_verdict_is_decided_by_the_doubled_interval(above, decided):
+    assert is_decided(*losses_above(*above), 0.02) == decided
+
+
+def test_recall_of_a_close_method_is_decided_too():
+    record, own = losses_above(0.0, 0.0, 0.0)
+    record["repeated"] = [0.0, 0.3, 0.1]
+    assert not is_decided(record, own, 0.02)
+
+
+def advice_with(**options):
+    methods = ["favorpp m=8", "window block=16 first=4"]
+    given = {"length": 64, "samples": 6, "calibration": 1, "rounds": 2, "attentions": methods}
+    return crt_exp.advise(llama(), ids(), **(given | options))
+
+
+def test_the_table_states_what_was_not_measured():
+    early = advice_with(attentions=["nearfar", "window block=16 first=4"])
+    assert [row.samples for row in early.rows] == [6, 2, 6]  # near-far is exact at this length
+    assert "Fewer than 6 texts decided the verdict on nearfar." in str(early)
+    late = advice_with(tolerance=1e-9, minutes=1e-9)
+    assert [row.samples for row in late.rows] == [2, 2, 2]
+    assert late.rows[0].ms
+    assert late.rows[0].mib is None
+    assert late.notes[-3:] == [
+        "The time was over before all 6 texts were measured with favorpp m=8, window block=16 first=4.",
+        "Memory was not measured: exact, favorpp m=8, window block=16 first=4.",
+        "The time was over after 1 of 2 rounds of timing at 64 tokens.",
+    ]
+    assert late.notes[-1] in str(late)
 
 
 # ---- the sentence
