@@ -176,6 +176,12 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
     tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
     control = next((row for row in advice.rows if row.attention == UNIFORM), None)
     if control is not None and not is_costly(advice, control):
+        fewer = (control.samples or advice.samples) < advice.samples
+        if fewer and not is_close(advice, control):
+            return None, (
+                f"No recommendation: the time allowed {control.samples} of {advice.samples} {advice.noun}, too few to "
+                f"judge uniform attention ({cost(advice, control)}). Increase minutes."
+            )
         return None, (
             f"No recommendation: uniform attention costs only {cost(advice, control)}. Use data that the "
             "model predicts well, or longer pieces."

@@ -389,6 +389,14 @@ def test_the_sentence_follows_the_numbers():
     assert "only exact and uniform attention were measured" in alone.sentence
 
 
+def test_a_control_on_too_few_samples_asks_for_more_time():
+    control = Row("uniform", 4.0, 6.5, samples=2)
+    found = Advice([Row("exact", 0.0, 0.0), control], 64, 8, 2.0, None, 0.02)
+    assert found.chosen is None
+    assert "the time allowed 2 of 8 texts" in found.sentence
+    assert "Increase minutes" in found.sentence
+
+
 def test_what_is_never_advised():
     """Attention whose loss is not finite, and exact attention under another name: it is not faster, but the same."""
     found = advice_of(row("favorpp", math.nan), row("window", 0.5))
