@@ -11,11 +11,54 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
+
+# By tensor: its version and its value, for scalar buffers that Python wrote or read last.
+_VALUES = WeakTensorKeyDictionary()
+
+
+def known_value(t: Tensor) -> int | None:
+    """Return the value of a scalar tensor if Python wrote or read this version of it, else None.
+
+    Reading it from a device would wait. Compiled code knows no value.
+    """
+    if torch.compiler.is_compiling() or t.is_inference():
+        return None
+    version, value = _VALUES.get(t, (None, None))
+    return value if version == t._version else None
+
+
+def set_known_value(t: Tensor, value: int | None) -> None:
+    """State the value of a scalar tensor after an operation in place; None for unknown."""
+    if not torch.compiler.is_compiling() and not t.is_inference():
+        _VALUES[t] = (t._version, value)
+
+
+def read_value(t: Tensor) -> int:
+    """Return the integer in a scalar tensor, which is read only if it is not known.
+
+    >>> counter = torch.zeros((), dtype=torch.long)
+    >>> read_value(counter), read_value(counter.add_(2))
+    (0, 2)
+    """
+    value = known_value(t)
+    if value is None:
+        value = int(t)
+        set_known_value(t, value)
+    return value
+
+
+def add_to_counter(t: Tensor, number: int = 1) -> None:
+    """Add to a counter in place, without reading it."""
+    value = known_value(t)
+    t.add_(number)
+    if value is not None:
+        set_known_value(t, value + number)
 
 
 class AttentionLayer(nn.Module):
@@ -201,24 +244,25 @@ class Redraws(nn.Module):
         if copied is not buffer:
             return buffer
         # averaged counters are rounded down: fewer draws change nothing
-        if int(self.draws) > self.copied_draw:
+        if read_value(self.draws) > self.copied_draw:
             self._redraw_buffers()
         return self.copies[name][1].to(buffer)
 
     def count_pass(self) -> None:
         """Count a training pass at its start, and redraw first if that is due."""
-        if int(self.steps) and int(self.steps) % self.redraw_every == 0:
+        steps = read_value(self.steps)
+        if steps and steps % self.redraw_every == 0:
             self.redraw()
-        self.steps.add_(1)
+        add_to_counter(self.steps)
 
     def redraw(self) -> None:
         """Redraw now into new tensors; existing autograd graphs keep the old tensors."""
-        self.draws.add_(1)
+        add_to_counter(self.draws)
         self._redraw_buffers()
 
     @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def _redraw_buffers(self) -> None:
-        self.copied_draw = int(self.draws)
+        self.copied_draw = read_value(self.draws)
         for name, t in self.rows_of_draw(self.copied_draw).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
         self._copy_buffers(self.copies)
@@ -245,7 +289,7 @@ class Redraws(nn.Module):
     def _load_from_state_dict(self, *args) -> None:
         super()._load_from_state_dict(*args)
         if self.copies:
-            self.copied_draw = int(self.draws)
+            self.copied_draw = read_value(self.draws)
             self._copy_buffers(self.copies)
 
 

@@ -219,7 +219,7 @@ class LeftShift(NamedTuple):
         Only CPUs test whether a row needs one; other devices would have to wait for the result.
         """
         by = -first_unmasked(keep) % b
-        if torch.compiler.is_compiling() or transforming() or not keep.is_cpu:
+        if transforming() or not values_readable(keep):
             return cls(by, b - 1)
         added = int(by.max()) if len(by) else 0
         return cls(by, added) if added else None

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from crt_exp.attention.base import Redraws, in_backward
+from crt_exp.attention.base import Redraws, in_backward, known_value, read_value
 from crt_exp.attention.baselines import exact_attention
 from crt_exp.attention.checks import check_key_mask
 from crt_exp.attention.decoding import DecodingState
@@ -236,9 +236,9 @@ class RandomFeatureAttention(Redraws, Running):
     def version(self) -> tuple[int, int]:
         """Changes with every redraw and refit, which invalidate decoding states."""
         if self.clusters is not None:
-            return int(self.draws), int(self.clusters.fits)
-        folds = int(self.folds) if self.running else 0
-        return int(self.draws), folds
+            return read_value(self.draws), read_value(self.clusters.fits)
+        folds = read_value(self.folds) if self.running else 0
+        return read_value(self.draws), folds
 
     def decoding(self) -> DecodingState:
         """Return a new state for token-by-token causal attention on x = `scaled(q)`.
@@ -313,7 +313,7 @@ class RandomFeatureAttention(Redraws, Running):
                 "training mode updates state, which torch.func cannot trace: call eval() first"
             )
         if self.running:
-            self._fold((1 - self.decay) * self.pending_weight)
+            self._fold(1 - self.decay)
         if unfitted is not None:
             unfitted.advance()
         if not self.redraw_every or not self.gaussian:
@@ -340,10 +340,12 @@ class RandomFeatureAttention(Redraws, Running):
             return
         self._warned = True
         state = "using A = 0"
-        seen = self.running_weight if self.clusters is None else self.clusters.fits
         if self.clusters is not None:
             state = self.phi.until_fitted
-        if float(seen) <= 0:
+            uncalibrated = not read_value(self.clusters.fits)
+        else:
+            uncalibrated = not known_value(self.folds) and float(self.running_weight) <= 0
+        if uncalibrated:
             warn(
                 f"{self.mechanism or type(self.phi).__name__}: no statistics yet, {state}: train, or call "
                 "calibrate_attention(model, batches)"

@@ -20,13 +20,21 @@ import torch.distributed as ranks
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.base import LinearAttention
+from crt_exp.attention.base import (
+    LinearAttention,
+    add_to_counter,
+    known_value,
+    read_value,
+    set_known_value,
+)
 from crt_exp.attention.checks import outside_graphs, repeat_heads
 from crt_exp.features.base import FeatureMap, NotFinite, Params, all_true, values_readable
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
-MOMENTS = ("mean", "mean_sq", "mean_abs")  # running averages; the minimum is stored separately
+# running averages, with the power of the scale in them; the minimum is stored separately
+MOMENTS = ("mean", "mean_sq", "mean_abs")
+POWERS = {"mean": 1, "mean_abs": 1, "mean_sq": 2, "second": 2}
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
 MIN_TOKENS = 16  # of a sequence
 CALIBRATION_FACTOR = 8  # size of a calibration's sample, relative to that of a training pass
@@ -48,8 +56,11 @@ class Running(LinearAttention):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the averaged statistics."""
-        return (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
+        """Names of the averages that the fit of the map uses."""
+        names = [name for name in MOMENTS if name in self.phi.moments]
+        if self.phi.second_moments:
+            names.append("second")
+        return tuple(names)
 
     @property
     def keeps_statistics(self) -> bool:
@@ -69,8 +80,10 @@ class Running(LinearAttention):
 
     def _register_statistics(self) -> None:
         for stage in ("running", "pending"):
+            # all moments, whatever the map uses, so that saved states have one form
+            names = (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
             for side in "xy":
-                for name in (*self.moments, "minimum"):
+                for name in (*names, "minimum"):
                     columns = (self.d, self.d) if name == "second" else (self.d,)
                     zeros = torch.zeros(self.kv_heads, *columns)
                     self.register_buffer(f"{stage}_{side}_{name}", zeros)
@@ -80,6 +93,8 @@ class Running(LinearAttention):
         for side in "xy":
             self.register_buffer(f"pending_{side}_count", torch.zeros(()), persistent=False)
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
+        set_known_value(self.pending_weight, 0)
+        set_known_value(self.folds, 0)
 
     def running_statistics(self) -> Statistics:
         """Return the running averages of queries and keys, (Hkv, d) each.
@@ -89,14 +104,24 @@ class Running(LinearAttention):
         return Statistics(self._running_moments("x"), self._running_moments("y"))
 
     def _running_moments(self, side: str) -> Moments:
-        seen = self.running_weight > 0
-        weight = torch.where(seen, self.running_weight, 1.0)
+        # averages of weight 0 are 0
+        tiny = torch.finfo(self.running_weight.dtype).tiny
+        weight = self.running_weight.clamp(min=tiny)
         moments = {name: self._moment("running", side, name) / weight for name in self.moments}
-        minimum = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
-        return Moments.from_values(**moments, minimum=minimum)
+        if self._uses_minimum:
+            seen = self.running_weight > 0
+            moments["minimum"] = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
+        return Moments.from_values(**moments)
+
+    @property
+    def _uses_minimum(self) -> bool:
+        return "minimum" in self.phi.moments
 
     def _moment(self, stage: str, side: str, name: str) -> Tensor:
         return getattr(self, f"{stage}_{side}_{name}")
+
+    def _stored(self, stage: str, side: str) -> list[Tensor]:
+        return [self._moment(stage, side, name) for name in self.moments]
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -106,36 +131,80 @@ class Running(LinearAttention):
             NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
         """
         stats = self._statistics(q, k, key_mask)
-        pooled = self._pool_moments("x", stats.x, len(q)) | self._pool_moments("y", stats.y, len(q))
+        sides = {"x": stats.x, "y": stats.y}
+        counts = {side: moments.batch_count() for side, moments in sides.items()}
+        known = all(isinstance(count, int) and count for count in counts.values())
+        if known and known_value(self.pending_weight) == 0 and not several_ranks():
+            self._store_first(sides, counts)
+        else:
+            self._pool(sides, counts, len(q))
+        if self.calibrated is not None:
+            self.calibrated += 1
+            self._fold(1 / self.calibrated)
+
+    def _store_first(self, sides: dict[str, Moments], counts: dict[str, int]) -> None:
+        """Store the statistics of a batch where none are pending, in few operations."""
+        stored = []
+        sums = []
+        factors = []
+        for side, moments in sides.items():
+            stored += self._stored("pending", side)
+            for name in self.moments:
+                sums.append(moments.batch_sum(name))
+                factors.append(moments.scale ** POWERS[name] / counts[side])
+        means = torch._foreach_mul(sums, factors)
+        minima = {}
+        if self._uses_minimum:
+            minima = {side: moments.minimum.amin(0) for side, moments in sides.items()}
+        self._check_statistics([*means, *minima.values()])
+        torch._foreach_copy_(stored, means)
+        for side, minimum in minima.items():
+            self._moment("pending", side, "minimum").copy_(minimum)
+        tokens = [self.pending_x_count, self.pending_y_count]
+        torch._foreach_add_([*tokens, self.pending_weight], [*map(float, counts.values()), 1.0])
+        set_known_value(self.pending_weight, 1)
+
+    def _pool(self, sides: dict[str, Moments], counts: dict[str, Tensor | int], batch: int) -> None:
+        """Pool the statistics of a batch with the pending ones, whatever their numbers are."""
+        pooled = {}
+        for side, moments in sides.items():
+            pooled |= self._pool_moments(side, moments, counts[side], batch)
         self._check_statistics(pooled.values())
         for name, value in pooled.items():
             getattr(self, name).copy_(value)
-        self.pending_weight.copy_((self.pending_y_count > 0).to(self.pending_weight))
-        if self.calibrated is not None:
-            self.calibrated += 1
-            self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
+        self.pending_weight.copy_(self.pending_y_count > 0)
+        known = isinstance(counts["y"], int) and counts["y"] > 0 and not several_ranks()
+        set_known_value(self.pending_weight, 1 if known else None)
 
-    def _pool_moments(self, side: str, moments: Moments, batch: int) -> dict[str, Tensor]:
+    def _pool_moments(
+        self, side: str, moments: Moments, count: Tensor | int, batch: int
+    ) -> dict[str, Tensor]:
         """Return the pending statistics of one side together with those of a batch."""
-        pending = [self._moment("pending", side, name) for name in self.moments]
-        minimum = self._moment("pending", side, "minimum")
+        pending = self._stored("pending", side)
         pending_count = self._moment("pending", side, "count")
-        tokens = moments.count.expand(batch, self.kv_heads, 1).to(torch.float32)
-        columns = [(getattr(moments, name).flatten(2) * tokens).sum(0) for name in self.moments]
-        low = torch.full_like(minimum, torch.inf)
-        if batch:
-            low = moments.minimum.amin(0)
-        sums, low = _reduce_ranks(torch.cat([*columns, tokens.sum(0)], -1), low)
-        count = sums[0, -1]
+        sums = []
+        for name in self.moments:
+            total = moments.batch_sum(name) * moments.scale ** POWERS[name]
+            sums.append(total.flatten(1))
+        sums.append(torch.zeros_like(sums[0][:, :1]) + count)
+        low = None
+        if self._uses_minimum:
+            low = torch.full_like(self._moment("pending", side, "minimum"), torch.inf)
+            if batch:
+                low = moments.minimum.amin(0)
+        columns, low = _reduce_ranks(torch.cat(sums, -1), low)
+        count = columns[0, -1]
         total = pending_count + count
-        share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
+        share = (count / total.clamp(min=1)).to(columns)  # 0 for an empty batch
         widths = [t[0].numel() for t in pending]
         pooled = {}
-        for name, old, new in zip(self.moments, pending, sums[:, :-1].split(widths, -1)):
+        for name, old, new in zip(self.moments, pending, columns[:, :-1].split(widths, -1)):
             mean = (new / count.clamp(min=1)).view_as(old)
-            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(sums), mean, share).to(old)
-        lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
-        pooled[f"pending_{side}_minimum"] = lower
+            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(columns), mean, share).to(old)
+        if low is not None:
+            minimum = self._moment("pending", side, "minimum")
+            lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
+            pooled[f"pending_{side}_minimum"] = lower
         pooled[f"pending_{side}_count"] = total
         return pooled
 
@@ -149,28 +218,48 @@ class Running(LinearAttention):
                 )
 
     @torch.no_grad()
-    def _fold(self, rate: Tensor) -> None:
-        """Update running <- (1 - rate) running + rate pending.
+    def _fold(self, share: float) -> None:
+        """Update running <- (1 - share) running + share pending, where statistics are pending.
 
         The weight is the share of data in the running averages.
         """
+        weight = known_value(self.pending_weight)
+        if weight == 0:
+            return
+        running = [self.running_weight]
+        pending = [self.pending_weight]
+        for side in "xy":
+            running += self._stored("running", side)
+            pending += self._stored("pending", side)
+        if self._uses_minimum:
+            self._fold_minima(share * self.pending_weight)
+        if weight == 1:
+            torch._foreach_lerp_(running, pending, share)
+            add_to_counter(self.folds)
+        else:
+            rate = share * self.pending_weight
+            for old, new in zip(running, pending):
+                old.lerp_(new, rate.to(old))
+            self.folds.add_(self.pending_weight.long())
+        self._forget()
+
+    def _fold_minima(self, rate: Tensor) -> None:
         counts = self.running_weight * (1 - rate) > 0
         for side in "xy":
-            for name in self.moments:
-                new = self._moment("pending", side, name)
-                self._moment("running", side, name).lerp_(new, rate)
             low = self._moment("running", side, "minimum")
             new = self._moment("pending", side, "minimum")
             low.copy_(_lower_minimum(low, counts, new, rate > 0))
-        self.running_weight.lerp_(torch.ones_like(rate), rate)
-        self.folds.add_(self.pending_weight.long())
-        self._forget()
 
     def _forget(self) -> None:
         """Reset the pending statistics."""
-        for side in "xy":
-            getattr(self, f"pending_{side}_count").zero_()
-        self.pending_weight.zero_()
+        torch._foreach_zero_([self.pending_x_count, self.pending_y_count, self.pending_weight])
+        set_known_value(self.pending_weight, 0)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.keeps_statistics:
+            weight = float(self.pending_weight)
+            set_known_value(self.pending_weight, int(weight) if weight in (0, 1) else None)
 
 
 def _lower_minimum(low: Tensor, counts: Tensor, other: Tensor, other_counts: Tensor) -> Tensor:
@@ -183,13 +272,14 @@ def _lower_minimum(low: Tensor, counts: Tensor, other: Tensor, other_counts: Ten
     return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
-def _reduce_ranks(sums: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+def _reduce_ranks(sums: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Reduce sums and minima over all processes."""
     if several_ranks():
         sums = sums.contiguous()
-        low = low.contiguous()
         ranks.all_reduce(sums)
-        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
+        if low is not None:
+            low = low.contiguous()
+            ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
     return sums, low
 
 
@@ -292,7 +382,7 @@ class FittedOnce(nn.Module):
     @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def advance(self) -> None:
         """Fit to the samples once `steps` passes have left them, then reset the samples."""
-        if int(self.passes) >= self.steps:
+        if read_value(self.passes) >= self.steps:
             self._fit({side: getattr(self, side) for side in SIDES})
             self._forget()
 
@@ -305,7 +395,7 @@ class FittedOnce(nn.Module):
         x (B,H,L,d), y (B,Hkv,S,d), masks (B,L) and (B,S).
         """
         calibration = self.calibration
-        passes = int(self.passes)
+        passes = read_value(self.passes)
         if calibration is None and (self.settled or passes >= self.steps):
             return
         count = self.sampled if calibration is None else self.vectors
@@ -316,7 +406,7 @@ class FittedOnce(nn.Module):
         if calibration is None:
             for side, rows in samples.items():
                 getattr(self, side)[:, passes * count : (passes + 1) * count] = rows
-            self.passes.add_(1)
+            add_to_counter(self.passes)
             return
         for side, rows in samples.items():
             calibration[side].append(rows)
@@ -367,7 +457,7 @@ class FittedOnce(nn.Module):
                 getattr(self, name).copy_(fitted)
             else:
                 setattr(self, name, fitted)
-        self.fits.add_(1)
+        add_to_counter(self.fits)
         self.done = True
 
     def _fit_params(self, x: Tensor, y: Tensor) -> Params:
@@ -390,7 +480,7 @@ class FittedOnce(nn.Module):
                 )
         self.make_room(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.done = int(self.fits) > 0
+        self.done = read_value(self.fits) > 0
 
     def make_room(self, state: dict[str, Tensor], prefix: str) -> None:
         """Pad the samples in a state dict to the number of rows of this layer.
@@ -424,7 +514,7 @@ class FittedToSequences(FittedOnce):
     @torch.no_grad()
     def note(self, x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> None:
         calibration = self.calibration
-        if calibration is None and (self.settled or int(self.passes)):
+        if calibration is None and (self.settled or read_value(self.passes)):
             return
         if calibration is not None:
             self._check_vectors(x, x_mask)
@@ -476,7 +566,7 @@ class FittedToSequences(FittedOnce):
 
     def _fit_params(self, x: Tensor, y: Tensor) -> Params:
         if x.ndim == 3:
-            tokens = int(self.passes)
+            tokens = read_value(self.passes)
             x = x.unflatten(1, (-1, tokens))
             y = y.unflatten(1, (-1, tokens))
         valid = _finite_sequences(x, y)

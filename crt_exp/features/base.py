@@ -137,6 +137,8 @@ class FeatureMap:
     # `fit_sequences` uses sequences: which keys each query attends to matters.
     on_sequences = False
     second_moments = False  # `fit` uses covariances: O(L d^2) time, d^2 stored numbers
+    # `Moments` that `fit` uses, beside covariances; a layer with running statistics updates no others
+    moments = ("mean", "mean_sq", "mean_abs", "minimum")
 
     def __post_init__(self):
         check_values("", type(self), vars(self))
@@ -304,7 +306,7 @@ def check_finite(value: Tensor, name: str) -> Tensor:
         NotFinite: the parameter holds an infinity or NaN.
     """
     if not values_readable(value):
-        return torch.where(value.isfinite(), value, torch.nan)
+        return torch.lerp(value, value, 0.0)  # value + 0 (value - value)
     if not all_true(value.isfinite()):
         raise NotFinite(
             f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow"

@@ -24,6 +24,7 @@ from crt_exp.features.base import (
     broadcast_matrix,
     check_finite,
     log_cosh,
+    values_readable,
 )
 from crt_exp.features.exponential import log_mean_exp2, sq_norm
 from crt_exp.features.statistics import Statistics
@@ -264,8 +265,10 @@ def _both_signs(offset: Tensor, projected: Tensor, antithetic: bool) -> Tensor:
 
 
 def inverse_transposed(M: Tensor) -> Tensor:
-    """Return M^-T."""
-    return 1 / M if M.shape[-2] == 1 else torch.linalg.inv(M).mT
+    """Return M^-T; only CPUs check that M is invertible, because other devices would wait."""
+    if M.shape[-2] == 1:
+        return 1 / M
+    return torch.linalg.inv_ex(M, check_errors=values_readable(M)).inverse.mT
 
 
 def apply_matrix(x: Tensor, M: Tensor) -> Tensor:

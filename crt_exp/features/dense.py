@@ -31,6 +31,7 @@ from crt_exp.features.base import (
     align,
     check_finite,
     log_cosh,
+    values_readable,
 )
 from crt_exp.features.complex_exponential import apply_matrix, apply_to_pairs, inverse_transposed
 from crt_exp.features.exponential import (
@@ -207,6 +208,10 @@ class SDERF(Dense):
         return not self.diagonal
 
     @property
+    def moments(self) -> tuple[str, ...]:
+        return ("mean", "mean_sq") if self.diagonal else ("mean",)
+
+    @property
     def one_map(self) -> bool:
         return not self.balanced
 
@@ -286,7 +291,7 @@ def sizes_of_a(root: Tensor) -> Tensor:
 
 def optimal_root(spread: Tensor) -> Tensor:
     """Return R of the A of least mean log second moment, for eigenvalues (CRT eq. (7))."""
-    return torch.sqrt(1 - 4 * optimal_a(spread.clamp(min=0)))
+    return torch.rsub(optimal_a(spread.clamp(min=0)), 1, alpha=4).sqrt()
 
 
 def root_above(least: float) -> Callable[[Tensor], Tensor]:
@@ -312,12 +317,20 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     # scaled by the ridge to avoid underflow
-    factor = torch.linalg.cholesky((x + ridge * unit) / ridge)
+    factor = _cholesky(x / ridge + unit)
     middle = factor.mT @ (y / ridge + unit) @ factor
     middle = matrix_function(middle, root_above(1e-300))
     left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
     P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
     return matrix_function((P + P.mT) / 2, root_above(1e-12))
+
+
+def _cholesky(M: Tensor) -> Tensor:
+    """Return the Cholesky factor; only CPUs check that M is positive definite.
+
+    The check of another device would wait for the result.
+    """
+    return torch.linalg.cholesky_ex(M, check_errors=values_readable(M)).L
 
 
 def _mean_size(M: Tensor) -> Tensor:

@@ -299,6 +299,7 @@ class OPRF(PositiveExponential):
     A: Annotated[float, Field(lt=1 / 8)] | None = None
 
     until_fitted = "using A = 0"
+    moments = ("mean", "mean_sq")
 
     @property
     def fitted(self) -> bool:
@@ -307,7 +308,7 @@ class OPRF(PositiveExponential):
     def fit(self, stats: Statistics) -> OPRFParams:
         if self.A is not None:
             return OPRFParams(torch.tensor([[float(self.A)]], dtype=torch.float64))
-        A = check_finite(optimal_a(stats.mean_sq_sum / stats.d), "A")
+        A = check_finite(optimal_a(stats.mean_sq_sum, stats.d), "A")
         return OPRFParams(A[..., None, None])
 
     def unfitted(self, d: int) -> OPRFParams:
@@ -319,9 +320,10 @@ class OPRF(PositiveExponential):
     def affine(self, noise, params):
         norms = noise.sq_norm
         A = params.A.to(norms.device)
-        log_d = noise.d / 4 * torch.log1p(-4 * A) - math.log(self.width(noise.m)) / 2
-        bias = log_d.to(norms.dtype) + A.to(norms.dtype) * norms
-        return torch.sqrt(1 - 4 * A), bias
+        square = torch.rsub(A, 1, alpha=4)  # 1 - 4A
+        log_d = torch.rsub(square.log(), -math.log(self.width(noise.m)) / 2, alpha=-noise.d / 4)
+        bias = torch.addcmul(log_d, A, norms).to(norms.dtype)
+        return square.sqrt(), bias
 
     def _log_rho(self, params, x, y) -> Tensor:
         check_a(params.A)
@@ -350,6 +352,8 @@ class GERF(FeatureMap):
 
     s: Literal["auto", 1, -1] = "auto"
     A: Complex | None = None
+
+    moments = ("mean", "mean_sq")
 
     def __post_init__(self):
         super().__post_init__()
@@ -385,7 +389,7 @@ class GERF(FeatureMap):
         """Return A, log second moment and s, each of the batch shape."""
         if s == 1:
             mean_s = stats.mean_sq_sum
-            A = optimal_a(mean_s / stats.d)
+            A = optimal_a(mean_s, stats.d)
             log_kernel_sq = mean_s - 2 * stats.mean_norms
         else:
             mean_s = stats.mean_sq_diff
@@ -479,14 +483,15 @@ def log_mean_exp2(high: Tensor, low: Tensor, phase: Tensor | float = 0.0) -> Ten
     return torch.where(half > 1, large, small)
 
 
-def optimal_a(u: Tensor) -> Tensor:
-    """Return the A <= 0 of OPRF for u = |x+y|^2 / d >= 0, float64 (CRT eq. (7)).
+def optimal_a(s: Tensor, d: int = 1) -> Tensor:
+    """Return the A <= 0 of OPRF for s = |x+y|^2 >= 0 in d dimensions, float64 (CRT eq. (7)).
 
-    The form is accurate as u -> 0.
+    A = s / (2s - d - root(d^2 + 12 d s + 4 s^2)). The relative error is about 1e-16 (1 + s/d), and infinity becomes
+    NaN.
     """
-    u = u.double()
-    root = torch.sqrt(1 + 12 * u + 4 * u * u)
-    return torch.where(u < 0.5, -u / (1 - 2 * u + root), (1 - 2 * u - root) / 16)
+    s = s.double()
+    square = torch.addcmul(torch.rsub(s, d**2, alpha=-12 * d), s, s, value=4)
+    return s / (torch.rsub(s, -d, alpha=-2) - square.sqrt())
 
 
 def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:

@@ -93,7 +93,7 @@ class Moments:
     d: int
     _x: Tensor
     _mask: Tensor | None
-    _scale: float
+    scale: float  # of the vectors
 
     @classmethod
     def from_vectors(cls, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> "Moments":
@@ -114,7 +114,7 @@ class Moments:
         moments = cls()
         moments._x = x
         moments._mask = mask
-        moments._scale = scale
+        moments.scale = scale
         moments.d = x.shape[-1]
         return moments
 
@@ -131,32 +131,54 @@ class Moments:
         raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
 
     @cached_property
-    def count(self) -> Tensor:
-        """Number of vectors (..., 1), at least 1 so that an empty set has zero moments."""
+    def count(self) -> Tensor | int:
+        """Number of vectors, (..., 1) for a masked set.
+
+        It is at least 1, so that an empty set has zero moments.
+        """
         if self._mask is None:
-            return self._x.new_full((1,), self._x.shape[-2])
+            return self._x.shape[-2]
         return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
 
     @cached_property
     def mean(self) -> Tensor:
-        return self._average(self._x) * self._scale
+        if self._mask is None:
+            return self.total * (self.scale / self.count)
+        return self._average(self._x, self.scale)
 
     @cached_property
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
-        return self._average(self._x.square()) * self._scale**2
+        return self._average(self._x.square(), self.scale**2)
 
     @cached_property
     def mean_norm(self) -> Tensor:
         """Mean of |x|^2, (...) float64."""
         if "mean_sq" in self.__dict__:
-            return self.mean_sq.double().sum(-1)
-        norm = torch.linalg.vector_norm(self._x, dim=(-2, -1)).double()
-        return (self._scale * norm).square() / self.count.squeeze(-1)
+            return self.mean_sq.sum(-1, dtype=torch.float64)
+        square = self.norm.double().square()
+        if self._mask is None:
+            return square * (self.scale**2 / self.count)
+        return square * self.scale**2 / self.count.squeeze(-1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Sum of the vectors, (..., d), without the scale."""
+        return self._x.sum(-2)
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """Root of the sum of all |x|^2, (...), without the scale."""
+        return torch.linalg.vector_norm(self._x, dim=(-2, -1))
+
+    @property
+    def has_all_vectors(self) -> bool:
+        """Whether the moments are those of vectors without a mask."""
+        return "_x" in self.__dict__ and self._mask is None
 
     @cached_property
     def mean_abs(self) -> Tensor:
-        return self._average(self._x.abs()) * self._scale
+        return self._average(self._x.abs(), self.scale)
 
     @property
     def variance(self) -> Tensor:
@@ -166,8 +188,8 @@ class Moments:
     @cached_property
     def second(self) -> Tensor:
         """Mean of x x^T, (..., d, d)."""
-        x = self._x.double() * self._scale
-        return x.mT @ x / self.count.double().unsqueeze(-1)
+        x = self._x.double()
+        return self._average_product(x)
 
     @cached_property
     def covariance(self) -> Tensor:
@@ -177,24 +199,23 @@ class Moments:
         """
         if "_x" not in self.__dict__:
             return centred(self.second, self.mean)
-        x = self._x.double() * self._scale
-        count = self.count.double().unsqueeze(-1)
-        x = x - x.sum(-2, keepdim=True) / count
-        if self._mask is not None:
-            x = x.masked_fill(~self._mask[..., None], 0)
-        return x.mT @ x / count
+        x = self._x.double()
+        if self._mask is None:
+            return self._average_product(x - x.mean(-2, keepdim=True))
+        x = x - x.sum(-2, keepdim=True) / self.count.unsqueeze(-1)
+        return self._average_product(x.masked_fill(~self._mask[..., None], 0))
 
     @cached_property
     def minimum(self) -> Tensor:
         if self._mask is None:
-            return self._x.amin(-2) * self._scale
+            return self._x.amin(-2) * self.scale
         low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
-        return torch.where(low.isinf(), 0.0, low) * self._scale  # all positions masked
+        return torch.where(low.isinf(), 0.0, low) * self.scale  # all positions masked
 
     @cached_property
     def largest(self) -> Tensor:
         """The largest |x_l| of each coordinate, (..., d)."""
-        return self._x.abs().amax(-2) * self._scale
+        return self._x.abs().amax(-2) * self.scale
 
     def sets(self) -> tuple[torch.Size, list[Tensor]]:
         """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
@@ -210,7 +231,7 @@ class Moments:
             raise ValueError(
                 "a map that is fitted to vectors: torch.func cannot trace the fit; fit before"
             )
-        x = self._x * self._scale
+        x = self._x * self.scale
         batch = x.shape[:-2]
         if 0 in batch:
             raise ValueError(
@@ -222,8 +243,37 @@ class Moments:
         masks = self._mask.expand(x.shape[:-1]).reshape(vectors.shape[:-1])
         return batch, [v[mask] for v, mask in zip(vectors, masks)]
 
-    def _average(self, values: Tensor) -> Tensor:
-        return values.sum(-2) / self.count
+    def batch_sum(self, name: str) -> Tensor:
+        """Return the sum behind an averaged moment over the batch and the vectors, without the scale.
+
+        The vectors are (B, H, L, d), and the result is (H, d), or (H, d, d) for second moments.
+        """
+        x = self._x
+        if name == "second":
+            x = x.double()
+            return (x.mT @ x).sum(0)
+        terms = {"mean": lambda: x, "mean_sq": x.square, "mean_abs": x.abs}[name]()
+        return terms.sum(-2).sum(0)
+
+    def batch_count(self) -> Tensor | int:
+        """Return the number of vectors in all entries of the batch; a tensor for a masked set."""
+        entries, _, length = self._x.shape[:3]
+        if self._mask is None:
+            return entries * length
+        return self._mask.expand(entries, 1, length).sum()
+
+    def _average(self, values: Tensor, factor: float) -> Tensor:
+        """Return factor times the mean of values (..., L, d), which are 0 where masked."""
+        if self._mask is None:
+            return values.sum(-2) * (factor / values.shape[-2])
+        return values.sum(-2) / self.count * factor
+
+    def _average_product(self, x: Tensor) -> Tensor:
+        """Return the mean of scale^2 x x^T for x (..., L, d)."""
+        product = x.mT @ x
+        if self._mask is None:
+            return product * (self.scale**2 / x.shape[-2])
+        return product * self.scale**2 / self.count.double().unsqueeze(-1)
 
 
 def centred(second: Tensor, mean: Tensor) -> Tensor:
@@ -344,5 +394,30 @@ class Statistics:
         return self._mean_s(-1)
 
     def _mean_s(self, s: int) -> Tensor:
-        cross = (self.x.mean.double() * self.y.mean.double()).sum(-1)
-        return (self.mean_norms + 2 * s * cross).clamp(min=0)
+        """Return the mean of |x + s y|^2 over all pairs, in few operations on small tensors."""
+        if self._has_all_vectors():
+            return self._mean_s_of_vectors(s)
+        x, y = self.x, self.y
+        if self._has_squares():
+            terms = torch.addcmul(x.mean_sq + y.mean_sq, x.mean, y.mean, value=2 * s)
+            return terms.sum(-1, dtype=torch.float64).clamp(min=0)
+        cross = (x.mean * y.mean).sum(-1, dtype=torch.float64)
+        return torch.add(self.mean_norms, cross, alpha=2 * s).clamp(min=0)
+
+    def _mean_s_of_vectors(self, s: int) -> Tensor:
+        x, y = self.x, self.y
+        scales = x.scale * y.scale
+        cross = (x.total * y.total).sum(-1, dtype=torch.float64)
+        result = cross * (2 * s * scales / (x.count * y.count))
+        result = torch.addcmul(result, x.norm, x.norm, value=x.scale**2 / x.count)
+        result = torch.addcmul(result, y.norm, y.norm, value=y.scale**2 / y.count)
+        return result.clamp(min=0)
+
+    def _has_all_vectors(self) -> bool:
+        """Whether both sides hold vectors without masks."""
+        sides = (self.x, self.y)
+        return all(isinstance(side, Moments) and side.has_all_vectors for side in sides)
+
+    def _has_squares(self) -> bool:
+        """Whether both sides hold `mean_sq`, so that no vector has to be read."""
+        return all("mean_sq" in vars(side) for side in (self.x, self.y))

@@ -261,7 +261,7 @@ def test_running_average_is_bias_corrected():
     module = make(causal=True, decay=0.9)
     for seed in range(30):
         module(*qkv(seed))
-    module._fold((1 - module.decay) * module.pending_weight)
+    module._fold(1 - module.decay)
     means = [(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(30)]
     weights = torch.tensor([0.9 ** (29 - s) for s in range(30)])
     expected = (torch.stack(means) * (weights / weights.sum())[:, None, None]).sum(0)
