@@ -37,7 +37,7 @@ from crt_exp.attention.state import (
 from crt_exp.features.base import FeatureMap, Projections, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
-from crt_exp.samplers.noise import Nested, map_leaves, transforming
+from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
 
 # A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
@@ -132,6 +132,7 @@ class RandomFeatureAttention(Redraws, Running):
         self.seed = seed
         self.layer = layer
         self.denominators = DenominatorCount()
+        self._noises: dict[str, tuple[int, DenseNoise]] = {}  # with the version of the rows
         self.projections = phi.projections(m)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
@@ -214,10 +215,20 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        noises = {}
-        for name, gaussian in self.gaussian.items():
-            noises[name] = DenseNoise(self.rows(name), gaussian)
+        noises = {name: self._noise_of(name) for name in self.gaussian}
         return map_leaves(lambda p: noises[_buffer_name(p)], self.projections)
+
+    def _noise_of(self, name: str) -> DenseNoise:
+        """Return the projections of a buffer; the object keeps their norms while they do not change."""
+        rows = self.rows(name)
+        traced = torch.compiler.is_compiling() or not cacheable()
+        if traced or rows.requires_grad or rows.is_inference():
+            return DenseNoise(rows, self.gaussian[name])
+        version, noise = self._noises.get(name, (None, None))
+        if noise is None or noise.weight is not rows or version != rows._version:
+            noise = DenseNoise(rows, self.gaussian[name])
+            self._noises[name] = (rows._version, noise)
+        return noise
 
     @property
     def width(self) -> int:

@@ -132,17 +132,18 @@ class Running(LinearAttention):
         """
         stats = self._statistics(q, k, key_mask)
         sides = {"x": stats.x, "y": stats.y}
-        counts = {side: moments.batch_count() for side, moments in sides.items()}
-        known = all(isinstance(count, int) and count for count in counts.values())
-        if known and known_value(self.pending_weight) == 0 and not several_ranks():
-            self._store_first(sides, counts)
+        whole = len(q) > 0 and all(moments.has_all_vectors for moments in sides.values())
+        whole = whole and not several_ranks()
+        if whole and not self._uses_minimum and known_value(self.pending_weight) == 0:
+            self._store_first(sides, len(q))
         else:
-            self._pool(sides, counts, len(q))
+            self._pool(sides, len(q))
+        set_known_value(self.pending_weight, 1 if whole else None)
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(1 / self.calibrated)
 
-    def _store_first(self, sides: dict[str, Moments], counts: dict[str, int]) -> None:
+    def _store_first(self, sides: dict[str, Moments], batch: int) -> None:
         """Store the statistics of a batch where none are pending, in few operations."""
         stored = []
         sums = []
@@ -151,56 +152,48 @@ class Running(LinearAttention):
             stored += self._stored("pending", side)
             for name in self.moments:
                 sums.append(moments.batch_sum(name))
-                factors.append(moments.scale ** POWERS[name] / counts[side])
+                factors.append(moments.scale ** POWERS[name] / (batch * moments.count))
         means = torch._foreach_mul(sums, factors)
-        minima = {}
-        if self._uses_minimum:
-            minima = {side: moments.minimum.amin(0) for side, moments in sides.items()}
-        self._check_statistics([*means, *minima.values()])
+        self._check_statistics(means)
         torch._foreach_copy_(stored, means)
-        for side, minimum in minima.items():
-            self._moment("pending", side, "minimum").copy_(minimum)
-        tokens = [self.pending_x_count, self.pending_y_count]
-        torch._foreach_add_([*tokens, self.pending_weight], [*map(float, counts.values()), 1.0])
-        set_known_value(self.pending_weight, 1)
+        numbers = [float(batch * moments.count) for moments in sides.values()]
+        counts = [self.pending_x_count, self.pending_y_count]
+        torch._foreach_add_([*counts, self.pending_weight], [*numbers, 1.0])
 
-    def _pool(self, sides: dict[str, Moments], counts: dict[str, Tensor | int], batch: int) -> None:
+    def _pool(self, sides: dict[str, Moments], batch: int) -> None:
         """Pool the statistics of a batch with the pending ones, whatever their numbers are."""
         pooled = {}
         for side, moments in sides.items():
-            pooled |= self._pool_moments(side, moments, counts[side], batch)
+            pooled |= self._pool_moments(side, moments, batch)
         self._check_statistics(pooled.values())
         for name, value in pooled.items():
             getattr(self, name).copy_(value)
         self.pending_weight.copy_(self.pending_y_count > 0)
-        known = isinstance(counts["y"], int) and counts["y"] > 0 and not several_ranks()
-        set_known_value(self.pending_weight, 1 if known else None)
 
-    def _pool_moments(
-        self, side: str, moments: Moments, count: Tensor | int, batch: int
-    ) -> dict[str, Tensor]:
+    def _pool_moments(self, side: str, moments: Moments, batch: int) -> dict[str, Tensor]:
         """Return the pending statistics of one side together with those of a batch."""
         pending = self._stored("pending", side)
         pending_count = self._moment("pending", side, "count")
-        sums = []
-        for name in self.moments:
-            total = moments.batch_sum(name) * moments.scale ** POWERS[name]
-            sums.append(total.flatten(1))
-        sums.append(torch.zeros_like(sums[0][:, :1]) + count)
+        shape = (batch, self.kv_heads, 1)
+        if moments.has_all_vectors:
+            tokens = pending_count.new_full(shape, moments.count, dtype=torch.float32)
+        else:
+            tokens = moments.count.expand(shape).to(torch.float32)
+        columns = [(getattr(moments, name).flatten(2) * tokens).sum(0) for name in self.moments]
         low = None
         if self._uses_minimum:
             low = torch.full_like(self._moment("pending", side, "minimum"), torch.inf)
             if batch:
                 low = moments.minimum.amin(0)
-        columns, low = _reduce_ranks(torch.cat(sums, -1), low)
-        count = columns[0, -1]
+        sums, low = _reduce_ranks(torch.cat([*columns, tokens.sum(0)], -1), low)
+        count = sums[0, -1]
         total = pending_count + count
-        share = (count / total.clamp(min=1)).to(columns)  # 0 for an empty batch
+        share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
         widths = [t[0].numel() for t in pending]
         pooled = {}
-        for name, old, new in zip(self.moments, pending, columns[:, :-1].split(widths, -1)):
+        for name, old, new in zip(self.moments, pending, sums[:, :-1].split(widths, -1)):
             mean = (new / count.clamp(min=1)).view_as(old)
-            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(columns), mean, share).to(old)
+            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(sums), mean, share).to(old)
         if low is not None:
             minimum = self._moment("pending", side, "minimum")
             lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
@@ -594,14 +587,21 @@ def sample_vectors(x: Tensor, mask: Tensor | None, heads: int, count: int) -> Te
     groups = x.shape[1] // heads
     by_group = x.detach().float().unflatten(1, (heads, groups))
     pooled = by_group.permute(1, 2, 0, 3, 4).flatten(1, 3)
+    spread = torch.arange(count, device=x.device)
     if mask is None:
-        unmasked = torch.arange(pooled.shape[1], device=x.device)
-    else:
-        unmasked = mask.repeat(groups, 1).flatten().nonzero().squeeze(-1)
+        length = pooled.shape[1]
+        return pooled[:, spread * length // count] if length else _no_vectors(pooled, count)
+    unmasked = mask.repeat(groups, 1).flatten()
     if not len(unmasked):
-        return pooled.new_full((heads, count, x.shape[-1]), torch.nan)
-    spread = torch.arange(count, device=x.device) * len(unmasked) // count
-    return pooled[:, unmasked[spread]]
+        return _no_vectors(pooled, count)
+    unmasked_first = unmasked.long().argsort(descending=True, stable=True)
+    number = unmasked.sum()
+    rows = pooled[:, unmasked_first[spread * number // count]]
+    return torch.where(number > 0, rows, torch.nan)
+
+
+def _no_vectors(pooled: Tensor, count: int) -> Tensor:
+    return pooled.new_full((len(pooled), count, pooled.shape[-1]), torch.nan)
 
 
 def sample_sequences(x: Tensor, mask: Tensor | None, count: int) -> Tensor:

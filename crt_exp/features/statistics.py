@@ -142,14 +142,12 @@ class Moments:
 
     @cached_property
     def mean(self) -> Tensor:
-        if self._mask is None:
-            return self.total * (self.scale / self.count)
-        return self._average(self._x, self.scale)
+        return self.total / self.count * self.scale
 
     @cached_property
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
-        return self._average(self._x.square(), self.scale**2)
+        return self._average(self._x.square()) * self.scale**2
 
     @cached_property
     def mean_norm(self) -> Tensor:
@@ -178,7 +176,7 @@ class Moments:
 
     @cached_property
     def mean_abs(self) -> Tensor:
-        return self._average(self._x.abs(), self.scale)
+        return self._average(self._x.abs()) * self.scale
 
     @property
     def variance(self) -> Tensor:
@@ -255,18 +253,8 @@ class Moments:
         terms = {"mean": lambda: x, "mean_sq": x.square, "mean_abs": x.abs}[name]()
         return terms.sum(-2).sum(0)
 
-    def batch_count(self) -> Tensor | int:
-        """Return the number of vectors in all entries of the batch; a tensor for a masked set."""
-        entries, _, length = self._x.shape[:3]
-        if self._mask is None:
-            return entries * length
-        return self._mask.expand(entries, 1, length).sum()
-
-    def _average(self, values: Tensor, factor: float) -> Tensor:
-        """Return factor times the mean of values (..., L, d), which are 0 where masked."""
-        if self._mask is None:
-            return values.sum(-2) * (factor / values.shape[-2])
-        return values.sum(-2) / self.count * factor
+    def _average(self, values: Tensor) -> Tensor:
+        return values.sum(-2) / self.count
 
     def _average_product(self, x: Tensor) -> Tensor:
         """Return the mean of scale^2 x x^T for x (..., L, d)."""
@@ -420,4 +408,4 @@ class Statistics:
 
     def _has_squares(self) -> bool:
         """Whether both sides hold `mean_sq`, so that no vector has to be read."""
-        return all("mean_sq" in vars(side) for side in (self.x, self.y))
+        return all("mean_sq" in side.__dict__ for side in (self.x, self.y))

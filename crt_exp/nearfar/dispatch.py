@@ -176,12 +176,14 @@ def apply_by_row(
     """
     if torch.compiler.is_compiling() or transforming():
         return torch.where(which[:, None, None, None], first(*inputs), second(*inputs))
-    if not which.any():
+    number = int(which.sum())  # the only wait for a device
+    if number == 0:
         return second(*inputs)
-    if which.all():
+    if number == len(which):
         return first(*inputs)
-    first_rows = which.nonzero().squeeze(1)
-    second_rows = (~which).nonzero().squeeze(1)
+    order = which.long().argsort(descending=True, stable=True)
+    first_rows = order[:number]
+    second_rows = order[number:]
     first_out = first(*(t[first_rows] for t in inputs))
     second_out = second(*(t[second_rows] for t in inputs))
     return _restore_order([first_rows, second_rows], [first_out, second_out])
@@ -233,14 +235,15 @@ def _attend_past(
             "torch.func: omit it, or use attention=favorpp"
         )
     before = y.shape[2] - x.shape[2]
-    firsts = first_unmasked(key_mask)
-    if not bool(firsts.any()):
+    firsts = first_unmasked(key_mask).tolist()  # the only wait for a device
+    if not any(firsts):
         out = _by_heads(method, x, y, v, key_mask)
     else:
         groups = []
         outputs = []
-        for first in firsts.unique().tolist():
-            rows = (firsts == first).nonzero().squeeze(1)
+        for first in sorted(set(firsts)):
+            members = [row for row, start in enumerate(firsts) if start == first]
+            rows = torch.tensor(members, device=x.device)
             lead = max(0, first - before)
             vectors = (x[rows, :, lead:], y[rows, :, first:], v[rows, :, first:])
             out = _by_heads(method, *vectors, key_mask[rows, first:])
