@@ -92,3 +92,16 @@ def test_no_step_waits_for_the_device(method, options, causal, masked, as_on_dev
     layer = make_layer(method, causal, **options)
     for counts in step_counts(layer, 64, key_mask):
         assert not counts["_local_scalar_dense"] + counts["nonzero"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_near_far_attention_waits_for_its_mask_alone(causal, as_on_device):
+    sizes = {"block": 16, "heavy": 8, "cells": 16, "exact_until": 32}
+    layer = Mechanism.of("nearfar", **sizes).layer(2, 8, causal=causal).eval()
+    q, k, v = torch.randn(3, 2, 2, 160, 8, dtype=torch.float64)  # float64: not in C
+    key_mask = torch.ones(2, 160, dtype=torch.bool)
+    key_mask[0, :100] = False
+    for mask, waits in ((None, 0), (key_mask, 1)):
+        with torch.no_grad(), CountedOperators() as forward:
+            layer(q, k, v, mask)
+        assert forward.counts["_local_scalar_dense"] + forward.counts["nonzero"] <= waits
