@@ -55,8 +55,9 @@ small = {
     "fig1": sweep("task=variance_by_length", features=["oprf"], **{"task.d": [16, 64, 128, 256]}),
     "fig2": map_runs(),
     "fig2/mnist": sweep(
-        f"{VARIANCE} task.regime=mnist task.fit=set",
+        VARIANCE,
         features=COMPARED,
+        **{"task.regime": ["mnist"], "task.fit": ["set"]},
         resize={name: f"task.resize={{mode:{name}}}" for name in RESIZINGS},
     ),
 }

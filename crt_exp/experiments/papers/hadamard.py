@@ -55,10 +55,35 @@ def error_runs() -> list[PlannedRun]:
     return runs
 
 
+ROWS = {"iid": "iid", "orthogonal": "orthogonal", "hadamard": "Hadamard"}  # of the report's code
+TEXT = ["iid", "orthogonal", HADAMARD, "hadamard sampler.blocks=2", "hadamard sampler.blocks=3"]
+REPORT = (
+    "task=projections task.scale=1.5 task.value_scale=1.5 task.samples=60 "
+    "task.ms=[16,32,64,128,256,512,2048]"
+)
+
+
+def report_runs() -> list[PlannedRun]:
+    """MSE at the setting of the report: with Gaussian rows, and with the rows of its code."""
+    methods = {}
+    for name in ["trig", "pos"]:
+        for rows in ROWS:
+            methods[f"{name} code={rows}"] = f"features={name} task.code={rows}"
+    features = []
+    for name in ["trig", "pos"]:
+        features += [f"{name} sampler={sampler}" for sampler in TEXT]
+    scale = {1.5: ""}
+    return [
+        *sweep(REPORT, scale=scale, method=methods),
+        *sweep(REPORT, scale=scale, features=features),
+    ]
+
+
 TIMED = {name: sampler_methods(name, " m=300") for name in ["trig", "pos"]}
 EXACT = {"exact": "exact attention"}
 small = {
     "hadamard": error_runs(),
+    "hadamard/report": report_runs(),
     "hadamard/bias": sweep(
         "task=kernel_bias task.draws=20000",
         **{"task.d": [16, 64]},

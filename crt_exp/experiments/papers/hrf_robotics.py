@@ -46,8 +46,10 @@ LONG = (
     "task.strategy.evaluate_every=20 task.strategy.tested=256 task.size=64 task.policy.d=8 task.policy.top=32"
 )
 
+SIZES = [4, 8, 16, 64]  # dimensions of queries and keys
 COST = sweep(
-    f"task=ranking_cost task.d=4 task.lengths=[64] {quoted_override('task.methods', [*ATTENTION])}"
+    f"task=ranking_cost task.lengths=[64] {quoted_override('task.methods', [*ATTENTION])}",
+    **{"task.d": SIZES},
 )
 SAME = {"metric": "return", "sample": [*"01234"]}  # the seeds of all methods
 
@@ -136,7 +138,7 @@ page = Page(
         "hrf-robotics": sweep(LONG, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(10)),
         "hrf-robotics/cost": COST,
     },
-    columns=["world", "method", "split"],
+    columns=["world", "d", "method", "split"],
     metrics=["return", "flops"],
     measured=[
         "locomotion: gymnasium's Ant on stepping stones; return: metres before a fall, at most 14 s. sweep: two robot "
