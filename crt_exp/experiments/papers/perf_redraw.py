@@ -32,7 +32,6 @@ FEW += ["favorpp m=256 redraw_every=100", "favorpp m=256 redraw_every=1"]
 SWAPPED = ["favorp m=32", FAVORP, "favorpp m=32", "favorpp m=256", "relu m=256"]
 SCRATCH = ["exact", "uniform", "favorp m=64", "favorp m=64 redraw_every=100"]
 SCRATCH += ["favorp m=64 redraw_every=1", "favorpp m=64", "favorpp m=64 redraw_every=100"]
-OTHERS = ["favor m=64 redraw_every=100", "smreg m=64 redraw_every=100"]
 MOVED = ["exact", "uniform", "favor m=32", "favorp m=32", "favorp m=32 redraw_every=20"]
 MOVED += ["smreg m=32 redraw_every=20", "favorpp m=32 redraw_every=20"]
 FIXED = "redraw_every=0"
@@ -112,9 +111,6 @@ SMALL = {
     "redraw/swap": SWAPS,
     "redraw-scratch": training_runs(
         MODEL, {GENERATED: f"{FAMILIES[GENERATED]} trainer.eval_every=500"}, "U", SCRATCH, 3
-    ),
-    "redraw-scratch/features": training_runs(
-        MODEL, {GENERATED: f"{FAMILIES[GENERATED]} trainer.eval_every=500"}, "U", OTHERS, 3
     ),
     "books/moved": sweep(
         without_sizes(f"{BOOKS} trainer.steps=80 trainer.eval_every=40"),
