@@ -71,10 +71,12 @@ def table_method(name: str, equal: str, sampler: str = "iid") -> str:
     return f"{name} m={SIZES[equal][name]} sampler={sampler}"
 
 
-def equal_runs(options: str, methods: list[tuple[str, str]], **axes) -> list[PlannedRun]:
-    """Runs of maps and samplers at each equal size."""
+def equal_runs(
+    options: str, methods: list[tuple[str, str]], sizes: list[str] | None = None, **axes
+) -> list[PlannedRun]:
+    """Runs of maps and samplers at each equal size, or only at some sizes."""
     runs = []
-    for equal in EQUAL:
+    for equal in sizes or EQUAL:
         features = [table_method(name, equal, sampler) for name, sampler in methods]
         runs += sweep(options, equal=equal, features=features, **axes)
     return runs
@@ -94,6 +96,12 @@ def sweeps(angles: str, tables: str, pairs: int, flops: str) -> dict[str, list[P
             f"task=qmc {tables}",
             [*TABLE_METHODS],
             **{"task.dataset": TABLES, "task.length": [0.5, 1.0]},
+        ),
+        "hrf-qmc/long": equal_runs(
+            f"task=qmc {tables}",
+            [*TABLE_METHODS],
+            ["projections"],
+            **{"task.dataset": TABLES, "task.length": [1.5, 2.0]},
         ),
         "hrf-clusters": sweep(
             f"{clusters} task.repeats=20", features=CLUSTERED, dataset={"set 1": SETS["set 1"]}
