@@ -202,13 +202,13 @@ page = Page(
     measured=[
         "Digits: a Conformer transducer of 2 layers with 8 heads of d = 8, the one of about five models in which "
         "attention matters most. Its convolutions span one frame; with 15, uniform attention costs 0.1 nats.",
-        "Digits: one exact model, so that intervals leave out the variation between models; a sample is a set of random "
-        "projections, and after fine-tuning also an order of the "
-        "utterances. From scratch only means over 5 seeds are left.",
+        "Digits: one exact model, so that intervals leave out the variation between models; a sample is a set of "
+        "random projections, and after fine-tuning also an order of the utterances. From scratch only means over 5 "
+        "seeds are left.",
         "Claims on fine-tuned models are ours: the paper trains from scratch.",
         "Whisper: tiny.en, one checkpoint, 6 heads of d = 64, 1500 frames; loss of the transcript of exact attention. "
-        "Without training: 8 groups of 4 utterances (3 at first). Fine-tuned: 800 steps, one run; n = 24 utterances of other "
-        "speakers.",
+        "Without training: 8 groups of 4 utterances (3 at first). Fine-tuned: 800 steps, one run; n = 24 utterances "
+        "of other speakers.",
         "The runs on digits have another version of near-far attention. m = 64 is ours. At full size the Conformer "
         "encodes no positions; Gulati et al. have relative ones in the logits.",
     ],

@@ -157,7 +157,7 @@ def finding(rows: Rows) -> str:
     values = rows.values("uniform", "pos code=iid", **where)
     uniform = geometric_interval(values, ".3f")
     return (
-        "The code of the report samples orthogonal rows near 0, which turns FAVOR+ into uniform attention: the MSE is "
+        "The code of the report samples orthogonal rows near 0, so that FAVOR+ nearly is uniform attention: the MSE is "
         f"{mse['pos code=orthogonal']} with these rows, {uniform} with uniform attention and "
         f"{mse['pos code=iid']} with iid rows (m = 512, 95% CI, n = {len(values)}). "
         f"With orthogonal rows of Gaussian length the MSE is {mse['pos sampler=orthogonal']}."
@@ -269,19 +269,25 @@ def relative_errors(rows: Rows) -> pd.DataFrame:
 
 def figure(rows: Rows):
     fig, axes = panels(4, columns=2)
-    at_report = Rows(rows.frame[rows.frame["sweep"] == "hadamard/report"])
-    labels = {}
-    for construction, words in {"code": "code", "sampler": "Gaussian length"}.items():
-        for kind, label in ROWS.items():
-            labels[construction, kind] = f"{label}, {words}"
+    at_report = rows.frame[rows.frame["sweep"] == "hadamard/report"]
     for ax, name in zip(axes, ["trig", "pos"]):
-        uniform = at_report.values("uniform", f"{name} code=iid")
+        methods, labels, dotted = {}, {}, []
+        for construction, words in {"code": "code", "sampler": "Gaussian length"}.items():
+            for kind, label in ROWS.items():
+                shown = f"{kind} {construction}"
+                methods[row_method(name, kind, construction)] = shown
+                labels[shown] = f"{label}, {words}"
+                if construction == "sampler":
+                    dotted.append(shown)
+        is_shown = at_report["method"].isin(methods)
+        frame = at_report[is_shown]
+        by_rows = Rows(frame.assign(method=frame["method"].map(methods)))
+        uniform = by_rows.values("uniform", "iid code")
         ax.axhline(geometric_mean_ci(uniform)[0], color="grey", lw=1, ls="--")
-        methods = {row_method(name, kind, how): label for (how, kind), label in labels.items()}
-        dotted = [method for method in methods if "sampler" in method]
         style = {"log": "xy", "geometric": True, "dotted": dotted}
-        line_plot(ax, at_report, "m", "errors", methods, **style)
-        ax.set(title=f"{MAPS[name]}, scale 1.5", xlabel="projections m", ylabel="MSE")
+        line_plot(ax, by_rows, "m", "errors", labels, **style)
+        title = f"{MAPS[name]}, scale 1.5 (dashed: uniform attention)"
+        ax.set(title=title, xlabel="projections m", ylabel="MSE")
     labels = {sampler: SAMPLERS[sampler] for sampler in SHOWN}
     for ax, name in zip(axes[2:], ["trig", "pos"]):
         uniform = rows.values("uniform", "trig sampler=iid", scale=0.5)

@@ -151,8 +151,9 @@ def claim_line(results: Sequence[CaseResult]) -> str:
     """Format a claim, with all its cases, as one Markdown bullet."""
     first = results[0]
     claim = first.claim
-    papers = {result.paper for result in results if result.paper}
-    paper = f" (paper: {papers.pop()})" if len(papers) == 1 else ""
+    papers = [result.paper for result in results if result.paper]
+    part = "" if len(papers) == len(results) else f", in {len(papers)} of {len(results)}"
+    paper = f" (paper{part}: {papers[0]})" if len({*papers}) == 1 else ""
     if claim.not_measured:
         return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
     if len(results) == 1:
