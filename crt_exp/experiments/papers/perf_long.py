@@ -196,6 +196,7 @@ def claims(rows: Rows) -> list[Claim]:
             log=True,
             unit="times",
             paper="can be 2x faster than the Reformer",
+            needs="more processes on a quiet machine",
         )
     )
     deep = rows.methods("bits_per_dim", dataset="ImageNet64")
