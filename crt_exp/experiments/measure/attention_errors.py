@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
+from scipy.linalg import hadamard as hadamard_matrix
 from torch import Tensor, nn
 
 from crt_exp.attention import Baseline, DenominatorCount, LinearAttention, attention
@@ -40,9 +42,12 @@ from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.folder import WEIGHTS, folder_of
+from crt_exp.features import TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
+from crt_exp.samplers import DenseNoise, Noise, haar, iid
 from crt_exp.samplers.bias import measured_bias
+from crt_exp.samplers.blocks import signs
 from crt_exp.validation import Count, FileName, Positive, Several, checked
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # the 190 pairs of different amino acids
@@ -53,7 +58,10 @@ PAIRS = np.triu_indices(len(STANDARD), 1)  # the 190 pairs of different amino ac
 class ProjectionErrors(Series):
     """task=projections: MSE of the output against exact softmax attention.
 
-    q, k ~ N(0, scale^2) and v ~ N(0, 1), L tokens of dimension d. All mechanisms and all m share them.
+    q, k ~ N(0, scale^2) and v ~ N(0, value_scale^2), L tokens of dimension d. All mechanisms and all m share them.
+
+    Args:
+        code: Rows of the code of Adda and Allen (2021) in place of the sampler's, see `published_noise`.
     """
 
     metric = "mse"
@@ -64,6 +72,8 @@ class ProjectionErrors(Series):
     ms: Several[Count]
     samples: Count
     scale: Positive = 1.0
+    value_scale: Positive = 1.0
+    code: Literal["iid", "orthogonal", "hadamard"] | None = None
 
     def __post_init__(self):
         self.values = self.ms
@@ -75,6 +85,7 @@ class ProjectionErrors(Series):
         uniform = []
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[0]
+            layer = replace(layer, v=self.value_scale * layer.v)
             exact = softmax_attention(layer.x, layer.y, layer.v)
             g = generator(seed, sample)
             estimate = self.estimate(replace(mechanism, m=m), layer, g)
@@ -89,8 +100,35 @@ class ProjectionErrors(Series):
         noise = mechanism.noise(self.d, g)
         params = fit_map(mechanism, x[0, 0], y[0, 0])
         phi = mechanism.map("softmax")
+        if self.code:
+            noise = published_noise(self.code, mechanism.m, self.d, g)
+            if isinstance(phi, TrigRF):
+                noise = DenseNoise(2 * np.pi * noise.rows(), gaussian=False)
         counter = DenominatorCount()
         return attention(x, y, layer.v, phi, noise, params, counter=counter)
+
+
+def published_noise(rows: str, m: int, d: int, g: torch.Generator) -> Noise:
+    """Sample the rows of the code of Adda and Allen (2021), which differ from those of their text.
+
+    Blocks of d rows are divided by sqrt(m / d) and lack the factor sqrt(d), so that rows have length sqrt(d / m). A
+    Hadamard block is the sum of three products of the Hadamard matrix and a diagonal of random signs. Their sine and
+    cosine take 2 pi times the projections.
+
+    >>> rows = published_noise("orthogonal", 8, 4, torch.Generator().manual_seed(0)).rows()
+    >>> round(float(rows.norm(dim=-1).mean()), 4)
+    0.7071
+    """
+    if rows == "iid":
+        return iid(m, d, g)
+    blocks = -(-m // d)
+    if rows == "orthogonal":
+        weight = haar((blocks, d, d), g)
+    else:
+        matrix = torch.tensor(hadamard_matrix(d)) / d**0.5
+        weight = matrix * signs((blocks, 3, 1, d), g).sum(1)
+    weight = weight.flatten(0, 1)[:m] / (m / d) ** 0.5
+    return DenseNoise(weight.float(), gaussian=False)
 
 
 @checked("task")

@@ -84,7 +84,7 @@ FULL_SETS = {
 }
 
 
-TIMED = {0: "seed=0 trainer.steps=10 trainer.log_every=1"}
+TIMED = {seed: f"seed={seed} trainer.steps=10 trainer.log_every=1" for seed in range(5)}
 SMALL = {
     "pixels": sweep(PIXELS, dataset=IMAGES, attention=IMAGE_METHODS, seed=range(5)),
     "pixels/speed": sweep(
@@ -142,6 +142,18 @@ def differences(rows: Rows, metric: str, first: str, second: str) -> dict[str, p
     return differences
 
 
+BATCHES = [range(3), range(3, 5), range(5, 20)]  # seeds, as they were added
+
+
+def last_batch(samples: pd.Series) -> pd.Series:
+    """The seeds that were added last; results of earlier ones had been seen."""
+    for batch in reversed(BATCHES):
+        added = samples[samples.index.isin([str(seed) for seed in batch])]
+        if len(added):
+            return added
+    return samples
+
+
 def finding(rows: Rows) -> str:
     gains = differences(rows, "accuracy", "FAVOR+", "ELU")
     gain = mean_ci(gains.get("ListOps", []))
@@ -158,12 +170,7 @@ LONGER = "experiment=performers_imagenet64, 160 GPU hours"
 IMAGE_CLAIMS = {  # text -> methods, the paper's result, explanation
     "ReLU has a lower loss than FAVOR+": ("FAVOR+", "ReLU", STEPS_100K, ""),
     "SMREG has a lower loss than FAVOR+": ("FAVOR+", "SMREG", STEPS_100K, ""),
-    "FAVOR+ has a lower loss than Reformer at equal depth": (
-        "Reformer",
-        "FAVOR+",
-        LAYERS,
-        NEIGHBOURS,
-    ),
+    "FAVOR+ has a lower loss than Reformer at equal depth": ("Reformer", "FAVOR+", "", NEIGHBOURS),
 }
 
 
@@ -175,7 +182,9 @@ def claims(rows: Rows) -> list[Claim]:
         fails |= control_checks(rows, images, "bits_per_dim", unit=bits, control=control)
     claims = []
     for text, (worse, better, paper, reason) in IMAGE_CLAIMS.items():
-        gains = differences(rows, "bits_per_dim", worse, better)
+        gains = {}
+        for case, gain in differences(rows, "bits_per_dim", worse, better).items():
+            gains[case] = last_batch(gain)
         claims.append(Claim(text, gains, paper, LONGER, unit=bits, fails=fails, reason=reason))
     claims.append(
         Claim(
@@ -186,10 +195,8 @@ def claims(rows: Rows) -> list[Claim]:
             above=2,
             log=True,
             unit="times",
-            fails=fails,
             paper="can be 2x faster than the Reformer",
-            reason="one process was timed",
-            needs="timings in several processes on a quiet machine",
+            needs="more processes on a quiet machine",
         )
     )
     deep = rows.methods("bits_per_dim", dataset="ImageNet64")
@@ -205,20 +212,19 @@ def claims(rows: Rows) -> list[Claim]:
     accuracies = {}
     for name in ("Linformer", "Reformer", "ELU", "window"):
         for case, points in differences(rows, "accuracy", "FAVOR+", name).items():
-            accuracies[f"{name}, {case}"] = points
+            accuracies[f"{name}, {case}"] = last_batch(points)
     claims.append(
         Claim(
             "FAVOR+ is more accurate than the other scalable methods",
             accuracies,
             unit="points",
-            paper="the largest average over five tasks of the methods above 100 examples/s",
-            needs=ARENA,
+            reason="one of the paper's five tasks, with lists of at most 3 entries",
         )
     )
     claims.append(
         Claim(
             "Performers have the largest average over five tasks",
-            paper="the largest of scalable Transformers",
+            paper="the largest average of the methods above 100 examples/s",
             not_measured="only ListOps is measured at this size",
             needs=ARENA,
         )
@@ -266,7 +272,9 @@ page = Page(
     metrics=[*UNITS, "steps_per_s"],
     measured=[
         "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
-        "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU.",
+        "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU. Claims use the seeds added last.",
+        "Times: a process a sample, 10 steps. Claims of the paper on Reformer's loss and on the Arena are on models of "
+        "more layers and on averages of five tasks; those on equal depth and on ListOps alone are ours.",
         "Images: CIFAR-10 at 16 x 16 (200 steps of 4 images) and 32 x 32 (150 steps of one). The paper trains 6 to 24 "
         "layers on ImageNet64.",
         "ListOps: lists of at most 3 entries, 15 to 39 symbols, 500 steps of 128. The Arena has up to 2,000 symbols.",

@@ -23,7 +23,7 @@ LONG = 40  # maximum rows of a folded table; longer tables are left out
 NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
 INTERVAL = (
     "Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
-    "threshold exactly where a claim is supported or contradicted."
+    "threshold exactly where a claim is supported or contradicted. All other intervals of the page are plain 95% CIs."
 )
 
 
@@ -116,7 +116,6 @@ def measurement_details(page: Page, rows: Rows, folder: Path, size: str, part: s
     frame = rows.frame
     days = sorted({*frame["date"]} - {""})
     period = f"{days[0]} to {days[-1]}" if len(days) > 1 else "".join(days)
-    commits = sorted({str(commit).rstrip("+") for commit in frame["commit"]} - {""})
     seconds = pd.to_numeric(frame["seconds"], errors="coerce").sum()
     command = f"python -m crt_exp report {page.name} --run"
     if size != "small":
@@ -128,9 +127,21 @@ def measurement_details(page: Page, rows: Rows, folder: Path, size: str, part: s
         *page.measured,
         f"Rows: [{path}]({path}), {len(frame)} values, {period}, {seconds:.0f} s of computing.",
         "; ".join(frame["versions"].unique()) + ".",
-        f"Command: `{command}`. Commits: {', '.join(commits) or 'none'}.",
+        f"Command: `{command}`. Commits: {commits_of(frame)}.",
     ]
     return "\n".join(f"- {bullet}" for bullet in bullets)
+
+
+def commits_of(frame: pd.DataFrame) -> str:
+    """List the commits of rows, with the share of rows from trees with uncommitted changes.
+
+    >>> commits_of(pd.DataFrame({"commit": ["b1+", "a2", "a2", "a2"]}))
+    'a2, b1+ (+: uncommitted changes, 25% of the values)'
+    """
+    commits = frame["commit"].astype(str)
+    listed = ", ".join(sorted({*commits} - {""})) or "none"
+    changed = commits.str.endswith("+").mean()
+    return f"{listed} (+: uncommitted changes, {changed:.0%} of the values)" if changed else listed
 
 
 # ---- claims
@@ -140,8 +151,9 @@ def claim_line(results: Sequence[CaseResult]) -> str:
     """Format a claim, with all its cases, as one Markdown bullet."""
     first = results[0]
     claim = first.claim
-    papers = {result.paper for result in results if result.paper}
-    paper = f" (paper: {papers.pop()})" if len(papers) == 1 else ""
+    papers = [result.paper for result in results if result.paper]
+    part = "" if len(papers) == len(results) else f", in {len(papers)} of {len(results)}"
+    paper = f" (paper{part}: {papers[0]})" if len({*papers}) == 1 else ""
     if claim.not_measured:
         return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
     if len(results) == 1:

@@ -17,6 +17,7 @@ from crt_exp.experiments.measure.attention_errors import (
     attention_matrices,
     blosum62,
     correlation,
+    published_noise,
     similarity,
 )
 from crt_exp.experiments.tasks.trembl import TrEMBL
@@ -54,6 +55,19 @@ def test_hadamard_rows_of_one_block_are_biased_along_an_axis_only():
     )
     assert biased["at_unit"] < 0.7
     assert abs(exact["at_unit"] - 1) < 4 * exact["at_unit_error"]
+
+
+@pytest.mark.parametrize("rows, factor", [("orthogonal", 1), ("hadamard", 3**0.5)])
+def test_rows_of_the_published_code_are_short(rows, factor):
+    """A Hadamard block is a sum of three products, whose columns have 1 or 3 times the entries of one."""
+    noise = published_noise(rows, 64, 16, torch.Generator().manual_seed(0))
+    weight = noise.rows()
+    assert weight.shape == (64, 16)
+    mean_square = weight.square().sum(-1).mean().item()
+    assert mean_square == pytest.approx(factor**2 * 16 / 64, rel=0.5)
+    if rows == "hadamard":
+        sizes = (weight.abs() * (64 / 16) ** 0.5 * 4).round()
+        assert set(sizes.unique().tolist()) == {1.0, 3.0}
 
 
 def protein_task(direction="bidirectional"):
