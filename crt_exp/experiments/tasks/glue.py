@@ -5,13 +5,14 @@ because test labels are not published. MNLI is also evaluated on its second dev 
 task.held_out, held-out training examples are the validation split, and dev is read once, at the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
+from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, glue_metrics, jackknife_values
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
@@ -48,6 +50,7 @@ class GLUE(Task):
     bucketed: bool
     parts: Count | None = None
     held_out: Count | None = None
+    predictions: bool = True
 
     validation = "dev"
     test = None
@@ -110,7 +113,8 @@ class GLUE(Task):
         data = self.encoded[split]
         lengths = np.array([len(row["input_ids"]) for row in data])
         for rows in by_length(lengths, split, plan, self.bucketed):
-            yield glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
+            batch = glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
+            yield batch | {"rows": torch.from_numpy(rows)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.losses(self.outputs(model, batch), batch["labels"]).mean()
@@ -127,6 +131,7 @@ class GLUE(Task):
         return F.mse_loss(outputs, labels, reduction="none")
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        self.predicted = []
         metrics = self.evaluate_part(model, split, reader)
         if self.glue_task.two_devs and split == "dev":
             mismatched = self.evaluate_part(model, "dev_mm", reader)
@@ -146,13 +151,19 @@ class GLUE(Task):
             outputs = self.outputs(model, batch)
             answers = outputs.argmax(-1) if self.glue_task.names else outputs
             losses = self.losses(outputs, batch["labels"]).double()
-            rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
+            rows += zip(
+                batch["rows"].tolist(),
+                answers.tolist(),
+                batch["labels"].tolist(),
+                losses.tolist(),
+            )
         rows = reader.gather(rows)
-        answers, labels, losses = zip(*rows)
+        numbers, answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
             raise NotFinite(
                 f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr"
             )
+        self.predicted += self.named_predictions(split, numbers, labels, answers)
         metrics = glue_metrics(self.dataset, answers, labels)
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == "dev" and len(rows) == self.length(split)
@@ -161,6 +172,19 @@ class GLUE(Task):
             for i, value in enumerate(parts):
                 metrics[f"{self.metric}_part{i}"] = value
         return metrics
+
+    def named_predictions(
+        self, split: str, numbers: Sequence[int], labels: Sequence[Any], answers: Sequence[Any]
+    ) -> list[Prediction]:
+        """Predictions with the names of the classes, in the order of the split."""
+        names = self.glue_task.names
+        rows = []
+        for number, label, answer in sorted(zip(numbers, labels, answers)):
+            row = {"split": split, "example": number, "label": label, "prediction": answer}
+            if names:
+                row |= {"label": names[label], "prediction": names[answer]}
+            rows.append(row)
+        return rows
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         encoders.save_model(model, tensors, self.tokenizer, directory)

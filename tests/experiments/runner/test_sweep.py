@@ -19,7 +19,8 @@ from pandas import DataFrame
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import check_composed
-from crt_exp.experiments.runner.sweep import check_direction, finished_runs, table, without_unused
+from crt_exp.experiments.runner.sweep import check_direction, without_unused
+from crt_exp.experiments.runner.sweep_table import finished_runs, settings_of, table
 from crt_exp.experiments.tasks.uci import UCI
 from crt_exp.registry import ConfigError
 
