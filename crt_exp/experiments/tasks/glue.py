@@ -163,7 +163,8 @@ class GLUE(Task):
             raise NotFinite(
                 f"{self.dataset}: predicted scores are not finite; try a lower trainer.lr"
             )
-        self.predicted += self.named_predictions(split, numbers, labels, answers)
+        predicted = self.named_predictions(split, numbers, labels, answers)
+        self.predicted = [*self.predicted, *predicted]
         metrics = glue_metrics(self.dataset, answers, labels)
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == "dev" and len(rows) == self.length(split)
