@@ -58,7 +58,10 @@ TARGETS := $(sort $(PAGES) $(foreach page,$(PAGES),$($(page))))
 .PHONY: help setup lock newest oldest ranges demo test test-avx2 test-data test-all golden gpu gpu-check lint docs data sweep-example report $(TARGETS)
 
 help:  ## print this help
-	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"; echo
+	@echo "usage: make TARGET [VENV=.venv] [SIZE=small|full]"
+	@echo "  FILES=tests/swap                     of test, test-all, newest, oldest: only these folders or files"
+	@echo "  METHODS=\"exact, favorp\" SEEDS=2     of pages: only these methods, the first seeds; written to outputs/report/part"
+	@echo
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo; echo "tables and figures of the papers, by page outputs/report/PAGE.md (make data fetches what they read):"; echo
 	@$(foreach page,$(PAGES),printf '  %-15s %s\n' $(page) '$($(page))';)

@@ -13,6 +13,7 @@ COMMANDS = {
     "data": "crt_exp.experiments.data.__main__",
     "report": "crt_exp.experiments.report.__main__",
     "infer": "crt_exp.experiments.infer",
+    "compare": "crt_exp.experiments.compare",
 }
 RUNNER = ("hydra", "omegaconf", "yaml")  # packages of the extra `run`
 

@@ -290,6 +290,15 @@ class Mechanism:
         return self.m is not None
 
     @property
+    def columns(self) -> int | None:
+        """Columns of the feature map (M); None if the mechanism samples no projections.
+
+        >>> Mechanism.of("favor", m=16).columns
+        32
+        """
+        return self._map("softmax").width(self.m) if self.draws else None
+
+    @property
     def is_exact(self) -> bool:
         """Whether the mechanism is exact softmax attention."""
         return self.kind is Exact

@@ -23,7 +23,13 @@ import signal
 from crt_exp.experiments.data import world_size
 from crt_exp.experiments.runner.command_line import check_command_line, with_file_names
 from crt_exp.experiments.runner.configuration import folders
-from crt_exp.experiments.runner.exit_handling import Stopped, exit_process, fail, report_errors
+from crt_exp.experiments.runner.exit_handling import (
+    FAILED_RUN_CODE,
+    Stopped,
+    exit_process,
+    fail,
+    report_errors,
+)
 from crt_exp.experiments.runner.fit import build, fit
 from crt_exp.experiments.runner.run import agree_on_start
 from crt_exp.experiments.runner.sweep import show, use_sweeper
@@ -50,7 +56,9 @@ def main() -> None:
     except KeyboardInterrupt:  # between two runs of a sweep
         fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
-        show_sweep()
+        has_failed = show_sweep()
+    if has_failed:
+        sys.exit(FAILED_RUN_CODE)
     if world_size() > 1:
         exit_process()
 
@@ -65,9 +73,9 @@ def run(cfg) -> float | None:
         return fit(cfg, task, mechanism)
 
 
-def show_sweep() -> None:
-    """Print the table of a finished sweep."""
+def show_sweep() -> bool:
+    """Print the table of a finished sweep; return whether a run failed."""
     try:
-        show()
+        return show()
     except (ConfigError, OSError) as error:
         fail(error)

@@ -94,7 +94,9 @@ OF_RECIPES = commands_of_recipes()
 
 def is_run(words):
     """Whether a command composes the configuration of a run, which takes half a second."""
-    return "crt_exp" in words and all(name not in words for name in ("data", "infer", "report"))
+    return "crt_exp" in words and all(
+        name not in words for name in ("data", "infer", "report", "compare")
+    )
 
 
 def covering(commands):
@@ -162,6 +164,9 @@ def check(words):
                 if "=" in word or word.startswith("--")
             }
             assert any(keys <= {*parameters(options)} for options, _ in infer.KINDS.values())
+        case ("python", "-m", "crt_exp", "compare", *runs):
+            assert runs
+            assert all("=" not in run for run in runs)
         case ("python", "-m", "crt_exp", "report", name, *arguments):
             given = parser_of_reports().parse_args([name, *arguments])
             assert name.endswith(".py") or pages.load(name).sweeps(given.size)

@@ -19,7 +19,13 @@ BOXES = {}
 for title, parts in re.findall(r'^ +(\w+)\["<b>(.*?)</b>', PICTURE, re.M):
     BOXES |= dict.fromkeys(parts.split(", "), title)
 ARROWS = re.findall(r"^ +(\w+) --> (\w+)$", PICTURE, re.M)
-COMMANDS = ("crt_exp.data", "crt_exp.report", "crt_exp.infer", "crt_exp.experiments.infer")
+COMMANDS = (
+    "crt_exp.data",
+    "crt_exp.report",
+    "crt_exp.infer",
+    "crt_exp.experiments.infer",
+    "crt_exp.experiments.compare",
+)
 PLAIN = ("samplers", "features", "attention", "nearfar")
 FRONT = "crt_exp"  # its names are imported when first used, so it stands beside the subpackages
 

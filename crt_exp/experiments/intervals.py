@@ -1,12 +1,26 @@
 """Means of repeated measurements with 95% intervals, and their format."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 LEVEL = 0.05  # significance level of tests; intervals have level 1 - LEVEL
+OVER = "interval_over"  # key of a final record: what the run's own interval was computed over
+# smallest and largest value of a metric; metrics without an entry are unbounded
+SCALES = {
+    "accuracy": (0.0, 1.0),
+    "f1": (0.0, 1.0),
+    "mcc": (-1.0, 1.0),
+    "pearson": (-1.0, 1.0),
+    "spearman": (-1.0, 1.0),
+    "r2": (-math.inf, 1.0),
+    "wer": (0.0, math.inf),
+    "cer": (0.0, math.inf),
+    "loss": (0.0, math.inf),
+    "perplexity": (1.0, math.inf),
+}
 
 
 class Mean(NamedTuple):
@@ -92,6 +106,133 @@ def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
         std = float(np.std(values, ddof=1))
         half = t_quantile(n) * std / n**0.5
     return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}
+
+
+# ---- intervals within the scale of a metric
+
+
+class Interval(NamedTuple):
+    """The ends of a 95% interval; nan if there is none."""
+
+    low: float
+    high: float
+
+
+def scale_of(metric: str) -> Interval:
+    """Return the smallest and the largest value of a metric.
+
+    >>> scale_of("accuracy_top5"), scale_of("bits_per_dim")
+    (Interval(low=0.0, high=1.0), Interval(low=-inf, high=inf))
+    """
+    return Interval(*SCALES.get(metric.partition("_")[0], (-math.inf, math.inf)))
+
+
+def student_interval(values: Sequence[float], metric: str, overlap: float = 0.0) -> Interval:
+    """Return Student's interval of a metric, without the part outside the metric's scale.
+
+    The true value lies on the scale, so the cut does not change the coverage. The ends are nan for less than two
+    values, and if a value is not finite. overlap: see `mean_ci`.
+
+    >>> student_interval([0.8, 1.0, 1.0], "accuracy").high
+    1.0
+    """
+    values = np.asarray(values, float)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return Interval(math.nan, math.nan)
+    mean = mean_ci(values, overlap=overlap)
+    scale = scale_of(metric)
+    return Interval(max(mean.mean - mean.half, scale.low), min(mean.mean + mean.half, scale.high))
+
+
+def binomial_interval(shares: Sequence[float], rows: int, overlap: float = 0.0) -> Interval:
+    """Return the exact binomial interval of the mean of shares, such as accuracies of splits.
+
+    The number of trials is the effective number of rows: the one that has the variance between the shares (Korn and
+    Graubard, Survey Methodology 24, 1998). It is at most the total number of rows.
+
+    Args:
+        rows: rows of each share.
+        overlap: see `mean_ci`.
+
+    >>> low, high = binomial_interval([1.0, 8 / 9, 7 / 9, 8 / 9, 8 / 9], rows=9)
+    >>> f"{low:.2f} to {high:.2f}"
+    '0.75 to 0.96'
+    """
+    from scipy import stats
+
+    n = len(shares)
+    mean = float(np.mean(shares))
+    total = n * rows
+    trials = total
+    if n > 1:
+        variance = float(np.var(shares, ddof=1)) * (1 / n + overlap)
+        if variance:
+            trials = mean * (1 - mean) / variance
+        trials *= (t_quantile(total) / t_quantile(n)) ** 2
+    trials = min(trials, total)
+    right = mean * trials
+    wrong = trials - right
+    low = float(stats.beta.ppf(LEVEL / 2, right, wrong + 1)) if right > 0 else 0.0
+    high = float(stats.beta.ppf(1 - LEVEL / 2, right + 1, wrong)) if wrong > 0 else 1.0
+    return Interval(low, high)
+
+
+def interval_record(metric: str, interval: Interval, over: str) -> dict[str, Any]:
+    """Return the keys of a final record with the run's own interval of its metric.
+
+    over: what was repeated, such as "5 splits". The ends are None if there is no interval.
+    """
+    record: dict[str, Any] = {}
+    for name, end in interval._asdict().items():
+        record[f"{metric}_{name}"] = end if math.isfinite(end) else None
+    return record | {OVER: over}
+
+
+def recorded_interval(record: Mapping[str, Any]) -> Interval:
+    """Return the interval of a final record; its ends are nan if the run recorded none."""
+    ends = [record.get(f"{record['metric']}_{name}") for name in Interval._fields]
+    return Interval(*[math.nan if end is None else end for end in ends])
+
+
+def interval_text(record: Mapping[str, Any]) -> str:
+    """Format the interval of a final record, to follow the value; "" if there is none."""
+    low, high = recorded_interval(record)
+    if math.isnan(low):
+        return ""
+    return f" ({low:.4f} to {high:.4f}, 95% interval over {record[OVER]})"
+
+
+def paired_shares_interval(first: Sequence[bool], second: Sequence[bool]) -> Interval:
+    """Return the interval of the difference first - second of two shares on the same examples.
+
+    Wilson intervals of both shares, combined with their correlation (Newcombe, Statistics in Medicine 17, 1998, method
+    10).
+
+    >>> low, high = paired_shares_interval([1] * 9 + [0], [1] * 6 + [0] * 4)
+    >>> f"{low:.2f} to {high:.2f}"
+    '0.00 to 0.56'
+    """
+    from scipy import stats
+
+    first = np.asarray(first, bool)
+    second = np.asarray(second, bool)
+    shares = []
+    ends = []
+    for right in (first, second):
+        test = stats.binomtest(int(right.sum()), len(right))
+        shares.append(right.mean())
+        ends.append(test.proportion_ci(1 - LEVEL, method="wilson"))
+    correlation = 0.0
+    if 0 < shares[0] < 1 and 0 < shares[1] < 1:
+        correlation = np.corrcoef(first, second)[0, 1]
+    difference = shares[0] - shares[1]
+    down = _hypotenuse(shares[0] - ends[0].low, ends[1].high - shares[1], correlation)
+    up = _hypotenuse(ends[0].high - shares[0], shares[1] - ends[1].low, correlation)
+    return Interval(float(difference - down), float(difference + up))
+
+
+def _hypotenuse(a: float, b: float, correlation: float) -> float:
+    return math.sqrt(max(0.0, a * a - 2 * correlation * a * b + b * b))
 
 
 def geometric_mean_ci(values: Sequence[float]) -> tuple[float, float, float]:

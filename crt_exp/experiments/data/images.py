@@ -48,6 +48,13 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def names(self, rows: np.ndarray) -> list[str]:
+        """Names of images: the path below the folder of the split, or the number."""
+        if self.sources.dtype.kind != "S":
+            return [str(row) for row in rows]
+        folder = os.path.commonpath(self.sources.tolist())
+        return [os.fsdecode(os.path.relpath(self.sources[row], folder)) for row in rows]
+
     def take(self, rows: np.ndarray) -> "Images":
         return replace(self, labels=self.labels[rows], sources=self.sources[rows])
 

@@ -42,12 +42,17 @@ def listed_batches(part: images.Images, split: str, plan: Plan, repeats: int = 1
 
     Evaluation reads them in a fixed random order: they are listed by class, and any first batches are a sample.
     """
-    order = np.random.default_rng(0).permutation(len(part))
+    order = evaluation_order(len(part))
     for rows in plan.rows(len(part), split, repeats):
         if split != "train":
             rows = order[rows]
         places = rows % len(part)
         yield [(int(row), part.sources[i], int(part.labels[i])) for row, i in zip(rows, places)]
+
+
+def evaluation_order(n: int) -> np.ndarray:
+    """The fixed random order in which an evaluation reads n listed images."""
+    return np.random.default_rng(0).permutation(n)
 
 
 class ImageHub(Hub):

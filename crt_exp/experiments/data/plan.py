@@ -72,12 +72,12 @@ class Plan:
 
     def ordered(self, n: int) -> Iterator[np.ndarray]:
         """Yield consecutive blocks; joined in rank order they are the rows of the evaluation."""
-        mine = self._share(self._evaluated(n), self.rank)
+        mine = self._share(self.evaluated(n), self.rank)
         for i in range(0, len(mine), self.batch):
             yield mine[i : i + self.batch]
 
-    def _evaluated(self, n: int) -> np.ndarray:
-        """Rows of an evaluation, sorted."""
+    def evaluated(self, n: int) -> np.ndarray:
+        """Rows of an evaluation of n rows over all processes, sorted."""
         if self.limit is None:
             return np.arange(n)
         rows = row_sample(n, self.limit.batches * self.batch * self.world)

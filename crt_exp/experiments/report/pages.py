@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from crt_exp.experiments import papers
 from crt_exp.experiments.report.claims import CaseResult, Claim, judge
 from crt_exp.experiments.report.rows import (
@@ -149,7 +151,10 @@ class Page:
             frames.append(previous[others])
         for name, runs in planned.items():
             frames.append(rows_of_runs(runs, home / name, name, self.columns, self.metrics))
-        write_rows(self.name, concatenate(frames), folder)
+        frame = concatenate(frames)
+        if methods:
+            frame = _rows_of_methods(frame, methods)
+        write_rows(self.name, frame, folder)
         return folder
 
     def _needed_models(self, planned: Sweeps) -> Sweeps:
@@ -177,8 +182,17 @@ def _is_one_of(method: str, methods: Sequence[str]) -> bool:
 
 def _check_methods(methods: Sequence[str], selected: Sweeps) -> None:
     known = {_method(run) for run in chain.from_iterable(selected.values())} - {""}
-    if not any(_is_one_of(method, methods) for method in known):
+    if known and not any(_is_one_of(method, methods) for method in known):
         raise unknown("method", " ".join(methods), sorted(known))
+
+
+def _rows_of_methods(frame: pd.DataFrame, methods: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of methods; a run without a method may have recorded others too."""
+    names = frame["method"].astype(str)
+    selected = names.map(lambda name: name == "" or _is_one_of(name, methods))
+    if not selected.any():
+        raise unknown("method", " ".join(methods), sorted({*names}))
+    return frame[selected]
 
 
 def _is_selected(run: PlannedRun, methods: Sequence[str], seeds: int) -> bool:

@@ -19,6 +19,7 @@ from crt_exp.experiments.report.rows import FOLDER, Rows, read_rows, rows_path
 from crt_exp.experiments.report.tables import Tables, table_cells, to_markdown
 from crt_exp.experiments.runner.run import write_atomic
 
+QUOTED = ", paper"  # ends the label of a row with the paper's values of a method
 LONG = 40  # maximum rows of a folded table; longer tables are left out
 NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
 INTERVAL = (
@@ -256,7 +257,8 @@ def details(summary: str, text: str) -> str:
 def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> Tables:
     """Leave out tables and rows without a measured value; in a partial page, columns too.
 
-    Labels with the word "paper" mark values of the papers.
+    Labels with the word "paper" mark values of the papers. A partial page leaves out "<method>, paper" without
+    "<method>".
     """
     selected = {}
     for title, table in tables.items():
@@ -264,7 +266,11 @@ def measured_tables(tables: Mapping[str, pd.DataFrame], part: str) -> Tables:
         quoted_rows = np.array(["paper" in str(name) for name in table.index], bool)
         quoted_columns = np.array(["paper" in str(name) for name in table.columns], bool)
         measured = filled & ~quoted_rows[:, None] & ~quoted_columns
-        rows = measured.any(axis=1) | quoted_rows
+        rows = measured.any(axis=1)
+        names = {*table.index[rows]}
+        for place in np.flatnonzero(quoted_rows):
+            method, is_of_method, _ = str(table.index[place]).partition(QUOTED)
+            rows[place] = not (part and is_of_method) or method in names
         columns = measured.any(axis=0) | (quoted_columns & filled[rows].any(axis=0))
         if not part:
             columns[:] = True

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from crt_exp.experiments.runner.configuration import (
 )
 from crt_exp.registry import ConfigError, user_message
 
+FAILED_RUN_CODE = 1  # of a sweep
 ERROR_CODE = 2
 DIVERGED_CODE = 3
 NO_MEMORY = (
@@ -115,6 +117,8 @@ def report_errors() -> Iterator[None]:
             message = f"out of memory: {reason}; choose a smaller features.m, trainer.batch or task"
         if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
             wait_for_first_error()
+            if is_sweep():  # its end lists only the last line
+                traceback.print_exc()
             raise
         end_run(ConfigError(message), ERROR_CODE)
 
@@ -128,7 +132,6 @@ def end_run(error: Exception, code: int) -> None:
         fail(error, code)
     message = f"the run in {output_directory()} failed: {error}"
     print(f"crt_exp: {message}", file=sys.stderr, flush=True)
-    # Hydra prints the first failure at the end, without a traceback
     failed = CompactHydraException(message)
     failed.code = code
     raise failed from None

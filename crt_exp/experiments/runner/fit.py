@@ -22,7 +22,7 @@ from crt_exp.experiments.runner.configuration import (
 )
 from crt_exp.experiments.runner.loggers import CURVES, draw_curves
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
-from crt_exp.experiments.runner.sweep import check_direction, direction
+from crt_exp.experiments.runner.sweep import check_direction, description
 from crt_exp.registry import ConfigError, import_object, instantiate
 
 
@@ -134,7 +134,7 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
         task.directory = run.directory
         for record in task.records(mechanism, cfg.seed, done=list(run.records)):
             if record.get("final"):
-                record |= {"metric": task.metric, "direction": direction(task)}
+                record |= description(task, mechanism)
                 # all files are written before the final record marks the run as done
                 task.save_results([*run.records, record], run.directory)
             run.log(**record)

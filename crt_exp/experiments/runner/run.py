@@ -40,6 +40,7 @@ from crt_exp.validation import files_of_options
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
     "resume.",
+    "sweep.",
     "logger.",
     "trainer.prefetch.",
     "trainer.keep.",
@@ -47,6 +48,7 @@ FREE_KEYS = (
     "trainer.save_minutes.",
     "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
     "task.cache_dir.",
+    "task.predictions.",
     "task.workers.",
 )
 # keys that only runs of earlier versions have, and the values that they have now as constants

@@ -1,13 +1,17 @@
-"""Sweeps: their runs, and the result table at the end."""
+"""Sweeps: their runs, failures, and the result table at the end."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,38 +21,38 @@ from crt_exp.experiments.runner.configuration import (
     mechanism_part,
     override_key,
 )
-from crt_exp.experiments.runner.run import PARTIAL, read_records
-from crt_exp.registry import ConfigError, json_object, uses
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-SHOWN = 20  # maximum rows on the terminal; sweep.csv has one row per run
-DATA = [
-    "task",
-    "task.dataset",
-    "task.corpus",
-    "task.csv",
-    "task.text",
-    "task.data_dir",
-    "task.hub.name",
-    "task.environment",
-]  # settings are ranked within equal values of these keys
-RECORD = [
-    "metric",
-    "value",
-    "direction",
-    "step",
-    "time_s",
-    PARTIAL,
-]  # columns from the final record
-
-RANK = "rank"  # column of a setting's place in the table
+from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
+from crt_exp.registry import ConfigError, uses
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
 BasicSweeper = PLUGINS[BASIC]
-_started: list[tuple[Path, float]] = []
+
+
+@dataclass
+class Sweep:
+    """A sweep of this process: its directory and start time.
+
+    Attributes:
+        failures: one line for each failed run.
+        left: number of runs that were not started.
+    """
+
+    directory: Path
+    began: float
+    failures: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+_started: list[Sweep] = []
+
+
+def description(task: Any, mechanism: Any) -> dict[str, Any]:
+    """Return keys of the final record: the metric with its direction, and columns of features (M)."""
+    keys = {"metric": task.metric, "direction": direction(task)}
+    if mechanism.columns and "m" in task.uses:
+        keys["M"] = mechanism.columns
+    return keys
 
 
 def direction(task: Any) -> str:
@@ -71,11 +75,47 @@ def check_direction(task_class: type, asked: Any) -> None:
 
 
 class UsedOptionsSweeper(BasicSweeper):
-    """Hydra's basic sweeper, without overrides that the mechanism of a run does not use."""
+    """Hydra's basic sweeper, without overrides that the mechanism of a run does not use.
+
+    A failed run does not end the sweep, except with sweep.fail=stop. Then a batch has one run by default.
+    """
+
+    def setup(self, **options: Any) -> None:
+        super().setup(**options)
+        self.stops = self.config.sweep.fail == "stop"
+        self.launch = self.launcher.launch
+        self.launcher.launch = self.launch_and_record
+
+    def launch_and_record(
+        self, jobs: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Launch a batch of runs; failed runs go to the list of failures, and have no result."""
+        results = self.launch(jobs, initial_job_idx=initial_job_idx)
+        sweep = _started[-1]
+        for job, result in zip(jobs, results):
+            if result.status != JobStatus.COMPLETED:
+                sweep.failures.append(self.failure_line(job, result._return_value))
+                result.status = JobStatus.COMPLETED  # else Hydra would raise the first error
+                result.return_value = None
+        if self.stops and sweep.failures:
+            sweep.left = sum(map(len, self.overrides)) - initial_job_idx - len(jobs)
+        return results
+
+    def failure_line(self, job: Sequence[str], error: BaseException) -> str:
+        """Return the varied overrides of a failed run, and the last line of its error."""
+        jobs = list(chain.from_iterable(self.overrides))
+        varied = [override for override in job if any(override not in other for other in jobs)]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return f"  {' '.join(varied)}: {lines[-1]}"
+
+    def is_done(self) -> bool:
+        return self.stops and bool(_started[-1].failures) or super().is_done()
 
     def split_arguments(
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
+        if self.stops and max_batch_size is None:
+            max_batch_size = 1
         (jobs,) = BasicSweeper.split_arguments(overrides, None)
         jobs, notes = without_unused(jobs, self._compose)
         for note in notes:
@@ -158,89 +198,36 @@ def _non_user(cfg: DictConfig, key: str) -> str | None:
     return f"{group}={cfg.hydra.runtime.choices.get(group) or 'null'}"
 
 
-# ---- the result table
+# ---- the end of a sweep
 
 
 class SweepStart(Callback):
     """Hydra callback that records directory and start time of a sweep for `show`."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
-        _started.append((Path(str(config.hydra.sweep.dir)), time.time()))
+        _started.append(Sweep(Path(str(config.hydra.sweep.dir)), time.time()))
 
 
-def show() -> None:
-    """Print the result table of this process's sweep, if any, and write sweep.csv."""
+def show() -> bool:
+    """Print the result table of this process's sweep, if any, and its failures.
+
+    Writes sweep.csv and, if a number was varied, sweep.png. Returns whether a run failed.
+    """
+    has_failed = False
     while _started:
-        directory, began = _started.pop()
-        runs = finished_runs(directory, began)
+        sweep = _started.pop()
+        runs = finished_runs(sweep.directory, sweep.began)
         if len(runs) > 1:
-            runs.to_csv(directory / "sweep.csv", index=False)
-            print(f"{table(runs)}\n[{directory}; sweep.csv has one row per run]")
-
-
-def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
-    """Return finished runs: name, varied overrides and final record.
-
-    began: start time of the sweep; earlier runs are left out.
-    """
-    from pandas import DataFrame
-
-    rows = []
-    for path in directory.glob("**/versions.json"):
-        if path.stat().st_mtime < began:  # of an earlier sweep
-            continue
-        records = read_records(path.with_name("metrics.jsonl"))
-        if records and records[-1].get("final"):
-            rows.append(final_row(path, directory, records[-1]))
-    runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
-    keys = [key for key in runs if key not in ("run", *RECORD)]
-    runs[keys] = runs[keys].fillna("")
-    constant = [key for key in keys if runs[key].nunique() == 1]
-    return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
-
-
-def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
-    """Return name, overrides and final record of the run whose versions.json is given."""
-    row = {"run": str(versions.parent.relative_to(directory))}
-    for override in json_object(versions)["overrides"]:
-        key, _, value = override.lstrip("+~").partition("=")
-        row[key] = value
-    row["value"] = last[last["metric"]]
-    for key in RECORD:
-        if key in last:
-            row[key] = last[key]
-    return row
-
-
-def table(runs: "DataFrame") -> str:
-    """Format one line per setting: mean and 95% interval over seeds, best first.
-
-    Settings are grouped by data set.
-    """
-    from pandas import DataFrame
-
-    from crt_exp.experiments.intervals import interval
-
-    keys = [key for key in runs if key not in ("run", "seed", *RECORD)]
-    settings = []
-    for (metric, *values), group in runs.groupby(["metric", *keys], sort=False):
-        pool = interval(group["value"].astype(float), "mean")
-        mean = f"{pool['mean']:.4f}"
-        if len(group) > 1:
-            mean += f" +- {pool['mean_ci95']:.4f}"
-        minimized = group["direction"].iloc[0] == "minimize"
-        rank = pool["mean"] if minimized else -pool["mean"]
-        setting = dict(zip(keys, values))
-        settings.append(setting | {"runs": len(group), "metric": metric, "value": mean, RANK: rank})
-    data = [key for key in keys if key in DATA]
-    ranked = DataFrame(settings).sort_values(["metric", *data, RANK]).drop(columns=RANK)
-    lines = [
-        f"sweep of {len(runs)} runs, mean over seeds with its 95% interval, the best of each data set "
-        "first:",
-        ranked.head(SHOWN).to_string(index=False),
-    ]
-    if len(ranked) > SHOWN:
-        lines.append(f"  ... and {len(ranked) - SHOWN} more in sweep.csv")
-    if PARTIAL in runs:
-        lines.append("trainer.evaluate: these results are on a part of the evaluation data")
-    return "\n".join(lines)
+            runs.to_csv(sweep.directory / "sweep.csv", index=False)
+            settings = settings_of(runs)
+            files = "sweep.csv has one row per run"
+            if draw(settings, sweep.directory / "sweep.png"):
+                files += ", sweep.png shows the table"
+            print(f"{table(runs, settings)}\n[{sweep.directory}; {files}]", flush=True)
+        if sweep.failures:
+            has_failed = True
+            lines = [f"crt_exp: {len(sweep.failures)} runs of the sweep failed:", *sweep.failures]
+            if sweep.left:
+                lines.append(f"sweep.fail=stop: {sweep.left} runs were not started")
+            print("\n".join(lines), file=sys.stderr, flush=True)
+    return has_failed

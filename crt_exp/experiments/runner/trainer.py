@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.base import same_step
 from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.checkpoint import TrainingState
 from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
@@ -30,7 +31,7 @@ from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, Sto
 from crt_exp.experiments.runner.loggers import ProgressLine
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
-from crt_exp.experiments.runner.sweep import direction
+from crt_exp.experiments.runner.sweep import description
 from crt_exp.experiments.runner.trainer_config import (
     Adapters,
     TrainerConfig,
@@ -102,12 +103,13 @@ class Trainer:
     ):
         self.config = config
         self.task = task
+        self.mechanism = mechanism
         self.run = run
         self.distributed = distributed
         self.seed = seed
         self.accelerator = distributed.accelerator
         self.per_epoch, self.total = planned_steps(config, task, distributed.size)
-        self._build(mechanism)
+        self._build()
         self.training_state = TrainingState(
             self.module,
             self.optimizer,
@@ -124,10 +126,10 @@ class Trainer:
         self.feed: Iterator[Any] | None = None
         self.signals = StopSignals()
 
-    def _build(self, mechanism: Mechanism) -> None:
+    def _build(self) -> None:
         """Create model and optimiser for the processes, and seed each process."""
         config = self.config
-        self.module = self.task.build(mechanism)
+        self.module = self.task.build(self.mechanism)
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
         freeze(self.module, config.freeze)
         self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
@@ -451,17 +453,18 @@ class Trainer:
             ending["best_step"] = best["step"]
             if best["step"] != p.step:
                 self.training_state.load_best()
-        if best and task.test is None:
+        if best and task.test is None and not task.predictions:
             metrics = best["metrics"]
-        else:
+        else:  # also where only the predictions of the best weights are missing
             metrics = self.evaluate(task.test or task.validation)
+        if task.predictions and self.distributed.main:
+            write_predictions(task.predicted, self.run.directory)
         self._export()
         self._record(
             task.test or task.validation,
             **metrics,
             **ending,
-            metric=task.metric,
-            direction=direction(task),
+            **description(task, self.mechanism),
             final=True,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.plan import Limit, Plan
+from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
 
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
@@ -98,8 +99,12 @@ class TrainingTask(BaseTask):
     # metric: key in the result of `evaluate`; selects the best weights.
     # validation: split evaluated during training; None: no evaluation, the last weights are the result.
     # test: split evaluated at the end; None: the validation split.
+    # predictions: whether the run writes the test predictions; then `evaluate` sets `predicted`.
+    # predicted: predictions of the last evaluated split, see experiments/predictions.py
     validation: str | None = "validation"
     test: str | None = "test"
+    predictions: bool = False
+    predicted: Sequence[Prediction] = ()
 
     @abstractmethod
     def length(self, split: str) -> int | None:
@@ -140,10 +145,10 @@ class TrainingTask(BaseTask):
         return None
 
     def model_inputs(self, batch: Batch) -> Any:
-        """Arguments of the model in a batch, without the targets."""
+        """Arguments of the model in a batch, without the targets and the row numbers."""
         if "images" in batch:
             return batch["images"]
-        return {key: batch[key] for key in batch if key != "labels"}
+        return {key: batch[key] for key in batch if key not in ("labels", "rows")}
 
     def check_shards(self) -> None:
         """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""

@@ -6,13 +6,14 @@ task.held_out, held-out training examples are the validation split, and dev is r
 (task.csv, task.hub.name) has a validation and a test split.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,6 +24,7 @@ from crt_exp.experiments.data.sources import refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
 from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
+from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
     Batch,
     Plan,
@@ -69,6 +71,7 @@ class GLUE(Task):
     target: str | None = None
     kind: Kind | None = None
     split: tuple[Positive, Positive, Positive] | None = None
+    predictions: bool = True
 
     def __post_init__(self):
         self.validation = "dev"
@@ -166,7 +169,8 @@ class GLUE(Task):
         data = self.encoded[split]
         lengths = np.array([len(row["input_ids"]) for row in data])
         for rows in by_length(lengths, split, plan, self.bucketed):
-            yield glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
+            batch = glue.collate([data[i] for i in rows], self.tokenizer.pad_token_id)
+            yield batch | {"rows": torch.from_numpy(rows)}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.losses(self.outputs(model, batch), batch["labels"]).mean()
@@ -183,6 +187,7 @@ class GLUE(Task):
         return F.mse_loss(outputs, labels, reduction="none")
 
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
+        self.predicted = []
         metrics = self.evaluate_part(model, split, reader)
         if self.glue_task.two_devs and split == "dev":
             mismatched = self.evaluate_part(model, "dev_mm", reader)
@@ -202,13 +207,20 @@ class GLUE(Task):
             outputs = self.outputs(model, batch)
             answers = outputs.argmax(-1) if self.glue_task.names else outputs
             losses = self.losses(outputs, batch["labels"]).double()
-            rows += zip(answers.tolist(), batch["labels"].tolist(), losses.tolist())
+            rows += zip(
+                batch["rows"].tolist(),
+                answers.tolist(),
+                batch["labels"].tolist(),
+                losses.tolist(),
+            )
         rows = reader.gather(rows)
-        answers, labels, losses = zip(*rows)
+        numbers, answers, labels, losses = zip(*rows)
         if not np.isfinite(answers).all():
             raise NotFinite(
                 f"{self.glue_task.folder}: predicted scores are not finite; try a lower trainer.lr"
             )
+        predicted = self.named_predictions(split, numbers, labels, answers)
+        self.predicted = [*self.predicted, *predicted]
         metrics = metric_values(self.glue_task.metrics, answers, labels)
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == self.final and len(rows) == self.length(split)
@@ -217,6 +229,19 @@ class GLUE(Task):
             for i, value in enumerate(parts):
                 metrics[f"{self.metric}_part{i}"] = value
         return metrics
+
+    def named_predictions(
+        self, split: str, numbers: Sequence[int], labels: Sequence[Any], answers: Sequence[Any]
+    ) -> list[Prediction]:
+        """Predictions with the names of the classes, in the order of the split."""
+        names = self.glue_task.names
+        rows = []
+        for number, label, answer in sorted(zip(numbers, labels, answers)):
+            row = {"split": split, "example": number, "label": label, "prediction": answer}
+            if names:
+                row |= {"label": names[label], "prediction": names[answer]}
+            rows.append(row)
+        return rows
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         encoders.save_model(model, tensors, self.tokenizer, directory)

@@ -24,6 +24,7 @@ from crt_exp.experiments.data.loading import (
     Streamed,
     Workers,
     by_workers,
+    evaluation_order,
     listed_batches,
     seeded_globals,
 )
@@ -75,6 +76,7 @@ class ImageTask(Task):
                 f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name"
             )
         self.stream = None
+        self.listed = {}
         self.embedded = not self.inputs() and self.hub["name"] is None
         self.stand_in = data.STAND_IN if self.embedded else ""
         if self.hub["name"] is not None:
@@ -97,6 +99,7 @@ class ImageTask(Task):
             self.asked = {
                 split: partial(listed_batches, part, split) for split, part in splits.items()
             }
+            self.listed = splits
             self.lengths = {split: len(part) for split, part in splits.items()}
         if self.embedded and self.workers is None:  # workers do not pay for 8 x 8 pixels
             self.workers = 0
@@ -127,6 +130,13 @@ class ImageTask(Task):
             if isinstance(batch, str):
                 raise DataError(batch)
             yield batch
+
+    def evaluated_names(self, split: str, plan: Plan) -> list[str]:
+        """Names of the images of an evaluation over all processes, in the order of reading."""
+        rows = plan.evaluated(self.length(split))
+        if split not in self.listed:
+            return [str(row) for row in rows]
+        return self.listed[split].names(evaluation_order(self.length(split))[rows])
 
     def updated(self, model: nn.Module, step: int) -> None:
         if self.stream:
@@ -190,6 +200,7 @@ class ImageNet(ImageTask):
     smoothing: Annotated[float, Field(ge=0, lt=1)]
     drop_path: Annotated[float, Field(ge=0, lt=1)]
     layer_decay: Part
+    predictions: bool = True
 
     metric = "accuracy"
 
@@ -288,17 +299,26 @@ class ImageNet(ImageTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Loss in nats, top-1 and top-5 accuracy."""
         loss = right = near = count = 0
+        answers = []
         for batch in reader.batches(split):
             logits = model(batch["images"]).float()
             labels = batch["targets"]
             loss += float(F.cross_entropy(logits, labels, reduction="sum").double())
-            hits = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices == labels[:, None]
+            likely = logits.topk(min(NAMED_CLASSES, len(self.classes))).indices
+            hits = likely == labels[:, None]
+            answers += zip(labels.tolist(), likely[:, 0].tolist())
             right = right + int(hits[:, 0].sum())
             near = near + int(hits.sum())
             count = count + len(labels)
         loss, right, near, count = reader.sum(loss, right, near, count)
         if not math.isfinite(loss):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
+        answers = reader.gather(answers)
+        self.predicted = []
+        if self.predictions:
+            for name, (label, answer) in zip(self.evaluated_names(split, reader.plan), answers):
+                row = {"label": self.classes[label], "prediction": self.classes[answer]}
+                self.predicted.append({"example": name, **row})
         return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
 from crt_exp.experiments.data.sources import is_on_hub, stand_in, task_folder
@@ -98,6 +97,7 @@ class LibriSpeech(Task):
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
     init: Annotated[str, Files(("scratch",))]
+    predictions: bool = True
 
     metric = "wer"
     lower_is_better = True
@@ -124,7 +124,6 @@ class LibriSpeech(Task):
             )
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
-        self.transcripts: list[tuple] = []
 
     def check_options(self, digits: bool) -> None:
         self.sizes = PRESETS[self.preset] | self.sizes
@@ -315,20 +314,19 @@ class LibriSpeech(Task):
                 rows.append((row, self.vocabulary.decode(hypothesis.symbols)))
         (loss,) = reader.sum(loss)
         rows = sorted(reader.gather(rows))
-        self.transcripts = []
+        self.predicted = []
         for row, recognised in rows:
             utterance = self.splits[split].utterances[row]
-            self.transcripts.append((split, utterance.name, utterance.text, recognised))
-        _, _, texts, recognised = zip(*self.transcripts)
+            answer = {"label": utterance.text, "prediction": recognised}
+            self.predicted.append({"example": utterance.name, **answer})
+        texts = [answer["label"] for answer in self.predicted]
+        recognised = [answer["prediction"] for answer in self.predicted]
         rates = error_rates(texts, recognised)
         return {"loss": loss / len(rows), "utterances": len(rows)} | rates
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Save <run>/model, and <run>/transcripts.tsv of the last evaluated split."""
+        """Save <run>/model."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)
-        rows = [("split", "utterance", "transcript", "greedy"), *self.transcripts]
-        with atomic_path(directory / "transcripts.tsv") as part:
-            part.write_text("".join("\t".join(row) + "\n" for row in rows))
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from pydantic import Field
 from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from tqdm import tqdm
 
@@ -22,7 +23,13 @@ from crt_exp.estimators.kernel_regression import (
     KernelRegressionRegressor,
 )
 from crt_exp.experiments.data import tabular
-from crt_exp.experiments.intervals import interval
+from crt_exp.experiments.intervals import (
+    binomial_interval,
+    interval_record,
+    interval_text,
+    student_interval,
+)
+from crt_exp.experiments.predictions import Prediction, read_predictions, write_predictions
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
@@ -61,6 +68,7 @@ class UCI(Measurement):
         target: str | None = None,
         kind: tabular.Kind | None = None,
         baseline: str | None = None,
+        predictions: bool = True,
     ):
         if abs(sum(split) - 1) > 1e-9:
             raise ValueError(f"task.split={list(split)}: expected three fractions with sum 1")
@@ -80,6 +88,7 @@ class UCI(Measurement):
         self.split = split
         self.repeats = repeats
         self.draws = draws
+        self.predictions = predictions
         self.sigmas = list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
         self.baseline, self.options = split_words(baseline) if baseline else (None, {})
@@ -103,10 +112,17 @@ class UCI(Measurement):
         tests = [r for r in done if r["split"] == "split"]
         draws = 1 if mechanism.is_exact and not self.baseline else self.draws
         steps = range(len(tests), self.repeats * draws)
+        predicted = self.saved_predictions(len(tests))
         for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
             repeat, draw = divmod(step, draws)
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
-            scores = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
+            scores, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
+            if self.predictions and self.directory:
+                tested = self.divided_rows(seed, repeat)[2]
+                for row, answer in zip(tested, answers):
+                    key = {"repeat": repeat, "draw": draw, "example": row}
+                    predicted.append(key | self.named_answer(row, answer))
+                write_predictions(predicted, self.directory)
             tests.append(
                 {
                     "step": step,
@@ -119,11 +135,15 @@ class UCI(Measurement):
             )
             yield tests[-1]
         scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
+        means = scores.mean(1)
         yield {
             "step": len(tests),
             "epoch": 0,
             "split": "test",
-            **interval(scores.mean(1), self.metric),
+            self.metric: float(means.mean()),
+            f"{self.metric}_std": float(means.std(ddof=1)) if self.repeats > 1 else None,
+            **self.interval(means),
+            "repeats": self.repeats,
             "draws": draws,
             f"{self.metric}_percent": (100 * scores).mean(1).tolist(),
             "rows": len(self.table),
@@ -131,6 +151,35 @@ class UCI(Measurement):
             **self.bias(mechanism, seed, tests[-1]["sigma"]),
             "final": True,
         }
+
+    def interval(self, means: np.ndarray) -> dict[str, float | str | None]:
+        """95% interval of the mean over splits, within the scale of the metric."""
+        train, _, test = map(len, self.divided_rows(0, 0))
+        over = f"{self.repeats} splits of {test} test rows"
+        if self.repeats == 1:
+            over = f"{test} test rows"
+        if self.metric == "accuracy":
+            ends = binomial_interval(means, test, overlap=test / train)
+        else:
+            ends = student_interval(means, self.metric, overlap=test / train)
+        return interval_record(self.metric, ends, over)
+
+    def saved_predictions(self, steps: int) -> list[Prediction]:
+        """Predictions of the first steps of an interrupted run."""
+        if not (steps and self.predictions and self.directory):
+            return []
+        saved = read_predictions(self.directory)
+        if saved is None:
+            return []
+        step = saved["repeat"].astype(int) * self.draws + saved["draw"].astype(int)
+        return saved[step < steps].to_dict("records")
+
+    def named_answer(self, row: int, answer: Any) -> Prediction:
+        label = self.table.target[row]
+        if self.table.classes is None:
+            return {"label": label, "prediction": float(answer)}
+        names = self.table.classes
+        return {"label": names[label], "prediction": names[answer]}
 
     def bias(self, mechanism: Mechanism, seed: int, sigma: float) -> dict[str, float]:
         """Bias of an approximate sampler on training rows, at the last selected sigma."""
@@ -143,10 +192,8 @@ class UCI(Measurement):
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
         metric = self.metric
-        spread = "" if last[f"{metric}_ci95"] is None else f" +- {last[f'{metric}_ci95']:.4f}"
         lines = [
-            f"{self.table.name}: {metric} {last[metric]:.4f}{spread} (mean of {self.repeats} splits, 95% interval)"
-            + bias_sentence(last),
+            f"{self.table.name}: {metric} {last[metric]:.4f}{interval_text(last)}{bias_sentence(last)}",
             self.note,
         ]
         splits = [
@@ -166,29 +213,38 @@ class UCI(Measurement):
         Returns features (n, d) float32 and targets of each part. The split is the same for every method. The training
         part determines the scaling.
         """
-        order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
-        first = round(self.split[0] * len(order))
-        second = first + max(1, round(self.split[1] * len(order)))
-        parts = np.split(order, [first, min(second, len(order) - 1)])
+        parts = self.divided_rows(seed, repeat)
         scale = scaler(self.features[parts[0]], self.scaling)
         return [scale(self.features[p]) for p in parts], [self.table.target[p] for p in parts]
 
+    def divided_rows(self, seed: int, repeat: int) -> list[np.ndarray]:
+        """Row numbers of the training, validation and test part of random split `repeat`."""
+        order = np.random.default_rng([seed, repeat]).permutation(len(self.table))
+        first = round(self.split[0] * len(order))
+        second = first + max(1, round(self.split[1] * len(order)))
+        return np.split(order, [first, min(second, len(order) - 1)])
+
     def evaluate(
         self, mechanism: Mechanism, x: list[np.ndarray], y: list[np.ndarray], seed: int
-    ) -> dict[str, float]:
-        """Select sigma on validation and score the test part; ties take the first sigma."""
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """Select sigma on validation and score the test part; ties take the first sigma.
+
+        Returns the scores, and the predictions of the test part.
+        """
         constant = DummyClassifier() if self.metric == "accuracy" else DummyRegressor()
         constant.fit(x[0], y[0])
         fitted = [self.estimator(mechanism, sigma, seed).fit(x[0], y[0]) for sigma in self.sigmas]
         validation = [model.score(x[1], y[1]) for model in fitted]
         best = int(np.argmax(validation))
-        tested, untrained = (float(model.score(x[2], y[2])) for model in (fitted[best], constant))
-        return {
+        answers = fitted[best].predict(x[2])
+        score = accuracy_score if self.metric == "accuracy" else r2_score
+        scores = {
             "sigma": self.sigmas[best],
             f"validation_{self.metric}": validation[best],
-            self.metric: tested,
-            "constant": untrained,
+            self.metric: float(score(y[2], answers)),
+            "constant": float(constant.score(x[2], y[2])),
         }
+        return scores, answers
 
     def estimator(self, mechanism: Mechanism, sigma: float, seed: int):
         kind = (
@@ -238,9 +294,12 @@ class SklearnKernelClassifier:
         self.state = self.transformer.fit_transform(X).T @ one_hot
         return self
 
-    def score(self, X, y) -> float:
+    def predict(self, X) -> np.ndarray:
         best = (self.transformer.transform(X) @ self.state).argmax(1)
-        return float((self.classes[best] == y).mean())
+        return self.classes[best]
+
+    def score(self, X, y) -> float:
+        return float((self.predict(X) == y).mean())
 
 
 BASELINES = {

@@ -7,7 +7,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from crt_exp.experiments.intervals import geometric_mean_ci, interval, mean_ci
+from crt_exp.experiments.intervals import (
+    binomial_interval,
+    geometric_mean_ci,
+    interval,
+    mean_ci,
+    paired_shares_interval,
+    student_interval,
+)
 from crt_exp.experiments.report import Rows, control_checks
 from crt_exp.experiments.report.claims import CONFLICT, UNDECIDED, Claim, holm, judge
 
@@ -159,3 +166,24 @@ def test_a_control_that_costs_too_little_fails_the_check():
     assert control_checks(rows, cases) == {
         "A": "loss increase of uniform attention: 0.4 nats (at least 0.5 needed)"
     }
+
+
+def test_intervals_stay_on_the_scale_of_the_metric():
+    values = [1.0, 1.0, 0.6]
+    assert mean_ci(values).mean + mean_ci(values).half > 1
+    assert student_interval(values, "accuracy").high == 1
+    assert student_interval(values, "perplexity").low == 1
+    assert 0 < binomial_interval([1.0, 1.0], rows=9).low < binomial_interval([1.0] * 9, rows=9).low
+    assert binomial_interval([8 / 9], rows=9) == pytest.approx(
+        stats.binomtest(8, 9).proportion_ci(), rel=1e-6
+    )
+
+
+def test_the_interval_of_paired_shares_covers_the_difference():
+    """Method 10, which exchanges sign with its arguments."""
+    first = [1] * 48 + [0] * 2
+    second = [1] * 36 + [0] * 12 + [1] * 2
+    low, high = paired_shares_interval(first, second)
+    assert low < 0.2 < high
+    assert paired_shares_interval(second, first) == pytest.approx((-high, -low))
+    assert paired_shares_interval(first, first) == pytest.approx((0, 0), abs=0.15)

@@ -12,7 +12,10 @@ import pandas as pd
 import pytest
 
 from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report import pages
+from crt_exp.experiments.report.rendering import measured_tables
 from crt_exp.experiments.report.rows import has_rows, read_rows, rows_path, share, write_rows
+from crt_exp.registry import ConfigError
 
 ORIGIN = {
     "seconds": "",
@@ -173,3 +176,13 @@ def test_a_share_has_the_mean_of_the_ratio_and_an_interval_that_covers():
         covered += abs(mean.mean - 0.7) <= mean.half
     assert covered > 0.9 * 400
     assert samples.mean() == pytest.approx(0.7, abs=0.1)
+
+
+def test_a_partial_page_has_the_rows_and_the_quotes_of_its_methods_alone():
+    frame = pd.DataFrame({"method": ["trig m=8", "oprf", ""], "value": [1, 2, 3]})
+    assert [*pages._rows_of_methods(frame, ["trig"])["method"]] == ["trig m=8", ""]
+    with pytest.raises(ConfigError, match="unknown method 'pos'"):
+        pages._rows_of_methods(frame[:2], ["pos"])
+    table = pd.DataFrame({"wine": [1.0, 2.0, 3.0]}, index=["OPRF", "OPRF, paper", "PosRF, paper"])
+    assert [*measured_tables({"": table}, "--methods oprf")[""].index] == ["OPRF", "OPRF, paper"]
+    assert len(measured_tables({"": table}, "")[""]) == 3

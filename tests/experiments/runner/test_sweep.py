@@ -19,7 +19,8 @@ from pandas import DataFrame
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import check_composed
-from crt_exp.experiments.runner.sweep import check_direction, finished_runs, table, without_unused
+from crt_exp.experiments.runner.sweep import check_direction, without_unused
+from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
 from crt_exp.experiments.tasks.uci import UCI
 from crt_exp.registry import ConfigError
 
@@ -52,9 +53,11 @@ def test_a_sweep_ends_with_the_table_of_its_own_runs(typed, tmp_path):
         )
         + 2
     )
+    columns = {"trig": "8", "oprf": "4"}
     for feature, line in zip(sorted(means, key=means.get, reverse=True), lines[first:]):
         actual = line.split()[:5]
-        assert actual == [feature, "2", "accuracy", f"{means[feature]:.4f}", "+-"]
+        assert actual == [feature, columns[feature], "2", "accuracy", f"{means[feature]:.4f}"]
+        assert line.endswith("2 seeds")
     rows = list(csv.DictReader((folder / "sweep.csv").open()))
     actual = [(r["run"], r["features"], r["seed"], float(r["value"])) for r in rows]
     expected = []
@@ -90,8 +93,24 @@ def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
     assert "sweep of 2 runs" in out
     for i in (0, 1):
         assert f"the run in {tmp_path}/s/{i} failed: features=gerf: A=" in err
+    assert err.splitlines()[-3] == "crt_exp: 2 runs of the sweep failed:"
+    assert err.splitlines()[-2].startswith(f"  features.A=0.1 features.m=4: the run in {tmp_path}")
     actual = sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir())
     assert actual == ["2", "3"]
+
+
+def test_a_sweep_stops_at_the_first_failure_if_asked(typed, tmp_path):
+    code, _, err = typed(
+        *WINE,
+        "sweep.fail=stop",
+        "features=gerf",
+        "features.A=null,0.1",
+        "features.m=4,8",
+        f"hydra.sweep.dir={tmp_path}/s",
+    )
+    assert code == 1
+    assert err.splitlines()[-1] == "sweep.fail=stop: 1 runs were not started"
+    assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
@@ -191,19 +210,47 @@ def done(settings, value, metric="loss", direction="minimize"):
     return {"run": "0", **settings, "metric": metric, "value": value, "direction": direction}
 
 
+def lines_of(runs):
+    return table(runs, settings_of(runs)).splitlines()
+
+
+def test_one_seed_has_the_interval_of_its_run_and_seeds_that_over_seeds():
+    own = {"low": 0.8, "high": 0.95, "over": "5 splits of 9 test rows"}
+    runs = [
+        done({"features": "trig", "seed": "0"}, 0.9, "accuracy", "maximize") | own,
+        *[
+            done({"features": "oprf", "seed": str(i)}, value, "accuracy", "maximize") | own
+            for i, value in enumerate([0.7, 1.0, 0.9])
+        ],
+    ]
+    first, second = lines_of(DataFrame(runs))[2:]
+    assert first.endswith("0.8000 to 0.9500 5 splits of 9 test rows")
+    assert second.endswith("to 1.0000                 3 seeds")
+
+
+def test_the_picture_has_a_line_for_each_method_if_a_number_was_varied(tmp_path):
+    runs = [
+        done({"features": features, "features.m": m, "M": m}, 0.5)
+        for features, m in itertools.product(["trig", "oprf"], ["8", "16"])
+    ]
+    runs.append(done({"features": "exact", "features.m": "", "M": ""}, 0.4))
+    assert draw(settings_of(DataFrame(runs)), tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").is_file()
+    named = DataFrame(runs).drop(columns=["features.m", "M"])
+    assert not draw(settings_of(named), tmp_path / "none.png")
+
+
 def test_table_of_losses():
     runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])])
-    lines = table(runs).splitlines()
+    lines = lines_of(runs)
     # the smallest first, what is no number last
     actual = [line.split()[0] for line in lines[2:]]
     assert actual == ["2", "3", "0", "1"]
     assert lines[5].endswith("nan")
-    assert "... and 10 more" in table(
-        DataFrame([done({"lr": str(i)}, float(i)) for i in range(30)])
-    )
-    mixed = table(
-        DataFrame([done({"task": "a"}, 0.5), done({"task": "b"}, 0.5, "accuracy", "maximize")])
-    )
+    many = lines_of(DataFrame([done({"lr": str(i)}, float(i)) for i in range(30)]))
+    assert any("... and 10 more" in line for line in many)
+    runs = [done({"task": "a"}, 0.5), done({"task": "b"}, 0.5, "accuracy", "maximize")]
+    mixed = "\n".join(lines_of(DataFrame(runs)))
     assert "accuracy" in mixed
     assert "loss" in mixed
 
@@ -221,7 +268,7 @@ def test_the_best_of_each_data_set_comes_first():
         )
         for (data, features), value in values.items()
     ]
-    lines = table(DataFrame(runs)).splitlines()
+    lines = lines_of(DataFrame(runs))
     actual = [line.split()[:2] for line in lines[2:]]
     assert actual == [
         ["wifi", "oprf"],

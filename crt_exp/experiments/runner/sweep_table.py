@@ -1,0 +1,241 @@
+"""The result table of a sweep, and its picture."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crt_exp.experiments.intervals import OVER, recorded_interval, student_interval
+from crt_exp.experiments.runner.run import PARTIAL, read_records
+from crt_exp.registry import json_object
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SHOWN = 20  # maximum rows on the terminal; sweep.csv has one row per run
+DATA = [
+    "task",
+    "task.dataset",
+    "task.corpus",
+    "task.csv",
+    "task.text",
+    "task.data_dir",
+    "task.hub.name",
+    "task.environment",
+]  # settings are ranked within equal values of these keys
+PROJECTIONS, COLUMNS = "features.m", "M"  # columns of the table: projections, columns of features
+RECORD = [
+    "metric",
+    "value",
+    "low",
+    "high",
+    "over",
+    "direction",
+    "step",
+    "time_s",
+    PARTIAL,
+]  # columns from the final record
+
+RANK = "rank"  # column of a setting's place in the table
+INTERVAL = "95% CI"
+
+
+def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
+    """Return finished runs: name, varied overrides and final record.
+
+    began: start time of the sweep; earlier runs are left out.
+    """
+    from pandas import DataFrame
+
+    rows = []
+    for path in directory.glob("**/versions.json"):
+        if path.stat().st_mtime < began:  # of an earlier sweep
+            continue
+        records = read_records(path.with_name("metrics.jsonl"))
+        if records and records[-1].get("final"):
+            rows.append(final_row(path, directory, records[-1]))
+    runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
+    keys = [key for key in runs if key not in ("run", COLUMNS, *RECORD)]
+    if COLUMNS in runs:
+        place = len(keys)
+        if PROJECTIONS in keys:
+            place = keys.index(PROJECTIONS) + 1
+        keys.insert(place, COLUMNS)
+    runs[keys] = runs[keys].fillna("")
+    constant = [key for key in keys if runs[key].nunique() == 1]
+    return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
+
+
+def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
+    """Return name, overrides and final record of the run whose versions.json is given."""
+    row = {"run": str(versions.parent.relative_to(directory))}
+    for override in json_object(versions)["overrides"]:
+        key, _, value = override.lstrip("+~").partition("=")
+        row[key] = value
+    row["value"] = last[last["metric"]]
+    for key in RECORD:
+        if key in last:
+            row[key] = last[key]
+    if COLUMNS in last:
+        row[COLUMNS] = str(last[COLUMNS])
+    if OVER in last:
+        row["low"], row["high"] = recorded_interval(last)
+        row["over"] = last[OVER]
+    return row
+
+
+def settings_of(runs: "DataFrame") -> "DataFrame":
+    """Return one row per setting: its keys, runs, metric, value, low, high and over.
+
+    The value is the mean over seeds, the interval that over seeds. A setting with one run has the run's own interval.
+    The best setting of each data set comes first.
+    """
+    from pandas import DataFrame
+
+    keys = [key for key in runs if key not in ("run", "seed", *RECORD)]
+    settings = []
+    for (metric, *values), group in runs.groupby(["metric", *keys], sort=False):
+        scores = group["value"].astype(float)
+        mean = float(scores.mean(skipna=False))
+        only = group.iloc[0]
+        if len(group) > 1:
+            low, high = student_interval(scores, metric)
+            over = f"{len(group)} seeds"
+        else:
+            low, high, over = only.get("low"), only.get("high"), only.get("over")
+        rank = mean if only["direction"] == "minimize" else -mean
+        ends = {"low": low, "high": high, "over": over, "direction": only["direction"]}
+        setting = dict(zip(keys, values)) | {"runs": len(group), "metric": metric, "value": mean}
+        settings.append(setting | ends | {RANK: rank})
+    data = [key for key in keys if key in DATA]
+    ranked = DataFrame(settings).sort_values(["metric", *data, RANK]).drop(columns=RANK)
+    return ranked.reset_index(drop=True)
+
+
+def table(runs: "DataFrame", settings: "DataFrame") -> str:
+    """Format one line per setting: mean, 95% interval and what the interval is over."""
+    from pandas import isna
+
+    shown = settings.head(SHOWN).copy()
+    intervals = []
+    for low, high in zip(shown.pop("low"), shown.pop("high")):
+        intervals.append("" if isna(low) or isna(high) else f"{low:.4f} to {high:.4f}")
+    over = shown.pop("over")
+    shown.pop("direction")
+    shown["value"] = shown["value"].map("{:.4f}".format)
+    if any(intervals):
+        shown[INTERVAL] = intervals
+        shown["interval over"] = over.fillna("")
+    lines = [
+        f"sweep of {len(runs)} runs, mean over seeds, the best of each data set first:",
+        shown.to_string(index=False),
+    ]
+    if len(settings) > SHOWN:
+        lines.append(f"  ... and {len(settings) - SHOWN} more in sweep.csv")
+    if PARTIAL in runs:
+        lines.append("trainer.evaluate: these results are on a part of the evaluation data")
+    return "\n".join(lines)
+
+
+# ---- the picture
+
+
+def swept_number(settings: "DataFrame") -> str | None:
+    """Return the key with numbers as values that is the horizontal axis: features.m, or the first."""
+    from pandas import to_numeric
+
+    numeric = []
+    for key in settings.columns[: settings.columns.get_loc("runs")]:
+        values = settings[key][settings[key] != ""]
+        numbers = to_numeric(values, errors="coerce")
+        if key != COLUMNS and numbers.notna().all() and numbers.nunique() > 1:
+            numeric.append(key)
+    if PROJECTIONS in numeric:
+        return PROJECTIONS
+    return next(iter(numeric), None)
+
+
+def draw(settings: "DataFrame", path: Path) -> bool:
+    """Save the metric against the number that was varied; return whether there is one.
+
+    One panel for each metric and data set, and one line for each combination of other keys. A setting without the
+    number, such as exact attention, is a dashed line.
+    """
+    key = swept_number(settings)
+    if key is None:
+        return False
+    import matplotlib.pyplot as plt
+
+    from crt_exp.experiments.drawing import new_figure, save_figure
+
+    keys = settings.columns[: settings.columns.get_loc("runs")]
+    panel_keys = ["metric", *[name for name in keys if name in DATA]]
+    line_keys = [name for name in keys if name not in (key, COLUMNS, *panel_keys)]
+    panels = [*settings.groupby(panel_keys, sort=False)]
+    figure, axes = new_figure(
+        1, len(panels), figsize=(5.2 * len(panels), 3.9), squeeze=False, layout="constrained"
+    )
+    for ax, ((metric, *data), panel) in zip(axes.flat, panels):
+        draw_panel(ax, panel, key, line_keys)
+        better = "lower" if panel["direction"].iloc[0] == "minimize" else "higher"
+        ax.set(xlabel=key, ylabel=f"{metric} ({better} is better)")
+        ax.set_title(" ".join([*data, caption(panel)]), fontsize=8)
+    save_figure(figure, path)
+    plt.close(figure)
+    return True
+
+
+def caption(panel: "DataFrame") -> str:
+    """Return what the intervals of a panel are, such as "bars: 95% CI over 3 seeds"."""
+    over = panel["over"].dropna().unique()
+    if not panel["low"].notna().any():
+        return ""
+    return f"bars: 95% CI over {' or '.join(over)}"
+
+
+def draw_panel(ax: Any, panel: "DataFrame", key: str, line_keys: list[str]) -> None:
+    """Draw the settings of one panel, with their 95% intervals."""
+    from matplotlib.transforms import ScaledTranslation
+    from pandas import to_numeric
+
+    from crt_exp.experiments.drawing import label_ends
+
+    lines = [((), panel)]
+    if line_keys:
+        lines = [*panel.groupby(line_keys, sort=False)]
+    panel_places = sorted(set(to_numeric(panel[key], errors="coerce").dropna()))
+    if panel_places[0] > 0:
+        ax.set_xscale("log")
+    ax.set_xticks(panel_places, [f"{place:g}" for place in panel_places])
+    ax.minorticks_off()
+    ends = []
+    for number, (values, line) in enumerate(lines):
+        label = " ".join(filter(None, map(str, values)))
+        shade = line_colour(label)
+        line = line.assign(place=to_numeric(line[key], errors="coerce")).sort_values("place")
+        value = line["value"].to_numpy(float)
+        low = line["low"].to_numpy(float)
+        high = line["high"].to_numpy(float)
+        place = line["place"].to_numpy(float)
+        if line["place"].isna().all():
+            place = [panel_places[0], panel_places[-1]]
+            ax.fill_between(place, low[0], high[0], color=shade, alpha=0.06, lw=0)
+            ax.plot(place, [value[0], value[0]], color=shade, ls="--", lw=1.5)
+        else:
+            points = 2.5 * (number + 1 - len(lines))
+            shift = ScaledTranslation(points / 72, 0, ax.figure.dpi_scale_trans)
+            lengths = [value - low, high - value]
+            style = {"color": shade, "lw": 1.5, "marker": "o", "ms": 3.5}
+            ax.errorbar(
+                place, value, lengths, **style, elinewidth=1, transform=ax.transData + shift
+            )
+            ax.update_datalim([*zip(place, low), *zip(place, high)])
+        ends.append((label, place[-1], value[-1], shade))
+    ax.autoscale_view()
+    label_ends(ax, ends)
+
+
+def line_colour(label: str) -> str:
+    """Return the colour of a line: that of its feature map or attention."""
+    from crt_exp.experiments import drawing
+
+    shade = drawing.colour(label)
+    return drawing.colour_by_rule(label) if shade == drawing.CONTROL else shade
