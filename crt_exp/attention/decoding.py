@@ -9,6 +9,7 @@ States are never changed in place, so copies are cheap and stay valid.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -168,7 +169,7 @@ class DecodingState(TokenState):
                 sums, top = positive_state(y, v, self._phi, noise, self._params, key_mask, dtype)
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
-                new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
+                new = cast(Partial, self._chunked(dtype, key_mask).state(y, v, y.shape[2]))
         self.packed_sums = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 

@@ -98,6 +98,10 @@ class Redrawn(Redraws, Baseline):
         self.redraw_every = redraw_every
         self.seed = f"{seed}/{layer}"
 
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Return one draw of the random tensor."""
+        raise NotImplementedError
+
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
         seed = zlib.crc32(f"{self.seed}/{draw}".encode())
         return {self.name: self.sample(torch.Generator().manual_seed(seed))}

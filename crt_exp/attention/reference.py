@@ -75,7 +75,7 @@ def attention_reference(
         phi.phi_q(scale * x.double(), noise, params), phi.phi_k(scale * keys, noise, params), seen
     )
     if not normalize:
-        return (kernel.at(0)[0] @ values).to(v.dtype)
+        return (kernel.at(torch.zeros(()))[0] @ values).to(v.dtype)
     weights, modulus = kernel.at(kernel.log.detach().amax(-1, keepdim=True).clamp(min=-1e300))
     total = _guarded(weights.sum(-1, keepdim=True), modulus.sum(-1, keepdim=True), denominator)
     return torch.where(total == 0, 0.0, weights @ values / torch.where(total == 0, 1.0, total)).to(

@@ -13,7 +13,7 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 
 import itertools
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as ranks
@@ -115,7 +115,7 @@ class Running(LinearAttention):
             self.calibrated += 1
             self._fold(torch.full_like(self.pending_weight, 1 / self.calibrated))
 
-    def _pool_moments(self, side: str, moments: Moments, batch: int) -> dict[str, Tensor]:
+    def _pool_moments(self, side: str, moments: Any, batch: int) -> dict[str, Tensor]:
         """Return the pending statistics of one side together with those of a batch."""
         pending = [self._moment("pending", side, name) for name in self.moments]
         minimum = self._moment("pending", side, "minimum")
@@ -414,6 +414,8 @@ class FittedToSequences(FittedOnce):
     Calibration passes use exact attention, so that deeper layers see the inputs of the original model. passes: number
     of tokens stored for each sequence.
     """
+
+    phi: FeatureMap
 
     def __init__(self, phi: FeatureMap, heads: int, d: int, trained: bool, causal: bool):
         super().__init__(phi, heads, d, 1, trained)

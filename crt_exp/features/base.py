@@ -131,8 +131,9 @@ class FeatureMap:
     trainable = False  # a layer can train the parameters and projections (attention.learn)
     fitted = False  # `fit` uses statistics; if False, call `fit(None)`
     # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines
-    # `unfitted(d)`, the parameters before the fit, and `until_fitted`, which describes them.
+    # `unfitted` and `until_fitted`, which describes the parameters before the fit.
     on_vectors = False
+    until_fitted = ""
     # `fit_sequences` uses sequences: which keys each query attends to matters.
     on_sequences = False
     second_moments = False  # `fit` uses covariances: O(L d^2) time, d^2 stored numbers
@@ -183,6 +184,14 @@ class FeatureMap:
         Maps with `fitted` False ignore the statistics; None will do.
         """
         return ()
+
+    def unfitted(self, d: int) -> Params:
+        """Return the parameters before the fit, for maps with `on_vectors`."""
+        raise NotImplementedError
+
+    def fit_sequences(self, x: Any, y: Any, causal: bool = False) -> Params:
+        """Return the parameters fitted to sequences, for maps with `on_sequences`."""
+        raise NotImplementedError
 
     def admitted(self, params: Params) -> Params:
         """Project trained or averaged parameters onto the domain of the map."""
