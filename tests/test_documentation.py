@@ -256,6 +256,50 @@ def test_map_of_the_recipe_passes_its_own_tests(folder):
     )
 
 
+LINES = {"mine/maps.py": 40, "mine/samplers.py": 15}  # as CONTRIBUTING.md states them
+
+
+def test_map_and_sampler_have_the_stated_number_of_lines():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for block in RECIPES:
+        limit = LINES.get(block.title)
+        if limit is not None:
+            assert f"in {limit} lines" in contributing
+            assert len(block.text.splitlines()) <= limit
+
+
+def test_recipes_of_contributing_exist():
+    """Each link names a section of docs/add-your-own.md, whose files and commands the slow tests run."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    anchors = re.findall(r"add-your-own\.md#([a-z-]+)\)", contributing)
+    sections = {block.section.lower().replace(" ", "-") for block in RECIPES if block.title}
+    assert sorted(anchors) == sorted(sections)
+
+
+def test_sampler_of_the_recipe_has_pairs_of_opposite_rows(folder):
+    antithetic = importlib.import_module("mine.samplers").antithetic
+    rows = antithetic(3, 4).rows()
+    assert rows.shape == (3, 4)
+    assert rows[0].equal(-rows[1])
+
+
+def test_task_of_the_recipe_trains_and_evaluates(folder, typed):
+    code, _, err = typed(
+        "--config-dir=conf",
+        "task=first",
+        "task.rows=32",
+        "attention=exact",
+        "trainer.epochs=1",
+        "logger=none",
+    )
+    assert code == 0, err
+
+
+def test_page_of_the_recipe_lists_its_sweep(folder):
+    page = importlib.import_module("mine.angles").page
+    assert list(page.sweeps("small")) == ["angles"]
+
+
 def test_blocks_have_a_language_and_files_a_row_in_the_table():
     assert not [
         block

@@ -28,7 +28,11 @@ Params = Any
 
 
 class Features(NamedTuple):
-    """Real features phi = value * exp(log_scale); both broadcast to (..., L, M)."""
+    """Real features phi = value * exp(log_scale); both broadcast to (..., L, M).
+
+    >>> Features(torch.tensor([[1.0, -1.0]]), torch.zeros(1, 1)).exp()
+    tensor([[ 1., -1.]])
+    """
 
     value: Tensor  # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
     log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
@@ -83,6 +87,9 @@ class Projections:
 
     Args:
         begin: name of the request whose sample initialises trained projections; None: `name`.
+
+    >>> Projections(8, "queries").of_part("0").name
+    '0_queries'
     """
 
     m: int
@@ -118,6 +125,12 @@ class FeatureMap:
 
     Raises:
         ValueError: an option does not fit its annotation.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> phi = PosRF(kernel="gaussian")
+    >>> phi.phi_q(torch.zeros(5, 3), iid(8, 3)).exp().shape
+    torch.Size([5, 8])
     """
 
     kernel: Kernel = "softmax"

@@ -191,6 +191,12 @@ class Hedgehog(FeatureMap):
 
     Raises:
         ValueError: the kernel is Gaussian.
+
+    >>> from crt_exp.samplers import iid
+    >>> phi = Hedgehog()
+    >>> noise = phi.noise(8, lambda request: iid(request.m, 4))
+    >>> phi.phi_q(torch.zeros(1, 4), noise).exp().sum().item()  # of two softmaxes
+    2.0
     """
 
     kernel: Literal["softmax"] = "softmax"

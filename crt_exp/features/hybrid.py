@@ -236,6 +236,11 @@ class Hybrid(HybridMap):
 
     A coefficient or base is an object, or a string with a name of COEFFICIENTS or BASES and options, such as "complex
     M=0.5+1j".
+
+    >>> phi = Hybrid(coefficients=("angular",), bases=("pos", "trig"))
+    >>> x = torch.ones(4)
+    >>> phi.log_variance(x, -x, phi.fit(None)).item()
+    -inf
     """
 
     coefficients: Several[Coefficient | str] = ()
@@ -344,6 +349,11 @@ class GaussianHybrid(Bipolar):
 
     M = 4m (2n + 1) for the hyperbolic base. Estimates may be negative. The variance is zero at x = y. sigma and r are
     those of `BipolarGaussianCoefficient`.
+
+    >>> phi = GaussianHybrid(r=2.0)
+    >>> x = torch.ones(4)
+    >>> phi.log_variance(x, x, phi.fit(None)).item()
+    -inf
     """
 
     sigma: Positive | None = None
