@@ -58,7 +58,8 @@ def test_a_full_disk_is_named_and_leaves_the_older_file(name, small_files, tmp_p
         (FILES | {MODEL: save_a_model})[name](path)
     small_files(resource.RLIM_INFINITY)
     assert str(path) in str(error.value)
-    assert {each.name for each in tmp_path.iterdir()} <= {name}
+    actual = {each.name for each in tmp_path.iterdir()}
+    assert actual <= {name}
     assert (
         path.read_bytes() == b"older"
         if name in FILES
@@ -103,12 +104,16 @@ def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     paths = [*tmp_path.iterdir(), Path(os.devnull)]
-    kinds = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
+    kinds = []
+    for path in paths:
+        kinds.append(stat.S_IFMT(path.lstat().st_mode))
     for path in paths:
         with pytest.raises(
             OSError, match=f"{path.name} cannot be written: expected a regular file"
         ):
             write_atomic(path, "text")
-    expected = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
+    expected = []
+    for path in paths:
+        expected.append(stat.S_IFMT(path.lstat().st_mode))
     assert kinds == expected
     assert len(kinds) == 6

@@ -65,11 +65,12 @@ def test_imports_are_the_arrows_of_the_picture():
         if name != FRONT:
             for other in sorted(imported(name)):
                 found.append((name, other))
-    odd = [
-        f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
-        for name, other in found
-        if box(other) not in below(box(name)) | {box(name)}
-    ]
+    odd = []
+    for name, other in found:
+        if box(other) not in below(box(name)) | {box(name)}:
+            odd.append(
+                f"{name} imports {other}: docs/contributing.md has no arrows from {box(name)} to {box(other)}"
+            )
     assert not odd, "\n".join(odd)
     assert set(ARROWS) <= {(box(name), box(other)) for name, other in found}
     assert len({*ARROWS}) == len(ARROWS)

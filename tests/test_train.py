@@ -25,7 +25,10 @@ print(json.dumps({"argv": sys.argv, "name": __name__, "spec": __spec__.name, "fi
 
 
 def enter(*door, path=FILE.parents[1], cwd=None):
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env = {}
+    for key, value in os.environ.items():
+        if key != "PYTHONPATH":
+            env[key] = value
     return subprocess.run(
         [sys.executable, *door],
         capture_output=True,
@@ -91,10 +94,9 @@ def test_a_run_by_the_file_is_that_of_the_module(tmp_path, typed):
     assert "wine: accuracy 0." in out.stdout
     assert out.stderr == ""
     assert typed(*SHORT, f"hydra.run.dir={tmp_path}/b")[0] == 0
-    found = [
-        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
-        for name in "ab"
-    ]
+    found = []
+    for name in "ab":
+        found.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]))
     actual = found[0] | {"time_s": 0}
     expected = found[1] | {"time_s": 0}
     assert actual == expected

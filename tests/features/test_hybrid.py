@@ -5,6 +5,8 @@ import torch
 from helpers.covering import in_turn
 from helpers.hybrid_cases import draw, vectors
 from helpers.maps import HYBRID
+from helpers.seeds import seeded
+from torch.testing import assert_close
 
 from crt_exp import samplers
 from crt_exp.features import (
@@ -48,7 +50,8 @@ def test_unbiased_and_of_the_variance_in_closed_form(phi, d):
     estimate = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
     exact = phi.log_kernel(x[:, None], y[None]).exp()
     sem = estimate.std(0) / draws**0.5
-    assert (sem < 0.05 * exact).float().mean() > 0.6
+    actual = (sem < 0.05 * exact).float().mean()
+    assert actual > 0.6
     assert ((estimate.mean(0) - exact).abs() < 5 * sem + 1e-9).all()
     square = (estimate - exact).square()
     closed = phi.log_variance(x[:, None], y[None], params).exp()
@@ -91,24 +94,20 @@ def test_angular_hybrid_is_exact_at_both_ends_and_nowhere_between():
         ).sum(-1)
         actual = found[[0, 2]]
         expected = (x * y).sum(-1).exp()[[0, 2]]
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
 
 
 def test_angular_hybrid_is_exact_in_float32_where_its_other_base_is_huge():
     """At y = -x the kernel is e^-|x|^2 and the trigonometric base e^|x|^2: its weight must be a true 0."""
-    x = 3 * torch.nn.functional.normalize(
-        torch.randn(200, 16, generator=torch.Generator().manual_seed(0)), dim=-1
-    )
+    x = 3 * torch.nn.functional.normalize(torch.randn(200, 16, generator=seeded()), dim=-1)
     y = torch.cat([-x[:100], x[100:]])
     phi = AngularHybrid(n=8)
-    noise = phi.noise(
-        16, lambda p: samplers.orthogonal(p.m, 16, torch.Generator().manual_seed(p.m))
-    )
+    noise = phi.noise(16, lambda p: samplers.orthogonal(p.m, 16, seeded(p.m)))
     found = (
         phi.phi_q(x, noise, phi.fit(None)).exp() * phi.phi_k(y, noise, phi.fit(None)).exp()
     ).sum(-1)
     expected = (x * y).sum(-1).exp()
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=0)
+    assert_close(found, expected, rtol=2e-5, atol=0)
 
 
 def test_gaussian_coefficients_are_never_clipped():
@@ -122,8 +121,10 @@ def test_gaussian_coefficients_are_never_clipped():
     )
     exact = float(phi.mean(x, y, params))
     spread = float(phi.variance(x, y, params))
-    assert abs(found.mean() - exact) < 5 * (spread / len(found)) ** 0.5
-    assert abs(found.clamp(0, 1).mean() - exact) > 20 * (spread / len(found)) ** 0.5
+    difference = abs(found.mean() - exact)
+    assert difference < 5 * (spread / len(found)) ** 0.5
+    difference = abs(found.clamp(0, 1).mean() - exact)
+    assert difference > 20 * (spread / len(found)) ** 0.5
     actual = float(found.var())
     assert actual == pytest.approx(spread, rel=0.05)
 
@@ -165,15 +166,17 @@ def test_a_hybrid_is_the_sum_of_its_products(phi):
         of = coefficient.rho(t, noise[0][0], params[0][0], key), params[0][0], key
         return coefficient.lambda_columns(*of), coefficient.complement_columns(*of)
 
-    shares = [of_x @ of_y.mT for of_x, of_y in zip(weights(x, False), weights(y, True))]
-    torch.testing.assert_close(sum(shares), torch.ones(5, 6, dtype=torch.float64))
+    shares = []
+    for of_x, of_y in zip(weights(x, False), weights(y, True)):
+        shares.append(of_x @ of_y.mT)
+    expected = torch.ones(5, 6, dtype=torch.float64)
+    assert_close(sum(shares), expected)
     expected = sum(
         share * (base.phi_q(x, n, p).exp() @ base.phi_k(y, n, p).exp().mT)
         for share, base, n, p in zip(shares, bases, noise[1], params[1])
     )
-    torch.testing.assert_close(
-        phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT, expected
-    )
+    actual = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    assert_close(actual, expected)
 
 
 def test_ranks():
@@ -203,7 +206,7 @@ def test_one_projection_serves_all_or_each_has_its_own():
 def test_complex_exponential_features_contain_the_others():
     x = vectors(3, 4)
     y = vectors(5, 4, seed=1)
-    noise = samplers.iid(6, 4, torch.Generator().manual_seed(0), dtype=torch.float64)
+    noise = samplers.iid(6, 4, seeded(), dtype=torch.float64)
 
     def product(f):
         return f.phi_q(x, noise, f.fit(None)).exp() @ f.phi_k(y, noise, f.fit(None)).exp().mT
@@ -218,14 +221,14 @@ def test_complex_exponential_features_contain_the_others():
         ):
             phi = CERF(kernel, **options)
             twin = twin(kernel)
-            torch.testing.assert_close(product(phi), product(twin))
+            assert_close(product(phi), product(twin))
             actual = phi.log_variance(x, y[:3], phi.fit(None))
             expected = twin.log_variance(x, y[:3])
-            torch.testing.assert_close(actual, expected)
+            assert_close(actual, expected)
 
 
 def test_variance_for_dense_complex_matrices():
-    g = torch.Generator().manual_seed(2)
+    g = seeded(2)
     M = torch.eye(3) + 0.3 * torch.randn(3, 3, generator=g) + 0.4j * torch.randn(3, 3, generator=g)
     phi = CERF(M=M, antithetic=True)
     draws = 50_000
@@ -246,7 +249,8 @@ def test_real_parts_that_cancel_are_not_enough_for_no_variance():
     x = vectors(1, 3)
     y = vectors(1, 3, seed=1)
     phi = CERF(M=1j)
-    assert phi.log_variance(x, y, phi.fit(None)) > -20
+    actual = phi.log_variance(x, y, phi.fit(None))
+    assert actual > -20
     actual = phi.log_variance(x, x, phi.fit(None))
     assert actual == -torch.inf
 
@@ -282,6 +286,7 @@ def test_matrices_in_closed_form():
 
 
 def test_a_covariance_that_is_not_known_is_said_to_be():
-    phi = Hybrid(coefficients=["angular"], bases=["oprf A=-0.1", TrigRF()])
+    bases = ["oprf A=-0.1", TrigRF()]
+    phi = Hybrid(coefficients=["angular"], bases=bases)
     with pytest.raises(NotImplementedError, match="shared=False"):
         phi.log_variance(vectors(6, 3), vectors(6, 3), phi.fit(None))

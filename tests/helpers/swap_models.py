@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from crt_exp import calibrate_attention, swap_attention
+from helpers.seeds import seeded
 
 B = 2
 L = 9
@@ -273,7 +274,7 @@ def made(make, scale=4.0, seed=0):
 
 
 def inputs(make, length=L, batch=B, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     if make in IMAGE.values():
         found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
         return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
@@ -288,7 +289,8 @@ def run(model, **batch):
 
 
 def swapped(make, name="favorpp", **options):
-    options = {"m": 32} | options if name not in ("exact", "identity") else options
+    if name not in ("exact", "identity"):
+        options = {"m": 32} | options
     model = swap_attention(made(make), name, **options)
     if make in CAUSAL.values() and name not in ("exact", "identity"):
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])

@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 import transformers
+from helpers.seeds import seeded
 from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import (
     calibrate_attention,
@@ -37,7 +39,7 @@ def layer_of(phi=None, m=32, mode="own", **options):
 
 def qkv(std, seed, kv_heads=H, length=L, batch=B):
     """Logits of standard deviation `std`; values with a mean."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
 
     def draw(heads):
         return torch.randn(batch, heads, length, D, generator=g)
@@ -115,16 +117,20 @@ def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
     q, k, v = (t.double() for t in qkv(1.0, 0, 2, length=9))
     q = q[:, :, 3:]
     rows = torch.tensor([4, 0, 5])
-    keep = torch.rand(B, 9) < 0.6 if masked else None
+    keep = None
+    if masked:
+        keep = torch.rand(B, 9) < 0.6
     if masked:
         real = keep[:, None, :, None]
         k = torch.where(real, k, math.nan)
         v = torch.where(real, v, math.nan)
     expected = softmax_attention(0.5 * q, k, v, causal=causal, key_mask=keep)
     found = calibration.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
-    torch.testing.assert_close(found, expected[:, :, rows])
+    expected = expected[:, :, rows]
+    assert_close(found, expected)
     flat = softmax_attention(0 * q, torch.nan_to_num(k), v, causal=causal, key_mask=keep)
-    torch.testing.assert_close(uniform_attention(q, k, v, causal=causal, key_mask=keep), flat)
+    actual = uniform_attention(q, k, v, causal=causal, key_mask=keep)
+    assert_close(actual, flat)
 
 
 def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
@@ -191,7 +197,7 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     fresh = swap_attention(made(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
     for s, other in zip(states, layers_of(fresh)):
-        torch.testing.assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
+        assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
     window = swap_attention(made(gpt2), "window")
@@ -202,7 +208,9 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
 
 def test_the_table_states_errors_and_parameters():
     model = swapped(bert)
-    batches = [inputs(bert, seed=s) for s in range(2)]
+    batches = []
+    for s in range(2):
+        batches.append(inputs(bert, seed=s))
     assert (
         describe_attention(model)[["A mean", "error on calibration", "uniform's error"]]
         .isna()

@@ -29,6 +29,7 @@ from helpers.swap_models import (
     swapped,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import (
     calibrate_attention,
@@ -60,7 +61,7 @@ def test_exact_is_the_original_and_unswap_restores_it(make):
     keys = list(model.state_dict())
     assert swap_attention(model, "exact") is model
     actual = run(model, **batch)
-    torch.testing.assert_close(actual, before, **LOOSE)
+    assert_close(actual, before, **LOOSE)
     assert list(model.state_dict()) == keys
     swap_attention(model, "favorpp", m=8)
     assert not torch.allclose(run(model, **batch), before, rtol=1e-4, atol=1e-5)
@@ -76,7 +77,8 @@ def test_many_features_come_near_and_few_less(make):
     exact = run(made(make), **batch)
     few = run(swapped(make, m=4), **batch)
     many = run(swapped(make, m=1024), **batch)
-    assert (many - exact).norm() < 0.5 * (few - exact).norm()
+    difference = (many - exact).norm()
+    assert difference < 0.5 * (few - exact).norm()
 
 
 @each(TEXT)
@@ -90,7 +92,7 @@ def test_padding_is_truncation(make):
         model = swapped(make, name)
         cut = run(model, input_ids=short)
         whole = run(model, input_ids=padded, attention_mask=mask)
-        torch.testing.assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
+        assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -110,10 +112,10 @@ def test_returned_matrices_are_those_of_the_attention(make):
     for matrix, (v, out) in zip(matrices, seen):
         actual = matrix.sum(-1)
         expected = torch.ones_like(matrix[..., 0])
-        torch.testing.assert_close(actual, expected, **LOOSE)
+        assert_close(actual, expected, **LOOSE)
         v = v.repeat_interleave(out.shape[1] // v.shape[1], 1)
         actual = matrix @ v[..., :4]
-        torch.testing.assert_close(actual, out[..., :4], **LOOSE)
+        assert_close(actual, out[..., :4], **LOOSE)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -127,11 +129,11 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
     before = model(**batch, output_attentions=True)
     for layers in (None, [0]):
         found = swap_attention(model, "exact", layers=layers)(**batch, output_attentions=True)
-        torch.testing.assert_close(found[0][real], before[0][real], **LOOSE)
+        assert_close(found[0][real], before[0][real], **LOOSE)
         for one, two in zip(found.attentions, before.attentions):
             actual = one.transpose(1, 2)[real]
             expected = two.transpose(1, 2)[real]
-            torch.testing.assert_close(actual, expected, **LOOSE)
+            assert_close(actual, expected, **LOOSE)
         unswap_attention(model)
 
 
@@ -144,7 +146,10 @@ def test_swapping_twice_replaces_and_layers_mix():
     actual = run(swap_attention(model, "relu", m=8), **batch)
     assert torch.equal(actual, once)
     swap_attention(model, "favorp", m=8, layers=[1])
-    found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
+    found = []
+    for part in model.modules():
+        if isinstance(part, RandomFeatureAttention):
+            found.append(part.mechanism)
     assert found == ["relu", "favorp"]
 
 
@@ -170,7 +175,8 @@ def test_gradients_reach_every_parameter(make):
     original = made(make).train()
     run(original, **inputs(make)).square().mean().backward()
     expected = {name for name, p in original.named_parameters() if p.grad is not None}
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == expected
+    actual = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert actual == expected
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -187,7 +193,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
             out.square().mean().backward()
             grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         found.append(grads)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,7 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
     lost = (dropped == 0).all(-1)
     assert 0 < lost.float().mean() < 1
     expected = torch.where(lost[..., None], 0, 2 * whole)
-    torch.testing.assert_close(dropped, expected)
+    assert_close(dropped, expected)
 
 
 @torch.no_grad()
@@ -217,7 +223,7 @@ def test_half_precision():
     expected = run(swapped(bert), **batch)
     half = run(swap_attention(made(bert).bfloat16(), "favorpp", m=32), **batch)
     assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
+    assert_close(half.float(), expected, rtol=0.1, atol=0.1)
 
 
 @torch.no_grad()
@@ -232,7 +238,7 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     compiled = swap_attention(torch.compile(made(bert), backend="eager"), "favorpp", m=32)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not called.*")
-        torch.testing.assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
+        assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
     assert "no" not in describe_attention(compiled)["reached"].tolist()
 
 
@@ -270,7 +276,7 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
         stepped = model(
             input_ids=new, past_key_values=cached.past_key_values, use_cache=True
         ).logits
-        torch.testing.assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
+        assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
         buffers = dict(model.model.layers[1].self_attn.swapped.named_buffers())
         omega = [name for name in buffers if name.startswith("omega_1")]
         buffers[omega[0]].mul_(1.1)
@@ -292,7 +298,8 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")
     with pytest.raises(ValueError, match=r"layer.0.attention.self: head_mask is not supported"):
-        swapped(bert)(**inputs(bert), head_mask=torch.ones(2, 4))
+        head_mask = torch.ones(2, 4)
+        swapped(bert)(**inputs(bert), head_mask=head_mask)
     with pytest.raises(ValueError, match="h.0.attn: causal call .*causal=True"):
         swap_attention(made(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
 
@@ -379,19 +386,23 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     ).eval()
     with torch.no_grad():
         before = run(adapted, **batch)
-        assert not torch.allclose(before, run(made(make), **batch))
+        expected = run(made(make), **batch)
+        assert not torch.allclose(before, expected)
         actual = run(swap_attention(adapted, "exact"), **batch)
-        torch.testing.assert_close(actual, before, **LOOSE)
+        assert_close(actual, before, **LOOSE)
     swap_attention(adapted, "nearfar")
     run(adapted.train(), **batch).square().mean().backward()
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    trained = {}
+    for name, p in adapted.named_parameters():
+        if p.requires_grad:
+            trained[name] = p
     assert trained
     for name, p in trained.items():
         assert ".lora_" in name
         assert bool(p.grad.isfinite().all())
     with torch.no_grad():
         actual = run(unswap_attention(adapted).eval(), **batch)
-        torch.testing.assert_close(actual, before, **LOOSE)
+        assert_close(actual, before, **LOOSE)
 
 
 @torch.no_grad()
@@ -477,7 +488,10 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     for name in ("favorpp", "favorsharp", "favormix"):
         for call in (cached, called):
             model = swap_attention(made(llama), f"{name} m=4")
-            found = [each for each in warnings_of(call) if "no statistics" in each[-1]]
+            found = []
+            for message in warnings_of(call):
+                if "no statistics" in message[-1]:
+                    found.append(message)
             assert found, found
             for file, line, message in found:
                 assert message.startswith(f"{name}: no stat"), found
@@ -485,7 +499,10 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
                 assert line.startswith("model"), found
     cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
     for call, message in cases:
-        found = [each for each in warnings_of(call) if message in each[-1]]
+        found = []
+        for message in warnings_of(call):
+            if message in each[-1]:
+                found.append(message)
         assert found, (message, found)
         for file, line, _ in found:
             assert file == __file__, (message, found)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from helpers.decoders import tokens as tokens_of
 from helpers.swap_models import SIZES, gpt2, llama, made, neox
+from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.swap.cache import NewKeys, RecurrentLayer
@@ -138,7 +139,7 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
         logits.append(out.logits)
     actual = torch.cat(logits, 1)[mask.bool()]
     expected = whole[mask.bool()]
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert_close(actual, expected, **CLOSE)
 
 
 @torch.no_grad()
@@ -172,7 +173,7 @@ def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
     past.reset()
     actual = model(ids, past_key_values=past, use_cache=True).logits
     expected = model(ids).logits
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert_close(actual, expected, **CLOSE)
 
 
 # ---- where all keys are kept, as before
@@ -193,7 +194,7 @@ def test_a_cache_of_ones_own_keeps_all_keys():
         assert recurrent(past) == 0
         assert past.layers[0].keys.shape[2] == 6
         actual = model(ids[:, 6:], past_key_values=past).logits
-        torch.testing.assert_close(actual, whole[:, 6:], **CLOSE)
+        assert_close(actual, whole[:, 6:], **CLOSE)
 
 
 def test_training_and_gradients_keep_all_keys():
@@ -203,11 +204,13 @@ def test_training_and_gradients_keep_all_keys():
     assert recurrent(first.past_key_values) == 0
     second = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
     second.logits.sum().backward()
-    cached = {name: p.grad.clone() for name, p in model.named_parameters()}
+    cached = {}
+    for name, p in model.named_parameters():
+        cached[name] = p.grad.clone()
     model.zero_grad()
     model(ids).logits[:, 6:].sum().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(cached[name], p.grad, **CLOSE)
+        assert_close(cached[name], p.grad, **CLOSE)
     with torch.no_grad():
         past = model(ids[:, :6], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="self_attn: .*gradients"):
@@ -366,4 +369,5 @@ def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
             1,
         ]  # which makes the caches
         assert not unswap_attention(other).transformer._forward_pre_hooks
-    assert recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values) == 0
+    actual = recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values)
+    assert actual == 0

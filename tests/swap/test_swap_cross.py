@@ -7,8 +7,10 @@ import torch
 import transformers
 from helpers import swap_models
 from helpers.decoders import tokens
+from helpers.seeds import seeded
 from helpers.swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, marian, whisper
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, samplers, swap_attention
 from crt_exp.attention import RandomFeatureAttention, attention
@@ -25,9 +27,7 @@ T = 7  # decoder tokens
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(
-        B, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return torch.randn(B, *shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def made(make):
@@ -54,9 +54,9 @@ def run(model, batch):
 
 def swapped(make, name="favorpp", calibrated=True):
     model = swap_attention(made(make), name, m=64)
-    return (
-        calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)]) if calibrated else model
-    )
+    if calibrated:
+        return calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)])
+    return model
 
 
 # ---- the future, the cache and padding
@@ -79,7 +79,7 @@ def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibr
     whole = run(model, batch)
     for length in (1, 4, L, L + 1):
         part = run(model, batch | {"decoder_input_ids": batch["decoder_input_ids"][:, :length]})
-        torch.testing.assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
+        assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
 
 
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
@@ -98,7 +98,7 @@ def test_future_never_leaks_in_training(make):
     tokens[:, 4:] = 42 - tokens[:, 4:]
     before = run(model, batch)
     after = run(other, batch | {"decoder_input_ids": tokens})
-    torch.testing.assert_close(before[:, :4], after[:, :4], rtol=1e-12, atol=1e-12)
+    assert_close(before[:, :4], after[:, :4], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
@@ -121,7 +121,7 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
         assert isinstance(layer, RecurrentLayer)
         assert layer.state
     actual = torch.cat(found, 1)
-    torch.testing.assert_close(actual, whole, rtol=1e-10, atol=1e-10)
+    assert_close(actual, whole, rtol=1e-10, atol=1e-10)
 
 
 @each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
@@ -140,7 +140,7 @@ def test_padding_of_the_encoder_counts_nowhere(make):
             batch["decoder_input_ids"] = tokens(B, length, 3)
             model = calibrate_attention(swap_attention(made(make), "geom_plus", m=16), [batch])
             found.append(run(model, batch))
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+        assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_marian_comes_back_under_other_names(tmp_path):
     )
     actual = run(model, inputs(marian))
     expected = run(loaded.eval(), inputs(marian))
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- which attention is one to another sequence
@@ -206,11 +206,9 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
     own = module(x, x, x)[0]
     other = module(x, x.clone(), x)[0]
     assert not torch.allclose(own, other)
-    torch.testing.assert_close(
-        module(x, x.detach(), x)[0], own
-    )  # the same memory is the same sequence
+    assert_close(module(x, x.detach(), x)[0], own)  # the same memory is the same sequence
     actual = module(x[:, :2], x, x)[0]
-    torch.testing.assert_close(actual, other[:, :2])
+    assert_close(actual, other[:, :2])
 
 
 # ---- statistics
@@ -232,7 +230,7 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
         expected = torch.cat(seen[part]).square().mean((0, 2)) * part.scale**2
         assert float(part.running_weight) == 1
         assert int(part.folds) == 2
-        torch.testing.assert_close(part.running_x_mean_sq, expected, check_dtype=False)
+        assert_close(part.running_x_mean_sq, expected, check_dtype=False)
 
 
 def cross_layer(**options):
@@ -250,14 +248,14 @@ def test_cross_attention_is_fitted_to_its_keys_and_earlier_queries():
     alone = fit(Statistics.of(torch.cat([k, -k], 2), k, scale=root))
     actual = layer(q, k, v)
     expected = attention(q, k, v, layer.phi, layer.noise, alone, scale=root)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     with layer.calibration():
         layer(earlier, numbers(4, 5, 8, seed=9), v)
     x = earlier.transpose(0, 1).flatten(1, 2).expand(B, -1, -1, -1)
     fitted = fit(Statistics.of(x, k, scale=root))
     actual = layer(q, k, v)
     expected = attention(q, k, v, layer.phi, layer.noise, fitted, scale=root)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_other_numbers_of_queries_and_keys_are_cross_attention():
@@ -267,5 +265,5 @@ def test_other_numbers_of_queries_and_keys_are_cross_attention():
     v = numbers(4, 9, 8, seed=2)
     actual = layer(q, k, v)[:, :, :3]
     expected = layer(q[:, :, :3], k, v)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     assert not layer.keeps_statistics

@@ -8,8 +8,10 @@ import torch
 import transformers
 from helpers import swap_models
 from helpers.decoders import tokens as tokens_of
+from helpers.seeds import seeded
 from helpers.swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
 from torch import nn
+from torch.testing import assert_close
 from transformers import masking_utils
 
 from crt_exp import describe_attention, swap_attention, unswap_attention
@@ -34,7 +36,7 @@ GROUPED = {
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def tokens(length=L):
@@ -72,12 +74,12 @@ def test_a_mask_of_one_sequence_serves_the_batch():
         ids = tokens()
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
         exact = swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(exact, before, **CLOSE)
+        assert_close(exact, before, **CLOSE)
         linear = swap_attention(model, "favorp", m=8)(
             input_ids=ids, attention_mask=mask
         ).last_hidden_state
         alone = model(input_ids=ids[1:], attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(linear[1:], alone, **CLOSE)
+        assert_close(linear[1:], alone, **CLOSE)
 
 
 @torch.no_grad()
@@ -153,12 +155,14 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
         whole = model(input_ids=ids, use_cache=False).logits
         past = None
         for start, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
-            out = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
+            input_ids = ids[:, start:end]
+            out = model(input_ids=input_ids, past_key_values=past, use_cache=True)
             past = out.past_key_values
-            torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-6, atol=1e-6)
+            expected = whole[:, start:end]
+            assert_close(out.logits, expected, rtol=1e-6, atol=1e-6)
         if name == "exact":
             expected = unswap_attention(model)(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(whole, expected, **CLOSE)
+            assert_close(whole, expected, **CLOSE)
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
@@ -210,11 +214,11 @@ def test_multihead_attention_equals_torch(options):
         {"average_attn_weights": False},
     ):
         expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
-        torch.testing.assert_close(got, expected, **LOOSE)
+        assert_close(got, expected, **LOOSE)
     expected, got = (
         m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap)
     )  # not batched
-    torch.testing.assert_close(got, expected, **LOOSE)
+    assert_close(got, expected, **LOOSE)
 
 
 @torch.no_grad()
@@ -234,10 +238,10 @@ def test_causal_masks_of_torch():
     ):
         actual = swap(x, x, x, **given)[0]
         expected = module(x, x, x, **given)[0]
-        torch.testing.assert_close(actual, expected, **LOOSE)
+        assert_close(actual, expected, **LOOSE)
     short = mask[:2]  # two queries, the first of six tokens
     for each in (True, False):
-        torch.testing.assert_close(
+        assert_close(
             *(
                 m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
                 for m in (swap, module)
@@ -263,7 +267,7 @@ def test_masks_of_torch_without_a_batch():
     given = (numbers(B, L, 16), numbers(B, 7, 16, seed=1))
     before = decoder(*given, tgt_mask=past, memory_mask=keys)
     after = swap_attention(decoder, "exact")(*given, tgt_mask=past, memory_mask=keys)
-    torch.testing.assert_close(after, before, **CLOSE)
+    assert_close(after, before, **CLOSE)
 
 
 @torch.no_grad()
@@ -276,7 +280,8 @@ def test_encoder_in_eval_mode_is_swapped_and_restored():
     before = run(model, input_ids=ids, attention_mask=mask)
     nested = model.inner.use_nested_tensor
     swap_attention(model, "identity")
-    assert not torch.allclose(run(model, input_ids=ids, attention_mask=mask), before)
+    actual = run(model, input_ids=ids, attention_mask=mask)
+    assert not torch.allclose(actual, before)
     model.inner.layers[
         0
     ].self_attn.swapped.forward = None  # without hooks, which would end the fast path by themselves

@@ -31,7 +31,9 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     write_images(tmp_path / "images/stripes", inner=inner)
     found = images.load("stripes")
-    actual = {split: len(part) for split, part in found.items()}
+    actual = {}
+    for split, part in found.items():
+        actual[split] = len(part)
     assert actual == {"train": 24, "val": 12}
     train = found["train"]
     assert train.classes == ("class0", "class1", "class2")
@@ -114,7 +116,9 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
         (root / "train/class1" / name).write_bytes(b"")
     found = images.load("mine", root)
     assert found["train"].classes == ("class0", "class1", "class2")
-    actual = [len(found[split]) for split in ("train", "val")]
+    actual = []
+    for split in ("train", "val"):
+        actual.append(len(found[split]))
     assert actual == [24, 12]
     assert len(files_ending(root / "val", IMAGES)) == 12
     assert caplog.text.count("ignored 3 files") == 1
@@ -138,17 +142,18 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
     grey = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1))
     path = tmp_path / f"image.{suffix}"
-    image = (
-        Image.fromarray(grey.astype(np.uint16) * 257)
-        if mode == "I;16"
-        else Image.fromarray(grey).convert(mode)
-    )
+    if mode == "I;16":
+        image = Image.fromarray(grey.astype(np.uint16) * 257)
+    else:
+        image = Image.fromarray(grey).convert(mode)
     image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
     found = images.read_image(path)
     assert found.mode == "RGB"
     assert found.size == (16, 16)
-    assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
-    assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
+    difference = np.abs(np.asarray(found, int) - grey[..., None]).max()
+    assert difference <= tolerance
+    difference = abs(np.asarray(found, float).mean() - grey.mean())
+    assert difference < 4
 
 
 def drawing(mode, box, ink=0):
@@ -272,10 +277,15 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_start
     alone = batches(part, Plan(6, seed=3))
     assert len(alone) == 4
     assert not torch.equal(alone[0]["images"], alone[1]["images"])
-    assert same(batches(part, Plan(6, seed=3), 2), alone)
-    assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
-    assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
-    parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
+    actual = batches(part, Plan(6, seed=3), 2)
+    assert same(actual, alone)
+    actual = batches(part, Plan(6, seed=3, epoch=1))
+    assert not same(actual, alone)
+    actual = batches(part, Plan(6, seed=3, start=2))
+    assert same(actual, alone[2:])
+    parts = []
+    for rank in (0, 1):
+        parts.append(batches(part, Plan(6, seed=3, rank=rank, world=2)))
     actual = torch.cat([parts[0][1]["images"], parts[1][1]["images"]])
     assert torch.equal(actual, alone[1]["images"])
 
@@ -371,7 +381,8 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
         whole.drop_marks(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
     for step, state in [*enumerate(states, 1)][1::3]:
-        assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
+        actual = step * 4 // repeats - json.loads(state["stream"])[0]
+        assert actual < max(1, buffer) + 4
         other = Streamed(hub)
         other.load_state_dict(state)
         actual = list(islice(other.training(Plan(4, start=step), repeats), 12 - step))

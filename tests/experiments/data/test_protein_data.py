@@ -67,7 +67,9 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
 )
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
-    actual = [found.decode() for found, _ in read_fasta(tmp_path / "a.fasta")]
+    actual = []
+    for found, _ in read_fasta(tmp_path / "a.fasta"):
+        actual.append(found.decode())
     assert actual == [accession]
 
 
@@ -161,7 +163,8 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     assert abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
     assert abs(len(whole["test"]) / 2000 - 0.2) < 0.04
     for split in whole:
-        assert {*repeated[split]} == {*whole[split]} - {*repeated["ood"]}
+        expected = {*whole[split]} - {*repeated["ood"]}
+        assert {*repeated[split]} == expected
 
 
 def test_held_out_families(tmp_path, monkeypatch):
@@ -178,7 +181,9 @@ def test_held_out_families(tmp_path, monkeypatch):
     table.write_text(
         "\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows])
     )
-    expected = [i in (0, 5, 21, 42) for i in range(50)]
+    expected = []
+    for i in range(50):
+        expected.append(i in (0, 5, 21, 42))
     assert (
         protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
     )
@@ -212,7 +217,8 @@ def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
     monkeypatch.setattr(protein, "read_fasta", lambda path: iter([row]))
     index = read_files([path] * 65_600)
     assert index.files.tolist() == list(range(65_600))
-    last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
+    names = ("a",) * 65_599 + ("b",)
+    last = dataclasses.replace(index, names=names)
     actual = np.flatnonzero(protein.held_out_by_file(last, None)).tolist()
     assert actual == [65_599]
 
@@ -265,7 +271,9 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     masking = protein.letter_masking(0.15)
     plan = Plan(8)
     for i in range(300):
-        assert rows[i].tolist() == index[i][:30].tolist()
+        actual = rows[i].tolist()
+        expected = index[i][:30].tolist()
+        assert actual == expected
         assert rows.lengths[i] == len(rows[i])
 
     def take(numbers):
@@ -284,7 +292,9 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     chosen = batch["labels"] != protein.IGNORED
     assert (batch["labels"][chosen] < len(LETTERS)).all()
     assert chosen.any(1).all()
-    assert abs(chosen.sum() / rows.lengths.sum() - 0.15) < 0.03
+    difference = abs(chosen.sum() / rows.lengths.sum() - 0.15)
+    assert difference < 0.03
     shown = batch["tokens"][chosen]
     assert ((shown < len(LETTERS)) | (shown == protein.MASK)).all()
-    assert abs((shown == protein.MASK).float().mean() - 0.8) < 0.05
+    difference = abs((shown == protein.MASK).float().mean() - 0.8)
+    assert difference < 0.05

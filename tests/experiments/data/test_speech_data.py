@@ -55,7 +55,8 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     (chapter / ".cache").mkdir()
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
     found = read(tmp_path)
-    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"]
+    actual = [each.text for each in found]
+    assert actual == [*TEXTS, "FLAC", "mp3", "ogg"]
     assert found[0].name == "7-9-0000"
     actual = found[0].seconds
     expected = 0.1 * len(TEXTS[0])
@@ -127,16 +128,18 @@ def digits(tmp_path_factory):
 
 
 def test_strings_of_digits(digits):
-    found = {
-        split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")
-    }
+    found = {}
+    for split in ("train", "validation", "test"):
+        found[split] = speech.digit_strings(digits, split, 60)
     for split, utterances in found.items():
         assert len(utterances) == 60
         actual = {len(each.parts) for each in utterances}
         expected = set(range(3, 9))
         assert actual == expected
         for each in utterances:
-            names = [Path(part.name).stem.split("_") for part in each.parts]
+            names = []
+            for part in each.parts:
+                names.append(Path(part.name).stem.split("_"))
             assert len({speaker for _, speaker, _ in names}) == 1
             assert len(each.gaps) == len(each.parts) - 1
             expected = " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
@@ -263,7 +266,8 @@ def test_decoding_symbols_inverts_encoding(kind):
     symbols = Symbols.from_texts(kind, texts, 20)
     for text in texts:
         assert symbols.decode(symbols.encode(text)) == text
-    assert max(max(symbols.encode(text)) for text in texts) < len(symbols)
+    actual = max(max(symbols.encode(text)) for text in texts)
+    assert actual < len(symbols)
     with pytest.raises(DataError, match="cannot build 3 pieces.* task.pieces"):
         Symbols.from_texts("pieces", TEXTS, 3)
     with pytest.raises(DataError, match="'Ö'" if kind != "words" else "'AÖ'"):
@@ -299,7 +303,9 @@ def test_a_set_of_the_hub(tmp_path):
     }
     found = list(speech.hub_utterances(hub, "train"))
     for each, own in zip(found, local, strict=True):
-        assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
+        assert each.name == own.name
+        assert each.text == own.text
+        assert each.seconds == own.seconds
         actual = speech.audio_of(each, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
@@ -332,7 +338,9 @@ def test_rows_of_the_hub_without_text_or_audio_are_named(audio, text, words, tmp
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
     good = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
-    first = "A" if isinstance(text, str | None) else text
+    first = text
+    if isinstance(text, str | None):
+        first = "A"
     with pytest.raises(BadAudio, match=words.replace("row 2", "row [12]")):
         hub_rows(tmp_path, [{"audio": good, "text": first}, {"audio": good | audio, "text": text}])
 
@@ -360,10 +368,12 @@ COMMON_VOICE = [
 @pytest.mark.parametrize("name", ["t.tsv", "t.jsonl", "t.csv"])
 def test_tables_of_every_kind_give_the_same(name, folder):
     """Quotation marks, commas and line ends of Unicode cut no transcript."""
-    objects = [
-        json.dumps({"text": text, "audio": audio, "split": "test"}) for text, audio in COMMON_VOICE
-    ]
-    cells = ['"{}",{},test'.format(text.replace('"', '""'), audio) for text, audio in COMMON_VOICE]
+    objects = []
+    for text, audio in COMMON_VOICE:
+        objects.append(json.dumps({"text": text, "audio": audio, "split": "test"}))
+    cells = []
+    for text, audio in COMMON_VOICE:
+        cells.append('"{}",{},test'.format(text.replace('"', '""'), audio))
     lines = {
         "t.tsv": ["text\taudio\tsplit", *("\t".join([*line, "test"]) for line in COMMON_VOICE)],
         "t.jsonl": objects,
@@ -372,7 +382,9 @@ def test_tables_of_every_kind_give_the_same(name, folder):
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
     found = list(speech.table_utterances(folder / name, "test"))
     actual = [each.text for each in found]
-    expected = [" ".join(text.split()) for text, _ in COMMON_VOICE]
+    expected = []
+    for text, _ in COMMON_VOICE:
+        expected.append(" ".join(text.split()))
     assert actual == expected
     assert [each.name for each in found] == [*"012345"]
     assert found[0].seconds == 0.5
@@ -385,7 +397,9 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
     (folder / "t.csv").write_text("\n".join(["audio,text", *(f"./{name},x" for name in names)]))
     found = speech.read_table(folder / "t.csv").split.tolist()
     assert found == [speech.by_hash(name) for name in names]
-    counts = [found.count(split) for split in ("train", "validation", "test")]
+    counts = []
+    for split in ("train", "validation", "test"):
+        counts.append(found.count(split))
     assert 750 < counts[0] < 850
     assert min(counts) > 70
 

@@ -43,7 +43,9 @@ def valid_rows(name: str) -> list[list[str]]:
 
 def write(folder: Path, name: str, rows: list[list[str]], end: str = "\n", begin: str = "") -> Path:
     path = file_of(name, folder)
-    separator = "  " if name in BLANKS else ","
+    separator = ","
+    if name in BLANKS:
+        separator = "  "
     path.write_text(begin + end.join(separator.join(row) for row in rows) + end, encoding="utf-8")
     return path
 
@@ -68,7 +70,8 @@ def test_a_file_gives_the_documented_shape(name, tmp_path):
     assert encoded.dtype == np.float64
     assert np.isfinite(encoded).all()
     assert (table.classes and len(table.classes)) == classes
-    assert table.target.dtype == (np.int64 if table.classes else np.float64)
+    expected = np.int64 if table.classes else np.float64
+    assert table.target.dtype == expected
     padded = []
     for row in valid_rows(name):
         padded.append([f"{cell} " for cell in row])
@@ -254,7 +257,8 @@ def test_values_decide_the_kind_of_a_column(homes):
     assert table.name == "homes"
     assert table.classes is None
     assert len(table) == 60
-    assert [column.name for column in table.columns] == ["area", "rooms", "city"]
+    actual = [column.name for column in table.columns]
+    assert actual == ["area", "rooms", "city"]
     area, _, city = table.columns
     assert np.isnan(area.values).sum() == 1
     assert city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
@@ -314,7 +318,8 @@ def test_a_word_among_numbers_is_named(cell, tmp_path):
 @pytest.mark.parametrize("cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["1", "b"]])
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
-    assert table.classes == table.columns[0].levels == tuple(sorted(cells))
+    assert table.classes == table.columns[0].levels
+    assert tuple(sorted(cells)) == table.columns[0].levels
     actual = table.columns[0].values.tolist()
     expected = table.target.tolist()
     assert actual == expected
@@ -377,7 +382,8 @@ def test_kind_decides(tmp_path):
 def test_classes_of_equal_value_stay_apart(labels, tmp_path):
     file = write_own(tmp_path / "t.csv", "x,y", range(30), labels * 10)
     table, _ = read_own(file, "y", "classification")
-    assert [table.classes[code] for code in table.target] == labels * 10
+    actual = [table.classes[code] for code in table.target]
+    assert actual == labels * 10
 
 
 def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
@@ -413,7 +419,8 @@ def test_columns_are_scaled_before_they_are_rounded(tmp_path):
     scaled = np.concatenate(task.divide(0, 0)[0])[:, 0]
     order = np.random.default_rng([0, 0]).permutation(300)
     assert scaled.dtype == np.float32
-    assert np.corrcoef(scaled, x[order])[0, 1] > 0.99999
+    actual = np.corrcoef(scaled, x[order])[0, 1]
+    assert actual > 0.99999
 
 
 def test_the_scale_is_that_of_the_training_part(tmp_path):

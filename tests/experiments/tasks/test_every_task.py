@@ -193,11 +193,14 @@ def run(typed, data, tmp_path, monkeypatch, one_thread):
 
     def go(name, *more, directory="run", root=tmp_path, without=("-",), processes=1):
         given = {word.split("=")[0].lstrip("+") for word in more}
-        own = [
-            word for word in [*TASKS[name], *SHORT] if word.split("=")[0].lstrip("+") not in given
-        ]
+        own = []
+        for word in [*TASKS[name], *SHORT]:
+            if word.split("=")[0].lstrip("+") not in given:
+                own.append(word)
         own = [word for word in own if not word.startswith(without)]
-        words = [word.replace("DATA", str(data)) for word in [*own, *more]]
+        words = []
+        for word in [*own, *more]:
+            words.append(word.replace("DATA", str(data)))
         return typed(*words, f"hydra.run.dir={root / directory}", processes=processes)
 
     return go
@@ -476,7 +479,9 @@ def read(task, limit):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_thread):
-    words = [word.replace("DATA", str(data)) for word in TASKS[name]]
+    words = []
+    for word in TASKS[name]:
+        words.append(word.replace("DATA", str(data)))
     words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
     task = instantiate(compose(words).task)
     (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
@@ -525,7 +530,9 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
 @pytest.mark.parametrize("name", ["mlm", "trembl", "librispeech", "imagenet"])
 def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thread):
     """All weights are those of the exact model, with calibrated statistics; more features come closer to it."""
-    words = [word.replace("DATA", str(data)) for word in TASKS[name]]
+    words = []
+    for word in TASKS[name]:
+        words.append(word.replace("DATA", str(data)))
     exact = instantiate(compose(words).task)
     model = exact.build(Mechanism.of("exact")).eval()
     if name != "librispeech":
@@ -651,6 +658,9 @@ def test_one_class_is_refused(name, data, tmp_path):
     head, *rows = file.read_text().splitlines()
     file.write_text("\n".join([head, *(row for row in rows if row.endswith("\tneutral"))]) + "\n")
     write_images(tmp_path / "imagenet", classes=1)
-    words = [word.replace("DATA", str(data)) for word in TASKS[name] if "data_dir" not in word]
+    words = []
+    for word in TASKS[name]:
+        if "data_dir" not in word:
+            words.append(word.replace("DATA", str(data)))
     with pytest.raises((ConfigError, DataError), match="one class only"):
         instantiate(compose([*words, f"task.data_dir={tmp_path / name}"]).task)

@@ -65,9 +65,14 @@ def test_a_taught_model_is_the_exact_one(make, name):
 @pytest.mark.parametrize("make", [gpt2, vit], ids=["gpt2", "vit"])
 def test_transfer_brings_any_model_nearer_to_exact(make):
     model = swap_attention(made(make), "hedgehog", m=8)
-    batches = [inputs(make, seed=seed) for seed in range(4)]
+    batches = []
+    for seed in range(4):
+        batches.append(inputs(make, seed=seed))
     passes = []
-    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
+    wanted = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            wanted.append(name)
     with torch.no_grad():
         before = TransferModel(model)
         first = sum(before(**batch)[0] for batch in batches)
@@ -173,9 +178,10 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
     assert err == "", err
     assert "of exact attention, worst layer" in out, err
     found = records(tmp_path / "run")
-    errors = [
-        line["error"] for line in found if line["split"] == "validation" and not line.get("final")
-    ]
+    errors = []
+    for line in found:
+        if line["split"] == "validation" and not line.get("final"):
+            errors.append(line["error"])
     assert errors[1] < errors[0] <= 1.5
     code, _, err = run(
         "mlm",

@@ -83,10 +83,9 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     actual = task.weight(batch)
     expected = (batch["labels"] != -100).sum()
     assert actual == expected
-    rows = [
-        protein.next_token_batch([task.rows["train"][i]], 16)
-        for i in next(Plan(8).rows(task.length("train"), "train"))
-    ]
+    rows = []
+    for i in next(Plan(8).rows(task.length("train"), "train")):
+        rows.append(protein.next_token_batch([task.rows["train"][i]], 16))
     total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
         map(task.weight, rows)
     )
@@ -100,7 +99,9 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    made = []
+    for _ in range(n):
+        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
     return write(folder / "a.fasta", made)
 
 
@@ -141,9 +142,9 @@ def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
     """Also where the copy that the table does not name is the first one in the file."""
     path = fasta(tmp_path / "data", 60)
     table = tmp_path / "families.tsv"
-    sequences = [
-        entry.split("\n", 1)[1].replace("\n", "") for entry in path.read_text().split(">")[1:]
-    ]
+    sequences = []
+    for entry in path.read_text().split(">")[1:]:
+        sequences.append(entry.split("\n", 1)[1].replace("\n", ""))
     write(path, [*sequences, *sequences[:10]])
     table.write_text(
         "uniprot_acc\tpfamA_acc\n" + "".join(f"{name(i)}\tPF1\n" for i in range(60, 70))
