@@ -184,11 +184,12 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     assert not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
     assert Mechanism.parse("crt_exp.attention.Exact").is_exact
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change in (
+    cases = [
         {"name": f"{HERE}.Narrow"},
         {"features": f"{HERE}.Shifted"},
         {"sampler": f"{HERE}.my_noise"},
-    ):
+    ]
+    for change in cases:
         with pytest.raises(ConfigError, match="unknown"):
             Mechanism.from_saved(saved | change, "a")
 
@@ -270,16 +271,18 @@ def test_what_is_wrong_is_named(text, words):
 
 
 def test_objects_are_samplers_and_maps_without_options():
-    for given, words in (
+    cases = [
         ({"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
         ({"features": PosRF(), "features.A": -1}, "an object takes no options"),
-    ):
+    ]
+    for given, words in cases:
         with pytest.raises(ConfigError, match=words):
             Mechanism.of("favorpp", **given)
-    for made in (
+    cases = [
         Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
         Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8),
-    ):
+    ]
+    for made in cases:
         with pytest.raises(ValueError):  # they have no text
             Mechanism.parse(str(made))
 
@@ -289,11 +292,12 @@ def test_objects_are_samplers_and_maps_without_options():
 
 def test_a_saved_mechanism_that_is_no_more_is_refused():
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change, words in [
+    cases = [
         ({"name": "favorq"}, "attention cannot be restored: unknown attention .favorq."),
         ({"options": {"redraw": 3}}, "attention cannot be restored"),
         ({"m": 9}, "favorpp has other options in conf/"),
-    ]:
+    ]
+    for change, words in cases:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
             Mechanism.from_saved(saved | change, "task.init = a")
 

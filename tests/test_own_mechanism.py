@@ -88,11 +88,12 @@ def test_python_takes_the_class(folder, capsys):
 
 
 def test_a_bad_value_names_the_option(folder, typed):
-    for text, words in (
+    cases = [
         ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
         ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
         ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0"),
-    ):
+    ]
+    for text, words in cases:
         with own_names(["conf"]), pytest.raises(ConfigError, match=words):
             Mechanism.parse(text)
     code, _, err = typed(
@@ -205,10 +206,11 @@ def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folde
         own_names(["conf"]),
     ):
         pass
-    for place, words in (
+    cases = [
         ("conf", "the name oprf exists"),
         ("nowhere", "nowhere: expected a folder"),
-    ):
+    ]
+    for place, words in cases:
         code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
         assert code == 2, err
         assert words in err, err

@@ -56,10 +56,11 @@ def test_main_is_that_of_the_package_by_every_door(tmp_path):
     assert found["found"]
     assert found["main"] == "crt_exp.__main__"
     assert found["child"] == str(package / "__init__.py")
-    for out in (
+    cases = [
         enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
         enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path),
-    ):
+    ]
+    for out in cases:
         assert out.returncode == 0, out.stderr
         assert json.loads(out.stdout) == found, out.stderr
 

@@ -106,7 +106,10 @@ def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple
     step = max(1, step)
     for start in range(0, max(1, len(queries)), step):
         rows = slice(start, start + step)
-        yield queries[rows], *(None if other is None else other[rows] for other in others)
+        parts: list[Tensor | None] = [queries[rows]]
+        for other in others:
+            parts.append(None if other is None else other[rows])
+        yield tuple(parts)
 
 
 def concatenate_samples(parts: list[Drawn]) -> Drawn:

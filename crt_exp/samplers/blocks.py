@@ -96,7 +96,8 @@ def hadamard(
     m, d = check(m, d)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
-    scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
+    kind = "sqrt_d" if lengths == "fixed" else lengths
+    scale = row_lengths((*batch, m), n, kind, generator)
     noise = HadamardNoise(flips.to(dtype), scale.to(dtype), d)
     return noise.on_sphere() if lengths == "sqrt_d" else noise
 
@@ -253,7 +254,8 @@ def sobol(
         points = Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())
         return points[skip : m + skip]
 
-    return _quasi(draw, generator, batch, scramble, dtype, spacing=2.0**-30 if scramble else 0.0)
+    spacing = 2.0**-30 if scramble else 0.0
+    return _quasi(draw, generator, batch, scramble, dtype, spacing=spacing)
 
 
 def _quasi(

@@ -14,6 +14,7 @@ from helpers.attention_cases import (
     in_float64,
 )
 from helpers.covering import in_turn
+from helpers.kernel_estimates import estimate_kernel
 from helpers.maps import HYBRID, MAPS, independent
 from helpers.seeds import seeded
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,10 +80,7 @@ def test_reference_is_the_dense_formula():
     """The reference itself, against diag(A 1)^-1 A V written out."""
     for phi in FEW:
         case = Case(phi, masked=True)
-        A = (
-            phi.phi_q(case.x, case.noise, case.params).exp()
-            @ phi.phi_k(case.y, case.noise, case.params).exp().mT
-        )
+        A = estimate_kernel(phi, case.x, case.y, case.noise, case.params)
         for is_causal in (False, True):
             weights = A * case.mask[:, None, None]
             if is_causal:
@@ -114,7 +112,8 @@ def test_gradcheck(phi, is_causal, small_chunks):
 
 @both_ways
 def test_exact_is_softmax(is_causal):
-    for options in ({}, {"masked": True}, {"Hkv": 2, "L": 5}):
+    cases = [{}, {"masked": True}, {"Hkv": 2, "L": 5}]
+    for options in cases:
         case = Case(OPRF(), **options)
 
         def run(f, case=case):
@@ -175,7 +174,8 @@ def test_future_never_leaks(phi, dtype, keys, small_chunks):
         case.y[:, :, past] *= early
     before = case.with_grads(causal=True)
     with torch.no_grad():
-        for t, change in ((case.x, -3.0), (case.y, late), (case.v, 100.0)):
+        cases = [(case.x, -3.0), (case.y, late), (case.v, 100.0)]
+        for t, change in cases:
             t[:, :, 6:] *= change
     after = case.with_grads(causal=True)
     tolerance = 1e-3

@@ -31,7 +31,8 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
     whole = case(causal=True)
     expected = [case(attention_reference, causal=True)]
     assert_same([whole], expected)
-    for cuts in (range(12), (0, 3, 4, 11)):
+    cases = [range(12), (0, 3, 4, 11)]
+    for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
         actual = [steps(state, case, cuts, masked=True)]
         assert_same(actual, [whole.detach()])
@@ -53,7 +54,8 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     dtype, tolerance = rounding
     case = Case(phi, masked=True, dtype=dtype)
     whole = case(causal=True).detach()
-    for cuts in ((0, 9), (0, 4, 8)):
+    cases = [(0, 9), (0, 4, 8)]
+    for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
         for a, b in itertools.pairwise(cuts):
             state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])

@@ -379,7 +379,8 @@ def test_a_buffer_that_was_replaced_counts(name):
 @pytest.mark.parametrize("name", ["gerf", "favorp", *KINDS[:3], *KINDS[4:7]])
 def test_half_precision_is_rounded_at_its_ends_alone(name):
     """At a scale that is no power of two: a log feature magnifies what is rounded before."""
-    for dtype, causal in ((torch.bfloat16, False), (torch.float16, False), (torch.float16, True)):
+    cases = [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
+    for dtype, causal in cases:
         layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
         q, k, v = torch.randn(3, 2, 2, 16, 65, generator=seeded()).to(dtype)
         out = layer(q, k, v)

@@ -93,7 +93,8 @@ def test_noises_are_those_of_seed_layer_draw_and_name_on_every_rank(phi, m, name
     torch.manual_seed(2)
     expected = noises(make(phi, m=m, seed=5, layer=2))
     assert same(one, expected)
-    for other in ({"seed": 5, "layer": 3}, {"seed": 4, "layer": 2}):
+    cases = [{"seed": 5, "layer": 3}, {"seed": 4, "layer": 2}]
+    for other in cases:
         assert not any(
             torch.equal(t, one[name]) for name, t in noises(make(phi, m=m, **other)).items()
         )

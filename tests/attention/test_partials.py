@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.attention_cases import FEW, OTHER, SHAPES, Case, assert_same, in_float64
 from helpers.covering import in_turn
+from helpers.kernel_estimates import estimate_kernel
 from helpers.seeds import seeded
 
 from crt_exp.attention import (
@@ -24,9 +25,7 @@ both_ways = pytest.mark.parametrize("is_causal", [False, True])
 
 def logsum_reference(x, y, v, phi, noise, params, causal=False, key_mask=None):
     """log of the row sums of the kernel matrix written out, a row without keys left at 0."""
-    kernel = (
-        phi.phi_q(x.double(), noise, params).exp() @ phi.phi_k(y.double(), noise, params).exp().mT
-    )
+    kernel = estimate_kernel(phi, x.double(), y.double(), noise, params)
     if key_mask is not None:
         kernel = kernel * key_mask[:, None, None]
     total = (kernel.tril(y.shape[2] - x.shape[2]) if causal else kernel).sum(-1, keepdim=True)
@@ -147,10 +146,7 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     case = Case(phi, masked=True)
     at = 4
     out = in_parts(case, at, is_causal, near=True)
-    kernel = (
-        phi.phi_q(case.x, case.noise, case.params).exp()
-        @ phi.phi_k(case.y, case.noise, case.params).exp().mT
-    )
+    kernel = estimate_kernel(phi, case.x, case.y, case.noise, case.params)
     weights = (
         torch.cat([(case.x @ case.y.mT).exp()[..., :at], kernel[..., at:]], -1)
         * case.mask[:, None, None]
@@ -181,13 +177,14 @@ def test_merge_is_the_sum():
         )
     )
     a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), a.log_scale)  # nothing gathered
-    for left, right in (
+    cases = [
         (merge(a, b), b),
         (merge(b, a), b),
         (merge(a, a), a),
         (merge(b, c), merge(c, b)),
         (merge(merge(a, b), c), merge(a, merge(b, c))),
         (merge(None, b), b),
-    ):
+    ]
+    for left, right in cases:
         for p, q in zip(left[:3], right[:3]):
             torch.testing.assert_close(p, q)

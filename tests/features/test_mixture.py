@@ -73,8 +73,8 @@ def test_one_centre_has_the_closed_form():
     expected = phi.log_relative_second_moment(x[0], y[0], params).exp()
     difference = abs(of_square.mean() - expected)
     assert difference < 4.5 * of_square.std() / found.numel() ** 0.5
-    expected = torch.tensor(math.exp(3 * 0.09), dtype=torch.float64)
-    assert_close(expected, expected)
+    closed = torch.tensor(math.exp(3 * 0.09), dtype=torch.float64)
+    assert_close(expected, closed)
 
 
 def test_error_of_several_centres_by_quadrature():
@@ -330,9 +330,9 @@ def test_sequences_of_the_first_training_pass_and_a_mixture_for_each_query_head(
     assert layer.clusters.keys.shape == (4, 512, 8)
     other = Mechanism.of("favormix", m=16).layer(4, 8, kv_heads=2, causal=True)
     other.load_state_dict(layer.state_dict())
-    for each in (layer, other):
-        each(q, k[:, :2], v[:, :2])
-        assert int(each.clusters.fits) == 1
+    for part in (layer, other):
+        part(q, k[:, :2], v[:, :2])
+        assert int(part.clusters.fits) == 1
     centres = layer.clusters.params().centres
     assert centres.shape == (4, 16, 8)
     assert not torch.allclose(centres[0], centres[1])

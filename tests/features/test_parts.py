@@ -72,12 +72,14 @@ def test_a_product_refuses_shared_noise():
     n = samplers.iid(2, 4)
     other = samplers.iid(2, 4)
     nested = Product(Sum(PosRF(), TrigRF()), PosRF())
-    for phi, noise in ((Product(PosRF(), PosRF()), (n, n)), (nested, ((other, n), n))):
+    cases = [(Product(PosRF(), PosRF()), (n, n)), (nested, ((other, n), n))]
+    for phi, noise in cases:
         with pytest.raises(ValueError, match="independent projections"):
             phi.phi_q(x, noise, phi.fit(None))
 
 
 def test_every_part_needs_its_parameters():
-    for phi in (Sum(TrigRF(), PosRF(), PosRF()), Product(TrigRF(), PosRF())):
+    cases = [Sum(TrigRF(), PosRF(), PosRF()), Product(TrigRF(), PosRF())]
+    for phi in cases:
         with pytest.raises(ValueError, match=r"params: 1 entries, expected \d"):
             phi.phi_q(torch.ones(3, 4), phi.noise(2, lambda _: samplers.iid(2, 4)), ((),))

@@ -43,7 +43,8 @@ def test_hedgehog_is_two_softmaxes(scale):
     """Positive, bounded by 1, 2m features of a sum of 2, whatever the length of a vector is."""
     phi, noise = hedgehog()
     x = scale * torch.randn(5, 4, dtype=torch.float64)
-    for side, rows in ((phi.phi_q, noise[0]), (phi.phi_k, noise[1])):
+    cases = [(phi.phi_q, noise[0]), (phi.phi_k, noise[1])]
+    for side, rows in cases:
         f = side(x, noise)
         actual = f.exp().shape
         expected = (5, phi.width(6))

@@ -167,7 +167,8 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     actual = layer(q, k, v)
     expected = exact_attention(q, k, v, causal=causal, scale=8**-0.5)
     assert_close(actual, expected)
-    for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
+    cases = [(q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)]
+    for wrong in cases:
         with pytest.raises(ValueError):
             layer(*wrong)
     with pytest.raises(NotFinite, match="NaN, infinity"):
@@ -198,7 +199,8 @@ def test_vmap_and_derivatives():
     )
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
-    for given in ((q, k, v, keep), (q, k, v)):
+    cases = [(q, k, v, keep), (q, k, v)]
+    for given in cases:
         actual = torch.func.vmap(layer)(*given)
         expected = torch.stack([layer(*row) for row in zip(*given)])
         assert_close(actual, expected)
@@ -257,11 +259,12 @@ def test_names_and_sizes():
     with pytest.raises(ValueError, match="heavy"):
         sizes(heavy=-1)
     x, y, v, _ = tensors()
-    for given, said in (
+    cases = [
         ({"block": 0}, "block=0"),
         ({"heavy": -1}, "heavy=-1"),
         ({"open": 0}, "open=0"),
-    ):
+    ]
+    for given, said in cases:
         with pytest.raises(ValueError, match=said):
             near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
     with pytest.raises(ValueError, match="cross=True"):

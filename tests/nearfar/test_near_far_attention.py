@@ -343,7 +343,8 @@ def test_large_scores(causal, dtype):
     v = v.detach().to(dtype).requires_grad_()
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
     few = Sizes(4, 4, 5, open=3)
-    for sizes in (few, few._replace(first_order=True), Sizes(40, 0, 1, open=1)):
+    cases = [few, few._replace(first_order=True), Sizes(40, 0, 1, open=1)]
+    for sizes in cases:
         out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
         assert out.dtype == dtype
@@ -455,7 +456,8 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
     g = seeded()
     z = torch.randn(2, 100, D, generator=g)
     z = z.repeat_interleave(copies, 1)[:, torch.randperm(100 * copies, generator=g)]
-    for cells, there in ((64, 64), (100, 100), (min(128, 100 * copies), 100)):
+    cases = [(64, 64), (100, 100), (min(128, 100 * copies), 100)]
+    for cells, there in cases:
         centres = find_centres(z, z.new_zeros(z.shape[:2]), cells)
         for head in centres:
             actual = len(head[head.abs().amax(-1) < 1e6].unique(dim=0))
@@ -474,7 +476,8 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     difference = (whole - attend(x, y, v, all_keys)).abs().max()
     assert difference < 1e-5
     parts = []
-    for at in (slice(0, 200), slice(200, 201), slice(201, S)):
+    cases = [slice(0, 200), slice(200, 201), slice(201, S)]
+    for at in cases:
         parts.append(state.step(*at_tokens((x, y, v), at)))
     difference = (torch.cat(parts, 2) - whole).norm()
     assert difference < 1e-4 * whole.norm()

@@ -157,7 +157,8 @@ def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
         state = RecallState(SIZES, 2)
         start = 0
         parts = []
-        for n in (3, 40, 1, 1, 90, 1, 7, 120, 1, 66):
+        cases = [3, 40, 1, 1, 90, 1, 7, 120, 1, 66]
+        for n in cases:
             at = slice(start, start + n)
             part = None if mask is None else mask[:, at]
             parts.append(state.step(*at_tokens((x, y, v), at), part))
@@ -268,7 +269,8 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     whole = attend(x, y, v)
     state = RecallState(SIZES, 3)
     torch.set_num_threads(before)
-    for at in (slice(0, 250), slice(250, 251)):
+    cases = [slice(0, 250), slice(250, 251)]
+    for at in cases:
         actual = state.step(*at_tokens((x, y, v), at))
         expected = whole[:, :, at]
         assert_close(actual, expected)
@@ -314,7 +316,8 @@ def test_one_key_of_many_is_found():
 
 def test_centres_are_of_keys_from_everywhere():
     """However many there are, and whatever small period they have."""
-    for keys in (5, 63, 64, 200, 1024, 4096, 5000):
+    cases = [5, 63, 64, 200, 1024, 4096, 5000]
+    for keys in cases:
         places = recall.sample_positions(keys, CENTRE_SAMPLES * 4, torch.device("cpu"))
         assert len(places.unique()) == len(places) >= min(keys, CENTRE_SAMPLES * 4)
         assert places.min() >= 0
@@ -428,7 +431,8 @@ def test_more_keys_are_read_of_a_longer_past():
     state = RecallState(sizes, 1)
     whole = call.attend(x, y, v, None, call.choose(x, y, None))
     parts = []
-    for at in (slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960))):
+    cases = [slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960))]
+    for at in cases:
         parts.append(state.step(x[:, :, at], y[:, None, at], v[:, None, at]))
     actual = torch.cat(parts, 2)
     assert_close(actual, whole, rtol=0, atol=2e-4)

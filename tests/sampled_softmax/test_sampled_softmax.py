@@ -419,7 +419,8 @@ def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
 
 def test_tables_of_another_m_are_refused(head, queries):
     saved = built(TreeFeatures, OPRF(), head, queries, m=8).state_dict()
-    for other in ({"m": 4}, {"m": 8, "temperature": 0.5}):
+    cases = [{"m": 4}, {"m": 8, "temperature": 0.5}]
+    for other in cases:
         sampler = TreeFeatures(OPRF(), V, D, seed=1, **other)
         with pytest.raises(ValueError, match="saved tables.*m = 8"):
             sampler.load_state_dict(saved)
@@ -457,7 +458,8 @@ def test_bad_input_is_refused(head, queries, targets):
 
 def test_no_queries_get_no_draws(head, queries):
     for sampler in samplers(head, queries):
-        for targets in (None, torch.zeros(0, dtype=torch.long)):
+        cases = [None, torch.zeros(0, dtype=torch.long)]
+        for targets in cases:
             actual = sampler.draw(queries[:0], targets, 4).ids.shape
             assert actual == (0, 4)
 

@@ -110,7 +110,8 @@ def test_maps_of_gaussian_rows_refuse_others():
     for sampler in ALL:
         rows_of = sampler(6, 4, seeded())
         assert rows_of.gaussian == (sampler in EXACT), name(sampler)
-        for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
+        cases = [PoisRF(rate=0.5), GeomRF(p=0.5)]
+        for phi in cases:
             if rows_of.gaussian:
                 assert phi.phi_q(x, rows_of, phi.fit(None)).log_scale.isfinite().all(), name(
                     sampler
@@ -205,7 +206,8 @@ def test_row_lengths(d):
         assert within(sq, d)
         assert within(sq**2, d * (d + 2))
         assert within(sq[:, 0] * sq[:, 1], d * d)
-    for sampler in (partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")):
+    cases = [partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")]
+    for sampler in cases:
         sq = rows(sampler, d + 2, d, 50).square().sum(-1)
         expected = torch.full((50, d + 2), float(d)).double()
         assert_close(sq, expected)
@@ -251,7 +253,8 @@ def test_bad_input(make, message):
 def test_project_is_the_product(sampler, dtype, tolerance):
     """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
-    for batch in [(), (3,), (2, 1), (2, 3)]:
+    cases = [(), (3,), (2, 1), (2, 3)]
+    for batch in cases:
         draw = sampler(11, 6, seeded(), batch=batch, dtype=torch.float64).to(dtype)
         expected = x @ draw.rows().mT
         paths = [draw.project] + (
@@ -291,7 +294,8 @@ def test_projection_is_float32_at_least(draw):
 def test_inference_first_then_training():
     """What a first pass in inference mode keeps must serve a later backward pass."""
     noise._hadamard_matrix.cache_clear()
-    for draw in (hadamard(8, 8, seeded()), hadamard(1024, 1024, seeded())):
+    cases = [hadamard(8, 8, seeded()), hadamard(1024, 1024, seeded())]
+    for draw in cases:
         x = torch.ones(2, draw.d)
         with torch.inference_mode():
             draw.project(x), draw.sq_norm
@@ -303,11 +307,12 @@ def test_inference_first_then_training():
 
 
 def test_on_sphere():
-    for draw in (
+    cases = [
         iid(9, 3, seeded()),
         hadamard(9, 8, seeded()),
         hadamard(64, 3, seeded(), batch=(50,), blocks=3),
-    ):
+    ]
+    for draw in cases:
         sphere = draw.on_sphere()
         lengths = sphere.rows().square().sum(-1)
         assert not sphere.gaussian

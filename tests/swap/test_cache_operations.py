@@ -246,7 +246,8 @@ def test_reformer_takes_a_prompt_alone():
     model = swapped(*CAUSAL["reformer"])
     ids = tokens(length=SHORT)
     mask = short_masks("not")
-    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)):
+    cases = [DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)]
+    for cache in cases:
         out = called(model, ids[:, :14], mask[:, :14], cache)
         expected = called(model, ids[:, :14], mask[:, :14])
         assert_close(out, expected)

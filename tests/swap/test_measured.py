@@ -144,7 +144,8 @@ def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
 
 
 def test_measuring_leaves_the_layer_as_it_is():
-    for phi, mode in ((GERF(), "causal"), (OPRF(), "own")):
+    cases = [(GERF(), "causal"), (OPRF(), "own")]
+    for phi, mode in cases:
         one = layer_of(phi, 16, mode, redraw_every=1)
         other = layer_of(phi, 16, mode, redraw_every=1)
         calibrated(one, qkv(1.0, 0))
@@ -201,7 +202,8 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
     window = swap_attention(made(gpt2), "window")
-    for bare, name in ((made(gpt2), "none"), (window, "window")):
+    cases = [(made(gpt2), "none"), (window, "window")]
+    for bare, name in cases:
         with pytest.raises(ValueError, match=f"swapped: {name}"):
             calibrate_attention(bare, [inputs(gpt2)])
 

@@ -109,7 +109,8 @@ def test_other_patterns_are_refused_when_they_come():
     j = torch.arange(L)
     packed = (i < 4) == (j < 4)
     past = j <= i
-    for pattern in (past & packed, past | (j < 3), past & (j > i - 3)):
+    cases = [past & packed, past | (j < 3), past & (j > i - 3)]
+    for pattern in cases:
         with pytest.raises(
             ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"
         ):
@@ -147,14 +148,16 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
     kinds = ["sliding_attention", "full_attention"] * 2
     ids = tokens(length=20)
     model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
-    for name, options in (("exact", {}), ("favorp", {"m": 8})):
+    cases = [("exact", {}), ("favorp", {"m": 8})]
+    for name, options in cases:
         swap_attention(model, name, layers="supported", **options)
         actual = describe_attention(model)["mechanism"].tolist()
         expected = ["unchanged", name] * 2
         assert actual == expected
         whole = model(input_ids=ids, use_cache=False).logits
         past = None
-        for start, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
+        cases = [(0, 7), (7, 8), (8, 19), (19, 20)]
+        for start, end in cases:
             input_ids = ids[:, start:end]
             out = model(input_ids=input_ids, past_key_values=past, use_cache=True)
             past = out.past_key_values
@@ -206,13 +209,14 @@ def test_multihead_attention_equals_torch(options):
     def turn(t):
         return t.transpose(0, 1) if time_first else t
 
-    for given in (
+    cases = [
         {},
         {"key_padding_mask": padding},
         {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
         {"need_weights": False},
         {"average_attn_weights": False},
-    ):
+    ]
+    for given in cases:
         expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
         assert_close(got, expected, **LOOSE)
     expected, got = (
@@ -228,14 +232,15 @@ def test_causal_masks_of_torch():
     x = torch.randn(B, 6, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(6)
     padding = torch.arange(6) >= torch.tensor([[6], [3]])
-    for given in (
+    cases = [
         {"attn_mask": mask},
         {"attn_mask": mask, "is_causal": True},
         {"attn_mask": mask == -torch.inf},
         {"attn_mask": mask.expand(B * 4, 6, 6)},
         {"attn_mask": torch.zeros(6, 6)},
         {"attn_mask": mask == -torch.inf, "key_padding_mask": padding},
-    ):
+    ]
+    for given in cases:
         actual = swap(x, x, x, **given)[0]
         expected = module(x, x, x, **given)[0]
         assert_close(actual, expected, **LOOSE)
@@ -248,11 +253,12 @@ def test_causal_masks_of_torch():
             ),
             **LOOSE,
         )
-    for bad in (
+    cases = [
         mask == 0,
         torch.rand(6, 6),
         (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0),
-    ):
+    ]
+    for bad in cases:
         with pytest.raises(ValueError, match="MultiheadAttention: attention_mask"):
             swap(x, x, x, attn_mask=bad)
 

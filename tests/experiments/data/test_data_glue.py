@@ -273,6 +273,7 @@ def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
 def test_bucketing_saves_padding():
     plan = Plan(batch=10)
     padded = []
-    for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train")):
+    cases = [bucketed(LENGTHS, plan), plan.rows(1003, "train")]
+    for order in cases:
         padded.append(sum(10 * LENGTHS[rows].max() for rows in order))
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]

@@ -356,7 +356,8 @@ def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
 
 # ------------------------------------------------------------------------------------------- corpora of words
 def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
-    for split, lines in (("train", train), ("valid", valid), ("test", test)):
+    cases = [("train", train), ("valid", valid), ("test", test)]
+    for split, lines in cases:
         (folder / f"ptb.{split}.txt").write_text(lines)
     return folder
 
@@ -475,7 +476,8 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     for part in np.split(found.tokens, found.ends)[:-1]:
         parts.append(byte_pairs.decode(part[:-1]))
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
-    for part in (found.part(0, 4), found.part(4, len(found.tokens) - 1)):
+    cases = [found.part(0, 4), found.part(4, len(found.tokens) - 1)]
+    for part in cases:
         words = byte_pairs.decode([token for token in part.tokens if token != 7])
         actual = part.words.sum()
         expected = len(words.split()) + words.count("\n")

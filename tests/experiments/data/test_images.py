@@ -108,7 +108,8 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
     """At any depth."""
     root = write_images(tmp_path / "b", inner="x")
     for name in (".ipynb_checkpoints", *SYSTEM[:2]):
-        for place in (root, root / "train", root / "val/class0", root / "val/class0/x"):
+        cases = [root, root / "train", root / "val/class0", root / "val/class0/x"]
+        for place in cases:
             (place / name).mkdir()
             for file in (place / name / "0.png", place / f"._{name}.png"):
                 shutil.copy(root / "train/class1/x/0.png", file)
@@ -184,7 +185,8 @@ def drawing(mode, box, ink=0):
 )
 def test_transparent_pixels_become_white(mode, suffix, by_name, tmp_path):
     path = tmp_path / f"a.{suffix}"
-    for box in ((4, 4, 12, 12), (20, 8, 28, 30)):
+    cases = [(4, 4, 12, 12), (20, 8, 28, 30)]
+    for box in cases:
         image, options = drawing(mode, box)
         if suffix == "webp":
             options["lossless"] = True
@@ -220,7 +222,8 @@ def test_an_image_is_turned_upright(orientation, tmp_path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
+    cases = [tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")]
+    for source in cases:
         actual = np.asarray(images.read_image(source))
         assert np.array_equal(actual, upright)
 
@@ -231,13 +234,14 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     (tmp_path / "text.jpg").write_text("This is no image.")
     (tmp_path / "empty.png").write_bytes(b"")
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
-    for name, words in (
+    cases = [
         ("cut.jpg", "truncated"),
         ("text.jpg", "cannot identify"),
         ("empty.png", "cannot identify"),
         ("gone.jpg", "No such file"),
         ("fractions.tiff", "mode F"),
-    ):
+    ]
+    for name, words in cases:
         with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
             images.read_image(tmp_path / name)
 

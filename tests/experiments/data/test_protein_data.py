@@ -21,10 +21,11 @@ def write(path, sequences, kind="tr", width=10, end="\n"):
     """A FASTA file with lines of `width` letters, packed where its name says so."""
     lines = []
     for i, s in enumerate(sequences):
-        for line in (
+        cases = [
             f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
             *(s[j : j + width] for j in range(0, len(s), width)),
-        ):
+        ]
+        for line in cases:
             lines.append(line)
     content = "".join(line + end for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -146,7 +147,8 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     that are asked for; of equal sequences one, which is held out where one of them is."""
     made = [*dict.fromkeys(sequences(2000))]
     found = []
-    for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
+    cases = [("whole", made), ("repeated", [*made[900:], *made[:1000]])]
+    for name, letters in cases:
         index = read_files([write(tmp_path / f"{name}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
         letters_of = {}

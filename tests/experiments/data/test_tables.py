@@ -368,10 +368,11 @@ def test_kind_decides(tmp_path):
             "city",
             "regression",
         )
-    for labels, classes in (
+    cases = [
         (["1", "1.0", "2", "2.00"], ("1", "1.0", "2", "2.00")),
         (["1", "2", "3", "x"], ("1", "2", "3", "x")),
-    ):
+    ]
+    for labels, classes in cases:
         file = write_own(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
         assert read_own(file, "y", "classification")[0].classes == classes
 
@@ -437,10 +438,11 @@ def test_the_scale_is_that_of_the_training_part(tmp_path):
 @pytest.mark.parametrize("number", [True, False])
 def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
     noise, x = np.random.default_rng(0).normal(size=(2, 100))
-    for y, worse in (
+    cases = [
         (noise if number else ["aaaab"[i % 5] for i in range(100)], True),
         (x if number else np.where(x > 0, "a", "b"), False),
-    ):
+    ]
+    for y, worse in cases:
         task = task_of(write_own(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
         summary = task.summary(list(task.records(Mechanism.of("exact"), 0)))
         assert ("of the training part" in summary) == worse

@@ -246,7 +246,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 def test_temperature_and_nuclei_of_the_chances():
     order = torch.tensor([2, 0, 3, 1])
-    for choice, expected in [
+    cases = [
         (TokenChoice(), [0.4, 0.3, 0.2, 0.1]),
         (TokenChoice(temperature=0), [1, 0, 0, 0]),
         (TokenChoice(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
@@ -254,7 +254,8 @@ def test_temperature_and_nuclei_of_the_chances():
         (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
         (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
         (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
-    ]:
+    ]
+    for choice, expected in cases:
         assert_close(
             choice.probabilities(LOGITS[:, order])[0],
             torch.tensor(expected).double()[order],
@@ -335,11 +336,12 @@ def test_what_cannot_be_loaded(tmp_path):
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)
-    for wrong, words in [
+    cases = [
         (fields | {"kind": "bert"}, "run=.*kind=bert"),
         ("{", "not readable"),
         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing"),
-    ]:
+    ]
+    for wrong, words in cases:
         config.write_text(wrong if wrong == "{" else json.dumps(wrong))
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")

@@ -179,7 +179,8 @@ def test_audio_and_official_files_are_inputs_too(tmp_path, monkeypatch):
     assert actual == expected
     assert UCI(*options).inputs() == [None]
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
-    for task in (ImageNet.__new__(ImageNet), Pixels.__new__(Pixels)):
+    cases = [ImageNet.__new__(ImageNet), Pixels.__new__(Pixels)]
+    for task in cases:
         for task.dataset, files in ("birds", [tmp_path / "images" / "birds"]), ("digits", []):
             task.data_dir = None
             task.hub = {"name": None}

@@ -164,10 +164,11 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     for name, tensor in model.state_dict().items():
         wrapped[f"module.{name}"] = tensor
     torch.save({"model": wrapped}, tmp_path / "saved.pth")
-    for options in (
+    cases = [
         {"init": str(tmp_path)},
         {"init": str(tmp_path / "saved.pth"), "model": "vit_tiny_patch16_224"},
-    ):
+    ]
+    for options in cases:
         task = task_of(folder, **LOADED, **options)
         actual = task.build(Mechanism.of("exact")).state_dict()
         assert equal(actual, model.state_dict())

@@ -295,7 +295,8 @@ def test_the_ant_walks_where_it_is_led():
     """Equal strides lead ahead, the second pair's alone to the left, and a step into the void ends the rollout."""
     world = SteppingStones()
     ways = {}
-    for name, action in (("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))):
+    cases = [("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))]
+    for name, action in cases:
         world.reset(0)
         ended = []
         for _ in range(4):

@@ -182,10 +182,11 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
     found = task.build(Mechanism.of("exact")).state_dict()
     for key, tensor in model.state_dict().items():
         assert torch.equal(found[key], tensor)
-    for count, check in (
+    cases = [
         (0, lambda weights: max(weights) == 0),
         (2, lambda weights: min(weights) > 0),
-    ):
+    ]
+    for count, check in cases:
         layers = mlm(calibration=count, **given).build(Mechanism.of("favorpp", m=8)).modules()
         assert check(
             [float(part.running_weight) for part in layers if hasattr(part, "running_weight")]
@@ -309,7 +310,8 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
     """The state goes from batch to batch and begins anew with an epoch; micro-batches have their own."""
     task = ptb()
     model = built(task)
-    for plan, parts in ((Plan(4), 1), (Plan(4, micro=2), 2)):
+    cases = [(Plan(4), 1), (Plan(4, micro=2), 2)]
+    for plan, parts in cases:
         for _ in range(2):
             batches = [*task.batches("train", plan)]
             losses = []
@@ -402,13 +404,15 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     )
     for name, tensor in model.body.state_dict().items():
         assert torch.equal(found[name], tensor)
-    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
+    cases = [{"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}]
+    for other in cases:
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
             ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
 
 
 def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
-    for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
+    cases = [("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")]
+    for part, text in cases:
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     with pytest.raises(DataError, match="'c' and <unk> are not in the training text"):
         ptb(corpus="ptb", data_dir=str(tmp_path))

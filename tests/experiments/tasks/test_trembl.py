@@ -185,13 +185,14 @@ def test_what_a_run_cannot_be_started_from(tmp_path):
     task = task_of()
     model = task.build(Mechanism.of("favorp", m=8))
     task.export(model, model.state_dict(), tmp_path)
-    for options, words in [
+    cases = [
         ({"direction": "bidirectional"}, "task.direction: differs from task.init="),
         ({"max_length": 17}, "expected at most the 16 positions of task.init="),
         ({"preset": "small"}, "task.preset and task.sizes: differs from task.init="),
         ({"sizes": {"layers": 2}}, "task.preset and task.sizes: differs from task.init="),
         ({"positions": "rotary"}, "task.positions: differs from task.init="),
-    ]:
+    ]
+    for options, words in cases:
         with pytest.raises(ConfigError, match=words):
             task_of(init=str(tmp_path), **{"sizes": {}} | options)
     actual = task_of(init=str(tmp_path), sizes={"layers": 1}, positions="learned").description

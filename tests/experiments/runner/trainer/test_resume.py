@@ -404,7 +404,8 @@ def test_a_run_whose_checkpoints_cannot_be_read_stays_as_it_is(
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    for step, best in [(1, None), (2, 1), (3, 2), (4, 2), (5, 2)]:
+    cases = [(1, None), (2, 1), (3, 2), (4, 2), (5, 2)]
+    for step, best in cases:
         write(tmp_path, step, best)
         checkpoint.prune(tmp_path, keep=2, best=best)
     assert checkpoint.steps(tmp_path) == [2, 4, 5]

@@ -112,10 +112,11 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
     assert [len(rows) for rows in first] == [6] * 10
     actual = {frozenset(r) for r in first}
     assert actual != {frozenset(r) for r in second}
-    for costs, message in [
+    cases = [
         ([1, 31, 2], "a row costs 31; expected at most the budget of 30"),
         ([1], "1 rows for 2 micro-batches"),
-    ]:
+    ]
+    for costs, message in cases:
         with pytest.raises(ValueError, match=message):
             list(Plan(1, micro=2).by_cost(costs, 30, "train"))
 
