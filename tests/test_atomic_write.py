@@ -58,7 +58,7 @@ def test_a_full_disk_is_named_and_leaves_the_older_file(name, small_files, tmp_p
         (FILES | {MODEL: save_a_model})[name](path)
     small_files(resource.RLIM_INFINITY)
     assert str(path) in str(error.value)
-    actual = {each.name for each in tmp_path.iterdir()}
+    actual = {path.name for path in tmp_path.iterdir()}
     assert actual <= {name}
     assert (
         path.read_bytes() == b"older"
@@ -94,7 +94,7 @@ def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(nam
     assert elsewhere.read_bytes() != b"older"
     assert beside.read_text() == "mine"
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o600
-    actual = {each.name for each in tmp_path.iterdir()}
+    actual = {path.name for path in tmp_path.iterdir()}
     assert actual == {name, beside.name, "elsewhere"}
 
 

@@ -42,8 +42,8 @@ def imported(name):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: write the full name of the module"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {each if each in MODULES else node.module for each in names}
-    return {each for each in found if each in MODULES} - {name, FRONT}
+            found |= {module if module in MODULES else node.module for module in names}
+    return {module for module in found if module in MODULES} - {name, FRONT}
 
 
 def box(name):

@@ -315,7 +315,7 @@ HALVES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
 
 @pytest.mark.parametrize(
     "phi, rounding, is_causal",
-    in_turn([OPRF(), HypRF(), PoisRF(), TrigRF()], HALVES, [False, True], each=2),
+    in_turn([OPRF(), HypRF(), PoisRF(), TrigRF()], HALVES, [False, True], times=2),
     ids=repr,
 )
 def test_half_precision_rounds_inputs_and_outputs_alone(phi, rounding, is_causal, small_chunks):

@@ -46,7 +46,7 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
 # float32: in C, where it is
 @pytest.mark.parametrize(
     "phi, rounding",
-    in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)], each=2),
+    in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)], times=2),
     ids=repr,
 )
 def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):

@@ -121,18 +121,18 @@ for name in mechanisms():
         CASES.append((name, True))
 
 
-def drawn(batch, heads, seed):
+def draw_inputs(batch, heads, seed):
     g = seeded(seed)
     return torch.randn(batch, heads, LENGTH, 16, generator=g, dtype=torch.float64)
 
 
-def made(name, causal):
+def build_layer(name, causal):
     """Calibrated."""
     kind, options = mechanisms()[name]
     attention = layer_of(kind, options, causal=causal).double().eval()
     if kind not in CONTROLS:
         with attention.calibration(), torch.no_grad():
-            attention(drawn(4, 4, 6), drawn(4, 2, 7), drawn(4, 2, 8))
+            attention(draw_inputs(4, 4, 6), draw_inputs(4, 2, 7), draw_inputs(4, 2, 8))
     return attention
 
 
@@ -141,7 +141,11 @@ def padded(rows, holes=()):
     at = torch.arange(LENGTH)
     keep = torch.stack([(at >= row.start) & (at < row.stop) for row in rows])
     keep[:, holes] = False
-    q, *rest = drawn(len(rows), 4, 0), drawn(len(rows), 2, 1), drawn(len(rows), 2, 2)
+    q, *rest = (
+        draw_inputs(len(rows), 4, 0),
+        draw_inputs(len(rows), 2, 1),
+        draw_inputs(len(rows), 2, 2),
+    )
     return q, *(torch.where(keep[:, None, :, None], t, torch.nan) for t in rest), keep
 
 
@@ -167,7 +171,7 @@ TURNS = [*{name: None for name, _ in CASES}]
 @torch.no_grad()
 def test_padding_is_truncation_on_either_side(name, causal):
     """Also where tokens within do not count, which keep their places."""
-    attention = made(name, causal)
+    attention = build_layer(name, causal)
     rows = [*REAL.values()]
     for holes in ((), (10, 11, 17)):
         q, k, v, keep = padded(rows, list(holes))
@@ -188,7 +192,7 @@ def test_padding_is_truncation_on_either_side(name, causal):
 def test_masked_keys_enter_no_output(name):
     """Of queries at padding neither, and a row without keys gives 0."""
     causal = name != "linformer" and TURNS.index(name) % 2 == 0
-    attention = made(name, causal=causal)
+    attention = build_layer(name, causal=causal)
     q, k, v, keep = padded([*REAL.values(), slice(0, 0)], [10, 11, 17])
     out = attention(q, k, v, keep)
     assert out.isfinite().all()
@@ -211,7 +215,7 @@ def test_identity_sees_the_key_of_each_query_alone(causal):
 @pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
 @torch.no_grad()
 def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
-    attention = made(name, True)
+    attention = build_layer(name, True)
     rows = [*REAL.values()]
     q, k, v, keep = padded(rows)
     whole = attention(q, k, v, keep)
@@ -324,8 +328,8 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
     model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4))
     q, k, v = torch.randn(3, 2, 2, 12, 4)
     averages = {}
-    for kind, made in AVERAGES.items():
-        averages[kind] = made(model)
+    for kind, build_layer in AVERAGES.items():
+        averages[kind] = build_layer(model)
     for _ in range(6):
         layer(q, k, v)
         for averaged in averages.values():
@@ -335,8 +339,8 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
         copied = averaged.module[0].eval()
         assert copied(q, k, v).isfinite().all(), kind
         if name != "linformer" or redraw_every:
-            drawn = copied.rows_of_draw(copied.copied_draw)
-            for rows, t in drawn.items():
+            draw_inputs = copied.rows_of_draw(copied.copied_draw)
+            for rows, t in draw_inputs.items():
                 assert torch.equal(copied.rows(rows), t), kind
         assert (
             "buffers" in kind

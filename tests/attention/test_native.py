@@ -194,7 +194,7 @@ def test_underflow_takes_a_chunk_token_by_token(at):
 
 @needs_library
 @pytest.mark.parametrize(
-    "grow, causal", in_turn([(0.01, 4.0), (4.0, 0.01)], [True, False], each=2), ids=str
+    "grow, causal", in_turn([(0.01, 4.0), (4.0, 0.01)], [True, False], times=2), ids=str
 )
 def test_keys_that_outgrow_each_other(causal, grow):
     """The reference of the features moves many times over."""
@@ -264,7 +264,7 @@ def small(cache, monkeypatch):
     return cache
 
 
-def kept():
+def compiled_file():
     """The library's file, whole.
     It is not loaded: a process that has one by this name would not look at the file again."""
     file = native.compiled()
@@ -295,11 +295,11 @@ def test_without_a_compiler(compiler, reason, cache, monkeypatch, caplog):
 
 
 def test_compiled_once_for_each_version_of_the_compiler(small, monkeypatch, tmp_path):
-    made = kept()
+    made = compiled_file()
     before = made.stat()
     actual = [f.name for f in small.iterdir()]
     assert actual == [made.name]
-    assert kept() == made
+    assert compiled_file() == made
     assert made.stat().st_ino == before.st_ino  # not even written again
     compiler = tmp_path / "compiler"
 
@@ -308,7 +308,7 @@ def test_compiled_once_for_each_version_of_the_compiler(small, monkeypatch, tmp_
             f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nexec cc "$@"\n'
         )
         compiler.chmod(0o755)
-        return kept()
+        return compiled_file()
 
     monkeypatch.setenv("CC", str(compiler))
     assert named("one 12.1") == named("one 12.1") != named("one 12.2")
@@ -319,14 +319,14 @@ def test_many_processes_at_once(small):
     context = multiprocessing.get_context("fork")
     workers = []
     for _ in range(4):
-        workers.append(context.Process(target=kept))
+        workers.append(context.Process(target=compiled_file))
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert len(list(small.iterdir())) == 1
-    assert kept().parent == small
+    assert compiled_file().parent == small
 
 
 def test_the_library_fails_with_a_message(small, monkeypatch, caplog, tmp_path):

@@ -156,13 +156,13 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     total = weights.sum(-1, keepdim=True)
     expected = weights @ case.v / torch.where(total == 0, 1.0, total)
 
-    def of(t):
+    def with_gradients(t):
         return [
             t,
             *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True),
         ]
 
-    assert_same(of(out), of(expected))
+    assert_same(with_gradients(out), with_gradients(expected))
 
 
 def test_merge_is_the_sum():

@@ -186,7 +186,7 @@ def reformer_twin(layer, q, v, keep=None):
         ],
         [False, True],
         [False, True],
-        each=2,
+        times=2,
     ),
     ids=str,
 )
@@ -200,7 +200,9 @@ def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, maske
     out = layer(q, k, v, keep)
     expected = reformer_twin(layer, q, v, keep)
     assert_close(out, expected)
-    gradients = (torch.autograd.grad(each.square().sum(), (q, v)) for each in (out, expected))
+    gradients = (
+        torch.autograd.grad(out_of_layer.square().sum(), (q, v)) for out_of_layer in (out, expected)
+    )
     for ours, theirs in zip(*gradients):
         assert_close(ours, theirs)
 

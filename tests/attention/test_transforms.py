@@ -309,7 +309,7 @@ m = 8
         [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()],
         [False, True],
         [False, True],
-        each=2,
+        times=2,
     ),
     ids=repr,
 )

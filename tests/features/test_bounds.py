@@ -55,7 +55,7 @@ def fit(phi, x, y):
 
 @pytest.mark.parametrize(
     "phi, ensemble, size",
-    in_turn(COUPLED, ["orthogonal", "simplex"], [(5, 3), (2, 2)], each=2),
+    in_turn(COUPLED, ["orthogonal", "simplex"], [(5, 3), (2, 2)], times=2),
     ids=str,
 )
 def test_exact_variance_of_coupled_rows(phi, ensemble, size):

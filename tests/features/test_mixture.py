@@ -129,13 +129,13 @@ def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
     seen = torch.ones(30, 30, dtype=torch.bool).tril()
     exact = (x[0] @ y[0].mT).masked_fill(~seen, -torch.inf).softmax(-1)
 
-    def of(log_weights):
+    def divergence_of(log_weights):
         return divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
 
     for moved in params.log_weights + 0.05 * torch.cat(
         [torch.eye(4), -torch.eye(4)]
     ).double().unsqueeze(1):
-        assert of(moved) > of(params.log_weights[0]) - 1e-5
+        assert divergence_of(moved) > divergence_of(params.log_weights[0]) - 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -182,7 +182,7 @@ def _saved(name: str) -> dict:
     found = {}
     for mechanism in MECHANISMS:
         kind = swap_models.HF[name]
-        model = swap_attention(swap_models.made(kind), MECHANISMS[mechanism])
+        model = swap_attention(swap_models.build_model(kind), MECHANISMS[mechanism])
         attempt(
             lambda model=model, kind=kind: calibrate_attention(model, [swap_models.inputs(kind)])
         )

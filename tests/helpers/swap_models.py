@@ -243,7 +243,7 @@ class Seq2Seq(nn.Module):
 HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": bert2gpt2}
 
 
-def each(models):
+def for_each_model(models):
     """One test for each model; models that share all code with another one are slow."""
     cases = []
     for name, make in models.items():
@@ -259,7 +259,7 @@ def spread(model, std=0.3):
     return model
 
 
-def made(make, scale=4.0, seed=0):
+def build_model(make, scale=4.0, seed=0):
     """A model in eval mode whose attention is not flat."""
     torch.manual_seed(seed)
     model = make().eval()
@@ -291,7 +291,7 @@ def run(model, **batch):
 def swapped(make, name="favorpp", **options):
     if name not in ("exact", "identity"):
         options = {"m": 32} | options
-    model = swap_attention(made(make), name, **options)
+    model = swap_attention(build_model(make), name, **options)
     if make in CAUSAL.values() and name not in ("exact", "identity"):
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
     return model

@@ -195,7 +195,7 @@ def shrunk(key: str, value: Any) -> Any:
         if size == "kv_heads":
             return min(value, 2) if value > 0 else value
         return value if size is None else min(size, value) if value > 0 else value
-    if isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
+    if isinstance(value, (list, tuple)) and value and all(type(entry) is int for entry in value):
         size = _size(key)
         if isinstance(size, int) and len(set(value)) == 1:
             return type(value)(min(size, v) for v in value)

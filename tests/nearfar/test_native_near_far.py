@@ -191,15 +191,15 @@ def test_repeated_keys(way, masked, seed):
     def exact(*t):
         return exact_attention(*t, causal=causal, key_mask=keep)
 
-    def found(attend, dtype):
+    def with_gradients(attend, dtype):
         inputs = [t.to(dtype).requires_grad_() for t in tensors]
         out = attend(*inputs) * (weight != 0)
         return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
-    ours = found(near_far, torch.float64)
-    assert_near(found(near_far, torch.float32), ours, 1e-4)
+    ours = with_gradients(near_far, torch.float64)
+    assert_near(with_gradients(near_far, torch.float32), ours, 1e-4)
     if most is None and not causal:  # what a causal query reads is chosen by logits in 8 bits
-        assert_near(ours[:1], found(exact, torch.float64)[:1], 1e-9)
+        assert_near(ours[:1], with_gradients(exact, torch.float64)[:1], 1e-9)
 
 
 def attended(x, y, v, grad):

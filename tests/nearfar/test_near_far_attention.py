@@ -382,7 +382,7 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
 # ---- scales, copies and sizes, in both engines
 
 
-def drawn():
+def draw_inputs():
     g = seeded()
     x, y, v = (torch.randn(1, 2, S, D, generator=g) for _ in range(3))
     return 1.5 * x, y + 0.5, v
@@ -411,18 +411,18 @@ def test_keys_times_a_number_and_queries_over_it(engine, causal):
     def call(*t):
         return attend(*t, SMALL, causal)
 
-    expected = gradients(*drawn(), 1, call)
+    expected = gradients(*draw_inputs(), 1, call)
     for scale in (2.0**-10, 2.0**10):
-        for ours, own in zip(gradients(*drawn(), scale, call), expected):
+        for ours, own in zip(gradients(*draw_inputs(), scale, call), expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
     all_keys = SMALL._replace(open=S)
-    expected = gradients(*drawn(), 1, lambda *t: exact_attention(*t, causal=True))
+    expected = gradients(*draw_inputs(), 1, lambda *t: exact_attention(*t, causal=True))
     for scale in (1e-3, 1.0, 1e3):
-        found = gradients(*drawn(), scale, lambda *t: attend(*t, all_keys))
+        found = gradients(*draw_inputs(), scale, lambda *t: attend(*t, all_keys))
         for ours, own in zip(found, expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
@@ -432,7 +432,7 @@ def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
 def test_with_few_different_keys_the_past_alone_decides(engine):
     """20 different keys, each many times: 8-bit scores tie, and so do scores and distances."""
     g = seeded()
-    x, y, v = drawn()
+    x, y, v = draw_inputs()
     different = torch.randn(1, 2, 20, D, generator=g)
     y = different[:, :, torch.randint(20, (S,), generator=g)]
 
@@ -468,7 +468,7 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
 @torch.no_grad()
 @pytest.mark.parametrize("name, size", [("cells", 2**60), ("heavy", 2**32), ("open", 10**7)])
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
-    x, y, v = drawn()
+    x, y, v = draw_inputs()
     many = SMALL._replace(**{name: size})
     all_keys = SMALL._replace(**{name: S})
     whole = attend(x, y, v, many)
@@ -488,7 +488,7 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
 @pytest.mark.parametrize("part, wrong", [(0, torch.nan), (1, -torch.inf)])
 def test_queries_and_keys_that_are_not_finite_are_named(engine, length, part, wrong):
     inputs = []
-    for t in drawn():
+    for t in draw_inputs():
         inputs.append(t[:, :, :length])
     inputs[part][0, 0, length // 2, 0] = wrong
     for until in (32, 0):

@@ -27,7 +27,7 @@ LENGTH = 330
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
 
 
-def drawn(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):
+def draw_inputs(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):
     g = seeded(seed)
 
     def draw(heads, n, k):
@@ -54,7 +54,7 @@ def attend(x, y, v, sizes=SIZES, keep=None):
     "masked, sizes", [(False, SIZES), (True, SIZES._replace(heavy=0, open=5, block=8))]
 )
 def test_outputs_and_gradients_are_those_of_the_reference(masked, sizes, dtype, tolerance):
-    x, y, v = drawn(B=1, S=90)
+    x, y, v = draw_inputs(B=1, S=90)
     for t in (x, y, v):
         t.requires_grad_()
     keep = torch.rand(1, 90, generator=seeded(1)) < 0.7
@@ -69,7 +69,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(masked, sizes, dtype, 
 
 def test_retrieved_keys_are_those_of_the_definition():
     """Those with the largest scores of whole numbers; each counts once."""
-    x, y, _ = drawn(B=1, H=1, S=90)
+    x, y, _ = draw_inputs(B=1, H=1, S=90)
     far = torch.rand(1, 90, generator=seeded(1)) < 0.7
     numbers, step = as_integers(y[0, 0])
     for query in x[0, 0, ::10]:
@@ -96,7 +96,7 @@ def test_mean_below_a_threshold_is_that_of_a_truncated_normal_law(sd):
 
 
 def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
-    x, y, v = (t.requires_grad_() for t in drawn(B=1, S=90))
+    x, y, v = (t.requires_grad_() for t in draw_inputs(B=1, S=90))
     expected = attend(x, y, v)
     monkeypatch.setattr(recall, "CHUNK_NUMBERS", 1)
     actual = attend(x, y, v)
@@ -107,7 +107,7 @@ def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
 
 
 def test_future_never_leaks():
-    x, y, v = (t.requires_grad_() for t in drawn(S=100))
+    x, y, v = (t.requires_grad_() for t in draw_inputs(S=100))
     for grad in torch.autograd.grad(attend(x, y, v)[:, :, :60].sum(), (y, v)):
         assert (grad[:, :, 60:] == 0).all()
         assert (grad[:, :, :60] != 0).any()
@@ -116,7 +116,7 @@ def test_future_never_leaks():
 @torch.no_grad()
 def test_outputs_depend_on_places_and_past_alone():
     """The whole, its first tokens, its last ones; in steps of any size; and behind padding."""
-    x, y, v = drawn()
+    x, y, v = draw_inputs()
     for sizes in (SIZES._replace(open=1), SIZES):
         whole = attend(x, y, v, sizes)
         for n in (1, 9, 100):
@@ -147,7 +147,7 @@ def test_outputs_depend_on_places_and_past_alone():
 def test_token_by_token_is_the_parallel_pass(more, monkeypatch):
     """Also where more keys are read than `open`, from `more` tokens on."""
     monkeypatch.setattr("crt_exp.nearfar.choice.GROWTH_START", more)
-    x, y, v = drawn(H=4, kv_heads=2)
+    x, y, v = draw_inputs(H=4, kv_heads=2)
     keep = torch.rand(2, LENGTH, generator=seeded(2)) < 0.8
     keep[0, :23] = False
     keep[1, :2] = False
@@ -195,7 +195,7 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
         exact_until=pick(0, 200),
     )
     L = (S, pick(1, S), 1)[seed % 3]
-    inputs = drawn(2, group * kv_heads, kv_heads, S, L, d, dv, seed, torch.float32)
+    inputs = draw_inputs(2, group * kv_heads, kv_heads, S, L, d, dv, seed, torch.float32)
     for t in inputs:
         t.requires_grad_()
     x, y, v = inputs
@@ -215,11 +215,11 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("in_c", [False, pytest.param(True, marks=needs_library)])
 def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
-    x, y, v = drawn(B=3)
+    x, y, v = draw_inputs(B=3)
     sizes = SIZES
     close = {"rtol": 0, "atol": 1e-10}
     if in_c:
-        x, y, v = drawn(B=3, d=16, dv=16, dtype=torch.float32)
+        x, y, v = draw_inputs(B=3, d=16, dv=16, dtype=torch.float32)
         sizes = SIZES._replace(block=8)
         close = {}
     monkeypatch.setattr(decoding, "MIN_CAPACITY", 64)
@@ -265,7 +265,7 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
 )
 def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     """One row with few heads for 16 threads, then four."""
-    x, y, v = drawn(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
+    x, y, v = draw_inputs(1, 3, 3, d=d, dv=dv, dtype=torch.float32)
     whole = attend(x, y, v)
     state = RecallState(SIZES, 3)
     torch.set_num_threads(before)
@@ -330,7 +330,7 @@ def test_centres_are_of_keys_from_everywhere():
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_keys_are_measured_about_the_means_of_their_blocks(masked):
-    y = drawn()[1].flatten(0, 1)
+    y = draw_inputs()[1].flatten(0, 1)
     keep = torch.ones(y.shape[:2], dtype=torch.bool)
     keep[:, 1:7] = not masked  # a block without a key beside one with one
     sizes = SIZES._replace(exact_until=200)
@@ -352,7 +352,7 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
 
 
 def test_tokens_that_do_not_fit_a_state_are_refused():
-    _, y, v = drawn(S=20)
+    _, y, v = draw_inputs(S=20)
     with pytest.raises(ValueError, match="2 sequences, got 1"):
         state = RecallState(SIZES, 1)
         state.step(y, y, v)

@@ -98,8 +98,8 @@ def test_a_positive_map_down_the_tree_has_the_dense_law(phi, head, queries, targ
     for without in (None, targets):
         ids = tree.draw(queries, without, DRAWS).ids
         expected = q if without is None else q.scatter(1, targets[:, None], 0.0)
-        for each in zip(ids, expected):
-            assert follows(*each)
+        for sample in zip(ids, expected):
+            assert follows(*sample)
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -121,8 +121,8 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     actual = found.sum(1)
     expected = torch.ones(B)
     assert torch.allclose(actual, expected, atol=0.02)
-    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
-        assert follows(*each)
+    for sample in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*sample)
 
 
 @pytest.mark.parametrize("phi", SIGNED, ids=repr)
@@ -279,8 +279,8 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
     assert bool(drawn.log_q.isfinite().all())
     assert not bool((drawn.ids == 3).any())
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
-    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
-        assert follows(*each)
+    for sample in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*sample)
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):

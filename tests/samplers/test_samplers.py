@@ -131,7 +131,7 @@ def test_mean_zero_and_identity_covariance(sampler, d=3):
 
 @pytest.mark.parametrize(
     "sampler, m, d",
-    [*((each, 6, 4) for each in EXACT), (PRESETS["simplex"], 5, 1)],
+    [*((sampler, 6, 4) for sampler in EXACT), (PRESETS["simplex"], 5, 1)],
     ids=lambda value: name(value) if callable(value) else str(value),
 )
 def test_every_entry_is_standard_normal(sampler, m, d):

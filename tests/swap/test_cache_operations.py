@@ -28,9 +28,11 @@ pytestmark = [
     ),
 ]
 CAUSAL = {
-    name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal
+    name: options
+    for name, options in mechanisms().items()
+    if Mechanism.of(options[0]).kind.can_be_causal
 }
-DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
+DECODE = {name: options for name, options in CAUSAL.items() if name != "reformer"}
 STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")}
 for preset in ("default", "quality"):
     sizes = SMALL | {"preset": preset, "open": 5}

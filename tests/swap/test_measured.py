@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from helpers.seeds import seeded
-from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped
+from helpers.swap_models import bert, build_model, gpt2, inputs, llama, run, swapped
 from torch import nn
 from torch.testing import assert_close
 
@@ -184,7 +184,7 @@ def layers_of(model):
 )
 def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     """Also those of training passes that no pass has folded in yet; the mode of the model stays."""
-    model = swap_attention(made(gpt2).train(), "favorpp", m=8)
+    model = swap_attention(build_model(gpt2).train(), "favorpp", m=8)
     states = layers_of(model)
     assert not any(float(s.running_weight) for s in states)
     run(model, **inputs(gpt2, seed=5))
@@ -195,14 +195,14 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
         assert float(s.running_weight) == 1
         assert int(s.folds) == 3
     assert model.training
-    fresh = swap_attention(made(gpt2), "favorpp", m=8)
+    fresh = swap_attention(build_model(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
     for s, other in zip(states, layers_of(fresh)):
         assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
-    window = swap_attention(made(gpt2), "window")
-    cases = [(made(gpt2), "none"), (window, "window")]
+    window = swap_attention(build_model(gpt2), "window")
+    cases = [(build_model(gpt2), "none"), (window, "window")]
     for bare, name in cases:
         with pytest.raises(ValueError, match=f"swapped: {name}"):
             calibrate_attention(bare, [inputs(gpt2)])
@@ -257,4 +257,4 @@ BATCHES = {
 def test_batches_of_another_form_are_refused(name):
     batches, message = BATCHES[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        calibrate_attention(swap_attention(made(gpt2), "favorpp", m=8), batches)
+        calibrate_attention(swap_attention(build_model(gpt2), "favorpp", m=8), batches)

@@ -204,11 +204,11 @@ def future_leak(model, batch):
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
     both = []
-    for each in (batch[key], changed):
+    for values in (batch[key], changed):
         both.append(
             [
                 t
-                for t in outputs(model, batch | {key: each})
+                for t in outputs(model, batch | {key: values})
                 if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
             ]
         )

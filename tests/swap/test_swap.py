@@ -20,11 +20,11 @@ from helpers.swap_models import (
     Timm,
     attention,
     bert,
-    each,
+    build_model,
+    for_each_model,
     gpt2,
     inputs,
     llama,
-    made,
     run,
     swapped,
 )
@@ -52,10 +52,10 @@ pytestmark = [
 ]
 
 
-@each(ALL)
+@for_each_model(ALL)
 @torch.no_grad()
 def test_exact_is_the_original_and_unswap_restores_it(make):
-    model = made(make)
+    model = build_model(make)
     batch = inputs(make)
     before = run(model, **batch)
     keys = list(model.state_dict())
@@ -70,18 +70,18 @@ def test_exact_is_the_original_and_unswap_restores_it(make):
     assert list(model.state_dict()) == keys
 
 
-@each(ALL)
+@for_each_model(ALL)
 @torch.no_grad()
 def test_many_features_come_near_and_few_less(make):
     batch = inputs(make)
-    exact = run(made(make), **batch)
+    exact = run(build_model(make), **batch)
     few = run(swapped(make, m=4), **batch)
     many = run(swapped(make, m=1024), **batch)
     difference = (many - exact).norm()
     assert difference < 0.5 * (few - exact).norm()
 
 
-@each(TEXT)
+@for_each_model(TEXT)
 @torch.no_grad()
 def test_padding_is_truncation(make):
     short = inputs(make, 6)["input_ids"]
@@ -122,7 +122,7 @@ def test_returned_matrices_are_those_of_the_attention(make):
 @torch.no_grad()
 def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
     """Of swapped and of untouched layers."""
-    model = made(make)
+    model = build_model(make)
     real = torch.arange(L) < torch.tensor([[L], [6]])
     batch = inputs(make) | {"attention_mask": real.long()}
     model.set_attn_implementation("eager")
@@ -139,7 +139,7 @@ def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
 
 @torch.no_grad()
 def test_swapping_twice_replaces_and_layers_mix():
-    model = made(bert)
+    model = build_model(bert)
     batch = inputs(bert)
     once = run(swap_attention(copy.deepcopy(model), "relu", m=8), **batch)
     swap_attention(model, "favorpp", m=32)
@@ -168,11 +168,11 @@ def test_models_of_one_configuration_are_apart():
     assert first.config._attn_implementation == "crt_exp"
 
 
-@each(ALL)
+@for_each_model(ALL)
 def test_gradients_reach_every_parameter(make):
     model = swapped(make, redraw_every=2).train()
     run(model, **inputs(make)).square().mean().backward()
-    original = made(make).train()
+    original = build_model(make).train()
     run(original, **inputs(make)).square().mean().backward()
     expected = {name for name, p in original.named_parameters() if p.grad is not None}
     actual = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -221,7 +221,7 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
 def test_half_precision():
     batch = inputs(bert)
     expected = run(swapped(bert), **batch)
-    half = run(swap_attention(made(bert).bfloat16(), "favorpp", m=32), **batch)
+    half = run(swap_attention(build_model(bert).bfloat16(), "favorpp", m=32), **batch)
     assert half.dtype == torch.bfloat16
     assert_close(half.float(), expected, rtol=0.1, atol=0.1)
 
@@ -235,7 +235,7 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     lengths = torch.tensor([[7], [L]])
     batch["attention_mask"] = (torch.arange(L) < lengths).long()
     expected = run(model, **batch)
-    compiled = swap_attention(torch.compile(made(bert), backend="eager"), "favorpp", m=32)
+    compiled = swap_attention(torch.compile(build_model(bert), backend="eager"), "favorpp", m=32)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not called.*")
         assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
@@ -254,7 +254,7 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
     def maker(heads, d, sampler=samplers.orthogonal, seed=0, **sizes):
         return RandomFeatureAttention(phi, sampler, m, heads, d, seed=seed, **sizes)
 
-    model = swap_layers(made(make), maker, "composed")
+    model = swap_layers(build_model(make), maker, "composed")
     batch = inputs(make)
     if make is llama:
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
@@ -294,14 +294,14 @@ def test_errors_name_what_is_wrong():
         swap_attention(Mixed.OwnAttention(), "favorpp")
     for layers in ([2], ["0"], []):
         with pytest.raises(ValueError, match="2 layers, 0 to 1"):
-            swap_attention(made(bert), "favorpp", layers=layers)
+            swap_attention(build_model(bert), "favorpp", layers=layers)
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")
     with pytest.raises(ValueError, match=r"layer.0.attention.self: head_mask is not supported"):
         head_mask = torch.ones(2, 4)
         swapped(bert)(**inputs(bert), head_mask=head_mask)
     with pytest.raises(ValueError, match="h.0.attn: causal call .*causal=True"):
-        swap_attention(made(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
+        swap_attention(build_model(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
 
 
 class Mixed(nn.Module):
@@ -377,7 +377,7 @@ def test_another_implementation_cannot_undo_a_swap_unseen():
 )
 def test_adapters_of_peft_stay_and_train(make, targets, first):
     peft = pytest.importorskip("peft")
-    model = made(make)
+    model = build_model(make)
     batch = inputs(make)
     if first == "swap":
         swap_attention(model, "exact")
@@ -386,7 +386,7 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     ).eval()
     with torch.no_grad():
         before = run(adapted, **batch)
-        expected = run(made(make), **batch)
+        expected = run(build_model(make), **batch)
         assert not torch.allclose(before, expected)
         actual = run(swap_attention(adapted, "exact"), **batch)
         assert_close(actual, before, **LOOSE)
@@ -407,7 +407,7 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
 
 @torch.no_grad()
 def test_layers_that_stay_keep_their_implementation_and_get_their_configuration_back():
-    model = made(bert)
+    model = build_model(bert)
     own = [part.self.config for part in attentions(model)]
     name = model.config._attn_implementation
     for config in own:
@@ -487,7 +487,7 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     chunked = Chunked()
     for name in ("favorpp", "favorsharp", "favormix"):
         for call in (cached, called):
-            model = swap_attention(made(llama), f"{name} m=4")
+            model = swap_attention(build_model(llama), f"{name} m=4")
             found = []
             for message in warnings_of(call):
                 if "no statistics" in message[-1]:
@@ -501,7 +501,7 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     for call, message in cases:
         found = []
         for message in warnings_of(call):
-            if message in each[-1]:
+            if message in for_each_model[-1]:
                 found.append(message)
         assert found, (message, found)
         for file, line, _ in found:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from helpers.decoders import tokens as tokens_of
-from helpers.swap_models import SIZES, gpt2, llama, made, neox
+from helpers.swap_models import SIZES, build_model, gpt2, llama, neox
 from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
@@ -35,7 +35,7 @@ def tokens(length=6, batch=2, seed=0):
 
 
 def swapped(make, name="favorpp", **options):
-    model = swap_attention(made(make), name, **({"m": 32} | options))
+    model = swap_attention(build_model(make), name, **({"m": 32} | options))
     return calibrate_attention(model, [tokens(seed=s) for s in (1, 2)])
 
 

@@ -8,7 +8,17 @@ import transformers
 from helpers import swap_models
 from helpers.decoders import tokens
 from helpers.seeds import seeded
-from helpers.swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, marian, whisper
+from helpers.swap_models import (
+    HF_SEQ2SEQ,
+    B,
+    L,
+    Seq2Seq,
+    bart,
+    bert2gpt2,
+    for_each_model,
+    marian,
+    whisper,
+)
 from torch import nn
 from torch.testing import assert_close
 
@@ -30,8 +40,8 @@ def numbers(*shape, seed=0):
     return torch.randn(B, *shape, generator=seeded(seed), dtype=torch.float64)
 
 
-def made(make):
-    return swap_models.made(make, scale=1.0).double()
+def build(make):
+    return swap_models.build_model(make, scale=1.0).double()
 
 
 def source(make, seed=0):
@@ -53,7 +63,7 @@ def run(model, batch):
 
 
 def swapped(make, name="favorpp", calibrated=True):
-    model = swap_attention(made(make), name, m=64)
+    model = swap_attention(build(make), name, m=64)
     if calibrated:
         return calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)])
     return model
@@ -82,7 +92,7 @@ def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibr
         assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_future_never_leaks_in_training(make):
     """The statistics of a training pass come from earlier ones."""
     model = swapped(make, "geom_plus", calibrated=False).train()
@@ -102,7 +112,7 @@ def test_future_never_leaks_in_training(make):
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
-@each(HF_SEQ2SEQ)
+@for_each_model(HF_SEQ2SEQ)
 def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     model = swapped(make)
     batch = inputs(make)
@@ -125,7 +135,7 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     assert_close(actual, whole, rtol=1e-10, atol=1e-10)
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_padding_of_the_encoder_counts_nowhere(make):
     cut = inputs(make, 5)
     padded = inputs(make, 5)
@@ -139,7 +149,7 @@ def test_padding_of_the_encoder_counts_nowhere(make):
         found = []
         for batch in (cut, padded):
             batch["decoder_input_ids"] = tokens(B, length, 3)
-            model = calibrate_attention(swap_attention(made(make), "geom_plus", m=16), [batch])
+            model = calibrate_attention(swap_attention(build(make), "geom_plus", m=16), [batch])
             found.append(run(model, batch))
         assert_close(*found, rtol=1e-9, atol=1e-9)
 
@@ -161,7 +171,8 @@ def test_generate_with_and_without_cache(make, name, options):
 def test_padded_keys_have_no_part_in_the_matrices_of_cross_attention():
     out = swapped(bart)(**inputs(bart), output_attentions=True)
     actual = [
-        len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
+        len(attentions)
+        for attentions in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
     ]
     assert actual == [1, 2, 2]
     assert out.cross_attentions[0].shape == (B, 4, T, L)
@@ -188,7 +199,7 @@ def test_marian_comes_back_under_other_names(tmp_path):
 )
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
     """At the swap, and before anything changes."""
-    model = made(make)
+    model = build(make)
     with pytest.raises(
         ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"
     ):
@@ -215,9 +226,9 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
 # ---- statistics
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_calibration_fills_the_queries_of_cross_attention(make):
-    model = swap_attention(made(make), "favorpp", m=16)
+    model = swap_attention(build(make), "favorpp", m=16)
     seen = {}
     for part in model.modules():
         if isinstance(part, RandomFeatureAttention):

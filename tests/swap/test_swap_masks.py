@@ -43,17 +43,17 @@ def tokens(length=L):
     return tokens_of(B, length)
 
 
-def made(name, config):
+def build(name, config):
     torch.manual_seed(0)
     return spread(getattr(transformers, name)(config)).double().eval()
 
 
 def bert():
-    return made("BertModel", transformers.BertConfig(**SIZES))
+    return build("BertModel", transformers.BertConfig(**SIZES))
 
 
 def llama():
-    return made("LlamaModel", transformers.LlamaConfig(**GROUPED))
+    return build("LlamaModel", transformers.LlamaConfig(**GROUPED))
 
 
 def gemma(**changes):
@@ -127,7 +127,7 @@ def test_other_patterns_are_refused_when_they_come():
 
 
 def test_the_refusal_names_the_layers_that_can_be_swapped():
-    model = made("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
+    model = build("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
     with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers='supported' swaps \[1\]"):
         swap_attention(model, "exact", layers=[0, 1])
     with pytest.raises(ValueError, match="layers='all': expected indices of 2 layers"):
@@ -147,7 +147,7 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
     """The default of Gemma 3, whose cache holds a window for some layers: in parallel, in pieces, token by token."""
     kinds = ["sliding_attention", "full_attention"] * 2
     ids = tokens(length=20)
-    model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
+    model = build("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
     cases = [("exact", {}), ("favorp", {"m": 8})]
     for name, options in cases:
         swap_attention(model, name, layers="supported", **options)
@@ -169,7 +169,7 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
-    model = made(
+    model = build(
         "BeitModel",
         transformers.BeitConfig(
             **{key: SIZES[key] for key in SIZES if "max_" not in key},
@@ -245,10 +245,10 @@ def test_causal_masks_of_torch():
         expected = module(x, x, x, **given)[0]
         assert_close(actual, expected, **LOOSE)
     short = mask[:2]  # two queries, the first of six tokens
-    for each in (True, False):
+    for averaged in (True, False):
         assert_close(
             *(
-                m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
+                m(x[:, :2], x, x, attn_mask=short, average_attn_weights=averaged)
                 for m in (swap, module)
             ),
             **LOOSE,
@@ -279,7 +279,7 @@ def test_masks_of_torch_without_a_batch():
 @torch.no_grad()
 def test_encoder_in_eval_mode_is_swapped_and_restored():
     """Its fused path, which knows no swapped attention, is off until attention is its own again."""
-    model = swap_models.made(Encoder)
+    model = swap_models.build_model(Encoder)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0

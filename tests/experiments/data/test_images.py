@@ -315,9 +315,9 @@ def test_an_image_comes_as_often_as_asked_with_other_draws(part):
     assert len(found) == 4  # the epoch keeps its length
     actual = found[0]["labels"].tolist()
     expected = []
-    for each in found[0]["labels"][::3].tolist():
+    for label in found[0]["labels"][::3].tolist():
         for _ in range(3):
-            expected.append(each)
+            expected.append(label)
     assert actual == expected
     shifts = (
         found[0]["images"][0] - found[0]["images"][1]
@@ -358,11 +358,14 @@ def three_files(request, tmp_path_factory):
             both = []
             for kind in ("png", "cls"):
                 both.append(
-                    [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                    [tar.extractfile(file).read() for file in tar if file.name.endswith(kind)]
                 )
             images, labels = both
         table = pa.table(
-            {"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]}
+            {
+                "png": [{"bytes": image, "path": None} for image in images],
+                "cls": [*map(int, labels)],
+            }
         )
         pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
         files["train"] = str(folder / "train-*.parquet")
@@ -399,8 +402,8 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
     for rank in (0, 1):
         keys.append(
             [
-                each["__key__"] if "__key__" in each else each["png"]["bytes"]
-                for each in iter(
+                row["__key__"] if "__key__" in row else row["png"]["bytes"]
+                for row in iter(
                     partial(
                         next,
                         Streamed(HUB | three_files | {"buffer": 5}).read_passes(

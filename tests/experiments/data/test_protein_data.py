@@ -94,7 +94,7 @@ def test_malformed_files_are_refused(content, words, tmp_path):
     for word in [str(path), *words]:
         assert word in str(error.value), error.value
     assert all(
-        each.suffix == ".lock" for each in (tmp_path / "cache").iterdir()
+        path.suffix == ".lock" for path in (tmp_path / "cache").iterdir()
     )  # nothing half-written
 
 

@@ -55,7 +55,7 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     (chapter / ".cache").mkdir()
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
     found = read(tmp_path)
-    actual = [each.text for each in found]
+    actual = [utterance.text for utterance in found]
     assert actual == [*TEXTS, "FLAC", "mp3", "ogg"]
     assert found[0].name == "7-9-0000"
     actual = found[0].seconds
@@ -133,34 +133,34 @@ def test_strings_of_digits(digits):
         found[split] = speech.digit_strings(digits, split, 60)
     for split, utterances in found.items():
         assert len(utterances) == 60
-        actual = {len(each.parts) for each in utterances}
+        actual = {len(utterance.parts) for utterance in utterances}
         expected = set(range(3, 9))
         assert actual == expected
-        for each in utterances:
+        for utterance in utterances:
             names = []
-            for part in each.parts:
+            for part in utterance.parts:
                 names.append(Path(part.name).stem.split("_"))
             assert len({speaker for _, speaker, _ in names}) == 1
-            assert len(each.gaps) == len(each.parts) - 1
+            assert len(utterance.gaps) == len(utterance.parts) - 1
             expected = " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
-            assert each.text == expected
+            assert utterance.text == expected
             for _, _, index in names:
                 assert int(index) in speech.SPLITS[split]
     assert found["train"][:10] == speech.digit_strings(digits, "train", 10)  # always the same
 
 
 def test_the_audio_of_a_string_is_that_of_its_parts(digits):
-    each = speech.digit_strings(digits, "test", 3)[2]
-    audio = speech.audio_of(each, 8000)
+    utterance = speech.digit_strings(digits, "test", 3)[2]
+    audio = speech.audio_of(utterance, 8000)
     start = 0
-    for part, gap in zip(each.parts, (*each.gaps, 0.0)):
+    for part, gap in zip(utterance.parts, (*utterance.gaps, 0.0)):
         own = soundfile.read(part.name, dtype="float32")[0]
         actual = audio[start : start + len(own)]
         assert np.array_equal(actual, own)
         start += len(own) + round(8000 * gap)
         assert (audio[start - round(8000 * gap) : start] == 0).all()
     assert len(audio) == start
-    assert start / 8000 == pytest.approx(each.seconds, abs=0.001)
+    assert start / 8000 == pytest.approx(utterance.seconds, abs=0.001)
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
@@ -302,11 +302,11 @@ def test_a_set_of_the_hub(tmp_path):
         "text": "text",
     }
     found = list(speech.hub_utterances(hub, "train"))
-    for each, own in zip(found, local, strict=True):
-        assert each.name == own.name
-        assert each.text == own.text
-        assert each.seconds == own.seconds
-        actual = speech.audio_of(each, 16000)
+    for utterance, own in zip(found, local, strict=True):
+        assert utterance.name == own.name
+        assert utterance.text == own.text
+        assert utterance.seconds == own.seconds
+        actual = speech.audio_of(utterance, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
@@ -381,12 +381,12 @@ def test_tables_of_every_kind_give_the_same(name, folder):
     }
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
     found = list(speech.table_utterances(folder / name, "test"))
-    actual = [each.text for each in found]
+    actual = [utterance.text for utterance in found]
     expected = []
     for text, _ in COMMON_VOICE:
         expected.append(" ".join(text.split()))
     assert actual == expected
-    assert [each.name for each in found] == [*"012345"]
+    assert [utterance.name for utterance in found] == [*"012345"]
     assert found[0].seconds == 0.5
     actual = list(speech.table_utterances(folder / name, "train"))
     assert actual == []

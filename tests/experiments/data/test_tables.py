@@ -36,7 +36,10 @@ def valid_rows(name: str) -> list[list[str]]:
     entries = []
     for i in range(PUBLISHED[name][0]):
         entries.append(
-            [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
+            [
+                values[i % len(values)] if values else f"{i % 7}.{j}"
+                for j, values in enumerate(levels)
+            ]
         )
     return entries
 
@@ -246,7 +249,7 @@ def homes(tmp_path):
         "area,rooms,city,id,price",
         ["NA" if i == 3 else a for i, a in enumerate(area)],
         [i % 5 + 1 for i in range(60)],
-        ["?" if i == 5 else each for i, each in enumerate(city)],
+        ["?" if i == 5 else value for i, value in enumerate(city)],
         [f"h{i}" for i in range(60)],
         price,
     )

@@ -273,7 +273,7 @@ def test_a_symbol_without_a_chance_is_never_drawn():
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def kept(tmp_path, name="favorpp", **options):
+def save_calibrated(tmp_path, name="favorpp", **options):
     model = calibrated(name, **options).float()
     language.save_model(
         model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path
@@ -286,7 +286,7 @@ def kept(tmp_path, name="favorpp", **options):
     "name, tied", in_turn(["exact", "favorpp", "linformer", "reformer"], [True, False])
 )
 def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
-    model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
+    model = save_calibrated(tmp_path, name, tied=tied, causal=name != "linformer")
     loaded = language.load(tmp_path, "run")
     assert loaded.symbols == {"kind": "letters"}
     assert loaded.mechanism.describe() == mechanism(name).describe()
@@ -297,7 +297,7 @@ def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
 
 @torch.no_grad()
 def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
-    exact = kept(tmp_path, "exact")
+    exact = save_calibrated(tmp_path, "exact")
     loaded = language.load(tmp_path, "task.init")
     far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
     assert torch.equal(near.symbol.weight, exact.symbol.weight)
@@ -332,7 +332,7 @@ def test_what_cannot_be_loaded(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="no config.json"):
         language.load(tmp_path, "run")
-    kept(tmp_path, "favorpp")
+    save_calibrated(tmp_path, "favorpp")
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)

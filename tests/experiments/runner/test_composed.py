@@ -61,9 +61,9 @@ def configurations():
 def test_every_choice_is_valid_and_every_key_has_its_comment(overrides, configurations):
     cfg, whole, nodes = configurations[overrides]
     check_plain(whole)
-    for each in nodes.values():
-        assert each
-        assert each[0]["_target_"].startswith("crt_exp.")
+    for node in nodes.values():
+        assert node
+        assert node[0]["_target_"].startswith("crt_exp.")
     words = comments(cfg)
     names = []
     for line in lines_of(whole, words, ""):

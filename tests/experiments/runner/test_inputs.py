@@ -131,7 +131,7 @@ def test_a_folder_named_like_a_data_set_blocks_no_resume(typed, tmp_path, monkey
 def test_a_run_goes_on_with_the_inputs_that_it_began_with_alone(typed, tmp_path):
     x = np.random.default_rng(0).normal(size=60)
     table = tmp_path / "t.csv"
-    table.write_text("x,y\n" + "".join(f"{each:.3f},{each > 0}\n" for each in x))
+    table.write_text("x,y\n" + "".join(f"{value:.3f},{value > 0}\n" for value in x))
     args = [
         *SHORT,
         f"task.csv={table}",

@@ -359,8 +359,8 @@ def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
     )
     assert code == 0, err
     both = []
-    for each in ("run", "parts"):
-        both.append([record["loss"] for record in records(tmp_path / each)])
+    for name in ("run", "parts"):
+        both.append([record["loss"] for record in records(tmp_path / name)])
     whole, parts = both
     assert parts == pytest.approx(whole, rel=1e-4)
 
@@ -503,8 +503,8 @@ def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finishe
     assert code == 0, err
     for file in (tmp_path / "run" / "model").glob("*.safetensors"):
         one, two = (
-            checkpoint.load_tensors(each / "model" / file.name)
-            for each in (finished(name), tmp_path / "run")
+            checkpoint.load_tensors(place / "model" / file.name)
+            for place in (finished(name), tmp_path / "run")
         )
         for key in one:
             assert torch.equal(one[key], two[key])

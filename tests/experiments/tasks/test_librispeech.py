@@ -143,9 +143,9 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
     task = spoken(digits)
     wide = spoken(digits, batch_seconds=24.0)
     drawn = []
-    for each in (task, wide):
+    for variant in (task, wide):
         found = {}
-        for batch in each.batches("train", Plan(batch=8, seed=5, epoch=1)):
+        for batch in variant.batches("train", Plan(batch=8, seed=5, epoch=1)):
             for i, row in enumerate(batch["rows"]):
                 found[row] = (
                     int(batch["samples"][i]),

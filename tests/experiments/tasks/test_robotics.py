@@ -277,9 +277,9 @@ def test_a_rollout_depends_on_its_seed_alone(world):
     other = world()
     other.reset(8)
     other.step(np.ones(world.actions))
-    for each in (one, other):
-        each.seen_first = each.reset(7)
-        each.played = [each.step(np.full(world.actions, 0.3)) for _ in range(3)]
+    for run in (one, other):
+        run.seen_first = run.reset(7)
+        run.played = [run.step(np.full(world.actions, 0.3)) for _ in range(3)]
     assert np.array_equal(one.seen_first.image, other.seen_first.image)
     for (a, reward, _), (b, other_reward, _) in zip(one.played, other.played):
         assert np.array_equal(a.image, b.image)

@@ -260,8 +260,8 @@ def test_evaluated_examples_are_the_same_in_every_run():
         actual.append(task.length(split))
     assert actual == [60, 7, 7]
     both = []
-    for each in (task, whole):
-        both.append({bytes(row) for row in each.arena.splits["test"].rows})
+    for variant in (task, whole):
+        both.append({bytes(row) for row in variant.arena.splits["test"].rows})
     few, every = both
     assert few < every
     assert task.row_length == whole.row_length

@@ -8,7 +8,7 @@ import torch
 import transformers
 from helpers import toy
 from helpers.stopping import stop_signal
-from helpers.swap_models import bert, gpt2, inputs, made
+from helpers.swap_models import bert, build_model, gpt2, inputs
 from helpers.toy import assert_same
 from omegaconf import OmegaConf
 from torch import nn
@@ -65,7 +65,7 @@ def model_of(run, step):
 @pytest.mark.parametrize("make", [gpt2, bert], ids=["gpt2", "bert"])
 def test_adapters_begin_as_nothing_and_merge_into_what_they_were(make):
     """On the projections of swapped attention; only they are trained, and every other weight stays."""
-    model = swap_attention(made(make), "favorp", m=8)
+    model = swap_attention(build_model(make), "favorp", m=8)
     batch = inputs(make)
     names = list(model.state_dict())
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_merging_into_a_tied_head_is_refused():
 
 
 def test_targets_are_the_projections_of_attention_unless_they_are_named():
-    model = swap_attention(made(bert), "hedgehog", m=4)
+    model = swap_attention(build_model(bert), "hedgehog", m=4)
     actual = {name.rpartition(".")[2] for name in linear_layers(model, None)}
     assert actual == {
         "query",
