@@ -227,7 +227,13 @@ class HadamardNoise(Noise):
 
 def match_float64(noise: Nested, dtype: torch.dtype) -> Nested:
     """Convert the projections to float64 if the vectors are float64."""
-    return map_leaves(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
+    if dtype != torch.float64:
+        return noise
+
+    def convert(part: Noise) -> Noise:
+        return part if part.dtype == dtype else part.to(dtype)
+
+    return map_leaves(convert, noise)
 
 
 def fwht(x: Tensor) -> Tensor:
