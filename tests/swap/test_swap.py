@@ -489,9 +489,9 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
         for call in (cached, called):
             model = swap_attention(build_model(llama), f"{name} m=4")
             found = []
-            for message in warnings_of(call):
-                if "no statistics" in message[-1]:
-                    found.append(message)
+            for warning in warnings_of(call):
+                if "no statistics" in warning[-1]:
+                    found.append(warning)
             assert found, found
             for file, line, message in found:
                 assert message.startswith(f"{name}: no stat"), found
@@ -500,9 +500,9 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
     for call, message in cases:
         found = []
-        for message in warnings_of(call):
-            if message in for_each_model[-1]:
-                found.append(message)
+        for warning in warnings_of(call):
+            if message in warning[-1]:
+                found.append(warning)
         assert found, (message, found)
         for file, line, _ in found:
             assert file == __file__, (message, found)
