@@ -116,9 +116,10 @@ test-all: $(STAMP)  ## every test
 golden: $(STAMP)  ## the golden suite: outputs, gradients, metrics and configurations are those of tests/golden/*.json
 	@$(PY) -m pytest -n auto --maxprocesses 8 --dist worksteal tests/golden/compare.py
 
-lint: $(STAMP)  ## ruff: the layout, and what a linter finds
+lint: $(STAMP)  ## ruff: the layout, and what a linter finds; mypy: the types of the library
 	@$(PY) -m ruff format --check README.md crt_exp tests docs
 	@$(PY) -m ruff check crt_exp tests docs
+	@$(PY) -m mypy
 
 docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or name is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

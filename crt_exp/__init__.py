@@ -21,7 +21,9 @@ _HOMES = {
     "crt_exp.swap.pretrained": ("from_pretrained",),
     "crt_exp.experiments.measure.advise": ("advise",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_HOME_OF = {}
+for _module, _names in _HOMES.items():
+    _HOME_OF |= dict.fromkeys(_names, _module)
 __all__ = sorted(_HOME_OF)
 
 

@@ -108,6 +108,11 @@ class Mechanism:
         features: the feature map; None for a baseline.
         sampler_part: the sampler of the random projections; None for a baseline.
         m: number of projections; None if the method samples none.
+
+    >>> mechanism = Mechanism.of("favorpp", m=16)
+    >>> layer = mechanism.layer(heads=2, d=8, causal=True)
+    >>> tuple(layer(*torch.randn(3, 1, 2, 10, 8)).shape)
+    (1, 2, 10, 8)
     """
 
     name: str

@@ -133,16 +133,17 @@ def fits(value: Any, hint: Any) -> bool:
     return False
 
 
-@functools.lru_cache(
-    maxsize=1024
-)  # bounded, because annotations with a Field are equal to themselves alone
+# bounded, because annotations with a Field are equal to themselves alone
+@functools.lru_cache(maxsize=1024)
 def adapter(hint: Any) -> TypeAdapter:
     """Strict pydantic adapter of a one-element tuple.
 
     Rejects "3" as an integer, and true and nan as numbers.
     """
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
-    return TypeAdapter(tuple[dict if is_typeddict(hint) else hint], config=config)
+    if is_typeddict(hint):
+        hint = dict
+    return TypeAdapter(tuple[hint], config=config)
 
 
 def plain(value: Any, sequence: type = list) -> Any:
@@ -342,14 +343,14 @@ def parameters(target: Any) -> dict[str, Parameter]:
     A constructor with **options also takes the parameters of the next class in its MRO. These are not required, because
     the constructor may supply them.
     """
-    found: dict[str, Parameter] = {}
+    by_name: dict[str, Parameter] = {}
     if is_typeddict(target):
         hints = get_type_hints(target, include_extras=True)
         for name, hint in hints.items():
             if get_origin(hint) is NotRequired:
                 hint = get_args(hint)[0]
-            found[name] = Parameter(hint, name in target.__required_keys__)
-        return found
+            by_name[name] = Parameter(hint, name in target.__required_keys__)
+        return by_name
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     for maker in (target, *owners[1:-1]):  # the last owner is object
         hints = annotations(maker)
@@ -357,10 +358,10 @@ def parameters(target: Any) -> dict[str, Parameter]:
         for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
                 required = p.default is p.empty and maker is target
-                found.setdefault(p.name, Parameter(hints.get(p.name, Any), required, p.default))
+                by_name.setdefault(p.name, Parameter(hints.get(p.name, Any), required, p.default))
         if all(p.kind is not p.VAR_KEYWORD for p in signature):
             break
-    return found
+    return by_name
 
 
 def annotations(maker: Any) -> dict[str, Any]:
@@ -387,7 +388,8 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
     `target` is a class, a function, a TypedDict, or a dictionary of `Parameter`.
     """
     wanted = target if isinstance(target, dict) else parameters(target)
-    names = {key: f"{prefix}.{key}" if prefix else str(key) for key in [*wanted, *values]}
+    start = f"{prefix}." if prefix else ""
+    names = {key: f"{start}{key}" for key in [*wanted, *values]}
     for key in values:
         if key not in wanted:
             raise unknown("key", names[key], [names[word] for word in wanted])

@@ -54,7 +54,9 @@ def one_thread(monkeypatch):
 def interruptible():
     """Signals work, also where the tests were started with them ignored, as by nohup or a script's `make test &`."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    before = {}
+    for signum, handler in handlers.items():
+        before[signum] = signal.signal(signum, handler)
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)

@@ -58,7 +58,8 @@ def test_a_full_disk_is_named_and_leaves_the_older_file(name, small_files, tmp_p
         (FILES | {MODEL: save_a_model})[name](path)
     small_files(resource.RLIM_INFINITY)
     assert str(path) in str(error.value)
-    assert {each.name for each in tmp_path.iterdir()} <= {name}
+    actual = {path.name for path in tmp_path.iterdir()}
+    assert actual <= {name}
     assert (
         path.read_bytes() == b"older"
         if name in FILES
@@ -93,22 +94,27 @@ def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(nam
     assert elsewhere.read_bytes() != b"older"
     assert beside.read_text() == "mine"
     assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o600
-    actual = {each.name for each in tmp_path.iterdir()}
+    actual = {path.name for path in tmp_path.iterdir()}
     assert actual == {name, beside.name, "elsewhere"}
 
 
 def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
-    for name, target in (("loop", "loop"), ("null", os.devnull), ("to folder", "folder")):
+    cases = [("loop", "loop"), ("null", os.devnull), ("to folder", "folder")]
+    for name, target in cases:
         (tmp_path / name).symlink_to(target)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     paths = [*tmp_path.iterdir(), Path(os.devnull)]
-    kinds = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
+    kinds = []
+    for path in paths:
+        kinds.append(stat.S_IFMT(path.lstat().st_mode))
     for path in paths:
         with pytest.raises(
             OSError, match=f"{path.name} cannot be written: expected a regular file"
         ):
             write_atomic(path, "text")
-    expected = [stat.S_IFMT(path.lstat().st_mode) for path in paths]
+    expected = []
+    for path in paths:
+        expected.append(stat.S_IFMT(path.lstat().st_mode))
     assert kinds == expected
     assert len(kinds) == 6

@@ -54,12 +54,15 @@ def folder(tmp_path, monkeypatch):
 def words_of(text):
     """The commands of a block, without comments; a backslash at the end of a line continues it."""
     lines = text.replace("\\\n", " ").splitlines()
-    commands = [tuple(shlex.split(line, comments=True)) for line in lines]
+    commands = []
+    for line in lines:
+        commands.append(tuple(shlex.split(line, comments=True)))
     return [words for words in commands if words]
 
 
 def inline_commands(page):
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    flags = re.S | re.M
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=flags)
     return [
         tuple(shlex.split(code))
         for code in re.findall(r"`((?:make|python -m|torchrun|pip) [^`]+)`", prose)
@@ -235,7 +238,10 @@ def test_command_of_a_recipe_runs(words, typed, folder):
     tiny = next((TINY.get(word[5:], []) for word in words if word.startswith("task=")), [])
     if words[:3] == ("python", "-m", "crt_exp") and words[3] not in entry.COMMANDS:
         code, _, err = typed(*words[3:], *tiny)
-        expected = 6 if "-m" in words[3:] else 1  # the sweep has two maps and three seeds
+        # the sweep has two maps and three seeds
+        expected = 1
+        if "-m" in words[3:]:
+            expected = 6
         assert code == 0, err
         assert len(list((folder / "outputs").rglob("metrics.jsonl"))) == expected, err
     else:
@@ -259,6 +265,50 @@ def test_map_of_the_recipe_passes_its_own_tests(folder):
     assert " passed" in run_in(
         folder, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"
     )
+
+
+LINES = {"mine/maps.py": 40, "mine/samplers.py": 15}  # as CONTRIBUTING.md states them
+
+
+def test_map_and_sampler_have_the_stated_number_of_lines():
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    for block in RECIPES:
+        limit = LINES.get(block.title)
+        if limit is not None:
+            assert f"in {limit} lines" in contributing
+            assert len(block.text.splitlines()) <= limit
+
+
+def test_recipes_of_contributing_exist():
+    """Each link names a section of docs/add-your-own.md, whose files and commands the slow tests run."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    anchors = re.findall(r"add-your-own\.md#([a-z-]+)\)", contributing)
+    sections = {block.section.lower().replace(" ", "-") for block in RECIPES if block.title}
+    assert sorted(anchors) == sorted(sections)
+
+
+def test_sampler_of_the_recipe_has_pairs_of_opposite_rows(folder):
+    antithetic = importlib.import_module("mine.samplers").antithetic
+    rows = antithetic(3, 4).rows()
+    assert rows.shape == (3, 4)
+    assert rows[0].equal(-rows[1])
+
+
+def test_task_of_the_recipe_trains_and_evaluates(folder, typed):
+    code, _, err = typed(
+        "--config-dir=conf",
+        "task=first",
+        "task.rows=32",
+        "attention=exact",
+        "trainer.epochs=1",
+        "logger=none",
+    )
+    assert code == 0, err
+
+
+def test_page_of_the_recipe_lists_its_sweep(folder):
+    page = importlib.import_module("mine.angles").page
+    assert list(page.sweeps("small")) == ["angles"]
 
 
 def test_blocks_have_a_language_and_files_a_row_in_the_table():
@@ -295,11 +345,10 @@ def known_keys():
     for path in CONF.rglob("*.yaml"):
         text = path.read_text()
         node = OmegaConf.to_container(OmegaConf.load(path))
-        group = (
-            ""
-            if path.parent == CONF or "@package _global_" in text
-            else path.relative_to(CONF).parts[0]
-        )
+        if path.parent == CONF or "@package _global_" in text:
+            group = ""
+        else:
+            group = path.relative_to(CONF).parts[0]
         yield from flattened(group, node)
 
 

@@ -48,9 +48,12 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
     assert made == Mechanism.of(name, seed=3)
     assert str(made).split()[0] == name
     assert made.is_exact == (name == "exact")
-    assert made.draws == (made.sampler is not None) == (made.m is not None)
+    assert (made.sampler is not None) == made.draws
+    assert (made.m is not None) == made.draws
     actual = made.with_projections(8)
-    expected = Mechanism.of(name, m=8, seed=3) if made.draws else made
+    expected = made
+    if made.draws:
+        expected = Mechanism.of(name, m=8, seed=3)
     assert actual == (expected)
     q = torch.randn(1, 2, 5, 8)
     actual = made.layer(2, 8, layer=3, causal=False)(q, q, q).shape
@@ -114,7 +117,10 @@ def test_options_reach_the_layer_from_numpy_too():
     )
     assert torch.equal(layer.omega, same.omega)
     assert type(layer.phi) is type(same.phi)
-    assert (layer.m, layer.redraw_every, layer.seed, layer.layer) == (32, 7, 5, 1)
+    assert layer.m == 32
+    assert layer.redraw_every == 7
+    assert layer.seed == 5
+    assert layer.layer == 1
     actual = parsed("generalized kernel=tanh").layer(2, 8).phi.f
     assert actual == "tanh"
     actual = parsed("linformer rank=3").layer(2, 8).key_projection.shape
@@ -168,7 +174,8 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     made = parsed(f"{HERE}.Shifted m=8 features.scale=0.5 sampler={HERE}.my_noise")
     assert made.map() == Shifted(scale=0.5)
     assert made.sampler is my_noise
-    expected = Mechanism.of(features=Shifted(scale=0.5), m=8, sampler=my_noise)
+    features = Shifted(scale=0.5)
+    expected = Mechanism.of(features=features, m=8, sampler=my_noise)
     assert made == expected
     assert parsed("favorp m=8 features=crt_exp.features.exponential.OPRF").map() == OPRF()
     layer = parsed(f"{HERE}.Narrow block=4").layer(2, 8, causal=True)
@@ -177,11 +184,12 @@ def test_classes_by_their_path_are_read_from_the_user_and_never_from_a_file():
     assert not parsed(f"{HERE}.Narrow").to_saved()["rebuilds"]
     assert Mechanism.parse("crt_exp.attention.Exact").is_exact
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change in (
+    cases = [
         {"name": f"{HERE}.Narrow"},
         {"features": f"{HERE}.Shifted"},
         {"sampler": f"{HERE}.my_noise"},
-    ):
+    ]
+    for change in cases:
         with pytest.raises(ConfigError, match="unknown"):
             Mechanism.from_saved(saved | change, "a")
 
@@ -224,11 +232,10 @@ def test_arguments_stand_beside_the_text():
 )
 def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
     model = swap_attention(encoder(3), "favorp m=4 sampler=iid", layers=layers, seed=np.int64(3))
-    found = {
-        i: model.layers[i].self_attn.swapped
-        for i in range(3)
-        if hasattr(model.layers[i].self_attn, "swapped")
-    }
+    found = {}
+    for i in range(3):
+        if hasattr(model.layers[i].self_attn, "swapped"):
+            found[i] = model.layers[i].self_attn.swapped
     assert [*found] == swapped
     for layer in found.values():
         assert layer.m == 4
@@ -264,16 +271,18 @@ def test_what_is_wrong_is_named(text, words):
 
 
 def test_objects_are_samplers_and_maps_without_options():
-    for given, words in (
+    cases = [
         ({"sampler": {"_target_": "os.getcwd"}}, "expected a name of conf/.* or an object"),
         ({"features": PosRF(), "features.A": -1}, "an object takes no options"),
-    ):
+    ]
+    for given, words in cases:
         with pytest.raises(ConfigError, match=words):
             Mechanism.of("favorpp", **given)
-    for made in (
+    cases = [
         Mechanism.of(features=Sum(PosRF(), OPRF()), m=8),
         Mechanism.of("favorp", sampler=functools.partial(iid, dtype=None), m=8),
-    ):
+    ]
+    for made in cases:
         with pytest.raises(ValueError):  # they have no text
             Mechanism.parse(str(made))
 
@@ -283,11 +292,12 @@ def test_objects_are_samplers_and_maps_without_options():
 
 def test_a_saved_mechanism_that_is_no_more_is_refused():
     saved = Mechanism.of("favorpp", m=8).to_saved()
-    for change, words in [
+    cases = [
         ({"name": "favorq"}, "attention cannot be restored: unknown attention .favorq."),
         ({"options": {"redraw": 3}}, "attention cannot be restored"),
         ({"m": 9}, "favorpp has other options in conf/"),
-    ]:
+    ]
+    for change, words in cases:
         with pytest.raises(ConfigError, match=f"task.init = a: .*{words}"):
             Mechanism.from_saved(saved | change, "task.init = a")
 

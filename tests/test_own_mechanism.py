@@ -69,11 +69,11 @@ def test_python_takes_the_class(folder, capsys):
     actual = swap_attention(encoder(), TopK, k=3).layers[0].self_attn.swapped.k
     assert actual == 3
     made = Mechanism.of(ShiftedRF, m=8, **{"features.share": 0.5})
-    assert (
-        made
-        == Mechanism.of(ShiftedRF(share=0.5), m=8)
-        == Mechanism.of(features=ShiftedRF(share=0.5), m=8)
-    )
+    actual = Mechanism.of(ShiftedRF(share=0.5), m=8)
+    assert actual == made
+    features = ShiftedRF(share=0.5)
+    actual = Mechanism.of(features=features, m=8)
+    assert actual == made
     actual = Mechanism.of("favorp", features=ShiftedRF, m=8).map()
     assert actual == ShiftedRF()
     with own_names(["conf"]):
@@ -88,11 +88,12 @@ def test_python_takes_the_class(folder, capsys):
 
 
 def test_a_bad_value_names_the_option(folder, typed):
-    for text, words in (
+    cases = [
         ("topk kk=2", "unknown option of attention topk 'kk'; did you mean k"),
         ("mine.attention.TopK k=0", "attention.k=0: expected an integer >= 1"),
         ("mine.maps.ShiftedRF features.share=2", "features.share=2: expected a number >= 0"),
-    ):
+    ]
+    for text, words in cases:
         with own_names(["conf"]), pytest.raises(ConfigError, match=words):
             Mechanism.parse(text)
     code, _, err = typed(
@@ -125,7 +126,8 @@ class Handing(Mean):
 class Below(Handing):
     def __init__(self, heads, d, *, more: bool = False, kernel="a", **options):
         super().__init__(heads, d, **options)
-        self.more, self.kernel = more, kernel
+        self.more = more
+        self.kernel = kernel
 
 
 class Wanting(Mean):
@@ -142,13 +144,11 @@ def test_constructors_that_hand_on_have_the_options_of_those_they_hand_to():
     layer = Mechanism.of(Below, k=3, more=True, kernel="b").layer(
         4, 8, causal=True, kv_heads=2, scaling=0.5, layer=1
     )
-    assert (layer.k, layer.more, layer.kernel, layer.causal, layer.kv_heads) == (
-        3,
-        True,
-        "b",
-        True,
-        2,
-    )
+    assert layer.k == 3
+    assert layer.more is True
+    assert layer.kernel == "b"
+    assert layer.causal is True
+    assert layer.kv_heads == 2
     made = Mechanism.of(Handing, k=np.int64(3))
     assert str(made).endswith("Handing k=3")
     assert json.dumps(made.to_saved())
@@ -206,10 +206,11 @@ def test_a_name_that_is_taken_and_a_folder_that_does_not_exist_are_refused(folde
         own_names(["conf"]),
     ):
         pass
-    for place, words in (
+    cases = [
         ("conf", "the name oprf exists"),
         ("nowhere", "nowhere: expected a folder"),
-    ):
+    ]
+    for place, words in cases:
         code, _, err = typed(f"--config-dir={place}", "task=uci", "features=oprf", "logger=none")
         assert code == 2, err
         assert words in err, err

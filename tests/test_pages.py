@@ -32,7 +32,9 @@ def test_files_that_are_named_exist():
 
 def test_site_holds_every_page():
     site = re.findall(r": (\S+\.md)", (ROOT / "mkdocs.yml").read_text())
-    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]]
+    pages = []
+    for page in PAGES[1:]:
+        pages.append(str(page.relative_to(ROOT / "docs")))
     assert sorted(site) == sorted(pages)
 
 
@@ -148,15 +150,22 @@ def test_times_of_a_swap_are_those_of_the_page():
     for row in tables_of("SmolLM2-135M-Instruct"):
         method = METHODS[row["SmolLM2-135M-Instruct"]]
         name = method.split()[0]
-        assert row.get("time of a layer", "") == measured.get(name, "")
+        actual = row.get("time of a layer", "")
+        expected = measured.get(name, "")
+        assert actual == expected
 
 
 def test_accuracies_of_maps_are_those_of_the_page():
     """In descending order, from the main table of the page."""
     (row,) = tables_of("128 columns")
     page = (ROOT / "outputs/report/crt_uci.md").read_text()
-    values = [value for name, value in row.items() if name != "128 columns"]
-    numbers = [float(value.split()[0]) for value in values]
+    values = []
+    for name, value in row.items():
+        if name != "128 columns":
+            values.append(value)
+    numbers = []
+    for value in values:
+        numbers.append(float(value.split()[0]))
     assert numbers == sorted(numbers, reverse=True)
     for value in values:
         assert f"| {value} |" in page

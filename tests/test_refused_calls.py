@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.seeds import seeded
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, Linformer, Reformer, attention
@@ -13,8 +14,8 @@ from crt_exp.registry import ConfigError
 from crt_exp.samplers.blocks import row_lengths
 from crt_exp.swap.interface import _check_boolean
 
-X = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
-NOISE = samplers.iid(3, 4, torch.Generator().manual_seed(1))
+X = torch.randn(1, 2, 5, 4, generator=seeded())
+NOISE = samplers.iid(3, 4, seeded(1))
 LINFORMER = Linformer(2, 4, length=4, rank=2)
 REFORMER = Reformer(2, 4, chunk=2, buckets=4)
 CALLS = {

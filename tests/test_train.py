@@ -25,7 +25,10 @@ print(json.dumps({"argv": sys.argv, "name": __name__, "spec": __spec__.name, "fi
 
 
 def enter(*door, path=FILE.parents[1], cwd=None):
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    env = {}
+    for key, value in os.environ.items():
+        if key != "PYTHONPATH":
+            env[key] = value
     return subprocess.run(
         [sys.executable, *door],
         capture_output=True,
@@ -53,10 +56,11 @@ def test_main_is_that_of_the_package_by_every_door(tmp_path):
     assert found["found"]
     assert found["main"] == "crt_exp.__main__"
     assert found["child"] == str(package / "__init__.py")
-    for out in (
+    cases = [
         enter(tmp_path / "link.py", "a=b", path=None, cwd=tmp_path),
         enter("-m", "crt_exp.train", "a=b", path=package.parent, cwd=tmp_path),
-    ):
+    ]
+    for out in cases:
         assert out.returncode == 0, out.stderr
         assert json.loads(out.stdout) == found, out.stderr
 
@@ -91,10 +95,9 @@ def test_a_run_by_the_file_is_that_of_the_module(tmp_path, typed):
     assert "wine: accuracy 0." in out.stdout
     assert out.stderr == ""
     assert typed(*SHORT, f"hydra.run.dir={tmp_path}/b")[0] == 0
-    found = [
-        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
-        for name in "ab"
-    ]
+    found = []
+    for name in "ab":
+        found.append(json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]))
     actual = found[0] | {"time_s": 0}
     expected = found[1] | {"time_s": 0}
     assert actual == expected

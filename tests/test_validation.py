@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_one_line(value, hint, words):
 
 
 def test_what_fits():
-    for value, hint in (
+    cases = [
         (1, float),
         (np.int64(3), Count),
         (np.float32(0.5), Share),
@@ -89,7 +89,8 @@ def test_what_fits():
         ("0.1+0.2j", Complex | None),
         (PosRF(), PosRF),
         (torch.float32, torch.dtype),
-    ):
+    ]
+    for value, hint in cases:
         assert fits(value, hint), (value, hint)
 
 
@@ -120,13 +121,14 @@ def test_arguments_of_a_command():
     actual = parse_arguments(Options, ["run=1e3", "n=3", "top=1e-1"])
     expected = Options("1e3", 3, 0.1)
     assert actual == expected
-    for words, message in [
+    cases = [
         (["n=3"], "run: missing, expected a string"),
         (["run=a", "n=x"], "n=x: expected an integer"),
         (["run=a", "run=b"], "run=b: expected key=value, each key once"),
         (["run"], "run: expected key=value"),
         (["rum=a"], "unknown key 'rum'; did you mean run"),
-    ]:
+    ]
+    for words, message in cases:
         with pytest.raises(ConfigError, match=message):
             parse_arguments(Options, words)
     assert describe(Share | None) == "a number > 0 and < 1 or null"
@@ -182,7 +184,7 @@ def test_annotations_that_are_used_once_are_forgotten():
 
 
 def test_values_are_read_as_they_are_written():
-    for value in (
+    cases = [
         None,
         True,
         0,
@@ -202,7 +204,8 @@ def test_values_are_read_as_they_are_written():
         [1, 2],
         [],
         ["a", None, 2.5],
-    ):
+    ]
+    for value in cases:
         name, options = split_words(join_words("name", {"key": value}))
         assert name == "name", value
         assert options == {"key": value}, value

@@ -26,7 +26,10 @@ UCI = "task=uci task.dataset=digits features=oprf features.m=128 logger=none"
 @pytest.mark.timeout(600)
 def test_the_wheel_works_outside_the_checkout(tmp_path):
     """Packages that the wheel needs are those of this environment, without its copy of crt_exp."""
-    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    environment = {}
+    for key, text in os.environ.items():
+        if key != "PYTHONPATH":
+            environment[key] = text
 
     def run(*words):
         words = [str(word) for word in words]

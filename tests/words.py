@@ -28,11 +28,12 @@ EXCEPTIONS = re.compile(
 
 def prose(text):
     """Text with blanks for blocks, names of arguments and targets of links, and x for inline code; lines stay."""
-    for pattern, letter in (
+    cases = [
         (r"^( *)```[\s\S]*?^\1```$", " "),
         (r"\]\([^)]*\)|(?:^ *|\. )\w+(?=: )", " "),
         (r"`[^`]+`", "x"),
-    ):
+    ]
+    for pattern, letter in cases:
         text = re.sub(pattern, lambda found: re.sub(".", letter, found[0]), text, flags=re.M)  # noqa: B023
     return text
 

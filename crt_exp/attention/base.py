@@ -126,6 +126,11 @@ class LinearAttention(AttentionLayer):
     Args:
         cross: whether the layer is cross-attention.
         normalize_qk: scale queries and keys to norm d^(1/4), the norm of x for entries of unit variance.
+
+    >>> from crt_exp import Mechanism
+    >>> layer = Mechanism.of("favorpp", m=16).layer(heads=2, d=4)
+    >>> isinstance(layer, LinearAttention)
+    True
     """
 
     recurrent_heads: int  # heads of keys and values in a decoding state

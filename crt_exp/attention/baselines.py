@@ -31,6 +31,12 @@ class Baseline(AttentionLayer):
     """Base class of baselines.
 
     Subclasses define `attend`. Most subclasses ignore `cross`, `seed` and `layer`.
+
+    >>> class FirstValue(Baseline):
+    ...     def attend(self, x, y, v, *, causal, key_mask):
+    ...         return v[:, :, :1].expand_as(v)
+    >>> FirstValue(heads=2, d=4)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
     """
 
     def __init__(
@@ -245,6 +251,10 @@ def identity_attention(
 
     Raises:
         ValueError: L and S differ in a call that is not causal.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> torch.equal(identity_attention(x, y, v), v)
+    True
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     L = x.shape[2]
@@ -268,6 +278,10 @@ def uniform_attention(
     """Return the mean of the values that each query may see.
 
     This is the control: a useful approximation must be closer to exact attention.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> torch.allclose(uniform_attention(x, y, v)[:, :, 0], v.mean(2), atol=1e-6)
+    True
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     L = x.shape[2]
@@ -302,6 +316,11 @@ def window_attention(
     after. Time and memory are O(L (first + 3 block)).
     Query i has position i + S - L. Positions are counted from the first real token of each row; masked tokens after it
     keep their positions.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> exact = exact_attention(x, y, v)
+    >>> torch.allclose(window_attention(x, y, v, block=6), exact, atol=1e-6)
+    True
     """
     check_inputs(x, y, v, None, (), causal, key_mask)
     shift = None
@@ -401,7 +420,11 @@ def _allowed_pairs(begin: Tensor, S: int, first: int, blocks: BlockRange, causal
 
 
 class Exact(Baseline):
-    """Softmax attention by torch's fused kernels."""
+    """Softmax attention by torch's fused kernels.
+
+    >>> Exact(heads=2, d=4)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
+    """
 
     position_dependent = False
     attend = staticmethod(exact_attention)
@@ -411,6 +434,9 @@ class Identity(Baseline):
     """Attention that returns its values: an upper bound on speed ("X" in Performers).
 
     The output is 0 at masked keys.
+
+    >>> Identity(heads=2, d=4)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
     """
 
     can_cross = False
@@ -421,7 +447,11 @@ class Identity(Baseline):
 
 
 class Uniform(Baseline):
-    """Mean of the visible values: the control without queries and keys."""
+    """Mean of the visible values: the control without queries and keys.
+
+    >>> Uniform(heads=2, d=4)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
+    """
 
     position_dependent = False
     attend = staticmethod(uniform_attention)
@@ -434,6 +464,9 @@ class Window(Baseline):
     Args:
         block: tokens of a block.
         first: tokens at the start of the sequence that all queries see.
+
+    >>> Window(heads=2, d=4, block=2)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
     """
 
     can_cross = False  # positions of two sequences are not comparable

@@ -6,7 +6,7 @@ Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L quer
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,7 +160,7 @@ def requires_gradient(noise: Nested, params: Nested) -> bool:
 
 def check_gradient(grad: Tensor) -> None:
     """Raise ValueError for a batched gradient and for one with a tangent."""
-    batched = torch._C._parse_dispatch_key("Batched")
+    batched: Any = torch._C._parse_dispatch_key("Batched")
     if torch._C._dispatch_keys(grad).has(batched) or transformed(grad):
         raise ValueError(
             "batched gradients are not supported: use torch.func.jacrev, jacfwd, hessian or vmap"

@@ -9,6 +9,7 @@ States are never changed in place, so copies are cheap and stay valid.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -175,7 +176,7 @@ class DecodingState(TokenState):
                 )
                 new = Packed(sums, top.unsqueeze(-2)).partial()
             else:
-                new = self._chunked(dtype, key_mask).state(y, v, y.shape[2])
+                new = cast(Partial, self._chunked(dtype, key_mask).state(y, v, y.shape[2]))
         self.packed_sums = Packed.of(merge(self.sums, new))
         self.length += y.shape[2]
 

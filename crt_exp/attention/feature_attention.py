@@ -131,6 +131,14 @@ def partial_attention(
 
     Args:
         modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> method = (PosRF(), iid(8, 4))
+    >>> out = partial_attention(x, y, v, *method).output
+    >>> torch.allclose(out, attention(x, y, v, *method), atol=1e-6)
+    True
     """
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
     heads = x.shape[1]

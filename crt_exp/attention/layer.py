@@ -16,7 +16,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class RandomFeatureAttention(Redraws, Running):
         if phi.on_sequences:
             phi = phi.of_size(m)
         self.phi = phi
-        self.sampler = sampler
+        self.sampler: Any = sampler  # None if the map needs no projections
         self.m = m
         self.redraw_every = redraw_every
         self.normalize = normalize
@@ -308,9 +308,10 @@ class RandomFeatureAttention(Redraws, Running):
         mask = None if key_mask is None else key_mask[:, None]
         keys = Moments.from_vectors(k, mask, self.scale)
         queries = Mirrored(keys)
-        if self.keeps_statistics:
-            queries = EitherMoments(self.running_weight > 0, self._running_moments("x"), queries)
-        return Statistics(queries, keys)
+        if not self.keeps_statistics:
+            return Statistics(queries, keys)
+        running = self._running_moments("x")
+        return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
 
     # ---- redraws and running statistics
 

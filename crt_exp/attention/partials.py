@@ -122,6 +122,11 @@ def softmax_partial(
     """Return the partial of exact softmax attention with logits x.y.
 
     x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> exact = (x @ y.mT).softmax(-1) @ v
+    >>> torch.allclose(softmax_partial(x, y, v).output, exact, atol=1e-5)
+    True
     """
     dtype = check_inputs(x, y, v, None, (), causal, key_mask)
     x = x.to(dtype)
@@ -182,7 +187,15 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
 
 
 def merge(a: Partial | None, b: Partial) -> Partial:
-    """Add two partials with the same rows; None is the empty partial."""
+    """Add two partials with the same rows; None is the empty partial.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> first = softmax_partial(x, y[:, :, :4], v[:, :, :4])
+    >>> rest = softmax_partial(x, y[:, :, 4:], v[:, :, 4:])
+    >>> whole = softmax_partial(x, y, v)
+    >>> torch.allclose(merge(first, rest).output, whole.output, atol=1e-5)
+    True
+    """
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)
@@ -215,6 +228,10 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
         policy: treatment of denominators delta of signed features. "none" leaves them, "clamp" uses sgn(delta)
             max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" uses |delta|.
         normalize: False returns the numerators.
+
+    >>> rows = Partial(torch.tensor([[6.0]]), torch.tensor([[-2.0]]), torch.zeros(1, 1))
+    >>> finish(rows, policy="abs")
+    tensor([[3.]])
     """
     if not normalize:
         return p.numerator * torch.exp(p.log_scale)
@@ -234,6 +251,11 @@ class DenominatorCount:
     """Counts denominators that are not positive.
 
     Counts stay on the device; reading them waits for the device.
+
+    >>> count = DenominatorCount()
+    >>> count.add(Partial(torch.ones(2, 1), torch.tensor([[1.0], [-1.0]]), torch.zeros(2, 1)))
+    >>> count.nonpositive, count.total
+    (1, 2)
     """
 
     def __init__(self):

@@ -44,6 +44,10 @@ class Generalized(FeatureMap):
     gives every key a small weight.
     Denominators are positive for relu, elu+1, sigmoid, exp and abs. The other functions need a `denominator` policy of
     `attention`.
+
+    >>> phi = Generalized(f="elu+1", projection=False, kernel_epsilon=0.0)  # Linear Transformer
+    >>> phi.phi_q(torch.zeros(1, 4)).exp()
+    tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
 
     f: Function = "relu"
@@ -98,6 +102,10 @@ class Redrawn(Redraws, Baseline):
         self.redraw_every = redraw_every
         self.seed = f"{seed}/{layer}"
 
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Return one draw of the random tensor."""
+        raise NotImplementedError
+
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
         seed = zlib.crc32(f"{self.seed}/{draw}".encode())
         return {self.name: self.sample(torch.Generator().manual_seed(seed))}
@@ -124,6 +132,9 @@ class Linformer(Redrawn):
         redraw_every: 0 learns one projection for keys and one for values. n > 0 uses one random projection for both and
             redraws it after n training passes, as in Performers (appendix A.6). The multiplier e^-delta is omitted,
             because the paper does not define it fully.
+
+    >>> Linformer(heads=2, d=4, length=16, rank=4)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
     """
 
     can_be_causal = False
@@ -203,6 +214,9 @@ class Reformer(Redrawn):
         buckets: buckets of a round, 1 or an even number; 2 S / chunk in the paper.
         chunk: number c of sorted positions that a query sees on each side.
         redraw_every: training passes between redraws of the rotations; 1 in the authors' code, 0 for never.
+
+    >>> Reformer(heads=2, d=4, buckets=2, chunk=2)(*torch.randn(3, 1, 2, 6, 4)).shape
+    torch.Size([1, 2, 6, 4])
     """
 
     name = "rotations"

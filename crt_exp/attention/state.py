@@ -13,7 +13,7 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 
 import itertools
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as ranks
@@ -170,7 +170,7 @@ class Running(LinearAttention):
             getattr(self, name).copy_(value)
         self.pending_weight.copy_(self.pending_y_count > 0)
 
-    def _pool_moments(self, side: str, moments: Moments, batch: int) -> dict[str, Tensor]:
+    def _pool_moments(self, side: str, moments: Any, batch: int) -> dict[str, Tensor]:
         """Return the pending statistics of one side together with those of a batch."""
         pending = self._stored("pending", side)
         pending_count = self._moment("pending", side, "count")
@@ -497,6 +497,8 @@ class FittedToSequences(FittedOnce):
     Calibration passes use exact attention, so that deeper layers see the inputs of the original model. passes: number
     of tokens stored for each sequence.
     """
+
+    phi: FeatureMap
 
     def __init__(self, phi: FeatureMap, heads: int, d: int, trained: bool, causal: bool):
         super().__init__(phi, heads, d, 1, trained)

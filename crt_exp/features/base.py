@@ -28,7 +28,11 @@ Params = Any
 
 
 class Features(NamedTuple):
-    """Real features phi = value * exp(log_scale); both broadcast to (..., L, M)."""
+    """Real features phi = value * exp(log_scale); both broadcast to (..., L, M).
+
+    >>> Features(torch.tensor([[1.0, -1.0]]), torch.zeros(1, 1)).exp()
+    tensor([[ 1., -1.]])
+    """
 
     value: Tensor  # 1 for positive maps, +-1 for signed ones, cos and sin for trigonometric ones
     log_scale: Tensor  # log phi for positive and signed maps, (..., L, 1) for trigonometric ones
@@ -83,6 +87,9 @@ class Projections:
 
     Args:
         begin: name of the request whose sample initialises trained projections; None: `name`.
+
+    >>> Projections(8, "queries").of_part("0").name
+    '0_queries'
     """
 
     m: int
@@ -118,6 +125,12 @@ class FeatureMap:
 
     Raises:
         ValueError: an option does not fit its annotation.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> phi = PosRF(kernel="gaussian")
+    >>> phi.phi_q(torch.zeros(5, 3), iid(8, 3)).exp().shape
+    torch.Size([5, 8])
     """
 
     kernel: Kernel = "softmax"
@@ -132,8 +145,9 @@ class FeatureMap:
     trainable = False  # a layer can train the parameters and projections (attention.learn)
     fitted = False  # `fit` uses statistics; if False, call `fit(None)`
     # `fit` uses the vectors themselves, so an attention layer fits once and stores the result. Such a map also defines
-    # `unfitted(d)`, the parameters before the fit, and `until_fitted`, which describes them.
+    # `unfitted` and `until_fitted`, which describes the parameters before the fit.
     on_vectors = False
+    until_fitted = ""
     # `fit_sequences` uses sequences: which keys each query attends to matters.
     on_sequences = False
     second_moments = False  # `fit` uses covariances: O(L d^2) time, d^2 stored numbers
@@ -186,6 +200,14 @@ class FeatureMap:
         Maps with `fitted` False ignore the statistics; None will do.
         """
         return ()
+
+    def unfitted(self, d: int) -> Params:
+        """Return the parameters before the fit, for maps with `on_vectors`."""
+        raise NotImplementedError
+
+    def fit_sequences(self, x: Any, y: Any, causal: bool = False) -> Params:
+        """Return the parameters fitted to sequences, for maps with `on_sequences`."""
+        raise NotImplementedError
 
     def admitted(self, params: Params) -> Params:
         """Project trained or averaged parameters onto the domain of the map."""

@@ -239,6 +239,11 @@ class AngularCoefficient(BipolarCoefficient):
 
     rho holds indicators, [1_+, 1_-]/sqrt(n) for queries and [1_-, 1_+]/sqrt(n) for keys. The paper's form, a = 1/2
     with one column fewer per projection, suffers from cancellation where lambda or 1 - lambda is 0.
+
+    >>> x = torch.tensor([1.0, 0.0])
+    >>> y = torch.tensor([0.0, 1.0])
+    >>> AngularCoefficient().mean(x, y).item()
+    0.5
     """
 
     has_constant = False
@@ -284,6 +289,11 @@ class BipolarGaussianCoefficient(BipolarCoefficient):
 
     Raises:
         ValueError: sigma r < 1e-3.
+
+    >>> coefficient = BipolarGaussianCoefficient(r=1.0)
+    >>> x = torch.tensor([1.0, 0.0])
+    >>> coefficient.mean(x, -x, coefficient.fit(None)).item()
+    1.0
     """
 
     sigma: Positive | None = None
@@ -343,6 +353,10 @@ class GaussianCoefficient(Coefficient):
 
     Args:
         M: a real number, or the d numbers of a diagonal.
+
+    >>> x = torch.ones(3)
+    >>> GaussianCoefficient().mean(x, -x).item()
+    1.0
     """
 
     M: Any = 1.0

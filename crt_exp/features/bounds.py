@@ -37,9 +37,9 @@ def ensemble_log_variance(
     Exact for the exponential maps (own: one pair moment serves every GERF, for all A). Raises ValueError for the
     discrete maps. -inf where the variance is zero.
 
-    >>> x = torch.ones(4)
-    >>> iid, coupled = (ensemble_log_variance(TrigRF(), x, -x, m=4, ensemble=name) for name in ("iid", "orthogonal"))
-    >>> bool(coupled < iid)
+    >>> x = torch.full((4,), 0.5)
+    >>> independent = ensemble_log_variance(TrigRF(), x, -x, m=4, ensemble="iid")
+    >>> bool(ensemble_log_variance(TrigRF(), x, -x, m=4, ensemble="orthogonal") < independent)
     True
     """
     x = x.double()

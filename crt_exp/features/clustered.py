@@ -125,6 +125,9 @@ class ClusteredHybrid(ClusteredMap):
 
     M = I J m features (complex: 2 I J m). A query has J non-zero blocks, a key I. All bases share their projections,
     since each pair uses one base. The variance is that of this base. A tie goes to the first centre.
+
+    >>> ClusteredHybrid(queries=2, keys=3).width(8)
+    48
     """
 
     def width(self, m: int) -> int:
@@ -271,6 +274,10 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
         default: the last base, "trig", "pos" or "hyp"; None: that of the last pair of clusters.
         n: projections of the coefficients; None: as many as each base.
         shared: all bases use the same projections.
+
+    >>> hybrid = GaussianMixtureHybrid(queries=1, keys=2)
+    >>> len(hybrid.components[1])  # a base of each pair of clusters, and the last
+    3
     """
 
     tau: Positive = 1.0

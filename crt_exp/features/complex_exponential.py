@@ -138,7 +138,9 @@ class CERF(FeatureMap):
     def fit(self, stats: Statistics) -> CERFParams:
         M = self.matrix
         if M is not None:
-            return CERFParams(M.reshape(1, -1) if M.ndim < 2 else M)
+            if M.ndim < 2:
+                M = M.reshape(1, -1)
+            return CERFParams(M)
         x = stats.x
         y = stats.y
         field: Field = "complex" if self.is_complex else "real"
@@ -192,6 +194,12 @@ class Hedgehog(FeatureMap):
 
     Raises:
         ValueError: the kernel is Gaussian.
+
+    >>> from crt_exp.samplers import iid
+    >>> phi = Hedgehog()
+    >>> noise = phi.noise(8, lambda request: iid(request.m, 4))
+    >>> phi.phi_q(torch.zeros(1, 4), noise).exp().sum().item()  # of two softmaxes
+    2.0
     """
 
     kernel: Literal["softmax"] = "softmax"
@@ -204,7 +212,8 @@ class Hedgehog(FeatureMap):
         return Projections(m, "queries", begin=""), Projections(m, "keys", begin="")
 
     def width(self, m: Nested) -> int:
-        return 2 * (m[0] if isinstance(m, tuple) else m)
+        rows = m[0] if isinstance(m, tuple) else m
+        return 2 * rows
 
     def phi_q(self, x, noise, params=()) -> Features:
         return _softmaxes(x, noise[0])
@@ -285,7 +294,9 @@ def apply_to_pairs(x: Tensor, M: Tensor, ndim: int) -> Tensor:
 def _matrix(M: Any) -> Tensor:
     """Return M as a tensor of 0, 1 or 2 dimensions, complex only if an entry is."""
     try:
-        M = torch.as_tensor(M if isinstance(M, Tensor) else np.array(M, complex))
+        if not isinstance(M, Tensor):
+            M = np.array(M, complex)
+        M = torch.as_tensor(M)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers"

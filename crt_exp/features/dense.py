@@ -364,6 +364,10 @@ class AutoRF(Dense):
 
     Raises:
         ValueError: (in `fit`) the statistics hold no vectors.
+
+    >>> x = torch.randn(2, 100, 4, generator=torch.Generator().manual_seed(0))
+    >>> AutoRF().fit(Statistics.of(x, x)).A.shape
+    torch.Size([2, 1, 4])
     """
 
     antithetic: bool = True

@@ -143,9 +143,11 @@ class HybridMap(InBlocks):
 
         def features(x: Tensor, key: bool) -> Blocks:
             rhos = [part.rho(x, n, p, key) for part, n, p in coefficient_parts]
-            maps = [base.phi_k if key else base.phi_q for base in bound]
-            weights = self._weights(rhos, params[0], key)
-            return Blocks(tuple(Block(weight, phi(x)) for weight, phi in zip(weights, maps)))
+            blocks = []
+            for weight, base in zip(self._weights(rhos, params[0], key), bound):
+                phi = base.phi_k if key else base.phi_q
+                blocks.append(Block(weight, phi(x)))
+            return Blocks(tuple(blocks))
 
         return BoundMap(partial(features, key=False), partial(features, key=True))
 
@@ -160,8 +162,7 @@ class HybridMap(InBlocks):
         else:
             constants = [part.constant(p) for part, p in zip(coefficients, params)]
             columns = [column(1 - sum(constants), rhos[0], key)]
-            for rho in rhos:
-                columns.append(rho if key else -rho)
+            columns += rhos if key else [-rho for rho in rhos]
             rest = torch.cat(columns, -1)
         parts = zip(coefficients, rhos, params)
         return [*(part.lambda_columns(rho, p, key) for part, rho, p in parts), rest]
@@ -213,7 +214,9 @@ class HybridMap(InBlocks):
         parts = list(zip(self.components[0], params))
         means = [part.mean(x, y, p) for part, p in parts]
         means.append(1 - torch.as_tensor(sum(means)))
-        moments = [[mean * other for other in means] for mean in means]
+        moments = []
+        for mean in means:
+            moments.append([mean * other for other in means])
         for k, (part, p) in enumerate(parts):
             variance = part.variance(x, y, p) / n
             moments[k][k] = moments[k][k] + variance
@@ -236,6 +239,11 @@ class Hybrid(HybridMap):
 
     A coefficient or base is an object, or a string with a name of COEFFICIENTS or BASES and options, such as "complex
     M=0.5+1j".
+
+    >>> phi = Hybrid(coefficients=("angular",), bases=("pos", "trig"))
+    >>> x = torch.ones(4)
+    >>> phi.log_variance(x, -x, phi.fit(None)).item()
+    -inf
     """
 
     coefficients: Several[Coefficient | str] = ()
@@ -344,6 +352,11 @@ class GaussianHybrid(Bipolar):
 
     M = 4m (2n + 1) for the hyperbolic base. Estimates may be negative. The variance is zero at x = y. sigma and r are
     those of `BipolarGaussianCoefficient`.
+
+    >>> phi = GaussianHybrid(r=2.0)
+    >>> x = torch.ones(4)
+    >>> phi.log_variance(x, x, phi.fit(None)).item()
+    -inf
     """
 
     sigma: Positive | None = None

@@ -64,6 +64,11 @@ class Mixture(Dense):
 
     Raises:
         ValueError: antithetic=True, or (in `fit`) no size.
+
+    >>> phi = Mixture(size=2)
+    >>> x = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    >>> phi.fit(Statistics.of(x, x)).centres.shape
+    torch.Size([2, 4])
     """
 
     weights: Literal["fitted", "unbiased"] = "fitted"

@@ -95,6 +95,10 @@ class MaternRF(RadialRF):
 
     The kernel is e^-r for nu = 1/2. With t = sqrt(2 nu) r it is (1 + t) e^-t for 3/2 and (1 + t + t^2/3) e^-t for 5/2.
     The spectral distribution is the multivariate t with 2 nu degrees of freedom. Small nu gives heavy tails.
+
+    >>> phi = MaternRF(nu=0.5)
+    >>> phi.log_kernel(torch.zeros(2), torch.tensor([3.0, 4.0])).item()
+    -5.0
     """
 
     kernel: Literal["matern"] = "matern"  # type: ignore[assignment]
@@ -124,6 +128,10 @@ class RationalQuadraticRF(RadialRF):
     """Rational quadratic kernel (1 + r^2 / (2 alpha))^-alpha, r = |x - y|.
 
     It is a scale mixture of Gaussian kernels with gamma(alpha) distributed precision.
+
+    >>> phi = RationalQuadraticRF(alpha=0.5)
+    >>> phi.log_kernel(torch.zeros(2), torch.zeros(2)).exp().item()
+    1.0
     """
 
     kernel: Literal["rational_quadratic"] = "rational_quadratic"  # type: ignore[assignment]
@@ -175,6 +183,9 @@ class LaplaceRF(SpectralRF):
 
     The spectral rows have independent Cauchy entries. They need exactly Gaussian projections and lose orthogonality.
     The kernel e^-|x - y| is MaternRF(nu=0.5).
+
+    >>> LaplaceRF().log_kernel(torch.zeros(2), torch.tensor([3.0, 4.0])).item()
+    -7.0
     """
 
     kernel: Literal["laplace"] = "laplace"  # type: ignore[assignment]
@@ -195,6 +206,10 @@ class ArcCosineRF(FeatureMap):
 
     theta is the angle between x and y. The kernel is 1 - theta / pi for order 0. It is |x| |y| (sin theta + (pi -
     theta) cos theta) / pi for order 1. The features are random step functions (order 0) or ReLUs (order 1).
+
+    >>> x = torch.tensor([1.0, 0.0])
+    >>> ArcCosineRF(order=0).log_kernel(x, x.flip(0)).exp().item()  # a right angle
+    0.5
     """
 
     kernel: Literal["arccosine"] = "arccosine"  # type: ignore[assignment]

@@ -88,6 +88,9 @@ class Moments:
     averages.
 
     First moments take O(L d). Second moments between coordinates take O(L d^2) and are float64.
+
+    >>> Moments.from_vectors(torch.tensor([[1.0, 2.0], [3.0, 2.0]])).mean.tolist()
+    [2.0, 2.0]
     """
 
     d: int

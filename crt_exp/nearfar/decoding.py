@@ -173,7 +173,9 @@ class RecallState(TokenState):
     def _note_first_tokens(self, keep: Tensor | None) -> None:
         """Set the positions of first real tokens that are among new tokens (B, 1, T, 1)."""
         if keep is None:
-            self.firsts = [self.length if first is None else first for first in self.firsts]
+            for row, first in enumerate(self.firsts):
+                if first is None:
+                    self.firsts[row] = self.length
             return
         positions = first_unmasked(keep[:, 0, :, 0]).tolist()
         unmasked = keep.any(2).flatten().tolist()

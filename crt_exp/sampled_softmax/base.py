@@ -20,7 +20,12 @@ PAIRS = 2**20  # pairs of query and class per block, so that the block fits the 
 
 
 class Drawn(NamedTuple):
-    """k classes per query, sampled with replacement, with log probabilities."""
+    """k classes per query, sampled with replacement, with log probabilities.
+
+    >>> drawn = Uniform(10).draw(torch.randn(3, 4), None, k=5)
+    >>> drawn.ids.shape
+    torch.Size([3, 5])
+    """
 
     ids: Tensor  # (B, k) int64; never the query's target where targets were given
     log_q: Tensor  # (B, k): log probability of ids in the distribution without the target
@@ -33,6 +38,10 @@ class ClassSampler(nn.Module, ABC):
     Tables are buffers, so they move with `.to()` and are saved exactly. Samplers that depend on class vectors need
     `rebuild` before `draw`; `SampledSoftmax` calls it. Outdated tables increase the variance but cause no bias:
     returned probabilities are those of the tables.
+
+    >>> sampler = Uniform(10)
+    >>> sampler.log_q(torch.zeros(1, 4), torch.tensor([[7]])).exp()  # one of ten classes
+    tensor([[0.1000]])
     """
 
     looks_at_classes = False  # the distribution depends on class vectors; if False, `rebuild` and `update` do nothing
@@ -97,7 +106,10 @@ def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple
     step = max(1, step)
     for start in range(0, max(1, len(queries)), step):
         rows = slice(start, start + step)
-        yield queries[rows], *(None if other is None else other[rows] for other in others)
+        parts: list[Tensor | None] = [queries[rows]]
+        for other in others:
+            parts.append(None if other is None else other[rows])
+        yield tuple(parts)
 
 
 def concatenate_samples(parts: list[Drawn]) -> Drawn:

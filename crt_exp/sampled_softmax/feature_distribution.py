@@ -135,7 +135,9 @@ class FeatureDistribution(ClassSampler):
     ) -> None:
         check_classes(weight, bias, self.classes, self.d)
         check_finite(weight, bias, None)
-        self.features.fit(weight, bias, self._queries if hidden is None else hidden)
+        if hidden is None:
+            hidden = self._queries
+        self.features.fit(weight, bias, hidden)
         if not self._store_all(weight, bias):
             self.features.fit_constants(weight, bias)
             self._store_all(weight, bias)
@@ -334,7 +336,9 @@ class ClassFeatures(nn.Module):
 
     def _of_classes(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         value, log = self._full(self.phi.phi_k(self._unit(weight), *self._noise_and_params()))
-        return value, log if bias is None else log + bias.detach().float()[:, None]
+        if bias is not None:
+            log = log + bias.detach().float()[:, None]
+        return value, log
 
     def _full(self, features: Features) -> tuple[Tensor, Tensor]:
         value, log_scale = features

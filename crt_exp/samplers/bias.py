@@ -12,7 +12,11 @@ from crt_exp.validation import whole_number
 
 
 class Bias(NamedTuple):
-    """Ratio of mean estimate to exact kernel, with its standard error."""
+    """Ratio of mean estimate to exact kernel, with its standard error.
+
+    >>> print(Bias(ratio=torch.ones(1), error=torch.full((1,), 0.01)))
+    1.0000 +- 0.0100
+    """
 
     ratio: Tensor
     error: Tensor

@@ -96,7 +96,8 @@ def hadamard(
     m, d = check(m, d)
     n = 2 ** (d - 1).bit_length()
     flips = signs((*batch, -(-m // n), blocks, n), generator) / n**0.5
-    scale = row_lengths((*batch, m), n, "sqrt_d" if lengths == "fixed" else lengths, generator)
+    kind = "sqrt_d" if lengths == "fixed" else lengths
+    scale = row_lengths((*batch, m), n, kind, generator)
     noise = HadamardNoise(flips.to(dtype), scale.to(dtype), d)
     return noise.on_sphere() if lengths == "sqrt_d" else noise
 
@@ -145,6 +146,10 @@ def haar(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
 
     The result is Q of a Gaussian G = QR with positive diagonal of R. Without this sign convention Q is not
     Haar-distributed and exponential features, which are not even in omega, are biased.
+
+    >>> q = haar((4, 4), torch.Generator().manual_seed(0))
+    >>> torch.allclose(q @ q.mT, torch.eye(4, dtype=torch.float64))
+    True
     """
     g = normal(shape, generator)
     # more threads do not help small matrices
@@ -249,7 +254,8 @@ def sobol(
         points = Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())
         return points[skip : m + skip]
 
-    return _quasi(draw, generator, batch, scramble, dtype, spacing=2.0**-30 if scramble else 0.0)
+    spacing = 2.0**-30 if scramble else 0.0
+    return _quasi(draw, generator, batch, scramble, dtype, spacing=spacing)
 
 
 def _quasi(

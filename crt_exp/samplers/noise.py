@@ -63,6 +63,11 @@ class Noise(ABC):
         gaussian: whether rows are exactly N(0, I_d); discrete maps need it.
         matrix_free: whether `project` is faster than a product with `rows()`.
         stored: names of the tensors that define the object.
+
+    >>> from crt_exp.samplers import iid
+    >>> noise = iid(8, 4)
+    >>> torch.equal(noise.project(torch.eye(4)), noise.rows().mT)
+    True
     """
 
     matrix_free = False
@@ -123,7 +128,11 @@ class Noise(ABC):
 
 
 class DenseNoise(Noise):
-    """Random projections stored as a matrix W (*batch, m, d)."""
+    """Random projections stored as a matrix W (*batch, m, d).
+
+    >>> DenseNoise(torch.eye(4), gaussian=False).project(torch.ones(1, 4))
+    tensor([[1., 1., 1., 1.]])
+    """
 
     stored = ("weight",)
 
@@ -153,6 +162,10 @@ class HadamardNoise(Noise):
     H is the orthonormal Hadamard matrix and D_i are diagonals of random signs; see `hadamard`. The object stores signs
     / sqrt(n) (*batch, stacks, k, n) and lengths (*batch, m, 1). A transform takes O(m log d) per vector. Below
     MATRIX_FREE_FROM the product with the rows is faster; the rows are then cached.
+
+    >>> signs = torch.full((1, 1, 4), 0.5)
+    >>> HadamardNoise(signs, lengths=torch.ones(4, 1), d=4).rows()[0]
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
     gaussian = False
@@ -214,7 +227,13 @@ class HadamardNoise(Noise):
 
 def match_float64(noise: Nested, dtype: torch.dtype) -> Nested:
     """Convert the projections to float64 if the vectors are float64."""
-    return map_leaves(lambda n: n.to(dtype) if dtype == torch.float64 != n.dtype else n, noise)
+    if dtype != torch.float64:
+        return noise
+
+    def convert(part: Noise) -> Noise:
+        return part if part.dtype == dtype else part.to(dtype)
+
+    return map_leaves(convert, noise)
 
 
 def fwht(x: Tensor) -> Tensor:
@@ -266,6 +285,11 @@ def _directions(rows: Tensor) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
+    """Convert x to float32, unless it is float32 or float64.
+
+    >>> at_least_float32(torch.zeros(1, dtype=torch.bfloat16)).dtype
+    torch.float32
+    """
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 

@@ -157,7 +157,9 @@ def read_mask(
     seen, is_causal, used = pattern
     if keep is not None:
         seen = seen & keep[:, :used]
-    return seen, causal if queries == 1 else is_causal, used
+    if queries == 1:
+        is_causal = causal
+    return seen, is_causal, used
 
 
 def _equal_for_all_queries(mask: Tensor) -> bool:

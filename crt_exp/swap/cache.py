@@ -94,8 +94,8 @@ class RecurrentLayer(DynamicLayer):
         self.new_keys = (key_states, value_states)
         self.length += key_states.shape[-2]
         # the first keys are all keys, so any use is valid
-        kind = Tensor if self.state is None else NewKeys
-        keys = key_states.as_subclass(kind)
+        kind: type[Any] = Tensor if self.state is None else NewKeys
+        keys: Any = key_states.as_subclass(kind)
         values = value_states.as_subclass(kind)
         self.handed = weakref.ref(keys), weakref.ref(values)
         keys.cache_layer = self
@@ -276,7 +276,7 @@ class RecurrentLayer(DynamicLayer):
         super().reset()
         self._clear()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._store_new_keys()
         if self.whole or self.state is None:
             super().reorder_cache(beam_idx)
@@ -318,14 +318,15 @@ def install(model: nn.Module) -> None:
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
             continue
+        kind: Any = type(part)
         layers = _recurrent_layers(part)
-        if layers and "DynamicCache" in names_in_forward(type(part)):
+        if layers and "DynamicCache" in names_in_forward(kind):
             hook = partial(_give_cache, layers=layers)
             part.__dict__["recurrent_cache_hook"] = part.register_forward_pre_hook(
                 hook, with_kwargs=True
             )
         # a generate method of its own reads the keys (Whisper)
-        if layers and getattr(type(part), "generate", None) is GenerationMixin.generate:
+        if layers and getattr(kind, "generate", None) is GenerationMixin.generate:
             part.__dict__["_prepare_cache_for_generation"] = partial(_prepare_cache, part, layers)
 
 
@@ -363,9 +364,10 @@ def _give_cache(
         or getattr(config, "add_cross_attention", False)
         or kwargs.get("encoder_hidden_states") is not None
     )
-    if crosses and "EncoderDecoderCache" in names_in_forward(type(model)):
+    kind: Any = type(model)
+    if crosses and "EncoderDecoderCache" in names_in_forward(kind):
         cache = EncoderDecoderCache(own, DynamicCache(config=config))
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(kind.forward).parameters
     name = next(name for name in NAMES if name in parameters)
     return args, kwargs | {name: cache}
 

@@ -421,7 +421,9 @@ def _features_row(state: RandomFeatureAttention) -> dict[str, Any]:
         row["chosen"] = ", ".join(f"{name} {heads}" for name, heads in names)
     A = getattr(params, "A", None)
     if A is not None:
-        A = (A.real if A.is_complex() else A).double()
+        if A.is_complex():
+            A = A.real
+        A = A.double()
         row |= {"A mean": float(A.mean()), "A min": float(A.min()), "A max": float(A.max())}
     return row
 

@@ -73,7 +73,7 @@ def attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def swapped_class(module: Any) -> type | None:
     """The replacement class of a torch or timm module; None for other modules."""
-    kind = type(module)
+    kind: Any = type(module)
     if kind is SwappedMultiheadAttention or kind.forward is nn.MultiheadAttention.forward:
         return SwappedMultiheadAttention
     if kind in TIMM.values():
@@ -90,7 +90,8 @@ def family(module: Any) -> str | None:
     swapped = swapped_class(module)
     if swapped is not None:
         return "torch" if swapped is SwappedMultiheadAttention else "timm"
-    calls_interface = "ALL_ATTENTION_FUNCTIONS" in names_in_forward(type(module))
+    kind: Any = type(module)
+    calls_interface = "ALL_ATTENTION_FUNCTIONS" in names_in_forward(kind)
     return "hf" if calls_interface or "swapped" in module._modules else None
 
 
@@ -225,7 +226,8 @@ def refusal(module: Any, holder: nn.Module | None, name: str) -> str | None:
     for known in (type(module).__name__, f"{type(holder).__name__}.{name}"):
         if known in OTHER_MASKS:
             return OTHER_MASKS[known]
-    passed = passed_arguments(type(module))
+    kind: Any = type(module)
+    passed = passed_arguments(kind)
     for check in (_bias, _softmax, _axis, _window):
         reason = check(module, passed)
         if reason is not None:
@@ -238,8 +240,9 @@ def _read_by_hand(module: Any, holder: nn.Module | None) -> str | None:
     known = (type(None), nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     if family(module) != "torch" or isinstance(holder, known):
         return None
-    reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(type(holder)))
-    return f"is computed by {type(holder).__name__} itself" if reads else None
+    parent: Any = type(holder)
+    reads = not {"in_proj_weight", "q_proj_weight"}.isdisjoint(names_in_forward(parent))
+    return f"is computed by {parent.__name__} itself" if reads else None
 
 
 def _bias(module: Any, passed: Passed) -> str | None:

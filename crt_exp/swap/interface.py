@@ -45,7 +45,8 @@ def plain_implementation(implementation: str, parts: list[Any]) -> str:
     if implementation in AS_BEFORE:
         return implementation
     for part in parts:
-        if not passed_arguments(type(part)).keywords.isdisjoint(EXTRAS):
+        kind: Any = type(part)
+        if not passed_arguments(kind).keywords.isdisjoint(EXTRAS):
             return "eager"
     return "sdpa"
 

@@ -75,7 +75,9 @@ class SwappedMultiheadAttention(nn.Module):
             out = out.transpose(0, 1)
         if batched:
             return out, matrix
-        return out[0], None if matrix is None else matrix[0]
+        if matrix is not None:
+            matrix = matrix[0]
+        return out[0], matrix
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         if self.in_proj_weight is not None and query is key and key is value:

@@ -36,6 +36,17 @@ def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
         ConfigError: a ValueError. The folder holds no swapped model, its mechanism was built from objects, or a layer
             has no entry.
         ValueError: the projections of a layer are missing.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from crt_exp import describe_attention
+    >>> from transformers import AutoModel, BertConfig, BertModel
+    >>> sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    >>> model = BertModel(BertConfig(vocab_size=10, hidden_size=8, **sizes))
+    >>> with TemporaryDirectory() as folder:
+    ...     Mechanism.of("favorpp", m=16).swap(model).save_pretrained(folder)
+    ...     loaded = from_pretrained(AutoModel, folder)
+    >>> describe_attention(loaded)["mechanism"].tolist()
+    ['favorpp']
     """
     published = saved.fetched(folder)
     if published is not None:

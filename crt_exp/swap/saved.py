@@ -211,7 +211,8 @@ def ignoring_buffers() -> Iterator[None]:
     """Context manager: transformers does not report `swapped` buffers as unexpected."""
     from transformers import PreTrainedModel
 
-    own = PreTrainedModel.post_init
+    kind: Any = PreTrainedModel
+    own = kind.post_init
 
     def post_init(model: PreTrainedModel) -> None:
         own(model)
@@ -220,11 +221,11 @@ def ignoring_buffers() -> Iterator[None]:
             r"\.swapped\.",
         }
 
-    PreTrainedModel.post_init = post_init
+    kind.post_init = post_init
     try:
         yield
     finally:
-        PreTrainedModel.post_init = own
+        kind.post_init = own
 
 
 # ---- pretrained models of the fetch command

@@ -186,7 +186,7 @@ def _choose_layers(
     numbers: Any = [layers] if isinstance(layers, Integral) else layers
     chosen: set[int] = set()
     for i in numbers:
-        if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= i < count:
+        if isinstance(i, bool) or not isinstance(i, Integral) or not -count <= int(i) < count:
             chosen = set()
             break
         chosen.add(int(i) % count)

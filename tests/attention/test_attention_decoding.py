@@ -29,10 +29,13 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
     set_chunks(monkeypatch, size)
     case = Case(phi, masked=True)
     whole = case(causal=True)
-    assert_same([whole], [case(attention_reference, causal=True)])
-    for cuts in (range(12), (0, 3, 4, 11)):
+    expected = [case(attention_reference, causal=True)]
+    assert_same([whole], expected)
+    cases = [range(12), (0, 3, 4, 11)]
+    for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
-        assert_same([steps(state, case, cuts, masked=True)], [whole.detach()])
+        actual = [steps(state, case, cuts, masked=True)]
+        assert_same(actual, [whole.detach()])
     width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
     assert state.length == 11
     actual = state.sums.numerator.numel()
@@ -43,7 +46,7 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
 # float32: in C, where it is
 @pytest.mark.parametrize(
     "phi, rounding",
-    in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)], each=2),
+    in_turn(FEW + OTHER[:1], [(torch.float64, 1e-9), (torch.float32, 1e-4)], times=2),
     ids=repr,
 )
 def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
@@ -51,7 +54,8 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     dtype, tolerance = rounding
     case = Case(phi, masked=True, dtype=dtype)
     whole = case(causal=True).detach()
-    for cuts in ((0, 9), (0, 4, 8)):
+    cases = [(0, 9), (0, 4, 8)]
+    for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
         for a, b in itertools.pairwise(cuts):
             state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
@@ -70,13 +74,14 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     "phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr
 )
 def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
-    case = Case(phi, scale=2.0 if phi == TrigRF() else 0.6, m=3)
+    scale = 2.0 if phi == TrigRF() else 0.6
+    case = Case(phi, scale=scale, m=3)
     state = DecodingState(phi, case.noise, case.params, **options)
-    expected = [
-        case(function, causal=True, **options).detach()
-        for function in (attention, attention_reference)
-    ]
-    assert_same([steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2, expected, 1e-7)
+    expected = []
+    for function in (attention, attention_reference):
+        expected.append(case(function, causal=True, **options).detach())
+    actual = [steps(state, case, (0, 1, 2, 3, 8, 10, 11))] * 2
+    assert_same(actual, expected, 1e-7)
 
 
 def test_a_copy_of_a_state_is_a_point_to_come_back_to():
@@ -85,8 +90,10 @@ def test_a_copy_of_a_state_is_a_point_to_come_back_to():
     steps(state, case, (0, 1))
     before = state.copy()
     expected = steps(state, case, (1, 2))
-    assert torch.equal(steps(before, case, (1, 2)), expected)
-    assert before.length == state.length == 2
+    actual = steps(before, case, (1, 2))
+    assert torch.equal(actual, expected)
+    assert before.length == state.length
+    assert state.length == 2
 
 
 def test_decoding_under_autocast_keeps_its_precision():
@@ -100,7 +107,9 @@ def test_decoding_under_autocast_keeps_its_precision():
 
 def test_state_refuses_other_parameters():
     case = Case(OPRF())
-    token = [t[:, :, :1] for t in (case.x, case.y, case.v)]
+    token = []
+    for t in (case.x, case.y, case.v):
+        token.append(t[:, :, :1])
     state = DecodingState(OPRF(), case.noise, case.params, version=3)
     state.step(*token, version=3)
     with pytest.raises(ValueError, match="have changed"):
@@ -115,7 +124,8 @@ def test_a_state_takes_no_intermediate_of_the_noise_for_a_change(phi):
     """Some maps have the noise compute and keep its squared norms at the first token."""
     case = Case(phi)
     found = steps(DecodingState(phi, case.noise, case.params), case, range(4))
-    assert_same([found], [case(causal=True)[:, :, :3].detach()], 1e-7)
+    expected = [case(causal=True)[:, :, :3].detach()]
+    assert_same([found], expected, 1e-7)
 
 
 def test_state_follows_a_beam():
@@ -128,7 +138,8 @@ def test_state_follows_a_beam():
     step(state, [0, 1], 0)
     state.select(torch.tensor([1, 1, 0]))
     out = step(state, [1, 1, 0], 1)
-    assert_same([out[:, :, 0]], [case(causal=True)[[1, 1, 0], :, 1].detach()])
+    expected = [case(causal=True)[[1, 1, 0], :, 1].detach()]
+    assert_same([out[:, :, 0]], expected)
     with pytest.raises(ValueError, match="3 sequences, got 2"):
         step(state, [0, 1], 2)
 
@@ -143,7 +154,9 @@ def states(name):
     if layer.learns:
         with layer.calibration(), torch.no_grad():
             layer(*prompt)
-    made = [layer.eval().past().state for _ in range(2)]
+    made = []
+    for _ in range(2):
+        made.append(layer.eval().past().state)
     for state in made:
         state.step(*prompt)
     return made

@@ -1,20 +1,19 @@
 """RandomFeatureAttention, with maps of one part, of several parts and of clusters: its state changes when it should."""
 
 import copy
-import os
 import pickle
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from helpers.hybrid_cases import draw, vectors
+from helpers.hybrid_cases import draw
 from helpers.module_cases import B, D, H, L, make, qkv, same, state
+from helpers.seeds import seeded
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp import samplers
-from crt_exp.attention import RandomFeatureAttention, attention, attention_reference
+from crt_exp.attention import attention, attention_reference
 from crt_exp.attention.base import same_step
 from crt_exp.attention.checks import has_dynamic_size
 from crt_exp.features import (
@@ -22,13 +21,11 @@ from crt_exp.features import (
     GERF,
     OPRF,
     AngularHybrid,
-    AutoRF,
     ClusteredHybrid,
     GaussianHybrid,
     GaussianMixtureHybrid,
     GeomRF,
     Hybrid,
-    Mixture,
     PosRF,
     Product,
     Statistics,
@@ -73,7 +70,7 @@ def test_a_layer_is_attention_with_its_noises_and_fit(phi, m, names):
     for function in (attention, attention_reference):
         actual = module(q, k, v)
         expected = function(q * scale, k * scale, v, phi, by_hand, params)
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
 
 
 def test_scaling_and_normalisation():
@@ -81,11 +78,11 @@ def test_scaling_and_normalisation():
     module = make(scaling=1.0).eval()
     actual = module(q * D**-0.25, k * D**-0.25, v)
     expected = make().eval()(q, k, v)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     module = make(normalize_qk=True).eval()
     actual = module(3 * q, 0.1 * k, v)
     expected = module(q, k, v)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 @every
@@ -94,8 +91,10 @@ def test_noises_are_those_of_seed_layer_draw_and_name_on_every_rank(phi, m, name
     torch.manual_seed(1)
     one = noises(make(phi, m=m, seed=5, layer=2))
     torch.manual_seed(2)
-    assert same(one, noises(make(phi, m=m, seed=5, layer=2)))
-    for other in ({"seed": 5, "layer": 3}, {"seed": 4, "layer": 2}):
+    expected = noises(make(phi, m=m, seed=5, layer=2))
+    assert same(one, expected)
+    cases = [{"seed": 5, "layer": 3}, {"seed": 4, "layer": 2}]
+    for other in cases:
         assert not any(
             torch.equal(t, one[name]) for name, t in noises(make(phi, m=m, **other)).items()
         )
@@ -127,7 +126,9 @@ def test_a_restored_layer_goes_on_bit_for_bit(phi, m, names):
     module, other, foreign = (
         make(phi, m=m, causal=True, redraw_every=2, seed=seed) for seed in (3, 3, 4)
     )
-    first = {name: t.clone() for name, t in noises(module).items()}
+    first = {}
+    for name, t in noises(module).items():
+        first[name] = t.clone()
     for seed in range(3):
         module(*qkv(seed))
     assert int(module.draws) == 1
@@ -155,7 +156,8 @@ def test_noises_move_with_the_layer_and_keep_their_names_in_copies():
     other = copy.deepcopy(module)
     other.redraw()
     for name, t in noises(module).items():
-        assert t.dtype == noises(other)[name].dtype == torch.float64
+        assert t.dtype == noises(other)[name].dtype
+        assert torch.float64 == noises(other)[name].dtype
         assert not torch.equal(t, noises(other)[name])
 
 
@@ -195,12 +197,12 @@ def test_causal_statistics_come_from_earlier_batches_only():
     module = make(causal=True)
     first = module(*qkv(0))
     zero = make(PosRF(), causal=True)
-    torch.testing.assert_close(first, zero(*qkv(0)))  # nothing seen yet: A = 0 is FAVOR+
+    assert_close(first, zero(*qkv(0)))  # nothing seen yet: A = 0 is FAVOR+
     module(*qkv(1))
     q, k, _ = qkv(0)
     x, y = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in (q, k))
     expected = OPRF().fit(Statistics.of(x, y)).A  # one batch folded in, corrected for the start
-    torch.testing.assert_close(module._running_params().A, expected, rtol=1e-4, atol=1e-6)
+    assert_close(module._running_params().A, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("phi", [OPRF(), GeomRF()], ids=repr)
@@ -216,7 +218,7 @@ def test_future_never_leaks_in_training(phi):
         t[:, :, 7:] = 5.0
     actual = module(q, k, v)[:, :, :7]
     expected = other(q2, k2, v2)[:, :, :7]
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [L, 2 * L], ids=["its own sequence", "others"])
@@ -233,11 +235,11 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
         for i in (0, 2):
             with same_step(parts, i > 0):
                 found.append(parts(*(t[i : i + 2] for t in (q, k, v, mask))))
-        torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+        assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
     one = state(whole)
     two = state(parts)
     for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
+        assert_close(one[name], two[name], rtol=1e-4, atol=1e-5)
     assert int(parts.draws) == 2
     assert int(parts.folds) == 2
 
@@ -262,12 +264,12 @@ def test_running_average_is_bias_corrected():
     for seed in range(30):
         module(*qkv(seed))
     module._fold(1 - module.decay)
-    means = [(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(30)]
+    means = []
+    for s in range(30):
+        means.append((qkv(s)[0] * D**-0.25).square().mean((0, 2)))
     weights = torch.tensor([0.9 ** (29 - s) for s in range(30)])
     expected = (torch.stack(means) * (weights / weights.sum())[:, None, None]).sum(0)
-    torch.testing.assert_close(
-        module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5
-    )
+    assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -287,7 +289,7 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
                 module(*qkv(seed))
         module(*qkv(5))
     expected = torch.stack([(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(3)]).mean(0)
-    torch.testing.assert_close(module.running_x_mean_sq, expected)
+    assert_close(module.running_x_mean_sq, expected)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,8 @@ def test_padding_enters_no_statistics(phi, options):
     for _ in range(2):
         padded = module(q, k, v, mask)
         cut = short(*(t[:, :, :9] for t in (q, k, v)))
-    torch.testing.assert_close(padded[:, :, :9], cut, rtol=1e-4, atol=1e-5)
+    actual = padded[:, :, :9]
+    assert_close(actual, cut, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_heads_share_their_parameters():
@@ -324,7 +327,7 @@ def test_grouped_heads_share_their_parameters():
     x = q * D**-0.25
     y = k * D**-0.25
     expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
-    torch.testing.assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
+    assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
     assert module(q, k, v).shape == (B, H, L, D)
 
 
@@ -336,15 +339,18 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
     module(*qkv(3, kv_heads=2))
     module.eval()
     decoder = module.decoding()
-    steps = [
-        decoder.step(
-            module.scaled(q[:, :, i : i + 1]), module.scaled(k[:, :, i : i + 1]), v[:, :, i : i + 1]
+    steps = []
+    for i in range(L):
+        steps.append(
+            decoder.step(
+                module.scaled(q[:, :, i : i + 1]),
+                module.scaled(k[:, :, i : i + 1]),
+                v[:, :, i : i + 1],
+            )
         )
-        for i in range(L)
-    ]
     actual = torch.cat(steps, 2)
     expected = module(q, k, v)
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+    assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     module.redraw()
     with pytest.raises(ValueError, match="have changed"):
         decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
@@ -373,7 +379,7 @@ def test_compiles_without_graph_breaks(phi, m, options):
     for seed in range(4):
         actual = compiled(*qkv(seed))
         expected = module(*qkv(seed))
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+        assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_signed_denominators_are_counted():
@@ -423,187 +429,10 @@ def test_an_empty_batch_changes_nothing(phi):
             assert torch.equal(t, expected)
 
 
-# ---- clusters --------------------------------------------------------------------------------------------------------
-
-
-def test_clusters_are_found_and_their_bases_exact_there():
-    """Points at two centres each: where M may be complex, no pair has variance."""
-    r = vectors(2, 3)
-    t = vectors(2, 3, seed=1)
-    x = r.repeat(5, 1)
-    y = t.repeat(7, 1)
-    phi = ClusteredHybrid(field="complex", by="centres")
-    params = phi.fit(Statistics.of(x, y))
-    assert (phi.log_relative_variance(x[:, None], y[None], params) < -50).all()
-    noise = draw(phi, 1, 3)
-    found = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
-    expected = (x @ y.mT).exp()
-    torch.testing.assert_close(found, expected)
-    actual = params.queries.sort(0).values
-    expected = r.sort(0).values
-    torch.testing.assert_close(actual, expected)
-
-
-def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
-    both = []
-    for pair in ((0, 1), (2, 3)):
-        both.append(
-            torch.cat(
-                [vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair]
-            )
-        )
-    x, y = both
-
-    def mean(phi):
-        return phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
-
-    assert mean(ClusteredHybrid(field="complex")) < 0.2 * min(mean(PosRF()), mean(TrigRF()))
-    one = ClusteredHybrid(queries=1, keys=1)
-    plain = CERF(field="real")
-    params = one.fit(Statistics.of(x, y))
-    alone = plain.fit(Statistics.of(x, y))
-    noise = draw(one, 5, 8)
-    actual = one.phi_q(x, noise, params).exp()
-    expected = plain.phi_q(x, noise, alone).exp()
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(
-    "phi, parts",
-    [(ClusteredHybrid(queries=3, keys=2), 1), (ClusteredHybrid(field="complex"), 2)],
-    ids=repr,
-)
-def test_a_token_fills_the_blocks_of_its_own_cluster(phi, parts):
-    x = vectors(12, 3)
-    y = vectors(9, 3, seed=1)
-    params = phi.fit(Statistics.of(x, y))
-    noise = draw(phi, 4, 3)
-    for features, blocks in (
-        (phi.phi_q(x, noise, params), phi.keys),
-        (phi.phi_k(y, noise, params), phi.queries),
-    ):
-        assert (features.log_scale.isfinite().sum(-1) == blocks * 4 * parts).all()
-
-
-def clustered(**options):
-    return RandomFeatureAttention(ClusteredHybrid(), samplers.orthogonal, 6, 2, 4, **options)
-
-
-def few(length=20):
-    return torch.randn(3, 2, 2, length, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": True, "kv_heads": 1}], ids=str)
-def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
-    ours = clustered(fit_steps=2, **options)
-    q, k, v = few()
-    k, v = (t[:, : options.get("kv_heads", 2)] for t in (k, v))
-    first = ours(q, k, v)
-    ours(q, k, v)
-    assert torch.equal(ours(q, k, v), ours(q, k, v))
-    assert not torch.equal(ours(q, k, v), first)
-    kept = state(ours)
-    ours(2 * q, k, v)
-    assert ours.clusters.done
-    for name, t in state(ours).items():
-        if name != "steps":
-            assert torch.equal(t, kept[name])
-    expected = attention(
-        q * ours.scale,
-        k * ours.scale,
-        v,
-        ours.phi,
-        ours.noise,
-        ours._running_params(),
-        causal=ours.causal,
-    )
-    torch.testing.assert_close(ours.eval()(q, k, v), expected)
-
-
-@pytest.mark.parametrize("before, after, passes", [(10, 2, 0), (2, 10, 9)])
-def test_a_layer_of_other_fit_steps_goes_on_with_the_samples(before, after, passes):
-    ours = clustered(fit_steps=before)
-    other = clustered(fit_steps=after)
-    for _ in range(min(before, 3)):
-        ours(*few())
-    other.load_state_dict(ours.state_dict())
-    assert int(other.clusters.passes) == passes
-    for _ in range(after - passes):
-        other(*few())
-    assert not other.clusters.done
-    assert (other.clusters.queries != 0).any(-1).all()
-
-
-def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
-    q, k, v = few()
-    for passes in (0, 1, 3):
-        ours = clustered(fit_steps=2)
-        other = clustered(fit_steps=2, seed=4)
-        for _ in range(passes):
-            ours(q, k, v)
-        rows = (
-            256 * int(ours.clusters.passes) or 1
-        )  # a state with no more of them than there are samples
-        other.load_state_dict(
-            {
-                name: t[:, :rows] if name in ("clusters.queries", "clusters.keys") else t.clone()
-                for name, t in ours.state_dict().items()
-            }
-        )
-        assert other.clusters.done == ours.clusters.done == (passes == 3)
-        for _ in range(3):
-            actual = ours(q, k, v)
-            expected = other(q, k, v)
-            assert torch.equal(actual, expected)
-
-
-def fit_on_rank(rank, meeting):
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    q, k, v = torch.randn(3, 2, 2, 7, 4, generator=torch.Generator().manual_seed(rank))
-    q, k, v = (t[:, :, : 7 - rank] for t in (q, k, v))
-    for phi in (ClusteredHybrid(), AutoRF(), Mixture()):
-        layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
-        for _ in range(2):
-            layer(q, k, v, torch.full((2, 7 - rank), bool(rank)))
-        assert layer.clusters.done
-        for t in layer.clusters.params():
-            parts = [torch.empty_like(t) for _ in range(2)]
-            dist.all_gather(parts, t.contiguous())
-            assert t.isfinite().all()
-            assert torch.equal(*parts)
-    dist.destroy_process_group()
-    os._exit(
-        0
-    )  # threads of gloo that still hold a tensor of Python would abort the interpreter while it ends
-
-
-@pytest.mark.slow
-def test_clusters_are_those_of_all_processes(tmp_path):
-    """Fitted to the vectors of all, and the same on each, also where one has none but padding."""
-    mp.spawn(fit_on_rank, (tmp_path / "meeting",), nprocs=2)
-
-
-def test_uncalibrated_clusters_say_so_once_and_calibration_silences_them():
-    ours = clustered().eval()
-    q, k, v = few()
-    with pytest.warns(UserWarning, match="no statistics yet.*calibrate_attention"):
-        before = ours(q, k, v)
-    expected = attention(q * ours.scale, k * ours.scale, v, PosRF(), ours.noise)
-    torch.testing.assert_close(before, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours(q, k, v)
-        with ours.calibration():
-            ours(q, k, v)
-            ours(2 * q, k, v)
-        assert ours.clusters.done
-        assert not torch.equal(ours(q, k, v), before)
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-POINTS = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+POINTS = torch.randn(6, 3, generator=seeded())
 BAD = {
     "redraw_every": lambda: make(redraw_every=-1),
     "needs kernel='softmax'": lambda: make(OPRF("gaussian")),

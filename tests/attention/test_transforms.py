@@ -7,9 +7,12 @@ import torch
 from helpers import native_cases
 from helpers.attention_cases import Case, assert_same, set_chunks
 from helpers.covering import in_turn
+from helpers.kernel_estimates import estimate_kernel
 from helpers.native_cases import needs_library
+from helpers.seeds import seeded
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.testing import assert_close
 
 from crt_exp import samplers
 from crt_exp.attention import (
@@ -131,7 +134,8 @@ def test_second_derivatives(phi, causal, four):
     def loss(f):
         return lambda w: f(w).square().sum()
 
-    for run in (lambda f: hessian(loss(f))(case.w), lambda f: jacrev(jacrev(loss(f)))(case.w)):
+    cases = [lambda f: hessian(loss(f))(case.w), lambda f: jacrev(jacrev(loss(f)))(case.w)]
+    for run in cases:
         assert_pair(case.both(run), 1e-8)
 
 
@@ -175,10 +179,11 @@ def test_long_keys_underflow_nowhere(four):
 def test_inputs_are_checked(phi):
     case = Pair(phi, False)
     case.w[0, 0, 0, 3] = torch.nan
-    for run in (
+    cases = [
         lambda: jvp(case.ours, (case.w,), (case.t,)),
         lambda: vmap(case.ours)(case.w[None]),
-    ):
+    ]
+    for run in cases:
         with pytest.raises(ValueError, match="NaN, infinity"):
             run()
 
@@ -202,7 +207,7 @@ def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
 
 def test_noise_keeps_nothing_of_a_transform():
     """What a noise computes once would be a tensor of the transform, useless after it."""
-    noise = samplers.hadamard(8, 4, torch.Generator().manual_seed(0), batch=(2,))
+    noise = samplers.hadamard(8, 4, seeded(), batch=(2,))
     x = torch.randn(1, 2, 5, 4)
 
     def f(x):
@@ -216,7 +221,7 @@ def test_noise_keeps_nothing_of_a_transform():
     )
     f(x)
     actual = jvp(f, (x,), (x,))[1]
-    torch.testing.assert_close(actual, tangent)
+    assert_close(actual, tangent)
 
 
 @pytest.mark.parametrize("phi", [OPRF(), PoisRF(), GERF(), GERF(s=-1)], ids=repr)
@@ -243,7 +248,7 @@ def test_gradients_of_each_sample(phi):
     ids=repr,
 )
 def test_fits_and_features_of_each_sample(phi):
-    x, y = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0)).double()
+    x, y = torch.randn(2, 3, 6, 4, generator=seeded()).double()
     noise = phi.noise(8, lambda p: samplers.orthogonal(p.m, 4, dtype=torch.float64))
 
     def features(x, y):
@@ -252,10 +257,11 @@ def test_fits_and_features_of_each_sample(phi):
     def variances(x, y):
         return phi.log_variance(x, y, phi.fit(Statistics.of(x, y)))
 
-    for function in (features, variances, grad(lambda x, y: features(y, x).sum())):
+    cases = [features, variances, grad(lambda x, y: features(y, x).sum())]
+    for function in cases:
         alone = torch.stack([function(*pair) for pair in zip(x, y)])
         actual = vmap(function)(x, y)
-        torch.testing.assert_close(actual, alone)
+        assert_close(actual, alone)
 
 
 @pytest.mark.parametrize(
@@ -305,7 +311,7 @@ m = 8
         [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()],
         [False, True],
         [False, True],
-        each=2,
+        times=2,
     ),
     ids=repr,
 )
@@ -322,7 +328,7 @@ def with_log_sums(x, y, v, *given, **options):
 
 
 def written_out(x, y, v, phi, noise, params, causal, key_mask):
-    pairs = phi.phi_q(x, noise, params).exp() @ phi.phi_k(y, noise, params).exp().mT
+    pairs = estimate_kernel(phi, x, y, noise, params)
     sums = (pairs := pairs.tril() if causal else pairs).sum(-1, keepdim=True)
     return torch.cat([pairs @ v / sums, sums.log()], -1)
 
@@ -358,9 +364,11 @@ def test_gradients_to_rows_compiled_and_by_transforms():
 
     A = A.detach().requires_grad_()
     expected = torch.autograd.grad(loss(rows, A), [rows, A])
-    assert_same(torch.func.grad(loss, (0, 1))(rows.detach(), A.detach()), expected)
+    actual = torch.func.grad(loss, (0, 1))(rows.detach(), A.detach())
+    assert_same(actual, expected)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    assert_same(torch.autograd.grad(compiled(rows, A), [rows, A]), expected)
+    actual = torch.autograd.grad(compiled(rows, A), [rows, A])
+    assert_same(actual, expected)
 
 
 # ---- torch.export and torch.jit.trace --------------------------------------------------------------------------------
@@ -370,19 +378,21 @@ LENGTHS = (150, 2, 7, 127, 128, 129, 300)
 
 
 def qkv(length, heads=2):
-    g = torch.Generator().manual_seed(length)
+    g = seeded(length)
     return tuple(torch.randn(2, heads, length, 4, generator=g) / 3 for _ in range(3))
 
 
 def mask(length):
-    return torch.rand(2, length, generator=torch.Generator().manual_seed(length)) > 0.3
+    return torch.rand(2, length, generator=seeded(length)) > 0.3
 
 
 class Attend(torch.nn.Module):
     def __init__(self, phi, causal):
         super().__init__()
-        self.phi, self.causal, self.params = phi, causal, phi.fit(None)
-        self.noise = samplers.orthogonal(8, 4, torch.Generator().manual_seed(0), batch=(2,))
+        self.phi = phi
+        self.causal = causal
+        self.params = phi.fit(None)
+        self.noise = samplers.orthogonal(8, 4, seeded(), batch=(2,))
 
     def forward(self, x, y, v, key_mask):
         return attention(
@@ -393,11 +403,14 @@ class Attend(torch.nn.Module):
 def exported(module, *inputs, open_length=True, strict=False):
     """The program, saved and read again."""
     length = torch.export.Dim("length", min=2, max=8192)
-    shapes = (
-        tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs) if open_length else None
-    )
+    shapes = None
+    if open_length:
+        shapes = tuple({t.ndim - 2 if t.ndim == 4 else 1: length} for t in inputs)
     program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=strict)
-    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    operators = []
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            operators.append(str(node.target))
     assert not any("crt_exp" in name for name in operators)  # it runs where this package is not
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -407,13 +420,16 @@ def exported(module, *inputs, open_length=True, strict=False):
 
 def check_lengths(module, *more, causal, strict=False):
     """In both directions one program serves every length; a causal one serves its own."""
-    program = (
-        None if causal else exported(module, *qkv(150), *(f(150) for f in more), strict=strict)
-    )
+    if causal:
+        program = None
+    else:
+        program = exported(module, *qkv(150), *(f(150) for f in more), strict=strict)
     for length in (150,) if causal else LENGTHS:
         inputs = *qkv(length), *(f(length) for f in more)
-        run = exported(module, *inputs, open_length=False, strict=strict) if causal else program
-        torch.testing.assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-5)
+        run = program
+        if causal:
+            run = exported(module, *inputs, open_length=False, strict=strict)
+        assert_close(run(*inputs), module(*inputs), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -449,7 +465,7 @@ def test_an_exported_program_is_exact_or_stops(causal):
     module = Attend(PosRF(), causal)
     program = exported(module, x, y, v, keep, open_length=False)
     inputs = x, y + torch.linspace(0, 1, 300).square()[:, None] * 8, v, keep
-    torch.testing.assert_close(program(*inputs), module(*inputs), rtol=1e-2, atol=1e-4)
+    assert_close(program(*inputs), module(*inputs), rtol=1e-2, atol=1e-4)
     if causal:
         y[:, :, :60] += 30.0
         with pytest.raises(RuntimeError, match="outweighs|underflow"):
@@ -465,7 +481,7 @@ def test_positive_maps_can_be_traced(causal):
     for length in LENGTHS:
         actual = traced(*qkv(length), mask(length))
         expected = module(*qkv(length), mask(length))
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.covering import in_turn
+from helpers.seeds import seeded
 from scipy.special import hyp0f1
+from torch.testing import assert_close
 
 from crt_exp import samplers
 from crt_exp.features import GERF, OPRF, SMREG, HypRF, PoisRF, PosRF, Statistics, TrigRF
@@ -29,10 +31,6 @@ COUPLED = [
     SMREG(),
     SMREG(antithetic=True),
 ]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def pair(d, scale=0.4, seed=0):
@@ -57,7 +55,7 @@ def fit(phi, x, y):
 
 @pytest.mark.parametrize(
     "phi, ensemble, size",
-    in_turn(COUPLED, ["orthogonal", "simplex"], [(5, 3), (2, 2)], each=2),
+    in_turn(COUPLED, ["orthogonal", "simplex"], [(5, 3), (2, 2)], times=2),
     ids=str,
 )
 def test_exact_variance_of_coupled_rows(phi, ensemble, size):
@@ -69,7 +67,8 @@ def test_exact_variance_of_coupled_rows(phi, ensemble, size):
         estimates(phi, x, y, params, m, 20_000, ensemble) - phi.log_kernel(x, y).exp()
     ).square()
     exact = ensemble_log_variance(phi, x, y, params, m, ensemble).exp()
-    assert (square.mean() - exact).abs() < 5 * square.std() / len(square) ** 0.5
+    difference = (square.mean() - exact).abs()
+    assert difference < 5 * square.std() / len(square) ** 0.5
     assert square.std() / len(square) ** 0.5 < 0.09 * exact
 
 
@@ -97,7 +96,9 @@ def test_covariance_by_two_dimensional_quadrature(d):
     weights = np.outer(weight, weight) / weight.sum() ** 2
     for s in (0.3, 4.0):
         for cosine in (0.0, -1 / (d - 1), 0.3):
-            square = {c: r[:, None] ** 2 + r**2 + 2 * c * np.outer(r, r) for c in (cosine, -cosine)}
+            square = {}
+            for c in (cosine, -cosine):
+                square[c] = r[:, None] ** 2 + r**2 + 2 * c * np.outer(r, r)
 
             def moment(sign, c, s=s, square=square):
                 return (weights * hyp0f1(d / 2, sign * s / 4 * square[c])).sum()
@@ -121,7 +122,7 @@ def test_ensembles_are_ordered_and_stable():
             ensemble_log_variance(phi, x, y, params, 20, e) for e in SAMPLERS
         )
         expected = phi.log_variance(x, y, params) - math.log(20)
-        torch.testing.assert_close(iid, expected)
+        assert_close(iid, expected)
         assert (simplex <= orthogonal + 1e-12).all()
         assert (orthogonal <= iid + 1e-12).all()
         assert ensemble_log_variance(phi, 20 * x, 20 * y, params, 8, "orthogonal").isfinite().all()
@@ -136,7 +137,7 @@ def test_ensembles_are_ordered_and_stable():
     matrix = ensemble_log_variance(PosRF(), x[:, None], y[None], (), 8, "orthogonal")
     actual = matrix.diagonal()
     expected = ensemble_log_variance(PosRF(), x, y, (), 8, "orthogonal")
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_refused_ensembles_and_maps():

@@ -12,7 +12,10 @@ from values import attempt, numbers
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
 
-B, H, KV, D = 2, 4, 2, 16
+B = 2
+H = 4
+KV = 2
+D = 16
 SMALL = "nearfar block=16 heavy=8 cells=16"
 OPTIONS = {
     "linformer": " length=1024 rank=16",
@@ -37,7 +40,10 @@ MASKS = ("none", "right", "left")
 
 def groups() -> list[str]:
     """The attentions, as `Mechanism.parse` reads them, but favormix, whose fit differs between processors."""
-    named = [name + OPTIONS.get(name, "") for name in choices("attention") if name != "favormix"]
+    named = []
+    for name in choices("attention"):
+        if name != "favormix":
+            named.append(name + OPTIONS.get(name, ""))
     return [
         *named,
         *NEAR_FAR,
@@ -57,7 +63,10 @@ def cases(name: str) -> dict:
         for direction, length, engine in product(DIRECTIONS, LENGTHS, DTYPES):
             if name in RETRIEVED and direction != "causal":
                 continue
-            S, dtype = LENGTHS[length] if direction == "cross" else length, DTYPES[engine]
+            S = length
+            if direction == "cross":
+                S = LENGTHS[length]
+            dtype = DTYPES[engine]
             layer = attempt(_layer, name, DIRECTIONS[direction], length, S, dtype)
             if isinstance(layer, str):
                 found[f"{direction} {length} {engine}"] = layer
@@ -73,7 +82,8 @@ def _layer(name: str, sizes: dict, length: int, S: int, dtype):
     """After two training passes, by which what is learned of the data is there."""
     torch.manual_seed(0)
     mechanism = Mechanism.parse(name)
-    mechanism = mechanism.with_projections(32) if mechanism.draws else mechanism
+    if mechanism.draws:
+        mechanism = mechanism.with_projections(32)
     layer = mechanism.layer(H, D, kv_heads=KV, layer=1, **sizes)
     layer = layer.to(dtype)
     for seed in (1, 2):

@@ -24,7 +24,8 @@ SECTIONS = {  # the names of the groups, and the values of one
     "runs": (run_values.groups, run_values.cases),
     "configurations": (run_values.configurations, run_values.configuration),
 }
-SAME, OTHER = 1e-6, 1e-3
+SAME = 1e-6
+OTHER = 1e-3
 
 
 def file_of(section):
@@ -79,7 +80,9 @@ CASES = [(section, group) for section, (groups, _) in SECTIONS.items() for group
 @pytest.mark.parametrize("section, group", CASES, ids=[" ".join(case) for case in CASES])
 def test_values_are_those_of_the_files(section, group, one_thread):
     golden = load(section)
-    tolerance = SAME if golden["machine"] == machine() else OTHER
+    tolerance = OTHER
+    if golden["machine"] == machine():
+        tolerance = SAME
     lines = list(differences(golden["groups"][group], SECTIONS[section][1](group), tolerance))
     assert not lines, "\n".join(lines[:20])
 

@@ -14,7 +14,8 @@ from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
 
-D, M = 8, 16
+D = 8
+M = 16
 ESTIMATORS = "estimators"
 
 
@@ -41,7 +42,8 @@ def _features(name: str, sampler: str, kernel: str) -> dict:
     x, y = (0.4 * torch.randn(2, n, D, generator=g, dtype=torch.float64) + 0.1 for n in (5, 7))
     noise = mechanism.noise(D, torch.Generator().manual_seed(1))
     params = phi.fit(Statistics.of(x, y))
-    fx, fy = phi.phi_q(x, noise, params), phi.phi_k(y, noise, params)
+    fx = phi.phi_q(x, noise, params)
+    fy = phi.phi_k(y, noise, params)
     found = {"width": phi.width(M), "estimate": numbers(fx.exp() @ fy.exp().mT)}
     for side, features in (("q", fx), ("k", fy)):
         found[f"{side} value"] = numbers(torch.as_tensor(features.value))
@@ -57,10 +59,9 @@ def _estimators() -> dict:
     A = StandardScaler().fit_transform(A)
     values = lambda *arrays: [numbers(torch.as_tensor(np.asarray(a))) for a in arrays]
     made = {}
-    features = {
-        name: {"features": name, "n_components": 64, "gamma": 0.05}
-        for name in ("trig", "oprf", "pos", "geom", "angular")
-    }
+    features = {}
+    for name in ("trig", "oprf", "pos", "geom", "angular"):
+        features[name] = {"features": name, "n_components": 64, "gamma": 0.05}
     features |= {
         f"kernel={kernel}": {"features": name, "n_components": 32, "length_scale": 0.1**-0.5}
         for kernel, name in (

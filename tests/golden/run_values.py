@@ -151,7 +151,8 @@ def cases(group: str) -> dict:
         if group in OTHERS:
             return OTHERS[group](folder)
         for number, stage in enumerate(RUNS[group]):
-            _typed(stage, folder / str(number), before=folder / str(number - 1))
+            before = folder / str(number - 1)
+            _typed(stage, folder / str(number), before=before)
         return {"metrics": _last(folder / str(number))}
 
 
@@ -186,7 +187,8 @@ def _typed(line: str, directory: Path, **places: Path) -> str:
 
 def _started(*args: str, directory=None) -> tuple[int, str, str]:
     """A command line in this process: its exit code and its output."""
-    out, code = io.StringIO(), 0
+    out = io.StringIO()
+    code = 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out):
         patch.delenv("CRT_DATA", raising=False)
         patch.setattr(sys, "argv", ["crt_exp", *args])
@@ -271,11 +273,9 @@ def configurations() -> list[str]:
 def configuration(group: str) -> dict:
     """The composed configuration of every choice of a group."""
     base = _composed()
-    return (
-        base
-        if group == BASE
-        else {name: _changes(base, _composed(f"{group}={name}")) for name in choices(group)}
-    )
+    if group == BASE:
+        return base
+    return {name: _changes(base, _composed(f"{group}={name}")) for name in choices(group)}
 
 
 def _composed(*overrides: str) -> dict:
@@ -296,5 +296,8 @@ def _flat(node, path: str = ""):
 
 
 def _changes(base: dict, new: dict) -> dict:
-    changed = {key: value for key, value in new.items() if key not in base or base[key] != value}
+    changed = {}
+    for key, value in new.items():
+        if key not in base or base[key] != value:
+            changed[key] = value
     return changed | {key: "(absent)" for key in base if key not in new}

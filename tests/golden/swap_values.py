@@ -97,9 +97,10 @@ def _logits(make, kind: str, name: str) -> dict:
     found = {}
     for padding, given in _padded(batch).items():
         values = attempt(lambda given=given: outputs(model, given)[:2])
-        found[f"{name} {padding}"] = (
-            values if isinstance(values, str) else [numbers(t) for t in values]
-        )
+        if isinstance(values, str):
+            found[f"{name} {padding}"] = values
+        else:
+            found[f"{name} {padding}"] = [numbers(t) for t in values]
     return found
 
 
@@ -108,7 +109,8 @@ def _padded(batch: dict) -> dict:
     if "input_ids" not in batch:
         return {"whole": batch}
     mask = torch.ones_like(batch["input_ids"])
-    right, left = mask.clone(), mask.clone()
+    right = mask.clone()
+    left = mask.clone()
     right[0, -3:], left[0, :3] = 0, 0
     return {
         "whole": batch,
@@ -166,7 +168,10 @@ def _generated(kind: str, name: str, way: str) -> list:
     given = {"input_ids": ids, "attention_mask": mask}
     if kind == "whisper":
         given = {"input_features": torch.randn(2, 8, 40, generator=g, dtype=torch.float64)}
-    batch = {k: v for k, v in given.items() if k != "attention_mask"}
+    batch = {}
+    for k, v in given.items():
+        if k != "attention_mask":
+            batch[k] = v
     batch |= {"decoder_input_ids": ids} if kind == "whisper" else {}
     calibrate_attention(model, [batch])
     with torch.no_grad():
@@ -177,7 +182,7 @@ def _saved(name: str) -> dict:
     found = {}
     for mechanism in MECHANISMS:
         kind = swap_models.HF[name]
-        model = swap_attention(swap_models.made(kind), MECHANISMS[mechanism])
+        model = swap_attention(swap_models.build_model(kind), MECHANISMS[mechanism])
         attempt(
             lambda model=model, kind=kind: calibrate_attention(model, [swap_models.inputs(kind)])
         )

@@ -12,7 +12,8 @@ ENTRIES = 4
 def numbers(t: Tensor) -> list[float]:
     """[norm, sum, ENTRIES entries] of a tensor of any shape and type."""
     flat = t.detach().to(torch.float64 if not t.is_complex() else torch.complex128).flatten()
-    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
     places = torch.linspace(0, max(len(flat) - 1, 0), ENTRIES).long() if len(flat) else []
     return [
         rounded(x)

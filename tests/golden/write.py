@@ -24,9 +24,9 @@ def main() -> None:
         section, _, group = wanted.partition(":")
         names, cases = compare.SECTIONS[section]
         old = compare.load(section)["groups"] if group else {}
-        groups = {
-            name: old[name] if name in old and name != group else cases(name) for name in names()
-        }
+        groups = {}
+        for name in names():
+            groups[name] = old[name] if name in old and name != group else cases(name)
         save(compare, section, json.loads(json.dumps(groups)))
         print(f"{compare.file_of(section)}: {len(groups)} groups")
 

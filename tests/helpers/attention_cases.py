@@ -1,5 +1,7 @@
 """Tensors, maps and noise for tests of attention, and how results are compared."""
 
+import copy
+
 import torch
 
 from crt_exp import samplers
@@ -19,6 +21,7 @@ from crt_exp.features import (
     TrigRF,
 )
 from helpers.maps import independent
+from helpers.seeds import seeded
 
 FEW = [
     Mixture(),
@@ -77,28 +80,26 @@ class Case:
         seed=0,
         dtype=torch.float64,
     ):
-        g = torch.Generator().manual_seed(seed)
+        g = seeded(seed)
 
         def draw(*shape):
             return torch.randn(*shape, generator=g, dtype=torch.float64)
 
         Hkv = Hkv or H
-        self.phi, self.heads = phi.of_size(m), H
-        self.x, self.y, self.v = (
-            scale * draw(B, H, L, d),
-            scale * draw(B, Hkv, S, d),
-            draw(B, Hkv, S, dv),
-        )
+        self.phi = phi.of_size(m)
+        self.heads = H
+        self.x = scale * draw(B, H, L, d)
+        self.y = scale * draw(B, Hkv, S, d)
+        self.v = draw(B, Hkv, S, dv)
         self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (self.x, self.y, self.v))
         batch = () if shared else (H,)
         self.noise = independent(
             phi, lambda: samplers.orthogonal(m, d, g, batch=batch, dtype=torch.float64)
         )
-        stats = (
-            Statistics.of(self.x.flatten(0, 2), self.y.flatten(0, 2))
-            if shared
-            else Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1))
-        )
+        if shared:
+            stats = Statistics.of(self.x.flatten(0, 2), self.y.flatten(0, 2))
+        else:
+            stats = Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1))
         self.params = self.phi.fit(stats)
         self.mask = None
         if masked:
@@ -125,3 +126,12 @@ def assert_same(ours, expected, rtol=1e-9):
         assert (a.double() - b.double()).abs().max() <= rtol * b.double().abs().max().clamp(
             min=1e-3
         ), (a, b)
+
+
+def in_float64(case):
+    """The case with the same rounded vectors."""
+    exact = copy.copy(case)
+    exact.x, exact.y, exact.v, exact.grad = (
+        t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad)
+    )
+    return exact

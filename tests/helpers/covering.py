@@ -8,16 +8,16 @@ import pytest
 PARAM = type(pytest.param())
 
 
-def in_turn(first, *others, each=1):
-    """What pytest.mark.parametrize takes: the product of the lists. Of each value of the first, `each` of the
+def in_turn(first, *others, times=1):
+    """What pytest.mark.parametrize takes: the product of the lists. Of each value of the first, `times` of the
     combinations of the others are fast, one value taking up where the one before it stopped."""
     combinations = list(product(*others))
     cases = []
     for number, value in enumerate(first):
         if not isinstance(value, PARAM):
             value = pytest.param(value)
-        start = number * each
-        fast = {(start + n) % len(combinations) for n in range(each)}
+        start = number * times
+        fast = {(start + n) % len(combinations) for n in range(times)}
         for i, combination in enumerate(combinations):
             marks = [*value.marks]
             if i not in fast:

@@ -9,6 +9,7 @@ import transformers
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
+from helpers.seeds import seeded
 
 SMALL = {"block": 4, "cells": 6, "heavy": 2}
 BELOW = {"exact_until": 64}
@@ -34,11 +35,10 @@ CONTROLS = {
 
 def mechanisms() -> dict[str, tuple[str, dict]]:
     """Their names and options; of near-far attention, one for each way in which it takes keys."""
-    small = {
-        name: (name, SIZES.get(name, {"m": 8}))
-        for name in choices("attention")
-        if name != "nearfar"
-    }
+    small = {}
+    for name in choices("attention"):
+        if name != "nearfar":
+            small[name] = (name, SIZES.get(name, {"m": 8}))
     opened = SMALL | {"open": 5}
     return small | {
         "nearfar below": ("nearfar", opened | BELOW),
@@ -51,7 +51,7 @@ def layer(name, options, **sizes):
 
 
 def tokens(batch=3, length=30, seed=0):
-    return torch.randint(2, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(2, 40, (batch, length), generator=seeded(seed))
 
 
 def llama(dtype=torch.float64, layers=2):
@@ -89,11 +89,9 @@ def swapped(name, options, dtype=torch.float64, layers=2):
 @cache
 def calibrated(name, options, dtype, layers):
     model = swap_attention(llama(dtype, layers), name, **dict(options))
-    return (
-        model
-        if name in CONTROLS
-        else calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
-    )
+    if name in CONTROLS:
+        return model
+    return calibrate_attention(model, [tokens(batch=27, length=80, seed=1)])
 
 
 def called(model, ids, mask, past=None, start=0):

@@ -3,14 +3,13 @@
 import torch
 
 from crt_exp import samplers
+from helpers.seeds import seeded
 
 
 def vectors(*shape, seed=0, scale=0.5):
-    return scale * torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return scale * torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def draw(phi, m, d, batch=(), seed=0, sampler=samplers.iid):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     return phi.noise(m, lambda p: sampler(p.m, d, g, batch, dtype=torch.float64))

@@ -68,7 +68,8 @@ class HubHandler(FileHandler):
         path = unquote(urlsplit(self.path).path)
         if found := re.fullmatch("/(.+)/resolve/[^/]+/(.+)", path):
             body = content.get(f"{found[1]}/{found[2]}")
-            self.send_body(body, X_Repo_Commit=COMMIT, ETag=hashlib.sha1(body or b"").hexdigest())
+            ETag = hashlib.sha1(body or b"").hexdigest()
+            self.send_body(body, X_Repo_Commit=COMMIT, ETag=ETag)
         elif found := re.fullmatch(
             "/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(/tree/[^/]+)?(/.*)?", path
         ):

@@ -37,11 +37,14 @@ def map_names(without=()):
     """The maps of conf/features that estimate softmax or the Gaussian kernel, but for those `without`."""
     unknown = {*without} - {*choices("features")}
     assert not unknown, unknown
-    made = {
-        name: Mechanism.of(features=name) for name in choices("features") if name not in without
-    }
+    mechanisms = {}
+    for name in choices("features"):
+        if name not in without:
+            mechanisms[name] = Mechanism.of(features=name)
     return tuple(
-        name for name, each in made.items() if not each.own_kernel and each.map().estimates
+        name
+        for name, mechanism in mechanisms.items()
+        if not mechanism.own_kernel and mechanism.map().estimates
     )
 
 

@@ -5,6 +5,7 @@ import torch
 from crt_exp import samplers
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.features import OPRF
+from helpers.seeds import seeded
 
 B = 2
 H = 4
@@ -13,7 +14,7 @@ D = 8
 
 
 def qkv(seed=0, heads=H, kv_heads=H, length=L, batch=B):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
 
     def draw(h):
         return torch.randn(batch, h, length, D, generator=g)

@@ -11,6 +11,7 @@ from crt_exp.attention import attention
 from crt_exp.attention.engines import native
 from crt_exp.features import Statistics
 from crt_exp.samplers.noise import DenseNoise, leaves, map_leaves
+from helpers.seeds import seeded
 
 WANTED = os.environ.get("CRT_EXP_ENGINE") != "plain" and shutil.which(
     os.environ.get("CC", "cc").split()[0]
@@ -39,21 +40,21 @@ class Case:
         masked=False,
         learned=False,
     ):
-        g = torch.Generator().manual_seed(0)
+        g = seeded()
 
         def draw(*shape):
             return torch.randn(*shape, generator=g)
 
         Hkv = Hkv or H
-        self.learned, self.phi = learned, phi
+        self.learned = learned
+        self.phi = phi
         self.noise = phi.noise(m, lambda p: samplers.orthogonal(p.m, d, g, batch=(H,)))
-        self.x, self.y, self.v = (
-            scale * draw(B, H, L, d),
-            scale * draw(B, Hkv, S, d),
-            draw(B, Hkv, S, dv),
-        )
+        self.x = scale * draw(B, H, L, d)
+        self.y = scale * draw(B, Hkv, S, d)
+        self.v = draw(B, Hkv, S, dv)
         self.params = phi.fit(Statistics.of(self.x, self.y.repeat_interleave(H // Hkv, 1)))
-        self.grad, self.mask = draw(B, H, L, dv), None
+        self.grad = draw(B, H, L, dv)
+        self.mask = None
         if masked:
             self.mask = torch.rand(B, S, generator=g) > 0.3
             self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)

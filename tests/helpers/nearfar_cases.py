@@ -4,6 +4,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from crt_exp.nearfar import native
 from crt_exp.nearfar.causal import Causal, engine_sizes, renewals
@@ -11,11 +12,12 @@ from crt_exp.nearfar.choice import MAX_GAP, unmasked_keys
 from crt_exp.nearfar.dispatch import join_key_heads, split_key_heads
 from crt_exp.nearfar.reference import bidirectional_reference, causal_reference
 from crt_exp.nearfar.retrieval import retrieved_positions
+from helpers.seeds import seeded
 
 
 def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
     """Queries, keys and values that need a gradient, and a mask."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     S = S or L
 
     def draw(heads, n, k):
@@ -57,12 +59,12 @@ def by_reference(x, y, v, sizes, causal=False, cross=False, key_mask=None):
 
 def same(out, expected, inputs, seed=3, retain_graph=False, **close):
     """Outputs, and gradients of one random sum of them."""
-    torch.testing.assert_close(out, expected, **close)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=out.dtype)
+    assert_close(out, expected, **close)
+    weight = torch.randn(out.shape, generator=seeded(seed), dtype=out.dtype)
     ours = torch.autograd.grad((out * weight).sum(), inputs)
     theirs = torch.autograd.grad((expected * weight).sum(), inputs, retain_graph=retain_graph)
     for gradient, other in zip(ours, theirs):
-        torch.testing.assert_close(gradient, other, **close)
+        assert_close(gradient, other, **close)
 
 
 def as_integers(t):

@@ -25,7 +25,9 @@ def blocks_of(page):
         for head, text in re.findall(r"^```([^\n]*)\n(.*?)^```$", part, re.S | re.M):
             language = head.split(" ")[0]
             title = re.search(r'title="([^"]+)"', head)
-            file = title[1] if title else ""
+            file = ""
+            if title:
+                file = title[1]
             yield Block(page, section, language, file, text)
 
 

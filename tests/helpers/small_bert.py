@@ -107,7 +107,9 @@ def write_glue(folder: Path, name: str, train: int = 48, dev: int = 12) -> Path:
     for split, file in task.splits.items():
         if not split.startswith("test"):
             lines = [] if task.headless else ["\t".join([*task.columns, task.label])]
-            count = train if split == "train" else dev
+            count = dev
+            if split == "train":
+                count = train
             lines += [row(task, i) for i in range(count)]
             (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n")
     return folder

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from crt_exp import calibrate_attention, swap_attention
+from helpers.seeds import seeded
 
 B = 2
 L = 9
@@ -242,7 +243,7 @@ class Seq2Seq(nn.Module):
 HF_SEQ2SEQ = {"bart": bart, "marian": marian, "whisper": whisper, "bert2gpt2": bert2gpt2}
 
 
-def each(models):
+def for_each_model(models):
     """One test for each model; models that share all code with another one are slow."""
     cases = []
     for name, make in models.items():
@@ -258,7 +259,7 @@ def spread(model, std=0.3):
     return model
 
 
-def made(make, scale=4.0, seed=0):
+def build_model(make, scale=4.0, seed=0):
     """A model in eval mode whose attention is not flat."""
     torch.manual_seed(seed)
     model = make().eval()
@@ -273,7 +274,7 @@ def made(make, scale=4.0, seed=0):
 
 
 def inputs(make, length=L, batch=B, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     if make in IMAGE.values():
         found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
         return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
@@ -288,8 +289,9 @@ def run(model, **batch):
 
 
 def swapped(make, name="favorpp", **options):
-    options = {"m": 32} | options if name not in ("exact", "identity") else options
-    model = swap_attention(made(make), name, **options)
+    if name not in ("exact", "identity"):
+        options = {"m": 32} | options
+    model = swap_attention(build_model(make), name, **options)
     if make in CAUSAL.values() and name not in ("exact", "identity"):
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
     return model

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.seeds import seeded
+
 HIDDEN = 32
 HEADS = 4
 HEAD_DIM = 8
@@ -124,7 +126,7 @@ def tiny_model(kind: str) -> nn.Module:
 @torch.no_grad()
 def spread(model: nn.Module) -> None:
     """Random weights so large that attention is far from uniform and tokens differ."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     for p in model.parameters():
         if p.ndim > 1 and p.is_floating_point() and p.numel():
             p.copy_(
@@ -153,7 +155,9 @@ def shrink(config: Any) -> Any:
             continue
         new = shrunk(key, value)
         if key in WINDOWS and isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            new = WINDOW if value < (longest or float("inf")) else POSITIONS
+            new = POSITIONS
+            if value < (longest or float("inf")):
+                new = WINDOW
         if _size(key) == "kv_heads" and value and value == heads:
             new = HEADS  # no groups
         if new is not value:
@@ -191,7 +195,7 @@ def shrunk(key: str, value: Any) -> Any:
         if size == "kv_heads":
             return min(value, 2) if value > 0 else value
         return value if size is None else min(size, value) if value > 0 else value
-    if isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
+    if isinstance(value, (list, tuple)) and value and all(type(entry) is int for entry in value):
         size = _size(key)
         if isinstance(size, int) and len(set(value)) == 1:
             return type(value)(min(size, v) for v in value)
@@ -212,14 +216,14 @@ def _two_kinds(types: list[str]) -> list[str]:
 
 
 def tokens(length: int = LENGTH, batch: int = BATCH, seed: int = 0, high: int = 50) -> Tensor:
-    return torch.randint(5, high, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(5, high, (batch, length), generator=seeded(seed))
 
 
 def batches(model: nn.Module) -> list[dict[str, Any]]:
     """Batches that a model may take, to be tried in turn, after the names of its arguments."""
     names = list(inspect.signature(model.forward).parameters)
     config = model.config
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     randn = partial(torch.randn, generator=g, dtype=torch.float64)
     text = {"input_ids": tokens()} if "input_ids" in names else {}
     if "decoder_input_ids" in names:
@@ -265,7 +269,8 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
             80,
         )
         frames = 2 * _first(config, ("max_source_positions",), POSITIONS)
-        for shape in ((BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)):
+        cases = [(BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)]
+        for shape in cases:
             decoded = {"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}
             result.append({"input_features": randn(*shape)} | decoded)
     if "past_values" in names:
@@ -300,9 +305,10 @@ def accepted_batch(model: nn.Module) -> dict[str, Any]:
 def outputs(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
     """All floating tensors of the model's output; what is random in it drawn alike at each call."""
     torch.manual_seed(0)
-    options = (
-        {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    )
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        options = {"use_cache": False}
+    else:
+        options = {}
     return list(_tensors(model(**batch, **options)))
 
 
@@ -367,7 +373,7 @@ def of_timm(name: str) -> Made:
 
 
 def _vectors(*names: str, length: int = LENGTH) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     return {
         name: torch.randn(BATCH, length, HIDDEN, generator=generator, dtype=torch.float64)
         for name in names
@@ -431,7 +437,7 @@ def _speech(make: str, **sizes: int) -> Made:
         "encoder_layer_drop": 0.0,
         "aux_num_out": None,
     }
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     waveforms = torch.randn(BATCH, 800, generator=generator, dtype=torch.float64)
     return getattr(models, make)(**common, **sizes), {"waveforms": waveforms}
 

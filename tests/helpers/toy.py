@@ -57,14 +57,13 @@ class Toy(Task):
             self.data[split] = ((centres[y] + rng.normal(size=(n, dim))).astype(np.float32), y)
         if poison is not None:
             self.data["train"][0][poison] = np.inf
-        self.dim, self.width, self.dropout, self.noise, self.pause = (
-            dim,
-            width,
-            dropout,
-            noise,
-            pause,
-        )
-        self.streamed, self.weighted = streamed, weighted
+        self.dim = dim
+        self.width = width
+        self.dropout = dropout
+        self.noise = noise
+        self.pause = pause
+        self.streamed = streamed
+        self.weighted = weighted
         self.test = "test" if test else None
 
     def length(self, split):
@@ -78,11 +77,9 @@ class Toy(Task):
         for rows in plan.rows(len(y), split):
             if self.pause:
                 time.sleep(self.pause)
-            noise = (
-                np.stack([plan.rng(row).normal(size=self.dim) for row in rows])
-                if split == "train"
-                else 0
-            )
+            noise = 0
+            if split == "train":
+                noise = np.stack([plan.rng(row).normal(size=self.dim) for row in rows])
             # a mean over a part that differs in size
             keep = np.ones(len(rows), bool) if not self.weighted else rows % 3 > 0
             yield {
@@ -138,7 +135,9 @@ class Carrying(Uneven):
     and a table that follows the weights."""
 
     def build(self, mechanism):
-        self.seen, self.count, self.table = torch.zeros(self.dim), 0, None
+        self.seen = torch.zeros(self.dim)
+        self.count = 0
+        self.table = None
         return super().build(mechanism)
 
     def loss(self, model, batch):
@@ -160,7 +159,9 @@ class Carrying(Uneven):
         )
 
     def load_state_dict(self, state):
-        self.seen, self.count, self.table = state["seen"], state["count"], state.get("table")
+        self.seen = state["seen"]
+        self.count = state["count"]
+        self.table = state.get("table")
 
 
 # ---- its runs by the command line ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crt_exp import swap_attention
@@ -54,22 +55,23 @@ def test_short_sequences_are_exact(cross):
     exact = softmax_attention(x, y, v, key_mask=keep)
     for until in (None, 40):
         actual = make(until)(x, y, v, keep)
-        torch.testing.assert_close(actual, exact)
+        assert_close(actual, exact)
         actual = make(until)(x, y, v)
         expected = softmax_attention(x, y, v)
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
     out = make(15)(x, y, v, keep)
-    torch.testing.assert_close(out[0], exact[0])
+    assert_close(out[0], exact[0])
     actual = out[1]
     expected = make(0)(x, y, v, keep)[1]
-    torch.testing.assert_close(actual, expected)
-    assert (out[1] - exact[1]).abs().max() > 1e-2
+    assert_close(actual, expected)
+    difference = (out[1] - exact[1]).abs().max()
+    assert difference > 1e-2
     (gradient,) = torch.autograd.grad(out.square().sum(), v, retain_graph=True)
     actual = gradient[0]
     expected = torch.autograd.grad(exact.square().sum(), v)[0][0]
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
-    torch.testing.assert_close(at_once[0], out)
+    assert_close(at_once[0], out)
 
 
 @torch.no_grad()
@@ -82,10 +84,10 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     out = layer(x, y, v, keep)
     actual = out[[0], :, :15]
     expected = layer(*(t[[0], :, :15] for t in (x, y, v)))
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     actual = out[[1]]
     expected = layer(*(t[[1]] for t in (x, y, v)))
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
@@ -94,13 +96,15 @@ def test_across_a_query_depends_on_no_other_but_earlier_ones():
     q, k, v = (t.detach().float() for t in (q, k, v))
     before = layer.eval()(q, k, v, keep)
     actual = layer(q[:, :, 4:5], k, v, keep)
-    torch.testing.assert_close(actual, before[:, :, 4:5])
+    expected = before[:, :, 4:5]
+    assert_close(actual, expected)
     layer.train()(q, k, v, keep), layer(q, k, v, keep)
     after = layer.eval()(q, k, v, keep)
     assert layer.clusters.fits == 1
     assert not torch.allclose(after, before, rtol=1e-3, atol=1e-4)
     actual = layer(q[:, :, 4:5], k, v, keep)
-    torch.testing.assert_close(actual, after[:, :, 4:5])
+    expected = after[:, :, 4:5]
+    assert_close(actual, expected)
 
 
 def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
@@ -162,8 +166,9 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     q, k, v = torch.randn(3, 1, 4, 40, 8).unbind()
     actual = layer(q, k, v)
     expected = exact_attention(q, k, v, causal=causal, scale=8**-0.5)
-    torch.testing.assert_close(actual, expected)
-    for wrong in ((q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)):
+    assert_close(actual, expected)
+    cases = [(q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)]
+    for wrong in cases:
         with pytest.raises(ValueError):
             layer(*wrong)
     with pytest.raises(NotFinite, match="NaN, infinity"):
@@ -194,10 +199,11 @@ def test_vmap_and_derivatives():
     )
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
-    for given in ((q, k, v, keep), (q, k, v)):
+    cases = [(q, k, v, keep), (q, k, v)]
+    for given in cases:
         actual = torch.func.vmap(layer)(*given)
         expected = torch.stack([layer(*row) for row in zip(*given)])
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
     causal = layer_of()
     with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
         torch.func.vmap(causal)(q, k, v, keep)
@@ -205,16 +211,18 @@ def test_vmap_and_derivatives():
         lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),)
     )
     expected = causal(q[0], k[0], v[0])
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(tangent, torch.ones_like(out))  # weights sum to 1
+    assert_close(out, expected)
+    assert_close(tangent, torch.ones_like(out))  # weights sum to 1
 
 
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_is_of_a_fixed_length(causal):
     layer = layer_of(causal, block=4)
-    inputs = [t.detach() for t in tensors(H=4, L=10)[:3]]
+    inputs = []
+    for t in tensors(H=4, L=10)[:3]:
+        inputs.append(t.detach())
     program = torch.export.export(layer, tuple(inputs), strict=False).module()
-    torch.testing.assert_close(program(*inputs), layer(*inputs))
+    assert_close(program(*inputs), layer(*inputs))
     if not causal:
         open_length = {2: torch.export.Dim("length", min=2, max=99)}
         with pytest.raises(ValueError, match="fixed length"):
@@ -233,7 +241,7 @@ def test_a_graph_for_any_length_ends_before_keys_are_opened():
         x, y, v, _ = tensors(H=4, L=L)
         actual = compiled(x, y, v)
         expected = layer(x, y, v)
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
     assert graphs.op_count < 100
     torch.compiler.reset()
 
@@ -251,11 +259,12 @@ def test_names_and_sizes():
     with pytest.raises(ValueError, match="heavy"):
         sizes(heavy=-1)
     x, y, v, _ = tensors()
-    for given, said in (
+    cases = [
         ({"block": 0}, "block=0"),
         ({"heavy": -1}, "heavy=-1"),
         ({"open": 0}, "open=0"),
-    ):
+    ]
+    for given, said in cases:
         with pytest.raises(ValueError, match=said):
             near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
     with pytest.raises(ValueError, match="cross=True"):
@@ -297,7 +306,8 @@ def test_a_swapped_decoder_generates_as_without_a_cache():
     text = model.generate(**given)
     expected = model.generate(**given, use_cache=False)
     assert torch.equal(text, expected)
-    alone = model.generate(input_ids=ids[:1, 37:], max_new_tokens=12, do_sample=False)
+    input_ids = ids[:1, 37:]
+    alone = model.generate(input_ids=input_ids, max_new_tokens=12, do_sample=False)
     assert torch.equal(alone[0], text[0, 37:])
     actual = model.generate(**given, num_beams=3).shape
     assert actual == text.shape

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.nearfar_cases import random_integers
+from helpers.seeds import seeded
+from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 
 from crt_exp.attention import exact_attention
@@ -44,7 +46,7 @@ def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
     """Queries (Z, G, L, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, L, dv) and a mask (Z, S); L is given
     where queries are of another sequence."""
     L = L or S
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
 
     def draw(*size):
         return torch.randn(Z, *size, generator=g)
@@ -53,7 +55,9 @@ def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
     y = scale * (draw(S, d) + 0.3)
     v = draw(S, dv)
     grad = draw(G, L, dv)
-    keep = torch.rand(Z, S, generator=g) < 0.7 if masked else None
+    keep = None
+    if masked:
+        keep = torch.rand(Z, S, generator=g) < 0.7
     if masked:
         keep[0, -1], keep[1, : S // 2] = True, False
     return x, y, v, grad, keep
@@ -67,7 +71,8 @@ def assert_near(ours, expected, tolerance=1e-5):
     for a, b in zip(ours, expected, strict=True):
         assert a.shape == b.shape
         assert a.isfinite().all()
-        assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max().clamp(min=1e-2)
+        difference = (a.double() - b.double()).abs().max()
+        assert difference <= tolerance * b.abs().max().clamp(min=1e-2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,10 +116,10 @@ def test_chooses_what_float64_does(name):
     expected = call.choose(x.double(), y.double(), keep)
     close = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
     for ours, theirs in zip(sets.metric, expected.metric):
-        torch.testing.assert_close(ours, theirs, **close)
+        assert_close(ours, theirs, **close)
     # or some centres are any keys
     if (expected.pool.sum(1) >= expected.centres.shape[1]).all():
-        torch.testing.assert_close(sets.centres, expected.centres, **close)
+        assert_close(sets.centres, expected.centres, **close)
     assert torch.equal(sets.pool, expected.pool)
     for z in range(len(y)):
         heavy = set(sets.heavy[z].tolist())
@@ -129,7 +134,7 @@ def test_chooses_what_float64_does(name):
 def repeated_keys(seed, across, masked, most):
     """Tensors at any shape whose keys are of few kinds, a mask with holes, and near-far sizes with at most `most` cells
     or, where None, as many as there are kinds."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     pick = random_integers(g)
 
     def draw(n, k):
@@ -142,8 +147,11 @@ def repeated_keys(seed, across, masked, most):
     block = pick(1, 6)
     heavy = pick(0, 16)
     cells = kinds if most is None else pick(1, most)
-    sizes = Sizes(block, heavy, cells, open=pick(1, 8))
-    L = pick(1, S) if across else S
+    open = pick(1, 8)
+    sizes = Sizes(block, heavy, cells, open=open)
+    L = S
+    if across:
+        L = pick(1, S)
     scale = (1, 3, 8)[seed % 3] * d**-0.25
     others = torch.randint(kinds, (S - 2 * kinds,), generator=g)
     kind = torch.cat([torch.arange(kinds).repeat(2), others])
@@ -151,7 +159,9 @@ def repeated_keys(seed, across, masked, most):
     y = scale * draw(kinds, d)[:, :, kind]
     v = draw(S, dv)
     weight = draw(L, dv)
-    keep = torch.rand(1, S, generator=g) < 0.7 if masked else None
+    keep = None
+    if masked:
+        keep = torch.rand(1, S, generator=g) < 0.7
     if masked and not across:
         weight = weight * keep[:, None, :, None]
     return (x, y, v), weight, keep, sizes
@@ -168,7 +178,9 @@ def repeated_keys(seed, across, masked, most):
 )
 def test_repeated_keys(way, masked, seed):
     """Of equal keys the first is heavy, and each kind has a centre: outputs and gradients."""
-    most = 8 if seed % 2 else None
+    most = None
+    if seed % 2:
+        most = 8
     causal = way == "causal"
     across = way == "across"
     tensors, weight, keep, sizes = repeated_keys(seed, across, masked, most)
@@ -181,15 +193,15 @@ def test_repeated_keys(way, masked, seed):
     def exact(*t):
         return exact_attention(*t, causal=causal, key_mask=keep)
 
-    def found(attend, dtype):
+    def with_gradients(attend, dtype):
         inputs = [t.to(dtype).requires_grad_() for t in tensors]
         out = attend(*inputs) * (weight != 0)
         return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
-    ours = found(near_far, torch.float64)
-    assert_near(found(near_far, torch.float32), ours, 1e-4)
+    ours = with_gradients(near_far, torch.float64)
+    assert_near(with_gradients(near_far, torch.float32), ours, 1e-4)
     if most is None and not causal:  # what a causal query reads is chosen by logits in 8 bits
-        assert_near(ours[:1], found(exact, torch.float64)[:1], 1e-9)
+        assert_near(ours[:1], with_gradients(exact, torch.float64)[:1], 1e-9)
 
 
 def attended(x, y, v, grad):
@@ -209,9 +221,11 @@ def test_a_factor_of_queries_and_keys(dtype):
         return near_far_attention(x, y, v, Sizes(4, 3, 9, True), **options)
 
     found = [call(x, y, factor=0.4), call(0.4 * x, 0.4 * y)]
-    grads = [torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)) for out in found]
+    grads = []
+    for out in found:
+        grads.append(torch.autograd.grad(out, (x, y, v), grad.transpose(0, 1)))
     for ours, expected in zip((found[0], *grads[0]), (found[1], *grads[1])):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -224,7 +238,7 @@ def test_no_batch_another_type_another_device(served, monkeypatch):
     assert actual == (0, 2, 50, 8)
     out = near_far_attention(x, y, v, sizes)
     actual = near_far_attention(x, y, v.double(), sizes)
-    torch.testing.assert_close(actual, out.double(), rtol=1e-4, atol=1e-5)
+    assert_close(actual, out.double(), rtol=1e-4, atol=1e-5)
     if served:
         with torch.device("meta"):
             actual = near_far_attention(x, y, v, sizes)
@@ -246,12 +260,16 @@ def test_repeats_exactly_for_any_threads():
 
 def test_any_strides():
     """Heads behind tokens, as projections leave them, columns apart, an expanded gradient."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     x, y, v = (torch.randn(2, 3, 40, 5, generator=g) for _ in range(3))
     ones = torch.ones(()).expand(v.shape)
     expected = attended(x, y, v, ones.contiguous())
-    behind = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, y, v)]
-    columns = [t.mT.contiguous().mT for t in (x, y, v)]
+    behind = []
+    for t in (x, y, v):
+        behind.append(t.transpose(1, 2).contiguous().transpose(1, 2))
+    columns = []
+    for t in (x, y, v):
+        columns.append(t.mT.contiguous().mT)
     for inputs in (behind, columns):
         assert_near(attended(*inputs, ones), expected, 1e-6)
 
@@ -273,7 +291,7 @@ def test_large_shifts_and_long_vectors():
 )
 def test_queries_and_keys_of_few_directions(side, rank, causal):
     """What float32 rounds away of their second moments is more than their least eigenvalues, and sets are chosen."""
-    g = torch.Generator().manual_seed(rank)
+    g = seeded(rank)
 
     def draw(*size):
         return torch.randn(*size, generator=g)
@@ -301,10 +319,10 @@ def test_a_matrix_that_rounding_left_without_a_root_is_no_metric_of_half():
     roots = _cholesky_root(moments, torch.full((2, 1, 1), 1e-4), torch.full((2, 1, 1), 4.0))
     actual = roots[0]
     expected = 4.0001**0.5 * torch.eye(2)
-    torch.testing.assert_close(actual, expected, check_dtype=False)
+    assert_close(actual, expected, check_dtype=False)
     actual = roots[1] @ roots[1].T
     expected = moments[1] + 1e-4 * torch.eye(2)
-    torch.testing.assert_close(actual, expected, check_dtype=False)
+    assert_close(actual, expected, check_dtype=False)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -336,7 +354,7 @@ def test_what_it_leaves_to_pytorch(monkeypatch):
 
 def test_another_sequence_by_known_moments():
     """What keys are measured by is known from other queries; rows that are masked whole give 0."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     x, y, v = (torch.randn(2, heads, n, 8, generator=g) for heads, n in ((4, 30), (2, 90), (2, 90)))
     keep = torch.rand(2, 90, generator=g) < 0.7
     keep[1] = False
@@ -345,7 +363,9 @@ def test_another_sequence_by_known_moments():
     )
     found = []
     for dtype in (torch.float32, torch.float64):
-        t = [a.to(dtype).requires_grad_() for a in (x, y, v)]
+        t = []
+        for a in (x, y, v):
+            t.append(a.to(dtype).requires_grad_())
         out = near_far_attention(*t, Sizes(8, 3, 9, True), cross=True, metric=metric, key_mask=keep)
         found.append([out, *torch.autograd.grad(out.square().sum(), t)])
     assert_near(*found, tolerance=5e-5)
@@ -363,7 +383,7 @@ from crt_exp.attention.engines import native
 
 assert native.library() is not None
 for seed in range(60):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     pick = lambda low, high: int(torch.randint(low, high + 1, (1,), generator=g))
     group, kv, S, d, dv = pick(1, 3), pick(1, 2), pick(40, 500), pick(1, 70), pick(1, 70)
     L, block = pick(1, S), 8 * 2 ** pick(0, 3)

@@ -12,7 +12,9 @@ from helpers.nearfar_cases import (
     same,
     tensors,
 )
+from helpers.seeds import seeded
 from torch.autograd import forward_ad
+from torch.testing import assert_close
 
 from crt_exp.attention import exact_attention, softmax_attention, uniform_attention
 from crt_exp.features.base import NotFinite
@@ -57,9 +59,13 @@ def test_outputs_and_gradients_are_those_of_the_reference(sizes, options, masked
     """In both directions, and to another sequence where S is given."""
     x, y, v, keep = tensors(**options)
     cross = "S" in options
-    mask = keep if masked else None
+    mask = None
+    if masked:
+        mask = keep
     expected = by_reference(x, y, v, sizes, cross=cross, key_mask=mask)
-    vectors = [t.to(dtype) for t in (x, y, v)]
+    vectors = []
+    for t in (x, y, v):
+        vectors.append(t.to(dtype))
     out = near_far_attention(*vectors, sizes, key_mask=mask, cross=cross).double()
     if masked and not cross:  # what padded queries see depends on no law
         seen = keep[:, None, :, None]
@@ -81,32 +87,38 @@ def test_sets_are_those_of_their_definition():
     pool = torch.ones(60, dtype=torch.bool)
     pool[heavy] = False
     centres = centres_by_definition(z, w, pool, sizes.cells)
-    torch.testing.assert_close(sets.metric.root[0], root)
+    actual = sets.metric.root[0]
+    assert_close(actual, root)
     assert torch.equal(sets.heavy[0], heavy)
     assert torch.equal(sets.pool[0], pool)
-    torch.testing.assert_close(sets.centres[0], centres)
-    assert torch.equal(sets.cluster[0], torch.cdist(z, centres).argmin(-1))
+    assert_close(sets.centres[0], centres)
+    expected = torch.cdist(z, centres).argmin(-1)
+    assert torch.equal(sets.cluster[0], expected)
 
 
 @pytest.mark.parametrize("which, causal", [(0, False), (1, True), (2, True), (2, False)])
 def test_a_tangent_of_one_alone(which, causal):
     """The engine is chosen once, by queries, keys and values: a tangent of any rules the C engine out."""
     sizes = Sizes(4, 2, 3, open=4, exact_until=8 * causal)
-    inputs = [t.detach().float() for t in tensors(L=40)[:3]]
+    inputs = []
+    for t in tensors(L=40)[:3]:
+        inputs.append(t.detach().float())
     expected = near_far_attention(*inputs, sizes, causal=causal)
     with forward_ad.dual_level():
         inputs[which] = forward_ad.make_dual(inputs[which], torch.ones_like(inputs[which]))
         out, tangent = forward_ad.unpack_dual(near_far_attention(*inputs, sizes, causal=causal))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert tangent.shape == out.shape
     if which == 2:  # weights are a mean's
-        torch.testing.assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
+        assert_close(tangent, torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_derivatives_under_transforms(causal):
     """By PyTorch, of what C would otherwise compute."""
-    inputs = [t.detach() for t in tensors(B=1, L=26, dtype=torch.float32)[:3]]
+    inputs = []
+    for t in tensors(B=1, L=26, dtype=torch.float32)[:3]:
+        inputs.append(t.detach())
 
     def call(*t):
         return near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
@@ -116,7 +128,7 @@ def test_derivatives_under_transforms(causal):
     expected = torch.autograd.grad(call(*inputs), inputs)
     found = torch.func.grad(call, (0, 1, 2))(*inputs)
     for ours, theirs in zip(found, expected):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 # ---- sets and cells
@@ -133,25 +145,32 @@ def test_derivatives_under_transforms(causal):
 )
 def test_exact_where_every_key_has_its_own(sizes, masked):
     x, y, v, keep = tensors()
-    keep = keep if masked else None
+    if not masked:
+        keep = None
     out = near_far_attention(x, y, v, sizes, key_mask=keep)
-    same(out, softmax_attention(x, y, v, key_mask=keep), (x, y, v), rtol=1e-6, atol=1e-9)
+    expected = softmax_attention(x, y, v, key_mask=keep)
+    same(out, expected, (x, y, v), rtol=1e-6, atol=1e-9)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_key_is_in_one_set(causal):
     """For queries that are 0 all keys weigh the same: the output is the mean of all values, each once."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     for L, block, heavy, cells in torch.randint(1, 40, (12, 4), generator=g).tolist():
         x, y, v, keep = tensors(B=2, L=L, seed=L)
-        mask = keep if L % 2 else None
+        mask = None
+        if L % 2:
+            mask = keep
         x = torch.zeros_like(x)
         sizes = Sizes(1 + block // 4, heavy // 3, cells, open=3)
         out = near_far_attention(x, y, v, sizes, causal=causal, key_mask=mask)
         expected = uniform_attention(x, y, v, causal=causal, key_mask=mask)
-        tolerance = 1e-6 if causal else 1e-12  # logits of clusters deviate by MIN_SD at least
-        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+        # logits of clusters deviate by MIN_SD at least
+        tolerance = 1e-12
+        if causal:
+            tolerance = 1e-6
+        assert_close(out, expected, rtol=0, atol=tolerance)
 
 
 @torch.no_grad()
@@ -164,7 +183,7 @@ def test_a_shift_of_all_queries_is_a_weight_of_the_keys():
     more_x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
     more_y = torch.cat([y, (y * s).sum(-1, keepdim=True)], -1)
     actual = near_far_attention(more_x, more_y, v, Sizes(3, 4, 5))
-    torch.testing.assert_close(actual, shifted, rtol=1e-4, atol=1e-5)
+    assert_close(actual, shifted, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -176,7 +195,7 @@ def test_a_shift_of_all_keys_changes_nothing(cross):
         return near_far_attention(x, y, v, Sizes(3, 4, 5, True), cross=cross)
 
     actual = call(y + 7 * torch.randn(4).double())
-    torch.testing.assert_close(actual, call(y))
+    assert_close(actual, call(y))
 
 
 @torch.no_grad()
@@ -186,7 +205,7 @@ def test_a_shift_of_all_keys_changes_nothing(cross):
 def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
     """In the distances of keys within a cell, of values that are linear in keys: half of them leave a quarter."""
     x, y, _, _ = tensors(B=1, L=120, dtype=dtype)
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     v = y @ torch.randn(4, 3, generator=g, dtype=dtype)
 
     def error(scale, first_order):
@@ -217,7 +236,7 @@ def test_errors_are_of_second_order_where_values_are_to_first_order(dtype):
 )
 def test_more_of_anything_is_nearer_to_exact(more, causal):
     """On average over heads of queries and keys that are alike in places, as those of models are."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
 
     def draw(n):
         return torch.randn(1, 16, n, 8, generator=g)
@@ -258,20 +277,26 @@ def test_padding_is_truncation(causal, lead, dtype):
     keep[:] = True
     keep[0, :lead] = False
     keep[1, 17:] = False
-    bad = [t.masked_fill(~keep[:, None, :, None], torch.nan) for t in (x, y, v)]
+    bad = []
+    for t in (x, y, v):
+        bad.append(t.masked_fill(~keep[:, None, :, None], torch.nan))
 
     def call(*t, **mask):
         return near_far_attention(*t, Sizes(5, 4, 3, True, open=2), causal=causal, **mask)
 
     out = call(*bad, key_mask=keep)
-    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    tolerance = 1e-4
+    if dtype == torch.float64:
+        tolerance = 1e-9
     real = []
     alone = []
     for row, tokens in enumerate((slice(lead, 24), slice(0, 17))):
         real.append(out[[row], :, tokens])
         alone.append(call(*(t[[row], :, tokens] for t in (x, y, v))))
     close = {"rtol": tolerance, "atol": tolerance}
-    same(torch.cat(real, 2), torch.cat(alone, 2), (x, y, v), **close)
+    actual = torch.cat(real, 2)
+    expected = torch.cat(alone, 2)
+    same(actual, expected, (x, y, v), **close)
     assert out.isfinite().all()
 
 
@@ -285,7 +310,9 @@ def test_queries_behind_the_padding_of_their_rows():
     def call(x):
         return near_far_attention(x, y, v, Sizes(5, 4, 3, open=2), causal=True, key_mask=keep)
 
-    same(call(x[:, :, 15:]), call(x)[:, :, 15:], (x, y, v))
+    actual = call(x[:, :, 15:])
+    expected = call(x)[:, :, 15:]
+    same(actual, expected, (x, y, v))
 
 
 def test_no_key_gives_no_output_and_no_gradient():
@@ -316,7 +343,8 @@ def test_large_scores(causal, dtype):
     v = v.detach().to(dtype).requires_grad_()
     assert 1e3 < (x @ y.mT).abs().max() < 1e4
     few = Sizes(4, 4, 5, open=3)
-    for sizes in (few, few._replace(first_order=True), Sizes(40, 0, 1, open=1)):
+    cases = [few, few._replace(first_order=True), Sizes(40, 0, 1, open=1)]
+    for sizes in cases:
         out = near_far_attention(x, y, v, sizes, causal=causal)
         out.float().square().sum().backward()
         assert out.dtype == dtype
@@ -324,8 +352,10 @@ def test_large_scores(causal, dtype):
         for t in (x, y, v):
             assert t.grad.isfinite().all()
     expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
-    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-3
-    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=tolerance)
+    tolerance = 1e-3
+    if dtype == torch.bfloat16:
+        tolerance = 0.02
+    assert_close(out.double(), expected, rtol=0.02, atol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -338,20 +368,22 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
     whole = call(x, y, v)
     low = call(*(t.bfloat16() for t in (x, y, v)))
     assert low.dtype == torch.bfloat16
-    assert (low.float() - whole).norm() < 0.02 * whole.norm()
+    difference = (low.float() - whole).norm()
+    assert difference < 0.02 * whole.norm()
     # the C engine takes all heads in one call
     monkeypatch.setattr(native, "applies", lambda *tensors: False)
     monkeypatch.setattr(dispatch, "PART", 80)
     for saved_keys in (2**17, 100):
         monkeypatch.setattr(dispatch, "MAX_SAVED_KEYS", saved_keys)
-        same(call(x, y, v), whole, (x, y, v), retain_graph=True, rtol=1e-4, atol=1e-5)
+        actual = call(x, y, v)
+        same(actual, whole, (x, y, v), retain_graph=True, rtol=1e-4, atol=1e-5)
 
 
 # ---- scales, copies and sizes, in both engines
 
 
-def drawn():
-    g = torch.Generator().manual_seed(0)
+def draw_inputs():
+    g = seeded()
     x, y, v = (torch.randn(1, 2, S, D, generator=g) for _ in range(3))
     return 1.5 * x, y + 0.5, v
 
@@ -366,7 +398,7 @@ def gradients(x, y, v, scale, call):
     y = (y * scale).requires_grad_()
     v = v.clone().requires_grad_()
     out = call(x, y, v)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(out.shape, generator=seeded(1))
     dx, dy, dv = torch.autograd.grad((out * weight).sum(), (x, y, v))
     return out.detach(), dx / scale, dy * scale, dv
 
@@ -379,18 +411,18 @@ def test_keys_times_a_number_and_queries_over_it(engine, causal):
     def call(*t):
         return attend(*t, SMALL, causal)
 
-    expected = gradients(*drawn(), 1, call)
+    expected = gradients(*draw_inputs(), 1, call)
     for scale in (2.0**-10, 2.0**10):
-        for ours, own in zip(gradients(*drawn(), scale, call), expected):
+        for ours, own in zip(gradients(*draw_inputs(), scale, call), expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
     all_keys = SMALL._replace(open=S)
-    expected = gradients(*drawn(), 1, lambda *t: exact_attention(*t, causal=True))
+    expected = gradients(*draw_inputs(), 1, lambda *t: exact_attention(*t, causal=True))
     for scale in (1e-3, 1.0, 1e3):
-        found = gradients(*drawn(), scale, lambda *t: attend(*t, all_keys))
+        found = gradients(*draw_inputs(), scale, lambda *t: attend(*t, all_keys))
         for ours, own in zip(found, expected):
             assert (ours - own).norm() < 1e-4 * own.norm(), scale
 
@@ -399,8 +431,8 @@ def test_with_all_keys_read_it_is_exact_at_any_scale(engine):
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_with_few_different_keys_the_past_alone_decides(engine):
     """20 different keys, each many times: 8-bit scores tie, and so do scores and distances."""
-    g = torch.Generator().manual_seed(0)
-    x, y, v = drawn()
+    g = seeded()
+    x, y, v = draw_inputs()
     different = torch.randn(1, 2, 20, D, generator=g)
     y = different[:, :, torch.randint(20, (S,), generator=g)]
 
@@ -412,16 +444,20 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
     state = RecallState(SMALL, 2)
     spans = [slice(0, 190), *(slice(i, i + 1) for i in range(190, S))]
-    parts = [state.step(*at_tokens((x, y, v), at)) for at in spans]
-    assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
+    parts = []
+    for at in spans:
+        parts.append(state.step(*at_tokens((x, y, v), at)))
+    difference = (torch.cat(parts, 2) - whole).norm()
+    assert difference < 1e-4 * whole.norm()
 
 
 @pytest.mark.parametrize("copies", [1, 8])
 def test_there_are_as_many_centres_as_different_vectors(copies):
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     z = torch.randn(2, 100, D, generator=g)
     z = z.repeat_interleave(copies, 1)[:, torch.randperm(100 * copies, generator=g)]
-    for cells, there in ((64, 64), (100, 100), (min(128, 100 * copies), 100)):
+    cases = [(64, 64), (100, 100), (min(128, 100 * copies), 100)]
+    for cells, there in cases:
         centres = find_centres(z, z.new_zeros(z.shape[:2]), cells)
         for head in centres:
             actual = len(head[head.abs().amax(-1) < 1e6].unique(dim=0))
@@ -432,23 +468,28 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
 @torch.no_grad()
 @pytest.mark.parametrize("name, size", [("cells", 2**60), ("heavy", 2**32), ("open", 10**7)])
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
-    x, y, v = drawn()
+    x, y, v = draw_inputs()
     many = SMALL._replace(**{name: size})
     all_keys = SMALL._replace(**{name: S})
     whole = attend(x, y, v, many)
     state = RecallState(many, 2)
-    assert (whole - attend(x, y, v, all_keys)).abs().max() < 1e-5
+    difference = (whole - attend(x, y, v, all_keys)).abs().max()
+    assert difference < 1e-5
     parts = []
-    for at in (slice(0, 200), slice(200, 201), slice(201, S)):
+    cases = [slice(0, 200), slice(200, 201), slice(201, S)]
+    for at in cases:
         parts.append(state.step(*at_tokens((x, y, v), at)))
-    assert (torch.cat(parts, 2) - whole).norm() < 1e-4 * whole.norm()
+    difference = (torch.cat(parts, 2) - whole).norm()
+    assert difference < 1e-4 * whole.norm()
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize("length", [3, 20, S])
 @pytest.mark.parametrize("part, wrong", [(0, torch.nan), (1, -torch.inf)])
 def test_queries_and_keys_that_are_not_finite_are_named(engine, length, part, wrong):
-    inputs = [t[:, :, :length] for t in drawn()]
+    inputs = []
+    for t in draw_inputs():
+        inputs.append(t[:, :, :length])
     inputs[part][0, 0, length // 2, 0] = wrong
     for until in (32, 0):
         for causal in (True, False):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -92,12 +93,13 @@ def test_a_positive_map_down_the_tree_has_the_dense_law(phi, head, queries, targ
     tree = built(TreeFeatures, phi, head, queries)
     dense = built(DenseFeatures, phi, head, queries)
     q = dense.log_q(queries, all_classes()).exp()
-    assert torch.allclose(tree.log_q(queries, all_classes()).exp(), q, rtol=1e-4)
+    actual = tree.log_q(queries, all_classes()).exp()
+    assert torch.allclose(actual, q, rtol=1e-4)
     for without in (None, targets):
         ids = tree.draw(queries, without, DRAWS).ids
         expected = q if without is None else q.scatter(1, targets[:, None], 0.0)
-        for each in zip(ids, expected):
-            assert follows(*each)
+        for sample in zip(ids, expected):
+            assert follows(*sample)
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -119,8 +121,8 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     actual = found.sum(1)
     expected = torch.ones(B)
     assert torch.allclose(actual, expected, atol=0.02)
-    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
-        assert follows(*each)
+    for sample in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*sample)
 
 
 @pytest.mark.parametrize("phi", SIGNED, ids=repr)
@@ -169,8 +171,10 @@ def test_all_levels_of_a_deep_tree_follow_the_law(head):
 def test_the_batch_by_classes_matrix_is_never_formed():
     count = 20_000
     batch = 64
-    assert largest_tensor(TreeFeatures, OPRF(), count, batch) < batch * count / 4
-    assert largest_tensor(TreeFeatures, TrigRF(), count, batch) < batch * count / 2
+    actual = largest_tensor(TreeFeatures, OPRF(), count, batch)
+    assert actual < batch * count / 4
+    actual = largest_tensor(TreeFeatures, TrigRF(), count, batch)
+    assert actual < batch * count / 2
     assert (
         largest_tensor(DenseFeatures, OPRF(), count, 50) == count * 50
     )  # the measure sees it where it is formed
@@ -197,11 +201,10 @@ class Largest(TorchDispatchMode):
             for t in tree_leaves((args, kwargs))
             if isinstance(t, torch.Tensor)
         }
-        made = [
-            t.numel()
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before
-        ]
+        made = []
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in before:
+                made.append(t.numel())
         self.entries = max([self.entries, *made])
         return out
 
@@ -217,7 +220,9 @@ def behind(sampler, head):
 
 def sum_error(tree):
     """The largest difference of a sum from that of its rows, relative to the root mean square of its level."""
-    levels = [tree.level(number).double() for number in range(1, tree.depth)]
+    levels = []
+    for number in range(1, tree.depth):
+        levels.append(tree.level(number).double())
     return max(
         float((level - tree.child_sums(i).double()).abs().max() / level.square().mean().sqrt())
         for i, level in enumerate(levels, 1)
@@ -228,7 +233,9 @@ def sum_error(tree):
 def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
     sampler = built(TreeFeatures, phi, head, queries)
     rows = torch.tensor([5, 17, 17, 250, 5])
-    before = [sampler.tree.level(number).clone() for number in range(sampler.tree.depth)]
+    before = []
+    for number in range(sampler.tree.depth):
+        before.append(sampler.tree.level(number).clone())
     with torch.no_grad():
         head.weight[rows] += 0.5
         head.bias[rows] -= 0.3
@@ -272,8 +279,8 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
     assert bool(drawn.log_q.isfinite().all())
     assert not bool((drawn.ids == 3).any())
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
-    for each in zip(drawn.ids, found + (found == 0) * 1e-9):
-        assert follows(*each)
+    for sample in zip(drawn.ids, found + (found == 0) * 1e-9):
+        assert follows(*sample)
 
 
 def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, monkeypatch):
@@ -352,7 +359,8 @@ def test_sparse_gradients_are_the_dense_ones(head, queries, targets):
         torch.manual_seed(1)
         one = copy.deepcopy(head)
         SampledSoftmax(OPRF(), one, m=4, sparse=sparse)(queries, targets).backward()
-        assert one.weight.grad.is_sparse == one.bias.grad.is_sparse == sparse
+        assert one.weight.grad.is_sparse == one.bias.grad.is_sparse
+        assert sparse == one.bias.grad.is_sparse
         grads.append([p.grad.to_dense() if sparse else p.grad for p in one.parameters()])
     for a, b in zip(*grads):
         assert torch.allclose(a, b, atol=1e-7)
@@ -374,7 +382,8 @@ def test_training_lowers_the_exact_loss_and_the_tables_follow(proposal, head):
         softmax.update()
     assert behind(softmax.sampler, head) < 1e-5
     assert int(softmax.updates) == 40
-    assert softmax.eval()(queries, targets).item() < begin - 0.3
+    actual = softmax.eval()(queries, targets).item()
+    assert actual < begin - 0.3
 
 
 def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
@@ -401,7 +410,8 @@ def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
     second = make()
     second.load_state_dict(torch.load(file, weights_only=True))
     expected = (torch.manual_seed(3), trained(first, 6))[1]
-    assert (torch.manual_seed(3), trained(second, 6))[1] == expected
+    actual = (torch.manual_seed(3), trained(second, 6))[1]
+    assert actual == expected
 
 
 # ---- bad input
@@ -409,7 +419,8 @@ def test_a_restored_module_goes_on_bit_for_bit(head, queries, targets):
 
 def test_tables_of_another_m_are_refused(head, queries):
     saved = built(TreeFeatures, OPRF(), head, queries, m=8).state_dict()
-    for other in ({"m": 4}, {"m": 8, "temperature": 0.5}):
+    cases = [{"m": 4}, {"m": 8, "temperature": 0.5}]
+    for other in cases:
         sampler = TreeFeatures(OPRF(), V, D, seed=1, **other)
         with pytest.raises(ValueError, match="saved tables.*m = 8"):
             sampler.load_state_dict(saved)
@@ -447,7 +458,8 @@ def test_bad_input_is_refused(head, queries, targets):
 
 def test_no_queries_get_no_draws(head, queries):
     for sampler in samplers(head, queries):
-        for targets in (None, torch.zeros(0, dtype=torch.long)):
+        cases = [None, torch.zeros(0, dtype=torch.long)]
+        for targets in cases:
             actual = sampler.draw(queries[:0], targets, 4).ids.shape
             assert actual == (0, 4)
 
@@ -474,19 +486,19 @@ def test_the_quadratic_kernel(head, queries):
         return sampler.log_q(queries, all_classes()).double()
 
     expected = 100 * head(queries).double().square() + 1
-    torch.testing.assert_close(
+    assert_close(
         law(Quadratic(head)),
         (expected / expected.sum(-1, keepdim=True)).log(),
         rtol=1e-4,
         atol=1e-5,
     )
     for alpha in (1e-30, 1e38, 1e300):
-        torch.testing.assert_close(
-            law(Quadratic(head, alpha)).exp().sum(-1), torch.ones(B).double(), rtol=1e-4, atol=0
-        )
-    torch.testing.assert_close(
-        law(Quadratic(head, 0)).exp(), torch.full((B, V), 1 / V, dtype=torch.float64)
-    )
+        actual = law(Quadratic(head, alpha)).exp().sum(-1)
+        expected = torch.ones(B).double()
+        assert_close(actual, expected, rtol=1e-4, atol=0)
+    actual = law(Quadratic(head, 0)).exp()
+    expected = torch.full((B, V), 1 / V, dtype=torch.float64)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("count, bias", [(5000, 30.0), (70_000, 60.0), (5000, 40.0)])
@@ -510,7 +522,7 @@ def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queri
         return (torch.manual_seed(3), softmax(h, targets))[1]
 
     found = torch.func.grad(loss)(queries)
-    torch.testing.assert_close(found, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
+    assert_close(found, *torch.autograd.grad(loss(queries.requires_grad_()), queries))
 
 
 # ---- measuring tasks
@@ -519,7 +531,9 @@ def test_transforms_of_functions_give_the_gradients_of_autograd(phi, head, queri
 def test_gradients_of_exact_proposals_are_unbiased_and_those_of_uniform_ones_are_not():
     methods = ["uniform", "exact", "favorpp m=16", "favorpp m=16 flatter=2", "quadratic"]
     task = SampledGradients(methods, 500, 4.0, 16, 100)
-    found = {row["method"]: row for row in task.rows(None, 0)}
+    found = {}
+    for row in task.rows(None, 0):
+        found[row["method"]] = row
     assert abs(found["exact"]["bias_sq"]) < 1e-3 < found["uniform"]["bias_sq"]
     assert (
         found["exact"]["variance"]

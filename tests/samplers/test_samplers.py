@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import scipy.linalg
 import torch
+from helpers.seeds import seeded
 from scipy.stats import kstest
+from torch.testing import assert_close
 
 from crt_exp import samplers
 from crt_exp.features import SMREG, GeomRF, PoisRF, PosRF
@@ -59,10 +61,6 @@ def name(sampler):
     return own or "-".join([sampler.func.__name__, *map(str, sampler.keywords.values())])
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def rows(sampler, m, d, draws, seed=0):
     """(draws, m, d), float64."""
     return sampler(m, d, seeded(seed), batch=(draws,), dtype=torch.float64).rows()
@@ -85,16 +83,20 @@ def test_an_empty_batch_has_no_rows(sampler, batch):
 def test_shapes_seeds_and_batches(sampler):
     for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
         one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
-        assert (one.m, one.d, one.batch) == (m, d, batch)
+        assert one.m == m
+        assert one.d == d
+        assert one.batch == batch
         assert one.rows().shape == (*batch, m, d)
         assert one.sq_norm.shape == (*batch, 1, m)
         assert one.rows().dtype == torch.float32
         assert one.rows().isfinite().all()
         assert torch.equal(one.rows(), same.rows())
         expected = one.rows().square().sum(-1).unsqueeze(-2)
-        torch.testing.assert_close(one.sq_norm, expected, rtol=1e-5, atol=1e-6)
+        assert_close(one.sq_norm, expected, rtol=1e-5, atol=1e-6)
         if batch and sampler not in POINTS:
-            assert not torch.equal(one.rows()[0], one.rows()[1])
+            actual = one.rows()[0]
+            expected = one.rows()[1]
+            assert not torch.equal(actual, expected)
             assert not torch.equal(one.rows(), other.rows())
     torch.manual_seed(5)
     first = sampler(6, 4).rows()
@@ -108,7 +110,8 @@ def test_maps_of_gaussian_rows_refuse_others():
     for sampler in ALL:
         rows_of = sampler(6, 4, seeded())
         assert rows_of.gaussian == (sampler in EXACT), name(sampler)
-        for phi in (PoisRF(rate=0.5), GeomRF(p=0.5)):
+        cases = [PoisRF(rate=0.5), GeomRF(p=0.5)]
+        for phi in cases:
             if rows_of.gaussian:
                 assert phi.phi_q(x, rows_of, phi.fit(None)).log_scale.isfinite().all(), name(
                     sampler
@@ -128,7 +131,7 @@ def test_mean_zero_and_identity_covariance(sampler, d=3):
 
 @pytest.mark.parametrize(
     "sampler, m, d",
-    [*((each, 6, 4) for each in EXACT), (PRESETS["simplex"], 5, 1)],
+    [*((sampler, 6, 4) for sampler in EXACT), (PRESETS["simplex"], 5, 1)],
     ids=lambda value: name(value) if callable(value) else str(value),
 )
 def test_every_entry_is_standard_normal(sampler, m, d):
@@ -136,7 +139,9 @@ def test_every_entry_is_standard_normal(sampler, m, d):
     w = rows(sampler, m, d, 1500, seed=1)
     direction = torch.ones(d, dtype=torch.float64) / d**0.5
     columns = torch.cat([w.flatten(1), w @ direction], -1)
-    pvalues = [kstest(column.numpy(), "norm").pvalue for column in columns.T]
+    pvalues = []
+    for column in columns.T:
+        pvalues.append(kstest(column.numpy(), "norm").pvalue)
     assert min(pvalues) > 0.01 / len(pvalues)
 
 
@@ -156,7 +161,7 @@ def test_hadamard_is_the_product():
     product = torch.eye(8).double()
     for signs in draw.signs[0]:
         product = h @ torch.diag(signs * 8**0.5) @ product
-    torch.testing.assert_close(draw.rows(), 8**0.5 * product)
+    assert_close(draw.rows(), 8**0.5 * product)
 
 
 def test_fwht_is_the_hadamard_product():
@@ -164,12 +169,12 @@ def test_fwht_is_the_hadamard_product():
         x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
         actual = fwht(x)
         expected = x @ torch.from_numpy(scipy.linalg.hadamard(n)).double()
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
     long = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)  # three factors
     left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in long.shape)
     actual = fwht(long.flatten())
     expected = (left @ long @ right).flatten()
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("d", [2, 6])
@@ -177,14 +182,16 @@ def test_simplex_cosines(d):
     for block in rows(simplex, 2 * d, d, 20).split(d, dim=-2):
         unit = block / block.norm(dim=-1, keepdim=True)
         expected = torch.eye(d).double() * (1 + 1 / (d - 1)) - 1 / (d - 1)
-        torch.testing.assert_close(unit @ unit.mT, expected.expand(20, d, d))
+        expected = expected.expand(20, d, d)
+        assert_close(unit @ unit.mT, expected)
 
 
 @pytest.mark.parametrize("d", [1, 4])
 def test_haar(d):
     """Signs fixed: without that the mean of Q_00 is -0.28 at d = 4, and never positive at all."""
     q = haar((20_000, d, d), seeded())
-    assert (q @ q.mT - torch.eye(d)).abs().max() < 1e-10
+    difference = (q @ q.mT - torch.eye(d)).abs().max()
+    assert difference < 1e-10
     assert within(q, 0)
     assert within(q.square(), 1 / d)
     assert within(q.unsqueeze(-1).unsqueeze(-1)[:, 0, 0] ** 4, 3 / (d * (d + 2)))
@@ -199,13 +206,14 @@ def test_row_lengths(d):
         assert within(sq, d)
         assert within(sq**2, d * (d + 2))
         assert within(sq[:, 0] * sq[:, 1], d * d)
-    for sampler in (partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")):
+    cases = [partial(orthogonal, lengths="sqrt_d"), partial(hadamard, lengths="sqrt_d")]
+    for sampler in cases:
         sq = rows(sampler, d + 2, d, 50).square().sum(-1)
         expected = torch.full((50, d + 2), float(d)).double()
-        torch.testing.assert_close(sq, expected)
+        assert_close(sq, expected)
     fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
     expected = torch.full((50,), float(n * d)).double()
-    torch.testing.assert_close(fixed, expected)
+    assert_close(fixed, expected)
     chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
     assert within(chi, n)
     assert within(chi**2, n * (n + 2))
@@ -214,10 +222,10 @@ def test_row_lengths(d):
 def test_unscrambled_points_are_the_sequences():
     u = torch.special.ndtr(halton(4, 2, scramble=False, dtype=torch.float64).rows())
     points = torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double()
-    torch.testing.assert_close(u, points, rtol=0, atol=1e-7)
+    assert_close(u, points, rtol=0, atol=1e-7)
     first = torch.special.ndtr(sobol(1, 2, scramble=False, dtype=torch.float64).rows())
     expected = torch.full((1, 2), 0.5).double()
-    torch.testing.assert_close(first, expected)
+    assert_close(first, expected)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,8 @@ def test_bad_input(make, message):
 def test_project_is_the_product(sampler, dtype, tolerance):
     """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
     x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
-    for batch in [(), (3,), (2, 1), (2, 3)]:
+    cases = [(), (3,), (2, 1), (2, 3)]
+    for batch in cases:
         draw = sampler(11, 6, seeded(), batch=batch, dtype=torch.float64).to(dtype)
         expected = x @ draw.rows().mT
         paths = [draw.project] + (
@@ -254,12 +263,10 @@ def test_project_is_the_product(sampler, dtype, tolerance):
         for project in paths:
             leaf = x.clone().requires_grad_()
             out = project(leaf)
-            torch.testing.assert_close(out, expected, rtol=tolerance, atol=10 * tolerance)
+            assert_close(out, expected, rtol=tolerance, atol=10 * tolerance)
             weight = torch.randn(out.shape, generator=seeded(2), dtype=dtype)
             (gradient,) = torch.autograd.grad((out * weight).sum(), leaf)
-            torch.testing.assert_close(
-                gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance
-            )
+            assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
 
 
 @pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (64, 64, False)])
@@ -269,7 +276,7 @@ def test_hadamard_path_switches(m, d, free):
     x = torch.randn(4, d, generator=seeded())
     actual = draw.project(x)
     expected = x @ draw.rows().mT
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-2)
+    assert_close(actual, expected, rtol=1e-3, atol=1e-2)
     actual = draw.to(torch.float64).project(x.double()).dtype
     assert actual == torch.float64
 
@@ -281,13 +288,14 @@ def test_projection_is_float32_at_least(draw):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = draw.project(x)
     expected = x.float() @ draw.rows().mT
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_inference_first_then_training():
     """What a first pass in inference mode keeps must serve a later backward pass."""
     noise._hadamard_matrix.cache_clear()
-    for draw in (hadamard(8, 8, seeded()), hadamard(1024, 1024, seeded())):
+    cases = [hadamard(8, 8, seeded()), hadamard(1024, 1024, seeded())]
+    for draw in cases:
         x = torch.ones(2, draw.d)
         with torch.inference_mode():
             draw.project(x), draw.sq_norm
@@ -299,15 +307,16 @@ def test_inference_first_then_training():
 
 
 def test_on_sphere():
-    for draw in (
+    cases = [
         iid(9, 3, seeded()),
         hadamard(9, 8, seeded()),
         hadamard(64, 3, seeded(), batch=(50,), blocks=3),
-    ):
+    ]
+    for draw in cases:
         sphere = draw.on_sphere()
         lengths = sphere.rows().square().sum(-1)
         assert not sphere.gaussian
-        torch.testing.assert_close(
+        assert_close(
             lengths, torch.full_like(lengths, draw.d), rtol=1e-4, atol=0
         )  # zero rows included
 
@@ -323,9 +332,11 @@ def test_measured_bias_of_hadamard(blocks, lengths):
     sampler = partial(hadamard, blocks=blocks, lengths=lengths)
     bias = measured_bias(PosRF(), sampler, x, x, draws=1500, generator=seeded())
     assert bias.error < 0.025
-    assert abs(bias.ratio - RATIOS[blocks, lengths]) < 5 * math.hypot(bias.error, 0.02)
+    difference = abs(bias.ratio - RATIOS[blocks, lengths])
+    assert difference < 5 * math.hypot(bias.error, 0.02)
     if blocks == 1 and lengths == "fixed":
-        assert abs(bias.ratio - math.cosh(2) * math.exp(-2)) < 5 * bias.error
+        difference = abs(bias.ratio - math.cosh(2) * math.exp(-2))
+        assert difference < 5 * bias.error
 
 
 def test_measured_bias_shows():
@@ -336,5 +347,6 @@ def test_measured_bias_shows():
     )
     known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all()
-    assert bias.ratio[0] + 5 * bias.error[0] < 1
+    actual = bias.ratio[0] + 5 * bias.error[0]
+    assert actual < 1
     assert str(bias).count("+-") == 2

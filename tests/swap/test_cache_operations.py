@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 from helpers.covering import in_turn  # noqa: E402
@@ -27,9 +28,11 @@ pytestmark = [
     ),
 ]
 CAUSAL = {
-    name: each for name, each in mechanisms().items() if Mechanism.of(each[0]).kind.can_be_causal
+    name: options
+    for name, options in mechanisms().items()
+    if Mechanism.of(options[0]).kind.can_be_causal
 }
-DECODE = {name: each for name, each in CAUSAL.items() if name != "reformer"}
+DECODE = {name: options for name, options in CAUSAL.items() if name != "reformer"}
 STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")}
 for preset in ("default", "quality"):
     sizes = SMALL | {"preset": preset, "open": 5}
@@ -77,7 +80,8 @@ def check_kind(cache, state, dtype):
         if state not in CONTROLS and isinstance(layer.state, RecallState):
             in_c = dtype == torch.float32
             assert bool(layer.state.memories) == ("beyond" in state and in_c)
-            assert bool(layer.state.epochs) == ("beyond" in state and not in_c)
+            actual = bool(layer.state.epochs)
+            assert actual == ("beyond" in state and not in_c)
 
 
 def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
@@ -85,7 +89,8 @@ def check_goes_on(model, cache, ids, mask, whole, done=PROMPT):
     for stop in (done + 1, done + 6, done + 7):
         out = called(model, ids[:, :stop], mask[:, :stop], cache, done)
         real = mask[:, done:stop].bool()
-        torch.testing.assert_close(out[real], whole[:, done:stop][real], rtol=1e-3, atol=1e-4)
+        expected = whole[:, done:stop][real]
+        assert_close(out[real], expected, rtol=1e-3, atol=1e-4)
         done = stop
 
 
@@ -160,12 +165,11 @@ def check_pieces(model, ids, mask, whole, *makers):
     for stops in PIECES.values():
         for make in makers or (lambda: StaticCache(model.config, max_cache_len=ROOM),):
             cache = make()
-            parts = [
-                called(model, ids[:, :stop], mask[:, :stop], cache, start)
-                for start, stop in zip([0, *stops], stops)
-            ]
+            parts = []
+            for start, stop in zip([0, *stops], stops):
+                parts.append(called(model, ids[:, :stop], mask[:, :stop], cache, start))
             actual = torch.cat(parts, 1)[real]
-            torch.testing.assert_close(actual, whole[real], **CLOSE)
+            assert_close(actual, whole[real], **CLOSE)
 
 
 @pytest.mark.parametrize("name, padded", in_turn(DECODE, ["sides", "ends", "not"]))
@@ -225,8 +229,9 @@ def test_a_prefix_in_a_static_cache_is_one_sequence():
     found = model(
         ids, attention_mask=prefix, past_key_values=StaticCache(model.config, max_cache_len=ROOM)
     ).logits
-    expected = model(ids, attention_mask=prefix[..., :SHORT], use_cache=False).logits
-    torch.testing.assert_close(found, expected)
+    attention_mask = prefix[..., :SHORT]
+    expected = model(ids, attention_mask=attention_mask, use_cache=False).logits
+    assert_close(found, expected)
 
 
 @torch.no_grad()
@@ -243,9 +248,10 @@ def test_reformer_takes_a_prompt_alone():
     model = swapped(*CAUSAL["reformer"])
     ids = tokens(length=SHORT)
     mask = short_masks("not")
-    for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)):
+    cases = [DynamicCache(), StaticCache(model.config, max_cache_len=ROOM)]
+    for cache in cases:
         out = called(model, ids[:, :14], mask[:, :14], cache)
         expected = called(model, ids[:, :14], mask[:, :14])
-        torch.testing.assert_close(out, expected)
+        assert_close(out, expected)
         with pytest.raises(ValueError, match="reformer.*use_cache=False"):
             called(model, ids, mask, cache, 14)

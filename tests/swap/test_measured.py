@@ -7,8 +7,10 @@ import warnings
 import pytest
 import torch
 import transformers
-from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped
+from helpers.seeds import seeded
+from helpers.swap_models import bert, build_model, gpt2, inputs, llama, run, swapped
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import (
     calibrate_attention,
@@ -37,7 +39,7 @@ def layer_of(phi=None, m=32, mode="own", **options):
 
 def qkv(std, seed, kv_heads=H, length=L, batch=B):
     """Logits of standard deviation `std`; values with a mean."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
 
     def draw(heads):
         return torch.randn(batch, heads, length, D, generator=g)
@@ -115,16 +117,20 @@ def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
     q, k, v = (t.double() for t in qkv(1.0, 0, 2, length=9))
     q = q[:, :, 3:]
     rows = torch.tensor([4, 0, 5])
-    keep = torch.rand(B, 9) < 0.6 if masked else None
+    keep = None
+    if masked:
+        keep = torch.rand(B, 9) < 0.6
     if masked:
         real = keep[:, None, :, None]
         k = torch.where(real, k, math.nan)
         v = torch.where(real, v, math.nan)
     expected = softmax_attention(0.5 * q, k, v, causal=causal, key_mask=keep)
     found = calibration.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
-    torch.testing.assert_close(found, expected[:, :, rows])
+    expected = expected[:, :, rows]
+    assert_close(found, expected)
     flat = softmax_attention(0 * q, torch.nan_to_num(k), v, causal=causal, key_mask=keep)
-    torch.testing.assert_close(uniform_attention(q, k, v, causal=causal, key_mask=keep), flat)
+    actual = uniform_attention(q, k, v, causal=causal, key_mask=keep)
+    assert_close(actual, flat)
 
 
 def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
@@ -138,7 +144,8 @@ def test_layers_worse_than_the_mean_of_the_values_are_warned_of():
 
 
 def test_measuring_leaves_the_layer_as_it_is():
-    for phi, mode in ((GERF(), "causal"), (OPRF(), "own")):
+    cases = [(GERF(), "causal"), (OPRF(), "own")]
+    for phi, mode in cases:
         one = layer_of(phi, 16, mode, redraw_every=1)
         other = layer_of(phi, 16, mode, redraw_every=1)
         calibrated(one, qkv(1.0, 0))
@@ -177,7 +184,7 @@ def layers_of(model):
 )
 def test_calibration_replaces_the_statistics_of_causal_layers_alone():
     """Also those of training passes that no pass has folded in yet; the mode of the model stays."""
-    model = swap_attention(made(gpt2).train(), "favorpp", m=8)
+    model = swap_attention(build_model(gpt2).train(), "favorpp", m=8)
     states = layers_of(model)
     assert not any(float(s.running_weight) for s in states)
     run(model, **inputs(gpt2, seed=5))
@@ -188,21 +195,24 @@ def test_calibration_replaces_the_statistics_of_causal_layers_alone():
         assert float(s.running_weight) == 1
         assert int(s.folds) == 3
     assert model.training
-    fresh = swap_attention(made(gpt2), "favorpp", m=8)
+    fresh = swap_attention(build_model(gpt2), "favorpp", m=8)
     calibrate_attention(fresh, [inputs(gpt2, seed=seed) for seed in range(3)])
     for s, other in zip(states, layers_of(fresh)):
-        torch.testing.assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
+        assert_close(s.running_x_mean_sq, other.running_x_mean_sq)
     with pytest.raises(ValueError, match="batches: empty"):
         calibrate_attention(model, [])
-    window = swap_attention(made(gpt2), "window")
-    for bare, name in ((made(gpt2), "none"), (window, "window")):
+    window = swap_attention(build_model(gpt2), "window")
+    cases = [(build_model(gpt2), "none"), (window, "window")]
+    for bare, name in cases:
         with pytest.raises(ValueError, match=f"swapped: {name}"):
             calibrate_attention(bare, [inputs(gpt2)])
 
 
 def test_the_table_states_errors_and_parameters():
     model = swapped(bert)
-    batches = [inputs(bert, seed=s) for s in range(2)]
+    batches = []
+    for s in range(2):
+        batches.append(inputs(bert, seed=s))
     assert (
         describe_attention(model)[["A mean", "error on calibration", "uniform's error"]]
         .isna()
@@ -247,4 +257,4 @@ BATCHES = {
 def test_batches_of_another_form_are_refused(name):
     batches, message = BATCHES[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        calibrate_attention(swap_attention(made(gpt2), "favorpp", m=8), batches)
+        calibrate_attention(swap_attention(build_model(gpt2), "favorpp", m=8), batches)

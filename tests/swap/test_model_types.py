@@ -110,7 +110,9 @@ def judge(library, name):
 
 def judge_model(model, batch):
     cases = {"plain": batch} | padded(model, batch)
-    before = {name: outputs(model, case) for name, case in cases.items()}
+    before = {}
+    for name, case in cases.items():
+        before[name] = outputs(model, case)
     if any(distance(outputs(model, case), before[name]) for name, case in cases.items()):
         raise NotBuilt("its own output is not the same twice")
     causal = future_leak(model, batch) < LEAK
@@ -202,11 +204,11 @@ def future_leak(model, batch):
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
     both = []
-    for each in (batch[key], changed):
+    for values in (batch[key], changed):
         both.append(
             [
                 t
-                for t in outputs(model, batch | {key: each})
+                for t in outputs(model, batch | {key: values})
                 if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
             ]
         )
@@ -225,9 +227,10 @@ def distance(one, two, mask=None):
                 continue
             a = a[mask.bool()]
             b = b[mask.bool()]
-        difference = (
-            (a - b).abs().max() / b.abs().max().clamp(min=1e-300) if a.numel() else torch.zeros(())
-        )
+        if a.numel():
+            difference = (a - b).abs().max() / b.abs().max().clamp(min=1e-300)
+        else:
+            difference = torch.zeros(())
         worst = max(worst, float(torch.nan_to_num(difference, nan=torch.inf)))
     return worst
 
@@ -240,7 +243,9 @@ def judge_partly(name, implementation=None):
     cases = {"plain": batch} | padded(model, batch)
     if implementation == "eager":
         cases["with matrices"] = batch | {"output_attentions": True}
-    before = {case: outputs(model, cases[case]) for case in cases}
+    before = {}
+    for case in cases:
+        before[case] = outputs(model, cases[case])
     for layers in ("supported", 0):
         try:
             swap_attention(model, "exact", layers=layers)
@@ -273,7 +278,9 @@ def test_exact_when_swapped(library, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_at_the_swap_with_the_reason(name):
-    library = "torchaudio" if name == "wavlm_model" else "transformers"
+    library = "transformers"
+    if name == "wavlm_model":
+        library = "torchaudio"
     outcome, why = judge(library, name)
     assert outcome == "refused", (outcome, why)
     assert REFUSED[name] in why, (outcome, why)
@@ -284,7 +291,9 @@ def test_refused_at_the_swap_with_the_reason(name):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_model_type_is_wrong(library):
     exact = {*FAST[library], *SLOW.get(library, [])}
-    found = {name: judge(library, name) for name in {*LIBRARIES[library][0](), *exact}}
+    found = {}
+    for name in {*LIBRARIES[library][0](), *exact}:
+        found[name] = judge(library, name)
     assert not {name: why for name, (outcome, why) in found.items() if outcome == "wrong"}
     assert not {name: found[name] for name in exact if found[name][0] != "exact"}
 
@@ -292,14 +301,18 @@ def test_no_model_type_is_wrong(library):
 def test_attention_over_layers_or_channels_is_refused():
     """Its axes would be taken for heads and tokens, so that every call would fail."""
     text = tiny_models.tiny_model("inkling2_text")
-    depth = [path for path, part in text.named_modules() if "AttentionResidual" in str(type(part))]
+    depth = []
+    for path, part in text.named_modules():
+        if "AttentionResidual" in str(type(part)):
+            depth.append(path)
     places = [path for path, _ in families.attention_modules(text)]
     assert depth
     assert {*depth} < {*places}
     with pytest.raises(ValueError, match="no layer can be swapped"):
         swap_attention(text, "exact", layers="supported")
     with pytest.raises(ValueError, match="another axis than tokens"):
-        swap_attention(text, "exact", layers=[places.index(path) for path in depth])
+        layers = [places.index(path) for path in depth]
+        swap_attention(text, "exact", layers=layers)
     sizes = {"embed_dim": [32], "num_heads": [4], "num_groups": [4], "depths": [1]}
     shapes = {
         "patch_size": [7],
@@ -329,9 +342,11 @@ def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     ids = tiny_models.tokens()
     whole = swap_attention(model, "nearfar")(input_ids=ids, use_cache=False).logits
-    cached = model(input_ids=ids[:, :7], use_cache=True)
+    input_ids = ids[:, :7]
+    cached = model(input_ids=input_ids, use_cache=True)
     last = model(input_ids=ids[:, 7:8], past_key_values=cached.past_key_values, use_cache=True)
-    torch.testing.assert_close(last.logits, whole[:, 7:8], rtol=1e-5, atol=1e-6)
+    expected = whole[:, 7:8]
+    torch.testing.assert_close(last.logits, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
@@ -426,7 +441,9 @@ def odd_masks(ids):
         "one axis": (L,),
         "pairs": (B, L, L),
     }
-    masks = {name: ones(*size) for name, size in sizes.items()}
+    masks = {}
+    for name, size in sizes.items():
+        masks[name] = ones(*size)
     masks |= {
         f"{name}, padded": padded(masks[name])
         for name in ("shorter", "longer", "one row", "too many rows")
@@ -471,7 +488,12 @@ def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):
             if isinstance(own, Exception):
                 continue
             if isinstance(new, Exception):
-                assert isinstance(new, ValueError) and "attention_mask" in str(new), (
+                assert isinstance(new, ValueError), (
+                    key,
+                    what,
+                    new,
+                )
+                assert "attention_mask" in str(new), (
                     key,
                     what,
                     new,

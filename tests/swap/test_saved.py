@@ -15,7 +15,7 @@ import transformers
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from helpers import hostile
 from helpers.small_bert import write_model
-from helpers.swap_models import bert, gpt2, inputs, llama, made, run, swapped, vit
+from helpers.swap_models import bert, build_model, gpt2, inputs, llama, run, swapped, vit
 
 import crt_exp
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
@@ -50,7 +50,7 @@ def alike(model, other, make):
 def back(folder, make=bert, auto=None, **options):
     """The model of a folder, in eval mode."""
     return crt_exp.from_pretrained(
-        auto or type(made(make)), folder, **BARE.get(make, {}), **options
+        auto or type(build_model(make)), folder, **BARE.get(make, {}), **options
     ).eval()
 
 
@@ -67,7 +67,7 @@ def back(folder, make=bert, auto=None, **options):
 )
 @torch.no_grad()
 def test_saved_comes_back_bit_for_bit(make, name, tmp_path):
-    model = swap_attention(made(make), name, **SMALL[name], seed=3)
+    model = swap_attention(build_model(make), name, **SMALL[name], seed=3)
     if name == "hrf_cluster" or make is llama:
         calibrate_attention(model, [inputs(make, seed=1)])
     model.save_pretrained(tmp_path)
@@ -80,12 +80,12 @@ def test_saved_comes_back_bit_for_bit(make, name, tmp_path):
     expected = set(again.state_dict())
     assert actual == expected
     unswap_attention(again)
-    assert alike(made(make), again, make)
+    assert alike(build_model(make), again, make)
     assert not hasattr(again.config, "crt_exp")
 
 
 def test_a_swap_that_refuses_causal_calls_still_does(tmp_path):
-    swap_attention(made(gpt2), "favorpp", m=8, causal=False).save_pretrained(tmp_path)
+    swap_attention(build_model(gpt2), "favorpp", m=8, causal=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="causal call of a layer swapped as bidirectional"):
         back(tmp_path, gpt2)(**inputs(gpt2))
 
@@ -98,11 +98,12 @@ def test_layers_with_different_attention_and_a_bare_model(tmp_path):
     )
     swap_attention(model, "nearfar", layers=[1]).save_pretrained(tmp_path)
     saved = model.config.crt_exp
-    assert [each["name"] for each in saved["mechanisms"]] == ["favorpp", "nearfar"]
+    actual = [mechanism["name"] for mechanism in saved["mechanisms"]]
+    assert actual == ["favorpp", "nearfar"]
     actual = list(saved["layers"].values())
     assert actual == [0, 1]
     assert alike(model.bert, back(tmp_path), bert)
-    one = swap_attention(made(bert), "uniform", layers=[1])
+    one = swap_attention(build_model(bert), "uniform", layers=[1])
     one.save_pretrained(tmp_path / "one")
     actual = list(one.config.crt_exp["layers"].values())
     assert actual == [None, 0]
@@ -111,7 +112,7 @@ def test_layers_with_different_attention_and_a_bare_model(tmp_path):
 
 @torch.no_grad()
 def test_half_precision_comes_back(tmp_path):
-    half = swap_attention(made(llama), "favorp", m=8).bfloat16()
+    half = swap_attention(build_model(llama), "favorp", m=8).bfloat16()
     half.save_pretrained(tmp_path)
     assert alike(
         half, back(tmp_path, llama, transformers.AutoModelForCausalLM, dtype="auto"), llama
@@ -139,7 +140,10 @@ def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
 
     swapped(bert).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    noise = {name: tensors.pop(name) for name in list(tensors) if ".swapped." in name}
+    noise = {}
+    for name in list(tensors):
+        if ".swapped." in name:
+            noise[name] = tensors.pop(name)
     for place in ("old", "older"):
         tensors |= {
             f"{place}.{name.replace('encoder', 'stack')}": part.clone()
@@ -154,8 +158,10 @@ def test_saved_noise_that_may_belong_to_two_layers_is_refused(tmp_path):
 def test_noise_comes_from_the_files_of_the_weights(sharded, harmless, tmp_path):
     shutil.copy(harmless / "config.json", tmp_path)
     shutil.copy(harmless / "model.safetensors", tmp_path / "old.safetensors")
-    model = swap_attention(made(bert), "favorpp", m=8, seed=3)
-    size = "20KB" if sharded else "1GB"
+    model = swap_attention(build_model(bert), "favorpp", m=8, seed=3)
+    size = "1GB"
+    if sharded:
+        size = "20KB"
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert alike(back(tmp_path), model, bert)
     if not sharded:
@@ -175,14 +181,14 @@ def edit(folder, change):
 @pytest.fixture(scope="module")
 def harmless(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harmless")
-    swap_attention(made(bert), "favorpp", m=8).save_pretrained(folder)
+    swap_attention(build_model(bert), "favorpp", m=8).save_pretrained(folder)
     return folder
 
 
 def test_a_plain_load_is_refused_where_it_is_saved_again(harmless, tmp_path, caplog):
     """It has exact attention, and the record of a swap without the noise."""
     model = transformers.AutoModel.from_pretrained(harmless, attn_implementation="sdpa")
-    assert alike(model.eval(), made(bert), bert)
+    assert alike(model.eval(), build_model(bert), bert)
     assert "swapped.omega" in caplog.text
     caplog.clear()
     back(harmless)
@@ -227,8 +233,8 @@ FOLDERS = {
 }
 PLAIN = """
 import sys, transformers
-for each in sys.argv[1:]:
-    folder, name = each.split(":")
+for argument in sys.argv[1:]:
+    folder, name = argument.split(":")
     auto = getattr(transformers, name)
     try:
         auto.from_pretrained(folder)
@@ -248,7 +254,9 @@ def test_transformers_refuses_a_plain_load_by_name_in_another_process(tmp_path):
     for make, (name, parts) in FOLDERS.items():
         folder = tmp_path / make.__name__
         model = swap_attention(make(), "favorp", m=4)
-        size = "1GB" if make is bert else "20KB"
+        size = "20KB"
+        if make is bert:
+            size = "1GB"
         model.save_pretrained(folder, max_shard_size=size)
         asked.append(f"{folder}:{name}")
         for part in parts:
@@ -370,8 +378,8 @@ print('equal')
 def test_a_pickled_model_works_in_another_process(tmp_path):
     """In which this package is imported before transformers."""
     models = [
-        (swap_attention(made(bert), "favorpp", m=8), bert),
-        (swap_attention(made(llama), "nearfar"), llama),
+        (swap_attention(build_model(bert), "favorpp", m=8), bert),
+        (swap_attention(build_model(llama), "nearfar"), llama),
     ]
     torch.save(
         [(model, inputs(make), run(model, **inputs(make))) for model, make in models],
@@ -396,9 +404,10 @@ def places(model):
     found = {layer: "disk"}
     before = ""
     for name in layer.split("."):
-        others = [
-            child for child, _ in model.get_submodule(before).named_children() if child != name
-        ]
+        others = []
+        for child, _ in model.get_submodule(before).named_children():
+            if child != name:
+                others.append(child)
         found |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
         before = f"{before}.{name}".lstrip(".")
     return found
@@ -415,7 +424,7 @@ def dispatched(model, folder, tmp_path):
 
 def swapped_when_empty(make, swap, tmp_path):
     with init_empty_weights():
-        model = made(make)
+        model = build_model(make)
     return dispatched(swap(model), tmp_path / "plain", tmp_path)
 
 
@@ -423,13 +432,13 @@ def brought_back(make, swap, tmp_path):
     return back(
         tmp_path / "saved",
         make,
-        device_map=places(made(make)),
+        device_map=places(build_model(make)),
         offload_folder=str(tmp_path / "disk"),
     )
 
 
 def offloaded_after(make, swap, tmp_path):
-    model = swap(made(make))
+    model = swap(build_model(make))
     accelerate.disk_offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
     return model
 
@@ -459,8 +468,8 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     def swap(model):
         return swap_attention(model, name, saved=False, **options)
 
-    whole = swap(made(make))
-    made(make).save_pretrained(tmp_path / "plain")
+    whole = swap(build_model(make))
+    build_model(make).save_pretrained(tmp_path / "plain")
     whole.save_pretrained(tmp_path / "saved")
     model = way(make, swap, tmp_path).eval()
     for part in model.modules():
@@ -478,7 +487,7 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
     ],
 )
 def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
-    model = made(make)
+    model = build_model(make)
     batch = inputs(make)
     with torch.inference_mode():
         swap_attention(model, name, **options)

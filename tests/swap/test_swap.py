@@ -20,15 +20,16 @@ from helpers.swap_models import (
     Timm,
     attention,
     bert,
-    each,
+    build_model,
+    for_each_model,
     gpt2,
     inputs,
     llama,
-    made,
     run,
     swapped,
 )
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import (
     calibrate_attention,
@@ -51,16 +52,16 @@ pytestmark = [
 ]
 
 
-@each(ALL)
+@for_each_model(ALL)
 @torch.no_grad()
 def test_exact_is_the_original_and_unswap_restores_it(make):
-    model = made(make)
+    model = build_model(make)
     batch = inputs(make)
     before = run(model, **batch)
     keys = list(model.state_dict())
     assert swap_attention(model, "exact") is model
     actual = run(model, **batch)
-    torch.testing.assert_close(actual, before, **LOOSE)
+    assert_close(actual, before, **LOOSE)
     assert list(model.state_dict()) == keys
     swap_attention(model, "favorpp", m=8)
     assert not torch.allclose(run(model, **batch), before, rtol=1e-4, atol=1e-5)
@@ -69,17 +70,18 @@ def test_exact_is_the_original_and_unswap_restores_it(make):
     assert list(model.state_dict()) == keys
 
 
-@each(ALL)
+@for_each_model(ALL)
 @torch.no_grad()
 def test_many_features_come_near_and_few_less(make):
     batch = inputs(make)
-    exact = run(made(make), **batch)
+    exact = run(build_model(make), **batch)
     few = run(swapped(make, m=4), **batch)
     many = run(swapped(make, m=1024), **batch)
-    assert (many - exact).norm() < 0.5 * (few - exact).norm()
+    difference = (many - exact).norm()
+    assert difference < 0.5 * (few - exact).norm()
 
 
-@each(TEXT)
+@for_each_model(TEXT)
 @torch.no_grad()
 def test_padding_is_truncation(make):
     short = inputs(make, 6)["input_ids"]
@@ -90,7 +92,7 @@ def test_padding_is_truncation(make):
         model = swapped(make, name)
         cut = run(model, input_ids=short)
         whole = run(model, input_ids=padded, attention_mask=mask)
-        torch.testing.assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
+        assert_close(whole[:, :6], cut, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -110,41 +112,44 @@ def test_returned_matrices_are_those_of_the_attention(make):
     for matrix, (v, out) in zip(matrices, seen):
         actual = matrix.sum(-1)
         expected = torch.ones_like(matrix[..., 0])
-        torch.testing.assert_close(actual, expected, **LOOSE)
+        assert_close(actual, expected, **LOOSE)
         v = v.repeat_interleave(out.shape[1] // v.shape[1], 1)
         actual = matrix @ v[..., :4]
-        torch.testing.assert_close(actual, out[..., :4], **LOOSE)
+        assert_close(actual, out[..., :4], **LOOSE)
 
 
 @pytest.mark.parametrize("make", [bert, llama])
 @torch.no_grad()
 def test_outputs_and_matrices_beside_padding_are_those_of_the_library(make):
     """Of swapped and of untouched layers."""
-    model = made(make)
+    model = build_model(make)
     real = torch.arange(L) < torch.tensor([[L], [6]])
     batch = inputs(make) | {"attention_mask": real.long()}
     model.set_attn_implementation("eager")
     before = model(**batch, output_attentions=True)
     for layers in (None, [0]):
         found = swap_attention(model, "exact", layers=layers)(**batch, output_attentions=True)
-        torch.testing.assert_close(found[0][real], before[0][real], **LOOSE)
+        assert_close(found[0][real], before[0][real], **LOOSE)
         for one, two in zip(found.attentions, before.attentions):
             actual = one.transpose(1, 2)[real]
             expected = two.transpose(1, 2)[real]
-            torch.testing.assert_close(actual, expected, **LOOSE)
+            assert_close(actual, expected, **LOOSE)
         unswap_attention(model)
 
 
 @torch.no_grad()
 def test_swapping_twice_replaces_and_layers_mix():
-    model = made(bert)
+    model = build_model(bert)
     batch = inputs(bert)
     once = run(swap_attention(copy.deepcopy(model), "relu", m=8), **batch)
     swap_attention(model, "favorpp", m=32)
     actual = run(swap_attention(model, "relu", m=8), **batch)
     assert torch.equal(actual, once)
     swap_attention(model, "favorp", m=8, layers=[1])
-    found = [part.mechanism for part in model.modules() if isinstance(part, RandomFeatureAttention)]
+    found = []
+    for part in model.modules():
+        if isinstance(part, RandomFeatureAttention):
+            found.append(part.mechanism)
     assert found == ["relu", "favorp"]
 
 
@@ -163,14 +168,15 @@ def test_models_of_one_configuration_are_apart():
     assert first.config._attn_implementation == "crt_exp"
 
 
-@each(ALL)
+@for_each_model(ALL)
 def test_gradients_reach_every_parameter(make):
     model = swapped(make, redraw_every=2).train()
     run(model, **inputs(make)).square().mean().backward()
-    original = made(make).train()
+    original = build_model(make).train()
     run(original, **inputs(make)).square().mean().backward()
     expected = {name for name, p in original.named_parameters() if p.grad is not None}
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == expected
+    actual = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert actual == expected
 
 
 @pytest.mark.parametrize("make", [bert, llama])
@@ -187,7 +193,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
             out.square().mean().backward()
             grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         found.append(grads)
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -208,16 +214,16 @@ def test_dropout_of_training_is_that_of_the_attention(make, name):
     lost = (dropped == 0).all(-1)
     assert 0 < lost.float().mean() < 1
     expected = torch.where(lost[..., None], 0, 2 * whole)
-    torch.testing.assert_close(dropped, expected)
+    assert_close(dropped, expected)
 
 
 @torch.no_grad()
 def test_half_precision():
     batch = inputs(bert)
     expected = run(swapped(bert), **batch)
-    half = run(swap_attention(made(bert).bfloat16(), "favorpp", m=32), **batch)
+    half = run(swap_attention(build_model(bert).bfloat16(), "favorpp", m=32), **batch)
     assert half.dtype == torch.bfloat16
-    torch.testing.assert_close(half.float(), expected, rtol=0.1, atol=0.1)
+    assert_close(half.float(), expected, rtol=0.1, atol=0.1)
 
 
 @torch.no_grad()
@@ -229,10 +235,10 @@ def test_a_compiled_model_computes_the_same_and_is_not_called_unreached():
     lengths = torch.tensor([[7], [L]])
     batch["attention_mask"] = (torch.arange(L) < lengths).long()
     expected = run(model, **batch)
-    compiled = swap_attention(torch.compile(made(bert), backend="eager"), "favorpp", m=32)
+    compiled = swap_attention(torch.compile(build_model(bert), backend="eager"), "favorpp", m=32)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not called.*")
-        torch.testing.assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
+        assert_close(run(compiled, **batch), expected, rtol=1e-4, atol=1e-4)
     assert "no" not in describe_attention(compiled)["reached"].tolist()
 
 
@@ -248,7 +254,7 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
     def maker(heads, d, sampler=samplers.orthogonal, seed=0, **sizes):
         return RandomFeatureAttention(phi, sampler, m, heads, d, seed=seed, **sizes)
 
-    model = swap_layers(made(make), maker, "composed")
+    model = swap_layers(build_model(make), maker, "composed")
     batch = inputs(make)
     if make is llama:
         calibrate_attention(model, [inputs(make, seed=s) for s in (1, 2)])
@@ -270,7 +276,7 @@ def test_several_noises_in_a_model_are_saved_and_decoded(make, phi, m, tmp_path)
         stepped = model(
             input_ids=new, past_key_values=cached.past_key_values, use_cache=True
         ).logits
-        torch.testing.assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
+        assert_close(stepped, whole, rtol=1e-3, atol=1e-3)
         buffers = dict(model.model.layers[1].self_attn.swapped.named_buffers())
         omega = [name for name in buffers if name.startswith("omega_1")]
         buffers[omega[0]].mul_(1.1)
@@ -288,13 +294,14 @@ def test_errors_name_what_is_wrong():
         swap_attention(Mixed.OwnAttention(), "favorpp")
     for layers in ([2], ["0"], []):
         with pytest.raises(ValueError, match="2 layers, 0 to 1"):
-            swap_attention(made(bert), "favorpp", layers=layers)
+            swap_attention(build_model(bert), "favorpp", layers=layers)
     with pytest.raises(ValueError, match="add_zero_attn"):
         swap_attention(attention(add_zero_attn=True), "favorpp")
     with pytest.raises(ValueError, match=r"layer.0.attention.self: head_mask is not supported"):
-        swapped(bert)(**inputs(bert), head_mask=torch.ones(2, 4))
+        head_mask = torch.ones(2, 4)
+        swapped(bert)(**inputs(bert), head_mask=head_mask)
     with pytest.raises(ValueError, match="h.0.attn: causal call .*causal=True"):
-        swap_attention(made(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
+        swap_attention(build_model(gpt2), "favorpp", m=8, causal=False)(**inputs(gpt2))
 
 
 class Mixed(nn.Module):
@@ -370,7 +377,7 @@ def test_another_implementation_cannot_undo_a_swap_unseen():
 )
 def test_adapters_of_peft_stay_and_train(make, targets, first):
     peft = pytest.importorskip("peft")
-    model = made(make)
+    model = build_model(make)
     batch = inputs(make)
     if first == "swap":
         swap_attention(model, "exact")
@@ -379,24 +386,28 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     ).eval()
     with torch.no_grad():
         before = run(adapted, **batch)
-        assert not torch.allclose(before, run(made(make), **batch))
+        expected = run(build_model(make), **batch)
+        assert not torch.allclose(before, expected)
         actual = run(swap_attention(adapted, "exact"), **batch)
-        torch.testing.assert_close(actual, before, **LOOSE)
+        assert_close(actual, before, **LOOSE)
     swap_attention(adapted, "nearfar")
     run(adapted.train(), **batch).square().mean().backward()
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    trained = {}
+    for name, p in adapted.named_parameters():
+        if p.requires_grad:
+            trained[name] = p
     assert trained
     for name, p in trained.items():
         assert ".lora_" in name
         assert bool(p.grad.isfinite().all())
     with torch.no_grad():
         actual = run(unswap_attention(adapted).eval(), **batch)
-        torch.testing.assert_close(actual, before, **LOOSE)
+        assert_close(actual, before, **LOOSE)
 
 
 @torch.no_grad()
 def test_layers_that_stay_keep_their_implementation_and_get_their_configuration_back():
-    model = made(bert)
+    model = build_model(bert)
     own = [part.self.config for part in attentions(model)]
     name = model.config._attn_implementation
     for config in own:
@@ -476,8 +487,11 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
     chunked = Chunked()
     for name in ("favorpp", "favorsharp", "favormix"):
         for call in (cached, called):
-            model = swap_attention(made(llama), f"{name} m=4")
-            found = [each for each in warnings_of(call) if "no statistics" in each[-1]]
+            model = swap_attention(build_model(llama), f"{name} m=4")
+            found = []
+            for warning in warnings_of(call):
+                if "no statistics" in warning[-1]:
+                    found.append(warning)
             assert found, found
             for file, line, message in found:
                 assert message.startswith(f"{name}: no stat"), found
@@ -485,7 +499,10 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
                 assert line.startswith("model"), found
     cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
     for call, message in cases:
-        found = [each for each in warnings_of(call) if message in each[-1]]
+        found = []
+        for warning in warnings_of(call):
+            if message in warning[-1]:
+                found.append(warning)
         assert found, (message, found)
         for file, line, _ in found:
             assert file == __file__, (message, found)

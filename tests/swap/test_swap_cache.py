@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from helpers.decoders import tokens as tokens_of
-from helpers.swap_models import SIZES, gpt2, llama, made, neox
+from helpers.swap_models import SIZES, build_model, gpt2, llama, neox
+from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.swap.cache import NewKeys, RecurrentLayer
@@ -34,7 +35,7 @@ def tokens(length=6, batch=2, seed=0):
 
 
 def swapped(make, name="favorpp", **options):
-    model = swap_attention(made(make), name, **({"m": 32} | options))
+    model = swap_attention(build_model(make), name, **({"m": 32} | options))
     return calibrate_attention(model, [tokens(seed=s) for s in (1, 2)])
 
 
@@ -124,7 +125,8 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
     whole = model(ids, attention_mask=mask, position_ids=positions).logits
     past = None
     logits = []
-    for a, b in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14)):
+    cases = [(0, 7), (7, 8), (8, 9), (9, 13), (13, 14)]
+    for a, b in cases:
         out = model(
             ids[:, a:b],
             attention_mask=mask[:, :b],
@@ -138,7 +140,7 @@ def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
         logits.append(out.logits)
     actual = torch.cat(logits, 1)[mask.bool()]
     expected = whole[mask.bool()]
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert_close(actual, expected, **CLOSE)
 
 
 @torch.no_grad()
@@ -147,7 +149,8 @@ def test_the_cache_does_not_grow():
     ids = tokens(40)
     past = None
     sizes = []
-    for a, b in ((0, 8), (8, 9), (9, 38), (38, 39), (39, 40)):
+    cases = [(0, 8), (8, 9), (9, 38), (38, 39), (39, 40)]
+    for a, b in cases:
         past = model(ids[:, a:b], past_key_values=past, use_cache=True).past_key_values
         sizes.append([layer.nbytes() for layer in past.layers])
     for size in sizes:
@@ -162,17 +165,18 @@ def test_changes_of_a_state_are_refused_and_a_reset_one_begins_anew():
     model = swapped(llama)
     ids = tokens(9, batch=3)
     past = model(ids[:, :7], use_cache=True).past_key_values
-    for change in (
+    cases = [
         lambda: past.crop(-1),
         lambda: past.batch_repeat_interleave(2),
         lambda: past.batch_select_indices(torch.tensor([1])),
-    ):
+    ]
+    for change in cases:
         with pytest.raises(ValueError, match=r"the recurrent cache .*DynamicCache"):
             change()
     past.reset()
     actual = model(ids, past_key_values=past, use_cache=True).logits
     expected = model(ids).logits
-    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert_close(actual, expected, **CLOSE)
 
 
 # ---- where all keys are kept, as before
@@ -184,16 +188,17 @@ def test_a_cache_of_ones_own_keeps_all_keys():
     ids = tokens(9)
     whole = model(ids).logits
     # None: not asked for
-    for given in (
+    cases = [
         transformers.DynamicCache(),
         transformers.DynamicCache(config=model.config),
         None,
-    ):
+    ]
+    for given in cases:
         past = model(ids[:, :6], past_key_values=given).past_key_values
         assert recurrent(past) == 0
         assert past.layers[0].keys.shape[2] == 6
         actual = model(ids[:, 6:], past_key_values=past).logits
-        torch.testing.assert_close(actual, whole[:, 6:], **CLOSE)
+        assert_close(actual, whole[:, 6:], **CLOSE)
 
 
 def test_training_and_gradients_keep_all_keys():
@@ -203,11 +208,13 @@ def test_training_and_gradients_keep_all_keys():
     assert recurrent(first.past_key_values) == 0
     second = model(ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
     second.logits.sum().backward()
-    cached = {name: p.grad.clone() for name, p in model.named_parameters()}
+    cached = {}
+    for name, p in model.named_parameters():
+        cached[name] = p.grad.clone()
     model.zero_grad()
     model(ids).logits[:, 6:].sum().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(cached[name], p.grad, **CLOSE)
+        assert_close(cached[name], p.grad, **CLOSE)
     with torch.no_grad():
         past = model(ids[:, :6], use_cache=True).past_key_values
     with pytest.raises(ValueError, match="self_attn: .*gradients"):
@@ -319,13 +326,14 @@ def test_a_mask_that_changes_the_past_is_refused():
 @torch.no_grad()
 def test_a_cache_outlives_no_change_of_the_layer():
     ids = tokens(9)
-    for change in (
+    cases = [
         lambda model: calibrate_attention(model, [tokens(9, seed=4)]),
         lambda model: model.model.layers[0].self_attn.swapped.redraw(),
         lambda model: model.load_state_dict(model.state_dict()),
         lambda model: swap_attention(model, "favorpp", m=32),
         unswap_attention,
-    ):
+    ]
+    for change in cases:
         model = swapped(llama)
         past = model(ids[:, :6], use_cache=True).past_key_values
         change(model)
@@ -358,7 +366,8 @@ def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
     model = swap_attention(swapped(gpt2), "favorp", m=16)
     ids = tokens()
     expected = generated(model, ids)[1]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    cases = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for other in cases:
         assert torch.equal(generated(other, ids)[0], expected)
         assert other._prepare_cache_for_generation.args[0] is other
         assert [len(part._forward_pre_hooks) for part in (other, other.transformer)] == [
@@ -366,4 +375,5 @@ def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
             1,
         ]  # which makes the caches
         assert not unswap_attention(other).transformer._forward_pre_hooks
-    assert recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values) == 0
+    actual = recurrent(swap_attention(model, "exact")(ids, use_cache=True).past_key_values)
+    assert actual == 0

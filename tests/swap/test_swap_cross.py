@@ -7,8 +7,20 @@ import torch
 import transformers
 from helpers import swap_models
 from helpers.decoders import tokens
-from helpers.swap_models import HF_SEQ2SEQ, B, L, Seq2Seq, bart, bert2gpt2, each, marian, whisper
+from helpers.seeds import seeded
+from helpers.swap_models import (
+    HF_SEQ2SEQ,
+    B,
+    L,
+    Seq2Seq,
+    bart,
+    bert2gpt2,
+    for_each_model,
+    marian,
+    whisper,
+)
 from torch import nn
+from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, samplers, swap_attention
 from crt_exp.attention import RandomFeatureAttention, attention
@@ -25,13 +37,11 @@ T = 7  # decoder tokens
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(
-        B, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    return torch.randn(B, *shape, generator=seeded(seed), dtype=torch.float64)
 
 
-def made(make):
-    return swap_models.made(make, scale=1.0).double()
+def build(make):
+    return swap_models.build_model(make, scale=1.0).double()
 
 
 def source(make, seed=0):
@@ -53,10 +63,10 @@ def run(model, batch):
 
 
 def swapped(make, name="favorpp", calibrated=True):
-    model = swap_attention(made(make), name, m=64)
-    return (
-        calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)]) if calibrated else model
-    )
+    model = swap_attention(build(make), name, m=64)
+    if calibrated:
+        return calibrate_attention(model, [inputs(make, seed) for seed in (1, 2)])
+    return model
 
 
 # ---- the future, the cache and padding
@@ -79,10 +89,10 @@ def test_a_prefix_of_the_decoder_gives_a_prefix_of_the_output(make, name, calibr
     whole = run(model, batch)
     for length in (1, 4, L, L + 1):
         part = run(model, batch | {"decoder_input_ids": batch["decoder_input_ids"][:, :length]})
-        torch.testing.assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
+        assert_close(whole[:, :length], part, rtol=1e-7, atol=1e-7)
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_future_never_leaks_in_training(make):
     """The statistics of a training pass come from earlier ones."""
     model = swapped(make, "geom_plus", calibrated=False).train()
@@ -98,11 +108,11 @@ def test_future_never_leaks_in_training(make):
     tokens[:, 4:] = 42 - tokens[:, 4:]
     before = run(model, batch)
     after = run(other, batch | {"decoder_input_ids": tokens})
-    torch.testing.assert_close(before[:, :4], after[:, :4], rtol=1e-12, atol=1e-12)
+    assert_close(before[:, :4], after[:, :4], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[:, 4:], after[:, 4:])
 
 
-@each(HF_SEQ2SEQ)
+@for_each_model(HF_SEQ2SEQ)
 def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     model = swapped(make)
     batch = inputs(make)
@@ -110,7 +120,8 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     tokens = batch.pop("decoder_input_ids")
     cache = None
     found = []
-    for part in (slice(0, 3), slice(3, 4), slice(4, T)):
+    cases = [slice(0, 3), slice(3, 4), slice(4, T)]
+    for part in cases:
         with torch.no_grad():
             out = model(
                 **batch, decoder_input_ids=tokens[:, part], past_key_values=cache, use_cache=True
@@ -121,10 +132,10 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
         assert isinstance(layer, RecurrentLayer)
         assert layer.state
     actual = torch.cat(found, 1)
-    torch.testing.assert_close(actual, whole, rtol=1e-10, atol=1e-10)
+    assert_close(actual, whole, rtol=1e-10, atol=1e-10)
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_padding_of_the_encoder_counts_nowhere(make):
     cut = inputs(make, 5)
     padded = inputs(make, 5)
@@ -138,9 +149,9 @@ def test_padding_of_the_encoder_counts_nowhere(make):
         found = []
         for batch in (cut, padded):
             batch["decoder_input_ids"] = tokens(B, length, 3)
-            model = calibrate_attention(swap_attention(made(make), "geom_plus", m=16), [batch])
+            model = calibrate_attention(swap_attention(build(make), "geom_plus", m=16), [batch])
             found.append(run(model, batch))
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+        assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +171,8 @@ def test_generate_with_and_without_cache(make, name, options):
 def test_padded_keys_have_no_part_in_the_matrices_of_cross_attention():
     out = swapped(bart)(**inputs(bart), output_attentions=True)
     actual = [
-        len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
+        len(attentions)
+        for attentions in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)
     ]
     assert actual == [1, 2, 2]
     assert out.cross_attentions[0].shape == (B, 4, T, L)
@@ -176,7 +188,7 @@ def test_marian_comes_back_under_other_names(tmp_path):
     )
     actual = run(model, inputs(marian))
     expected = run(loaded.eval(), inputs(marian))
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 # ---- which attention is one to another sequence
@@ -187,7 +199,7 @@ def test_marian_comes_back_under_other_names(tmp_path):
 )
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
     """At the swap, and before anything changes."""
-    model = made(make)
+    model = build(make)
     with pytest.raises(
         ValueError, match=f"attends to another sequence: not supported by attention={name}; leave"
     ):
@@ -206,19 +218,17 @@ def test_multihead_attention_tells_cross_attention_by_its_tensors():
     own = module(x, x, x)[0]
     other = module(x, x.clone(), x)[0]
     assert not torch.allclose(own, other)
-    torch.testing.assert_close(
-        module(x, x.detach(), x)[0], own
-    )  # the same memory is the same sequence
+    assert_close(module(x, x.detach(), x)[0], own)  # the same memory is the same sequence
     actual = module(x[:, :2], x, x)[0]
-    torch.testing.assert_close(actual, other[:, :2])
+    assert_close(actual, other[:, :2])
 
 
 # ---- statistics
 
 
-@each({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
+@for_each_model({"bart": bart, "bert2gpt2": bert2gpt2, "transformer": Seq2Seq})
 def test_calibration_fills_the_queries_of_cross_attention(make):
-    model = swap_attention(made(make), "favorpp", m=16)
+    model = swap_attention(build(make), "favorpp", m=16)
     seen = {}
     for part in model.modules():
         if isinstance(part, RandomFeatureAttention):
@@ -232,7 +242,7 @@ def test_calibration_fills_the_queries_of_cross_attention(make):
         expected = torch.cat(seen[part]).square().mean((0, 2)) * part.scale**2
         assert float(part.running_weight) == 1
         assert int(part.folds) == 2
-        torch.testing.assert_close(part.running_x_mean_sq, expected, check_dtype=False)
+        assert_close(part.running_x_mean_sq, expected, check_dtype=False)
 
 
 def cross_layer(**options):
@@ -250,14 +260,14 @@ def test_cross_attention_is_fitted_to_its_keys_and_earlier_queries():
     alone = fit(Statistics.of(torch.cat([k, -k], 2), k, scale=root))
     actual = layer(q, k, v)
     expected = attention(q, k, v, layer.phi, layer.noise, alone, scale=root)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     with layer.calibration():
         layer(earlier, numbers(4, 5, 8, seed=9), v)
     x = earlier.transpose(0, 1).flatten(1, 2).expand(B, -1, -1, -1)
     fitted = fit(Statistics.of(x, k, scale=root))
     actual = layer(q, k, v)
     expected = attention(q, k, v, layer.phi, layer.noise, fitted, scale=root)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_other_numbers_of_queries_and_keys_are_cross_attention():
@@ -267,5 +277,5 @@ def test_other_numbers_of_queries_and_keys_are_cross_attention():
     v = numbers(4, 9, 8, seed=2)
     actual = layer(q, k, v)[:, :, :3]
     expected = layer(q[:, :, :3], k, v)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     assert not layer.keeps_statistics

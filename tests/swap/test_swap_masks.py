@@ -8,8 +8,10 @@ import torch
 import transformers
 from helpers import swap_models
 from helpers.decoders import tokens as tokens_of
+from helpers.seeds import seeded
 from helpers.swap_models import LOOSE, SIZES, B, Encoder, L, attention, run, spread
 from torch import nn
+from torch.testing import assert_close
 from transformers import masking_utils
 
 from crt_exp import describe_attention, swap_attention, unswap_attention
@@ -34,24 +36,24 @@ GROUPED = {
 
 
 def numbers(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def tokens(length=L):
     return tokens_of(B, length)
 
 
-def made(name, config):
+def build(name, config):
     torch.manual_seed(0)
     return spread(getattr(transformers, name)(config)).double().eval()
 
 
 def bert():
-    return made("BertModel", transformers.BertConfig(**SIZES))
+    return build("BertModel", transformers.BertConfig(**SIZES))
 
 
 def llama():
-    return made("LlamaModel", transformers.LlamaConfig(**GROUPED))
+    return build("LlamaModel", transformers.LlamaConfig(**GROUPED))
 
 
 def gemma(**changes):
@@ -72,12 +74,12 @@ def test_a_mask_of_one_sequence_serves_the_batch():
         ids = tokens()
         before = model(input_ids=ids, attention_mask=mask).last_hidden_state
         exact = swap_attention(model, "exact")(input_ids=ids, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(exact, before, **CLOSE)
+        assert_close(exact, before, **CLOSE)
         linear = swap_attention(model, "favorp", m=8)(
             input_ids=ids, attention_mask=mask
         ).last_hidden_state
         alone = model(input_ids=ids[1:], attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(linear[1:], alone, **CLOSE)
+        assert_close(linear[1:], alone, **CLOSE)
 
 
 @torch.no_grad()
@@ -107,7 +109,8 @@ def test_other_patterns_are_refused_when_they_come():
     j = torch.arange(L)
     packed = (i < 4) == (j < 4)
     past = j <= i
-    for pattern in (past & packed, past | (j < 3), past & (j > i - 3)):
+    cases = [past & packed, past | (j < 3), past & (j > i - 3)]
+    for pattern in cases:
         with pytest.raises(
             ValueError, match=r"layers.0.self_attn: .* expected key padding .*layers=\[...\]"
         ):
@@ -124,7 +127,7 @@ def test_other_patterns_are_refused_when_they_come():
 
 
 def test_the_refusal_names_the_layers_that_can_be_swapped():
-    model = made("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
+    model = build("Gemma3TextModel", gemma(layer_types=["sliding_attention", "full_attention"]))
     with pytest.raises(ValueError, match=r"layers.0.self_attn .*layers='supported' swaps \[1\]"):
         swap_attention(model, "exact", layers=[0, 1])
     with pytest.raises(ValueError, match="layers='all': expected indices of 2 layers"):
@@ -144,25 +147,29 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
     """The default of Gemma 3, whose cache holds a window for some layers: in parallel, in pieces, token by token."""
     kinds = ["sliding_attention", "full_attention"] * 2
     ids = tokens(length=20)
-    model = made("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
-    for name, options in (("exact", {}), ("favorp", {"m": 8})):
+    model = build("Gemma3ForCausalLM", gemma(num_hidden_layers=4, layer_types=kinds))
+    cases = [("exact", {}), ("favorp", {"m": 8})]
+    for name, options in cases:
         swap_attention(model, name, layers="supported", **options)
         actual = describe_attention(model)["mechanism"].tolist()
         expected = ["unchanged", name] * 2
         assert actual == expected
         whole = model(input_ids=ids, use_cache=False).logits
         past = None
-        for start, end in ((0, 7), (7, 8), (8, 19), (19, 20)):
-            out = model(input_ids=ids[:, start:end], past_key_values=past, use_cache=True)
+        cases = [(0, 7), (7, 8), (8, 19), (19, 20)]
+        for start, end in cases:
+            input_ids = ids[:, start:end]
+            out = model(input_ids=input_ids, past_key_values=past, use_cache=True)
             past = out.past_key_values
-            torch.testing.assert_close(out.logits, whole[:, start:end], rtol=1e-6, atol=1e-6)
+            expected = whole[:, start:end]
+            assert_close(out.logits, expected, rtol=1e-6, atol=1e-6)
         if name == "exact":
             expected = unswap_attention(model)(input_ids=ids, use_cache=False).logits
-            torch.testing.assert_close(whole, expected, **CLOSE)
+            assert_close(whole, expected, **CLOSE)
 
 
 def test_what_changes_the_logits_is_refused_before_anything_changes():
-    model = made(
+    model = build(
         "BeitModel",
         transformers.BeitConfig(
             **{key: SIZES[key] for key in SIZES if "max_" not in key},
@@ -202,19 +209,20 @@ def test_multihead_attention_equals_torch(options):
     def turn(t):
         return t.transpose(0, 1) if time_first else t
 
-    for given in (
+    cases = [
         {},
         {"key_padding_mask": padding},
         {"key_padding_mask": torch.zeros(B, 7).masked_fill(padding, -torch.inf)},
         {"need_weights": False},
         {"average_attn_weights": False},
-    ):
+    ]
+    for given in cases:
         expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
-        torch.testing.assert_close(got, expected, **LOOSE)
+        assert_close(got, expected, **LOOSE)
     expected, got = (
         m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap)
     )  # not batched
-    torch.testing.assert_close(got, expected, **LOOSE)
+    assert_close(got, expected, **LOOSE)
 
 
 @torch.no_grad()
@@ -224,31 +232,33 @@ def test_causal_masks_of_torch():
     x = torch.randn(B, 6, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(6)
     padding = torch.arange(6) >= torch.tensor([[6], [3]])
-    for given in (
+    cases = [
         {"attn_mask": mask},
         {"attn_mask": mask, "is_causal": True},
         {"attn_mask": mask == -torch.inf},
         {"attn_mask": mask.expand(B * 4, 6, 6)},
         {"attn_mask": torch.zeros(6, 6)},
         {"attn_mask": mask == -torch.inf, "key_padding_mask": padding},
-    ):
+    ]
+    for given in cases:
         actual = swap(x, x, x, **given)[0]
         expected = module(x, x, x, **given)[0]
-        torch.testing.assert_close(actual, expected, **LOOSE)
+        assert_close(actual, expected, **LOOSE)
     short = mask[:2]  # two queries, the first of six tokens
-    for each in (True, False):
-        torch.testing.assert_close(
+    for averaged in (True, False):
+        assert_close(
             *(
-                m(x[:, :2], x, x, attn_mask=short, average_attn_weights=each)
+                m(x[:, :2], x, x, attn_mask=short, average_attn_weights=averaged)
                 for m in (swap, module)
             ),
             **LOOSE,
         )
-    for bad in (
+    cases = [
         mask == 0,
         torch.rand(6, 6),
         (mask < 0) | torch.eye(6, dtype=torch.bool).roll(2, 0),
-    ):
+    ]
+    for bad in cases:
         with pytest.raises(ValueError, match="MultiheadAttention: attention_mask"):
             swap(x, x, x, attn_mask=bad)
 
@@ -263,20 +273,21 @@ def test_masks_of_torch_without_a_batch():
     given = (numbers(B, L, 16), numbers(B, 7, 16, seed=1))
     before = decoder(*given, tgt_mask=past, memory_mask=keys)
     after = swap_attention(decoder, "exact")(*given, tgt_mask=past, memory_mask=keys)
-    torch.testing.assert_close(after, before, **CLOSE)
+    assert_close(after, before, **CLOSE)
 
 
 @torch.no_grad()
 def test_encoder_in_eval_mode_is_swapped_and_restored():
     """Its fused path, which knows no swapped attention, is off until attention is its own again."""
-    model = swap_models.made(Encoder)
+    model = swap_models.build_model(Encoder)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
     before = run(model, input_ids=ids, attention_mask=mask)
     nested = model.inner.use_nested_tensor
     swap_attention(model, "identity")
-    assert not torch.allclose(run(model, input_ids=ids, attention_mask=mask), before)
+    actual = run(model, input_ids=ids, attention_mask=mask)
+    assert not torch.allclose(actual, before)
     model.inner.layers[
         0
     ].self_attn.swapped.forward = None  # without hooks, which would end the fast path by themselves

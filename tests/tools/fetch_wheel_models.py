@@ -143,11 +143,10 @@ def pip() -> list[str]:
 
 def reason(said: str) -> str:
     """Why it failed: the first of pip's lines that begin with ERROR, in which the cause stands."""
-    errors = [
-        line.removeprefix("ERROR:").strip()
-        for line in said.splitlines()
-        if line.startswith("ERROR:")
-    ]
+    errors = []
+    for line in said.splitlines():
+        if line.startswith("ERROR:"):
+            errors.append(line.removeprefix("ERROR:").strip())
     return (errors or said.strip().splitlines()[-1:] or ["pip says nothing"])[0].rstrip(".")[:300]
 
 

@@ -158,28 +158,28 @@ def test_whisper_of_ctranslate2_computes_what_that_of_transformers_does(tmp_path
     ids = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 1
     )
-    models = [
-        WhisperForConditionalGeneration(WhisperConfig(**WHISPER, **ids)).eval() for _ in range(2)
-    ]
-    weights = {
-        name.replace("q_proj", "a_proj"): value
-        for name, value in random_weights(models[0].model).items()
-    }
+    models = []
+    for _ in range(2):
+        models.append(WhisperForConditionalGeneration(WhisperConfig(**WHISPER, **ids)).eval())
+    weights = {}
+    for name, value in random_weights(models[0].model).items():
+        weights[name.replace("q_proj", "a_proj")] = value
     weights |= {
         name.replace("weight", "bias"): value[0] * 0
         for name, value in weights.items()
         if "k_proj" in name
     }
-    variables = {
-        f"{side}/num_heads": np.int16(WHISPER[f"{side}_attention_heads"])
-        for side in ("encoder", "decoder")
-    }
+    variables = {}
+    for side in ("encoder", "decoder"):
+        variables[f"{side}/num_heads"] = np.int16(WHISPER[f"{side}_attention_heads"])
     for name in sorted(weights):
         place = renamed(name, CTRANSLATE2)
         variables[place] = np.concatenate([variables.get(place, weights[name][:0]), weights[name]])
     parts = [struct.pack("<I", 6), string("WhisperSpec"), struct.pack("<II", 3, len(variables))]
     for name, value in variables.items():
-        kind = 0 if value.dtype == np.float32 else 2
+        kind = 2
+        if value.dtype == np.float32:
+            kind = 0
         head = struct.pack(f"<B{value.ndim}IBI", value.ndim, *value.shape, kind, value.nbytes)
         parts += [string(name), head, value.tobytes()]
     (tmp_path / "model.bin").write_bytes(b"".join(parts))

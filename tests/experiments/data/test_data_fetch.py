@@ -88,7 +88,8 @@ def test_bad_content_leaves_what_was_there(server, plain, body, problem, tmp_pat
 @pytest.mark.parametrize("how", ["404", "breaks off", "falls silent"])
 def test_servers_that_fail(server, plain, how, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "PATIENCE", 0.05)
-    server.content = {} if how == "404" else server.content
+    if how == "404":
+        server.content = {}
     server.cut = 20_000
     server.silence = 0.2 * (how == "falls silent")
     message = refused(plain, tmp_path)
@@ -224,7 +225,8 @@ def test_digest_of_rows_sees_the_fields_only(same, tmp_path):
     expected = digest(tmp_path / "b", "rows")
     assert actual == expected
     (tmp_path / "b").write_bytes(same.replace(b"4", b"5"))
-    assert digest(tmp_path / "a", "rows") != digest(tmp_path / "b", "rows")
+    actual = digest(tmp_path / "a", "rows")
+    assert actual != digest(tmp_path / "b", "rows")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -237,7 +239,9 @@ def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) in out
     for source in SOURCES.values():
         assert source.page in out
-    here = {line.split()[0]: line for line in out.splitlines()}
+    here = {}
+    for line in out.splitlines():
+        here[line.split()[0]] = line
     assert "1 of 1" in here["uci/car"]
     assert "0 of 1" in here["uci/cmc"]
     assert "embedded" in here["uci/digits"]
@@ -306,7 +310,8 @@ def test_the_table_has_every_file_that_a_recipe_names():
     known = set()
     for source in SOURCES.values():
         for file in source.files:
-            for folder in (Path(file.path), *Path(file.path).parents):
+            cases = [Path(file.path), *Path(file.path).parents]
+            for folder in cases:
                 known.add(str(folder))
     assert (
         {"pg19/train", "lm1b/test", "protein/pfam/Pfam-A.regions.uniprot.tsv.gz"} <= named <= known
@@ -325,7 +330,8 @@ def test_the_network_is_asked_once(answers, server, monkeypatch):
     sources.check_network.cache_clear()
     sources.check_network()
     sources.check_network()
-    assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE == (not answers)
+    assert constants.HF_HUB_OFFLINE == datasets.config.HF_HUB_OFFLINE
+    assert (not answers) == datasets.config.HF_HUB_OFFLINE
     assert server.asked == ["/"] * answers
 
 

@@ -74,11 +74,12 @@ def test_official_layout(name, split, tmp_path):
     for column in task.columns:
         expected.append([f'{column}" {i}' for i in range(7)])
     assert found.texts == expected
-    classes = (
-        [i % len(task.names) for i in range(7)]
-        if task.names
-        else [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    )
+    if task.names:
+        classes = []
+        for i in range(7):
+            classes.append(i % len(task.names))
+    else:
+        classes = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert found.labels == classes
 
 
@@ -91,19 +92,23 @@ def test_line_ends_blank_lines_and_byte_order_mark_do_not_matter(name, tmp_path)
 
 
 def test_broken_rows_that_are_published(tmp_path, caplog):
-    write(tmp_path, "qqp", rows=rows_of("qqp", n=2000) + [["97931", "cut"]])
+    rows = rows_of("qqp", n=2000) + [["97931", "cut"]]
+    write(tmp_path, "qqp", rows=rows)
     assert len(load("qqp", data_dir=tmp_path).labels) == 2000
     assert "skipped 1 broken rows" in caplog.text
 
 
 def test_subsample_is_deterministic_and_nested(tmp_path):
-    write(tmp_path, "sst2", rows=rows_of("sst2", n=400))
+    rows = rows_of("sst2", n=400)
+    write(tmp_path, "sst2", rows=rows)
     whole = load("sst2", data_dir=tmp_path)
     small, large = (whole.subsample(n, 3) for n in (50, 90))
     assert small == whole.subsample(50, 3) != whole.subsample(50, 4)
     assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]}
     assert len(small.labels) == 50
-    places = [whole.texts[0].index(text) for text in small.texts[0]]
+    places = []
+    for text in small.texts[0]:
+        places.append(whole.texts[0].index(text))
     assert places == sorted(places)
     assert small.labels == [whole.labels[i] for i in places]
     assert whole.subsample(4).texts[0] == [
@@ -152,7 +157,8 @@ def test_other_labels_are_refused(name, bad, tmp_path):
 
 @pytest.mark.parametrize("rows", [[], rows_of("rte")[:1], [["other"] * 4, ["x"] * 4]])
 def test_files_without_examples_or_columns(rows, tmp_path):
-    assert str(write(tmp_path, "rte", rows=rows)) in refusal("rte", data_dir=tmp_path)
+    actual = str(write(tmp_path, "rte", rows=rows))
+    assert actual in refusal("rte", data_dir=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------------- hub
@@ -160,11 +166,10 @@ def hub_set(name, labels, names=None):
     import datasets
 
     task = TASKS[name]
-    kind = (
-        datasets.ClassLabel(names=list(names or task.names))
-        if task.names
-        else datasets.Value("float32")
-    )
+    if task.names:
+        kind = datasets.ClassLabel(names=list(names or task.names))
+    else:
+        kind = datasets.Value("float32")
     columns = task.hub_columns or task.columns
     features = datasets.Features(
         {column: datasets.Value("string") for column in columns} | {"label": kind}
@@ -216,7 +221,8 @@ def tokenizer(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["cola", "stsb"])
 def test_encoding_and_batches_equal_the_tokenizers_own(name, tokenizer, tmp_path):
-    write(tmp_path, name, rows=rows_of(name, n=25))
+    rows = rows_of(name, n=25)
+    write(tmp_path, name, rows=rows)
     examples = load(name, data_dir=tmp_path)
     for length in (6, 128):
         batch = collate(encode(examples, tokenizer, length, name != "stsb"), tokenizer.pad_token_id)
@@ -228,7 +234,8 @@ def test_encoding_and_batches_equal_the_tokenizers_own(name, tokenizer, tmp_path
             assert torch.equal(batch[key], own[key])
         actual = batch["labels"].tolist()
         assert actual == pytest.approx(examples.labels)
-        assert batch["labels"].dtype == (torch.float32 if name == "stsb" else torch.int64)
+        expected = torch.float32 if name == "stsb" else torch.int64
+        assert batch["labels"].dtype == expected
     with pytest.raises(DataError, match="task.max_length=2: expected more than"):
         encode(examples, tokenizer, 2, True)
 
@@ -247,7 +254,8 @@ def test_bucketed_batches_hold_the_rows_of_the_plan():
     assert actual == expected
     expected = [*bucketed(LENGTHS, plan, pool=20)]
     assert np.array_equal(batches, expected)
-    assert not np.array_equal(batches, [*bucketed(LENGTHS, replace(plan, epoch=3), pool=20)])
+    expected = [*bucketed(LENGTHS, replace(plan, epoch=3), pool=20)]
+    assert not np.array_equal(batches, expected)
     actual = batches[77:]
     expected = [*bucketed(LENGTHS, replace(plan, start=77), pool=20)]
     assert np.array_equal(actual, expected)
@@ -255,7 +263,9 @@ def test_bucketed_batches_hold_the_rows_of_the_plan():
 
 def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
     whole = [*bucketed(LENGTHS, Plan(batch=8))]
-    parts = [[*bucketed(LENGTHS, Plan(batch=8, micro=2, rank=rank, world=2))] for rank in range(2)]
+    parts = []
+    for rank in range(2):
+        parts.append([*bucketed(LENGTHS, Plan(batch=8, micro=2, rank=rank, world=2))])
     expected = np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1)
     assert np.array_equal(whole, expected)
 
@@ -263,6 +273,7 @@ def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
 def test_bucketing_saves_padding():
     plan = Plan(batch=10)
     padded = []
-    for order in (bucketed(LENGTHS, plan), plan.rows(1003, "train")):
+    cases = [bucketed(LENGTHS, plan), plan.rows(1003, "train")]
+    for order in cases:
         padded.append(sum(10 * LENGTHS[rows].max() for rows in order))
     assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]

@@ -74,7 +74,8 @@ def test_tokenizer_from_a_vocabulary(vocabulary, tokenizer):
 def test_fingerprint_tells_tokenizers_apart_but_not_their_use(vocabulary, tokenizer, tmp_path):
     before = fingerprint(tokenizer)
     tokenizer(["a b c", "d"], truncation=True, max_length=3, padding="max_length")
-    assert before == fingerprint(tokenizer) == fingerprint(bert_tokenizer(vocabulary))
+    assert fingerprint(tokenizer) == before
+    assert fingerprint(bert_tokenizer(vocabulary)) == before
     (tmp_path / "vocab.txt").write_text("\n".join([*WORDS, "!"]))
     others = (
         fingerprint(bert_tokenizer(tmp_path)),
@@ -279,7 +280,8 @@ def test_every_row_has_a_masked_token(tokenizer):
 
 
 def test_the_largest_random_number_gives_a_token(tokenizer):
-    masking = replace(Masking.from_tokenizer(tokenizer), special=np.zeros(30522, bool))
+    special = np.zeros(30522, bool)
+    masking = replace(Masking.from_tokenizer(tokenizer), special=special)
     actual = masking(np.array([[7]]), np.full((3, 1, 1), 1 - 2.0**-53))["input_ids"].tolist()
     assert actual == [[30521]]
 
@@ -298,7 +300,8 @@ def test_uniforms_are_independent_by_row(kind):
     assert 0 <= found.min() < found.max() < 1
     assert (found == uniforms(map(kind, range(4)), 500)).all()
     assert abs(found.mean() - 0.5) < 0.03
-    assert abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max() < 0.2
+    difference = abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max()
+    assert difference < 0.2
 
 
 # ----------------------------------------------------------------------------------------------------- batches
@@ -353,7 +356,8 @@ def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
 
 # ------------------------------------------------------------------------------------------- corpora of words
 def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
-    for split, lines in (("train", train), ("valid", valid), ("test", test)):
+    cases = [("train", train), ("valid", valid), ("test", test)]
+    for split, lines in cases:
         (folder / f"ptb.{split}.txt").write_text(lines)
     return folder
 
@@ -362,7 +366,9 @@ def test_words_of_official_files(tmp_path):
     found = word_corpus("ptb", write_ptb(tmp_path))
     assert found.words == ("<eos>", "a", "<unk>", "b", "c")
     assert found.parts["train"].dtype == np.int32
-    actual = [part.tolist() for part in found.parts.values()]
+    actual = []
+    for part in found.parts.values():
+        actual.append(part.tolist())
     assert actual == [
         [1, 3, 1, 0, 4, 2, 0],
         [1, 2, 0],
@@ -445,7 +451,9 @@ def test_held_out_parts_of_a_document():
         np.full(100, 0.5, np.float32),
     )
     found = document.held_out(0.1, apart=False)
-    actual = [len(found[split].tokens) for split in ("train", "validation", "test")]
+    actual = []
+    for split in ("train", "validation", "test"):
+        actual.append(len(found[split].tokens))
     assert actual == [80, 10, 10]
     assert found["test"].tokens[0] == 90
     assert found["test"].words.sum() == 5
@@ -464,9 +472,12 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     assert found.words.sum() == 5
     assert found.tokens.dtype == np.uint16
     assert len(found.ends) == 1 + apart
-    parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
+    parts = []
+    for part in np.split(found.tokens, found.ends)[:-1]:
+        parts.append(byte_pairs.decode(part[:-1]))
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
-    for part in (found.part(0, 4), found.part(4, len(found.tokens) - 1)):
+    cases = [found.part(0, 4), found.part(4, len(found.tokens) - 1)]
+    for part in cases:
         words = byte_pairs.decode([token for token in part.tokens if token != 7])
         actual = part.words.sum()
         expected = len(words.split()) + words.count("\n")

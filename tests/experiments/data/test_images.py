@@ -31,7 +31,9 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     write_images(tmp_path / "images/stripes", inner=inner)
     found = images.load("stripes")
-    actual = {split: len(part) for split, part in found.items()}
+    actual = {}
+    for split, part in found.items():
+        actual[split] = len(part)
     assert actual == {"train": 24, "val": 12}
     train = found["train"]
     assert train.classes == ("class0", "class1", "class2")
@@ -106,7 +108,8 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
     """At any depth."""
     root = write_images(tmp_path / "b", inner="x")
     for name in (".ipynb_checkpoints", *SYSTEM[:2]):
-        for place in (root, root / "train", root / "val/class0", root / "val/class0/x"):
+        cases = [root, root / "train", root / "val/class0", root / "val/class0/x"]
+        for place in cases:
             (place / name).mkdir()
             for file in (place / name / "0.png", place / f"._{name}.png"):
                 shutil.copy(root / "train/class1/x/0.png", file)
@@ -114,7 +117,9 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
         (root / "train/class1" / name).write_bytes(b"")
     found = images.load("mine", root)
     assert found["train"].classes == ("class0", "class1", "class2")
-    actual = [len(found[split]) for split in ("train", "val")]
+    actual = []
+    for split in ("train", "val"):
+        actual.append(len(found[split]))
     assert actual == [24, 12]
     assert len(files_ending(root / "val", IMAGES)) == 12
     assert caplog.text.count("ignored 3 files") == 1
@@ -138,17 +143,18 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
     """Black and white is dithered."""
     grey = np.tile(np.arange(0, 256, 16, np.uint8), (16, 1))
     path = tmp_path / f"image.{suffix}"
-    image = (
-        Image.fromarray(grey.astype(np.uint16) * 257)
-        if mode == "I;16"
-        else Image.fromarray(grey).convert(mode)
-    )
+    if mode == "I;16":
+        image = Image.fromarray(grey.astype(np.uint16) * 257)
+    else:
+        image = Image.fromarray(grey).convert(mode)
     image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
     found = images.read_image(path)
     assert found.mode == "RGB"
     assert found.size == (16, 16)
-    assert np.abs(np.asarray(found, int) - grey[..., None]).max() <= tolerance
-    assert abs(np.asarray(found, float).mean() - grey.mean()) < 4
+    difference = np.abs(np.asarray(found, int) - grey[..., None]).max()
+    assert difference <= tolerance
+    difference = abs(np.asarray(found, float).mean() - grey.mean())
+    assert difference < 4
 
 
 def drawing(mode, box, ink=0):
@@ -179,7 +185,8 @@ def drawing(mode, box, ink=0):
 )
 def test_transparent_pixels_become_white(mode, suffix, by_name, tmp_path):
     path = tmp_path / f"a.{suffix}"
-    for box in ((4, 4, 12, 12), (20, 8, 28, 30)):
+    cases = [(4, 4, 12, 12), (20, 8, 28, 30)]
+    for box in cases:
         image, options = drawing(mode, box)
         if suffix == "webp":
             options["lossless"] = True
@@ -215,7 +222,8 @@ def test_an_image_is_turned_upright(orientation, tmp_path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored.save(tmp_path / "a.png", exif=exif)
-    for source in (tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")):
+    cases = [tmp_path / "a.png", ((tmp_path / "a.png").read_bytes(), "name")]
+    for source in cases:
         actual = np.asarray(images.read_image(source))
         assert np.array_equal(actual, upright)
 
@@ -226,13 +234,14 @@ def test_files_that_are_no_whole_image_are_named(tmp_path):
     (tmp_path / "text.jpg").write_text("This is no image.")
     (tmp_path / "empty.png").write_bytes(b"")
     Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "fractions.tiff")
-    for name, words in (
+    cases = [
         ("cut.jpg", "truncated"),
         ("text.jpg", "cannot identify"),
         ("empty.png", "cannot identify"),
         ("gone.jpg", "No such file"),
         ("fractions.tiff", "mode F"),
-    ):
+    ]
+    for name, words in cases:
         with pytest.raises(images.Unreadable, match=f"{name}: not a readable image .*{words}"):
             images.read_image(tmp_path / name)
 
@@ -272,10 +281,15 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_start
     alone = batches(part, Plan(6, seed=3))
     assert len(alone) == 4
     assert not torch.equal(alone[0]["images"], alone[1]["images"])
-    assert same(batches(part, Plan(6, seed=3), 2), alone)
-    assert not same(batches(part, Plan(6, seed=3, epoch=1)), alone)
-    assert same(batches(part, Plan(6, seed=3, start=2)), alone[2:])
-    parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
+    actual = batches(part, Plan(6, seed=3), 2)
+    assert same(actual, alone)
+    actual = batches(part, Plan(6, seed=3, epoch=1))
+    assert not same(actual, alone)
+    actual = batches(part, Plan(6, seed=3, start=2))
+    assert same(actual, alone[2:])
+    parts = []
+    for rank in (0, 1):
+        parts.append(batches(part, Plan(6, seed=3, rank=rank, world=2)))
     actual = torch.cat([parts[0][1]["images"], parts[1][1]["images"]])
     assert torch.equal(actual, alone[1]["images"])
 
@@ -301,9 +315,9 @@ def test_an_image_comes_as_often_as_asked_with_other_draws(part):
     assert len(found) == 4  # the epoch keeps its length
     actual = found[0]["labels"].tolist()
     expected = []
-    for each in found[0]["labels"][::3].tolist():
+    for label in found[0]["labels"][::3].tolist():
         for _ in range(3):
-            expected.append(each)
+            expected.append(label)
     assert actual == expected
     shifts = (
         found[0]["images"][0] - found[0]["images"][1]
@@ -344,11 +358,14 @@ def three_files(request, tmp_path_factory):
             both = []
             for kind in ("png", "cls"):
                 both.append(
-                    [tar.extractfile(each).read() for each in tar if each.name.endswith(kind)]
+                    [tar.extractfile(file).read() for file in tar if file.name.endswith(kind)]
                 )
             images, labels = both
         table = pa.table(
-            {"png": [{"bytes": each, "path": None} for each in images], "cls": [*map(int, labels)]}
+            {
+                "png": [{"bytes": image, "path": None} for image in images],
+                "cls": [*map(int, labels)],
+            }
         )
         pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
         files["train"] = str(folder / "train-*.parquet")
@@ -371,7 +388,8 @@ def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repea
         whole.drop_marks(step)
         states.append(json.loads(json.dumps(whole.state_dict())))
     for step, state in [*enumerate(states, 1)][1::3]:
-        assert step * 4 // repeats - json.loads(state["stream"])[0] < max(1, buffer) + 4
+        actual = step * 4 // repeats - json.loads(state["stream"])[0]
+        assert actual < max(1, buffer) + 4
         other = Streamed(hub)
         other.load_state_dict(state)
         actual = list(islice(other.training(Plan(4, start=step), repeats), 12 - step))
@@ -384,8 +402,8 @@ def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
     for rank in (0, 1):
         keys.append(
             [
-                each["__key__"] if "__key__" in each else each["png"]["bytes"]
-                for each in iter(
+                row["__key__"] if "__key__" in row else row["png"]["bytes"]
+                for row in iter(
                     partial(
                         next,
                         Streamed(HUB | three_files | {"buffer": 5}).read_passes(

@@ -21,10 +21,11 @@ def write(path, sequences, kind="tr", width=10, end="\n"):
     """A FASTA file with lines of `width` letters, packed where its name says so."""
     lines = []
     for i, s in enumerate(sequences):
-        for line in (
+        cases = [
             f">{kind}|{name(i)}|{name(i)}_ECOLI Protein {i} OS=Escherichia coli OX=83333 PE=3 SV=1",
             *(s[j : j + width] for j in range(0, len(s), width)),
-        ):
+        ]
+        for line in cases:
             lines.append(line)
     content = "".join(line + end for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -67,7 +68,9 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
 )
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
-    actual = [found.decode() for found, _ in read_fasta(tmp_path / "a.fasta")]
+    actual = []
+    for found, _ in read_fasta(tmp_path / "a.fasta"):
+        actual.append(found.decode())
     assert actual == [accession]
 
 
@@ -91,7 +94,7 @@ def test_malformed_files_are_refused(content, words, tmp_path):
     for word in [str(path), *words]:
         assert word in str(error.value), error.value
     assert all(
-        each.suffix == ".lock" for each in (tmp_path / "cache").iterdir()
+        path.suffix == ".lock" for path in (tmp_path / "cache").iterdir()
     )  # nothing half-written
 
 
@@ -144,7 +147,8 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     that are asked for; of equal sequences one, which is held out where one of them is."""
     made = [*dict.fromkeys(sequences(2000))]
     found = []
-    for name, letters in (("whole", made), ("repeated", [*made[900:], *made[:1000]])):
+    cases = [("whole", made), ("repeated", [*made[900:], *made[:1000]])]
+    for name, letters in cases:
         index = read_files([write(tmp_path / f"{name}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
         letters_of = {}
@@ -161,7 +165,8 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     assert abs(len(whole["validation"]) / 2000 - 0.1) < 0.03
     assert abs(len(whole["test"]) / 2000 - 0.2) < 0.04
     for split in whole:
-        assert {*repeated[split]} == {*whole[split]} - {*repeated["ood"]}
+        expected = {*whole[split]} - {*repeated["ood"]}
+        assert {*repeated[split]} == expected
 
 
 def test_held_out_families(tmp_path, monkeypatch):
@@ -178,7 +183,9 @@ def test_held_out_families(tmp_path, monkeypatch):
     table.write_text(
         "\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows])
     )
-    expected = [i in (0, 5, 21, 42) for i in range(50)]
+    expected = []
+    for i in range(50):
+        expected.append(i in (0, 5, 21, 42))
     assert (
         protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
     )
@@ -212,7 +219,8 @@ def test_more_files_than_16_bits_can_count(tmp_path, monkeypatch):
     monkeypatch.setattr(protein, "read_fasta", lambda path: iter([row]))
     index = read_files([path] * 65_600)
     assert index.files.tolist() == list(range(65_600))
-    last = dataclasses.replace(index, names=("a",) * 65_599 + ("b",))
+    names = ("a",) * 65_599 + ("b",)
+    last = dataclasses.replace(index, names=names)
     actual = np.flatnonzero(protein.held_out_by_file(last, None)).tolist()
     assert actual == [65_599]
 
@@ -265,7 +273,9 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     masking = protein.letter_masking(0.15)
     plan = Plan(8)
     for i in range(300):
-        assert rows[i].tolist() == index[i][:30].tolist()
+        actual = rows[i].tolist()
+        expected = index[i][:30].tolist()
+        assert actual == expected
         assert rows.lengths[i] == len(rows[i])
 
     def take(numbers):
@@ -284,7 +294,9 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     chosen = batch["labels"] != protein.IGNORED
     assert (batch["labels"][chosen] < len(LETTERS)).all()
     assert chosen.any(1).all()
-    assert abs(chosen.sum() / rows.lengths.sum() - 0.15) < 0.03
+    difference = abs(chosen.sum() / rows.lengths.sum() - 0.15)
+    assert difference < 0.03
     shown = batch["tokens"][chosen]
     assert ((shown < len(LETTERS)) | (shown == protein.MASK)).all()
-    assert abs((shown == protein.MASK).float().mean() - 0.8) < 0.05
+    difference = abs((shown == protein.MASK).float().mean() - 0.8)
+    assert difference < 0.05

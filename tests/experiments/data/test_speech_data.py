@@ -55,7 +55,8 @@ def test_files_of_every_ending_but_hidden_ones(tmp_path):
     (chapter / ".cache").mkdir()
     (chapter / ".cache/y.trans.txt").write_text("y NO\n")
     found = read(tmp_path)
-    assert [each.text for each in found] == [*TEXTS, "FLAC", "mp3", "ogg"]
+    actual = [utterance.text for utterance in found]
+    assert actual == [*TEXTS, "FLAC", "mp3", "ogg"]
     assert found[0].name == "7-9-0000"
     actual = found[0].seconds
     expected = 0.1 * len(TEXTS[0])
@@ -127,37 +128,39 @@ def digits(tmp_path_factory):
 
 
 def test_strings_of_digits(digits):
-    found = {
-        split: speech.digit_strings(digits, split, 60) for split in ("train", "validation", "test")
-    }
+    found = {}
+    for split in ("train", "validation", "test"):
+        found[split] = speech.digit_strings(digits, split, 60)
     for split, utterances in found.items():
         assert len(utterances) == 60
-        actual = {len(each.parts) for each in utterances}
+        actual = {len(utterance.parts) for utterance in utterances}
         expected = set(range(3, 9))
         assert actual == expected
-        for each in utterances:
-            names = [Path(part.name).stem.split("_") for part in each.parts]
+        for utterance in utterances:
+            names = []
+            for part in utterance.parts:
+                names.append(Path(part.name).stem.split("_"))
             assert len({speaker for _, speaker, _ in names}) == 1
-            assert len(each.gaps) == len(each.parts) - 1
+            assert len(utterance.gaps) == len(utterance.parts) - 1
             expected = " ".join(speech.WORDS[int(digit)] for digit, _, _ in names)
-            assert each.text == expected
+            assert utterance.text == expected
             for _, _, index in names:
                 assert int(index) in speech.SPLITS[split]
     assert found["train"][:10] == speech.digit_strings(digits, "train", 10)  # always the same
 
 
 def test_the_audio_of_a_string_is_that_of_its_parts(digits):
-    each = speech.digit_strings(digits, "test", 3)[2]
-    audio = speech.audio_of(each, 8000)
+    utterance = speech.digit_strings(digits, "test", 3)[2]
+    audio = speech.audio_of(utterance, 8000)
     start = 0
-    for part, gap in zip(each.parts, (*each.gaps, 0.0)):
+    for part, gap in zip(utterance.parts, (*utterance.gaps, 0.0)):
         own = soundfile.read(part.name, dtype="float32")[0]
         actual = audio[start : start + len(own)]
         assert np.array_equal(actual, own)
         start += len(own) + round(8000 * gap)
         assert (audio[start - round(8000 * gap) : start] == 0).all()
     assert len(audio) == start
-    assert start / 8000 == pytest.approx(each.seconds, abs=0.001)
+    assert start / 8000 == pytest.approx(utterance.seconds, abs=0.001)
 
 
 # ---- audio -------------------------------------------------------------------------------------------------
@@ -263,7 +266,8 @@ def test_decoding_symbols_inverts_encoding(kind):
     symbols = Symbols.from_texts(kind, texts, 20)
     for text in texts:
         assert symbols.decode(symbols.encode(text)) == text
-    assert max(max(symbols.encode(text)) for text in texts) < len(symbols)
+    actual = max(max(symbols.encode(text)) for text in texts)
+    assert actual < len(symbols)
     with pytest.raises(DataError, match="cannot build 3 pieces.* task.pieces"):
         Symbols.from_texts("pieces", TEXTS, 3)
     with pytest.raises(DataError, match="'Ö'" if kind != "words" else "'AÖ'"):
@@ -298,9 +302,11 @@ def test_a_set_of_the_hub(tmp_path):
         "text": "text",
     }
     found = list(speech.hub_utterances(hub, "train"))
-    for each, own in zip(found, local, strict=True):
-        assert (each.name, each.text, each.seconds) == (own.name, own.text, own.seconds)
-        actual = speech.audio_of(each, 16000)
+    for utterance, own in zip(found, local, strict=True):
+        assert utterance.name == own.name
+        assert utterance.text == own.text
+        assert utterance.seconds == own.seconds
+        actual = speech.audio_of(utterance, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
     with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
@@ -332,7 +338,9 @@ def test_rows_of_the_hub_without_text_or_audio_are_named(audio, text, words, tmp
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     soundfile.write(tmp_path / "a.wav", np.zeros(8000), 8000)
     good = {"bytes": (tmp_path / "a.wav").read_bytes(), "path": "a.wav"}
-    first = "A" if isinstance(text, str | None) else text
+    first = text
+    if isinstance(text, str | None):
+        first = "A"
     with pytest.raises(BadAudio, match=words.replace("row 2", "row [12]")):
         hub_rows(tmp_path, [{"audio": good, "text": first}, {"audio": good | audio, "text": text}])
 
@@ -360,10 +368,12 @@ COMMON_VOICE = [
 @pytest.mark.parametrize("name", ["t.tsv", "t.jsonl", "t.csv"])
 def test_tables_of_every_kind_give_the_same(name, folder):
     """Quotation marks, commas and line ends of Unicode cut no transcript."""
-    objects = [
-        json.dumps({"text": text, "audio": audio, "split": "test"}) for text, audio in COMMON_VOICE
-    ]
-    cells = ['"{}",{},test'.format(text.replace('"', '""'), audio) for text, audio in COMMON_VOICE]
+    objects = []
+    for text, audio in COMMON_VOICE:
+        objects.append(json.dumps({"text": text, "audio": audio, "split": "test"}))
+    cells = []
+    for text, audio in COMMON_VOICE:
+        cells.append('"{}",{},test'.format(text.replace('"', '""'), audio))
     lines = {
         "t.tsv": ["text\taudio\tsplit", *("\t".join([*line, "test"]) for line in COMMON_VOICE)],
         "t.jsonl": objects,
@@ -371,10 +381,12 @@ def test_tables_of_every_kind_give_the_same(name, folder):
     }
     (folder / name).write_text("\n".join(lines[name]), encoding="utf-8")
     found = list(speech.table_utterances(folder / name, "test"))
-    actual = [each.text for each in found]
-    expected = [" ".join(text.split()) for text, _ in COMMON_VOICE]
+    actual = [utterance.text for utterance in found]
+    expected = []
+    for text, _ in COMMON_VOICE:
+        expected.append(" ".join(text.split()))
     assert actual == expected
-    assert [each.name for each in found] == [*"012345"]
+    assert [utterance.name for utterance in found] == [*"012345"]
     assert found[0].seconds == 0.5
     actual = list(speech.table_utterances(folder / name, "train"))
     assert actual == []
@@ -385,7 +397,9 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
     (folder / "t.csv").write_text("\n".join(["audio,text", *(f"./{name},x" for name in names)]))
     found = speech.read_table(folder / "t.csv").split.tolist()
     assert found == [speech.by_hash(name) for name in names]
-    counts = [found.count(split) for split in ("train", "validation", "test")]
+    counts = []
+    for split in ("train", "validation", "test"):
+        counts.append(found.count(split))
     assert 750 < counts[0] < 850
     assert min(counts) > 70
 
@@ -414,13 +428,14 @@ def test_malformed_tables_are_refused(name, text, message, tmp_path):
 
 def test_a_recording_is_in_one_split(folder):
     (folder / "link.wav").symlink_to("0.wav")
-    for name in (
+    cases = [
         "0.wav",
         "./0.wav",
         f"../{folder.name}/0.wav",
         folder / "0.wav",
         "link.wav",
-    ):
+    ]
+    for name in cases:
         rows = ["audio,text,split", "0.wav,x,train", "1.wav,x,test", f"{name},x,{{}}"]
         table = "\n".join(rows)
         (folder / "t.csv").write_text(table.format("train"))

@@ -36,14 +36,19 @@ def valid_rows(name: str) -> list[list[str]]:
     entries = []
     for i in range(PUBLISHED[name][0]):
         entries.append(
-            [each[i % len(each)] if each else f"{i % 7}.{j}" for j, each in enumerate(levels)]
+            [
+                values[i % len(values)] if values else f"{i % 7}.{j}"
+                for j, values in enumerate(levels)
+            ]
         )
     return entries
 
 
 def write(folder: Path, name: str, rows: list[list[str]], end: str = "\n", begin: str = "") -> Path:
     path = file_of(name, folder)
-    separator = "  " if name in BLANKS else ","
+    separator = ","
+    if name in BLANKS:
+        separator = "  "
     path.write_text(begin + end.join(separator.join(row) for row in rows) + end, encoding="utf-8")
     return path
 
@@ -68,7 +73,8 @@ def test_a_file_gives_the_documented_shape(name, tmp_path):
     assert encoded.dtype == np.float64
     assert np.isfinite(encoded).all()
     assert (table.classes and len(table.classes)) == classes
-    assert table.target.dtype == (np.int64 if table.classes else np.float64)
+    expected = np.int64 if table.classes else np.float64
+    assert table.target.dtype == expected
     padded = []
     for row in valid_rows(name):
         padded.append([f"{cell} " for cell in row])
@@ -243,7 +249,7 @@ def homes(tmp_path):
         "area,rooms,city,id,price",
         ["NA" if i == 3 else a for i, a in enumerate(area)],
         [i % 5 + 1 for i in range(60)],
-        ["?" if i == 5 else each for i, each in enumerate(city)],
+        ["?" if i == 5 else value for i, value in enumerate(city)],
         [f"h{i}" for i in range(60)],
         price,
     )
@@ -254,7 +260,8 @@ def test_values_decide_the_kind_of_a_column(homes):
     assert table.name == "homes"
     assert table.classes is None
     assert len(table) == 60
-    assert [column.name for column in table.columns] == ["area", "rooms", "city"]
+    actual = [column.name for column in table.columns]
+    assert actual == ["area", "rooms", "city"]
     area, _, city = table.columns
     assert np.isnan(area.values).sum() == 1
     assert city.levels == ("Bonn", "Kiel", "Ulm", "(missing)")
@@ -314,7 +321,8 @@ def test_a_word_among_numbers_is_named(cell, tmp_path):
 @pytest.mark.parametrize("cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["1", "b"]])
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
-    assert table.classes == table.columns[0].levels == tuple(sorted(cells))
+    assert table.classes == table.columns[0].levels
+    assert tuple(sorted(cells)) == table.columns[0].levels
     actual = table.columns[0].values.tolist()
     expected = table.target.tolist()
     assert actual == expected
@@ -363,10 +371,11 @@ def test_kind_decides(tmp_path):
             "city",
             "regression",
         )
-    for labels, classes in (
+    cases = [
         (["1", "1.0", "2", "2.00"], ("1", "1.0", "2", "2.00")),
         (["1", "2", "3", "x"], ("1", "2", "3", "x")),
-    ):
+    ]
+    for labels, classes in cases:
         file = write_own(tmp_path / "t.csv", "x,y", [3, 1, 4, 1] * 5, labels * 5)
         assert read_own(file, "y", "classification")[0].classes == classes
 
@@ -377,7 +386,8 @@ def test_kind_decides(tmp_path):
 def test_classes_of_equal_value_stay_apart(labels, tmp_path):
     file = write_own(tmp_path / "t.csv", "x,y", range(30), labels * 10)
     table, _ = read_own(file, "y", "classification")
-    assert [table.classes[code] for code in table.target] == labels * 10
+    actual = [table.classes[code] for code in table.target]
+    assert actual == labels * 10
 
 
 def test_the_task_trains_and_states_missing_values(typed, homes, tmp_path):
@@ -413,7 +423,8 @@ def test_columns_are_scaled_before_they_are_rounded(tmp_path):
     scaled = np.concatenate(task.divide(0, 0)[0])[:, 0]
     order = np.random.default_rng([0, 0]).permutation(300)
     assert scaled.dtype == np.float32
-    assert np.corrcoef(scaled, x[order])[0, 1] > 0.99999
+    actual = np.corrcoef(scaled, x[order])[0, 1]
+    assert actual > 0.99999
 
 
 def test_the_scale_is_that_of_the_training_part(tmp_path):
@@ -430,10 +441,11 @@ def test_the_scale_is_that_of_the_training_part(tmp_path):
 @pytest.mark.parametrize("number", [True, False])
 def test_a_fit_that_is_worse_than_none_is_named(number, tmp_path):
     noise, x = np.random.default_rng(0).normal(size=(2, 100))
-    for y, worse in (
+    cases = [
         (noise if number else ["aaaab"[i % 5] for i in range(100)], True),
         (x if number else np.where(x > 0, "a", "b"), False),
-    ):
+    ]
+    for y, worse in cases:
         task = task_of(write_own(tmp_path / "t.csv", "x,y", x, y), [1000.0 if worse else 2.0])
         summary = task.summary(list(task.records(Mechanism.of("exact"), 0)))
         assert ("of the training part" in summary) == worse

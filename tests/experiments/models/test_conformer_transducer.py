@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from helpers.seeds import seeded
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 from torchaudio.models.conformer import ConformerLayer
 
 from crt_exp.experiments.models.conformer_transducer import (
@@ -66,7 +68,7 @@ def model_of(attention="exact", symbols=6, **sizes):
 
 def batch_of(samples=SAMPLES, lengths=LENGTHS, symbols=5):
     """Loud noise everywhere, the padding too: nothing may depend on it."""
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     audio = (torch.randn(len(samples), int(samples.max()), generator=g) * 5000).short()
     return {
         "audio": audio,
@@ -80,7 +82,9 @@ def batch_of(samples=SAMPLES, lengths=LENGTHS, symbols=5):
 
 def alone(batch, i):
     """Utterance i without any padding."""
-    one = {name: part[i : i + 1] for name, part in batch.items()}
+    one = {}
+    for name, part in batch.items():
+        one[name] = part[i : i + 1]
     return one | {
         "audio": one["audio"][:, : one["samples"][0]],
         "targets": one["targets"][:, : one["target_lengths"][0]],
@@ -100,13 +104,14 @@ def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
     encoded, lengths = model.encoder(batch["audio"], batch["samples"])
     for i in range(len(losses)):
         one, (own,) = model(**alone(batch, i), search=greedy)
-        torch.testing.assert_close(losses[i], one[0], rtol=2e-5, atol=0)
+        assert_close(losses[i], one[0], rtol=2e-5, atol=0)
         assert found[i].symbols == own.symbols
         assert found[i].frames == own.frames
         single = model.encoder(
             batch["audio"][i : i + 1, : batch["samples"][i]], batch["samples"][i : i + 1]
         )[0]
-        torch.testing.assert_close(encoded[i, : lengths[i]], single[0], rtol=1e-7, atol=1e-9)
+        actual = encoded[i, : lengths[i]]
+        assert_close(actual, single[0], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("attention", ["favorpp"])
@@ -114,18 +119,20 @@ def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(att
     model = model_of(attention).train()
     batch = batch_of()
     model(**batch).sum().backward()
-    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    together = {}
+    for name, p in model.named_parameters():
+        together[name] = p.grad.clone()
     model.zero_grad()
-    losses = [model(**alone(batch, i)) for i in range(3)]
+    losses = []
+    for i in range(3):
+        losses.append(model(**alone(batch, i)))
     torch.cat(losses).sum().backward()
     actual = model(**batch)
     expected = torch.cat(losses)
-    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=0)
+    assert_close(actual, expected, rtol=2e-5, atol=0)
     largest = max(grad.abs().max() for grad in together.values())
     for name, p in model.named_parameters():
-        torch.testing.assert_close(
-            together[name], p.grad, rtol=1e-3, atol=float(largest) * 1e-5, msg=name
-        )
+        assert_close(together[name], p.grad, rtol=1e-3, atol=float(largest) * 1e-5, msg=name)
 
 
 def test_batch_norm_counts_real_frames_alone():
@@ -138,11 +145,10 @@ def test_batch_norm_counts_real_frames_alone():
     joined = torch.cat([row[:, :n] for row, n in zip(x, lengths)], 1)[None]  # (1, 4, 13)
     found = norm(x, keep)
     expected = plain(joined)[0]
-    torch.testing.assert_close(
-        torch.cat([row[:, :n] for row, n in zip(found, lengths)], 1), expected
-    )
-    torch.testing.assert_close(norm.running_var, plain.running_var)
-    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+    actual = torch.cat([row[:, :n] for row, n in zip(found, lengths)], 1)
+    assert_close(actual, expected)
+    assert_close(norm.running_var, plain.running_var)
+    assert_close(norm.running_mean, plain.running_mean)
 
 
 def test_layer_is_torchaudios_where_nothing_is_padded():
@@ -153,7 +159,7 @@ def test_layer_is_torchaudios_where_nothing_is_padded():
     x = torch.randn(9, 2, 16)
     actual = ours(x, torch.ones(2, 9, dtype=torch.bool))
     expected = theirs(x, None)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 # ---- front end ---------------------------------------------------------------------------------------------
@@ -173,10 +179,10 @@ def test_features_are_normalised_over_the_real_frames():
     for row, n in zip(x, frames):
         actual = row[:n].mean(0)
         expected = torch.zeros(16)
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+        assert_close(actual, expected, atol=1e-5, rtol=0)
         actual = row[:n].std(0, correction=0)
         expected = torch.ones(16)
-        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
+        assert_close(actual, expected, atol=1e-3, rtol=0)
         assert (row[n:] == 0).all()
     assert (
         features(torch.zeros(1, 4000, dtype=torch.int16), torch.tensor([4000]))[0].isfinite().all()
@@ -240,15 +246,18 @@ def test_ctc_of_the_encoder_is_added_in_training_alone():
         encoded, lengths = model.encoder(batch["audio"], batch["samples"])
         transducer = plain.train()(**batch)
         logs = model.ctc(encoded).log_softmax(-1)
-        own = [
-            F.ctc_loss(logs[i, :n], batch["targets"][i, :u].long(), n, u.long(), model.blank, "sum")
-            for i, (n, u) in enumerate(zip(lengths, LENGTHS))
-        ]
+        own = []
+        for i, (n, u) in enumerate(zip(lengths, LENGTHS)):
+            own.append(
+                F.ctc_loss(
+                    logs[i, :n], batch["targets"][i, :u].long(), n, u.long(), model.blank, "sum"
+                )
+            )
         actual = model.train()(**batch)
         expected = transducer + 0.5 * torch.stack(own)
-        torch.testing.assert_close(actual, expected)
+        assert_close(actual, expected)
         actual = model.eval()(**batch)
-        torch.testing.assert_close(actual, transducer)
+        assert_close(actual, transducer)
 
 
 def test_a_transcript_with_more_symbols_than_frames_has_a_loss_and_a_gradient():
@@ -293,7 +302,8 @@ def test_greedy_search_takes_the_best_symbol_at_each_step():
                     symbols = [*symbols, best]
                     frames = [*frames, t]
                     here = here + 1
-            assert (hypothesis.symbols, hypothesis.frames) == (symbols, frames)
+            assert hypothesis.symbols == symbols
+            assert hypothesis.frames == frames
             assert symbols
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from helpers.covering import in_turn
+from helpers.seeds import seeded
+from torch.testing import assert_close
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.infer import TokenChoice, generate
@@ -61,15 +63,16 @@ def mechanism(name, **options):
 
 def model_of(name="exact", causal=True, **options):
     torch.manual_seed(0)
-    changes = {
-        key: options.pop(key) for key in ("positions", "tied", "dropout", "sizes") if key in options
-    }
+    changes = {}
+    for key in ("positions", "tied", "dropout", "sizes"):
+        if key in options:
+            changes[key] = options.pop(key)
     description = LanguageDescription(11, 32, **{"sizes": SIZES, "causal": causal} | changes)
     return LanguageModel(description, mechanism(name).layer, **options)
 
 
 def tokens(batch=2, length=20):
-    return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(11, (batch, length), generator=seeded(1))
 
 
 def calibrated(name, **options):
@@ -90,7 +93,7 @@ def test_a_later_symbol_changes_nothing_before_it(name):
     ids = tokens()
     actual = model(ids)[:, :13]
     expected = model(ids[:, :13])
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 @torch.no_grad()
@@ -102,10 +105,10 @@ def test_padding_is_truncation(name, causal):
     found = model(torch.where(keep, ids, 3), keep)
     actual = found[0, :13]
     expected = model(ids[:1, :13])[0]
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     actual = found[1]
     expected = model(ids[1:])[0]
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_the_past_is_not_lost_by_checkpointing():
@@ -115,7 +118,7 @@ def test_the_past_is_not_lost_by_checkpointing():
     then = model(tokens()[:, 9:], pasts=pasts)
     actual = torch.cat([first, then], 1)
     expected = model(tokens())
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -131,7 +134,7 @@ def test_symbol_by_symbol_is_the_parallel_pass(name, positions):
         *(model(ids[:, i : i + 1], pasts=pasts) for i in range(6, 20)),
     ]
     actual = torch.cat(parts, 1)
-    torch.testing.assert_close(actual, whole)
+    assert_close(actual, whole)
 
 
 @pytest.mark.parametrize("name", ["exact", "favorpp", "reformer", "nearfar"])
@@ -146,7 +149,7 @@ def test_checkpointing_changes_no_output_and_no_gradient(name):
             out.square().mean().backward()
         found.append((out, [p.grad for p in model.parameters()], list(model.buffers())))
     for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
+        assert_close(one, two, rtol=0, atol=0)
 
 
 def test_chosen_places_are_those_of_the_whole():
@@ -155,7 +158,7 @@ def test_chosen_places_are_those_of_the_whole():
     chosen = torch.rand(ids.shape) < 0.3
     actual = model(ids, chosen=chosen)
     expected = model(ids)[chosen]
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 def test_rotary_is_that_of_transformers():
@@ -169,7 +172,7 @@ def test_rotary_is_that_of_transformers():
     expected = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, places))
     turn = Rotary(8)(5, 7)
     for ours, theirs in zip((rotate(q, turn), rotate(k, turn)), expected):
-        torch.testing.assert_close(ours, theirs)
+        assert_close(ours, theirs)
 
 
 @torch.no_grad()
@@ -206,7 +209,7 @@ def test_symbols_are_drawn_by_the_chances_of_the_parallel_pass(name):
     for seed, row in zip([3, 4], found):
         whole = model(torch.cat([PROMPT, torch.tensor(row)])[None])[0, 2:-1]
         whole[:, 0] = -torch.inf
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         uniform = torch.stack(
             [torch.rand((), generator=generator, dtype=torch.float64) for _ in row]
         )
@@ -220,7 +223,9 @@ def test_frequencies_are_the_chances():
     model = calibrated("favorpp")
     logits = model(PROMPT[None])[:, -1]
     expected = (2 * logits[0]).softmax(-1)
-    drawn = [row[0] for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000))]
+    drawn = []
+    for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000)):
+        drawn.append(row[0])
     counts = torch.bincount(torch.tensor(drawn), minlength=11) / 4000
     assert ((counts - expected).abs() < 5 * (expected / 4000).sqrt()).all()
 
@@ -241,7 +246,7 @@ LOGITS = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
 
 def test_temperature_and_nuclei_of_the_chances():
     order = torch.tensor([2, 0, 3, 1])
-    for choice, expected in [
+    cases = [
         (TokenChoice(), [0.4, 0.3, 0.2, 0.1]),
         (TokenChoice(temperature=0), [1, 0, 0, 0]),
         (TokenChoice(temperature=0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
@@ -249,8 +254,9 @@ def test_temperature_and_nuclei_of_the_chances():
         (TokenChoice(top_p=0.65), [4 / 7, 3 / 7, 0, 0]),
         (TokenChoice(top_p=0.75), [4 / 9, 3 / 9, 2 / 9, 0]),
         (TokenChoice(top_k=3, top_p=0.5), [4 / 7, 3 / 7, 0, 0]),
-    ]:
-        torch.testing.assert_close(
+    ]
+    for choice, expected in cases:
+        assert_close(
             choice.probabilities(LOGITS[:, order])[0],
             torch.tensor(expected).double()[order],
             msg=str(choice),
@@ -267,7 +273,7 @@ def test_a_symbol_without_a_chance_is_never_drawn():
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def kept(tmp_path, name="favorpp", **options):
+def save_calibrated(tmp_path, name="favorpp", **options):
     model = calibrated(name, **options).float()
     language.save_model(
         model.description, mechanism(name), {"kind": "letters"}, model.state_dict(), tmp_path
@@ -280,7 +286,7 @@ def kept(tmp_path, name="favorpp", **options):
     "name, tied", in_turn(["exact", "favorpp", "linformer", "reformer"], [True, False])
 )
 def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
-    model = kept(tmp_path, name, tied=tied, causal=name != "linformer")
+    model = save_calibrated(tmp_path, name, tied=tied, causal=name != "linformer")
     loaded = language.load(tmp_path, "run")
     assert loaded.symbols == {"kind": "letters"}
     assert loaded.mechanism.describe() == mechanism(name).describe()
@@ -291,7 +297,7 @@ def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
 
 @torch.no_grad()
 def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
-    exact = kept(tmp_path, "exact")
+    exact = save_calibrated(tmp_path, "exact")
     loaded = language.load(tmp_path, "task.init")
     far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
     assert torch.equal(near.symbol.weight, exact.symbol.weight)
@@ -314,7 +320,7 @@ def test_loaded_projections_are_used_whatever_the_seed():
     other.load_state_dict(model.state_dict())
     actual = other.eval()(tokens())
     expected = model.eval()(tokens())
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
@@ -326,15 +332,16 @@ def test_what_cannot_be_loaded(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     with pytest.raises(DataError, match="no config.json"):
         language.load(tmp_path, "run")
-    kept(tmp_path, "favorpp")
+    save_calibrated(tmp_path, "favorpp")
     config = tmp_path / "model" / "config.json"
     saved = config.read_text()
     fields = json.loads(saved)
-    for wrong, words in [
+    cases = [
         (fields | {"kind": "bert"}, "run=.*kind=bert"),
         ("{", "not readable"),
         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing"),
-    ]:
+    ]
+    for wrong, words in cases:
         config.write_text(wrong if wrong == "{" else json.dumps(wrong))
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
@@ -380,7 +387,8 @@ def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
     """RoBERTa's positions begin after the number of the padding."""
     config = getattr(transformers, f"{kind}Config")(**ENCODER)
     model = transformers.AutoModel.from_config(config).eval()
-    model(input_ids=torch.full((1, longest), 7))
+    input_ids = torch.full((1, longest), 7)
+    model(input_ids=input_ids)
     encoders.check_length(config, longest, "task.block")
     with pytest.raises(
         ConfigError, match=f"task.block={longest + 1}: expected at most {longest} tokens"
@@ -400,11 +408,11 @@ def test_encoders_that_are_not_bert(kind, head, tmp_path):
         "num_attention_heads": "n_heads",
         "intermediate_size": "hidden_dim",
     }
-    sizes = (
-        {names.get(key, key): value for key, value in ENCODER.items()}
-        if kind == "DistilBert"
-        else ENCODER
-    )
+    sizes = ENCODER
+    if kind == "DistilBert":
+        sizes = {}
+        for key, value in ENCODER.items():
+            sizes[names.get(key, key)] = value
     saved = transformers.AutoModelForMaskedLM.from_config(
         getattr(transformers, f"{kind}Config")(**sizes)
     )

@@ -55,18 +55,19 @@ def test_full_size_is_the_papers(name):
     assert row["batch"] == "" or cfg.trainer.batch == int(row["batch"])
     preset = cfg.task.get("preset")
     if preset:
-        sizes = (
-            conformer_transducer.PRESETS[preset]
-            if preset == "paper"
-            else language.sizes_of(preset, {}, "task.sizes")
-        )
+        if preset == "paper":
+            sizes = conformer_transducer.PRESETS[preset]
+        else:
+            sizes = language.sizes_of(preset, {}, "task.sizes")
         made = [
             sizes["layers"],
             sizes["heads"],
             sizes.get("d", sizes.get("dim")),
             sizes.get("d_ff", sizes.get("ffn")),
         ]
-        expected = [int(row[key]) for key in ("layers", "heads", "width", "ffn")]
+        expected = []
+        for key in ("layers", "heads", "width", "ffn"):
+            expected.append(int(row[key]))
         assert made == expected
     assert row["source"].startswith(
         {"crt": "CRT", "hrf": "HRF", "performers": "Performers"}[name.split("_")[0]]

@@ -61,15 +61,14 @@ def configurations():
 def test_every_choice_is_valid_and_every_key_has_its_comment(overrides, configurations):
     cfg, whole, nodes = configurations[overrides]
     check_plain(whole)
-    for each in nodes.values():
-        assert each
-        assert each[0]["_target_"].startswith("crt_exp.")
+    for node in nodes.values():
+        assert node
+        assert node[0]["_target_"].startswith("crt_exp.")
     words = comments(cfg)
-    names = [
-        line.split("=")[0]
-        for line in lines_of(whole, words, "")
-        if not line.startswith(" ") and "=" in line.split()[0]
-    ]
+    names = []
+    for line in lines_of(whole, words, ""):
+        if not line.startswith(" ") and "=" in line.split()[0]:
+            names.append(line.split("=")[0])
     assert not {key for key in names if key not in words and key.rpartition(".")[0] not in words}
 
 

@@ -15,6 +15,7 @@ from helpers.small_bert import write_glue, write_model, write_text, write_words
 from helpers.small_images import write_images
 from helpers.small_speech import write_digits
 from helpers.stopping import stopped_and_continued
+from helpers.task_options import SHORT, TASKS
 from omegaconf import OmegaConf
 
 from crt_exp import swap_attention
@@ -28,147 +29,6 @@ from crt_exp.experiments.tasks.mlm import MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, import_object, instantiate
 
-ENCODER = [
-    "task.sizes.hidden_size=32",
-    "task.sizes.num_hidden_layers=2",
-    "task.sizes.num_attention_heads=2",
-    "task.sizes.intermediate_size=48",
-]
-SEQUENCE = [
-    "+task.sizes.heads=2",
-    "+task.sizes.layers=1",
-    "+task.sizes.d_ff=32",
-    "+task.sizes.d=16",
-]
-IMAGE = [
-    "task.size=12",
-    "task.sizes.patch=4",
-    "task.sizes.width=32",
-    "task.sizes.depth=2",
-    "task.sizes.heads=2",
-    "task.workers=0",
-]
-SPEECH = [
-    f"+task.sizes.{key}={value}"
-    for key, value in {
-        "mels": 16,
-        "channels": 4,
-        "layers": 1,
-        "dim": 16,
-        "ffn": 32,
-        "heads": 2,
-        "kernel": 7,
-        "predictor": 16,
-        "joiner": 16,
-    }.items()
-]
-RULES = ["+task.rules.train=60", "+task.rules.validation=20", "+task.rules.test=20"]
-FAMILIES = [
-    f"task.generated.{key}={value}"
-    for key, value in {
-        "sequences": 200,
-        "families": 2,
-        "held_out": 1,
-        "shortest": 10,
-        "longest": 16,
-        "nearest": 2,
-        "farthest": 4,
-        "copied": 0.6,
-    }.items()
-]
-TASKS = {
-    "mlm": [
-        "task=mlm",
-        "task.text=DATA/text.txt",
-        "task.vocabulary_size=150",
-        "task.block=16",
-        "task.cache_dir=null",
-        *ENCODER,
-    ],
-    "causal": [
-        "task=mlm",
-        "task.causal=true",
-        "task.text=DATA/text.txt",
-        "task.vocabulary_size=300",
-        "task.block=16",
-        "task.cache_dir=null",
-        *ENCODER,
-    ],
-    "glue": [
-        "task=glue",
-        "task.dataset=mnli",
-        "task.data_dir=DATA/MNLI",
-        "task.model=DATA/bert",
-        "task.max_length=40",
-    ],
-    "ptb": [
-        "task=ptb",
-        "task.corpus=DATA/words.txt",
-        "task.width=16",
-        "task.bptt=7",
-        "task.softmax=features",
-        "task.sampling.negatives=5",
-        "task.sampling.rebuild_every=3",
-        "task.eval_columns=4",
-    ],
-    "books": [
-        "task=books",
-        "task.text=DATA/words.txt",
-        "task.vocabulary_size=270",
-        "task.max_length=16",
-        "task.cache_dir=null",
-        *SEQUENCE,
-    ],
-    "trembl": [
-        "task=trembl",
-        "task.max_length=16",
-        "task.validation_share=0.1",
-        "task.test_share=0.1",
-        "task.cache_dir=null",
-        *FAMILIES,
-        *SEQUENCE,
-    ],
-    "pixels": ["task=pixels", "task.evaluated=10", *SEQUENCE],
-    "recall": [
-        "task=recall",
-        "task.block=16",
-        "task.pairs=2",
-        "task.symbols=8",
-        "task.evaluated=8",
-        "task.rows=64",
-        *SEQUENCE,
-    ],
-    "lra": ["task=lra", "task.cache_dir=null", *RULES, *SEQUENCE],
-    "imagenet": ["task=imagenet", "task.data_dir=DATA/images", *IMAGE],
-    "mae": [
-        "task=mae",
-        "task.data_dir=DATA/images",
-        "task.sizes.decoder_width=16",
-        "task.sizes.decoder_depth=1",
-        "task.sizes.decoder_heads=2",
-        *IMAGE,
-    ],
-    "librispeech": [
-        "task=librispeech",
-        "task.corpus=fsdd",
-        "task.data_dir=DATA/digits",
-        "task.strings.train=24",
-        "task.strings.validation=6",
-        "task.strings.test=9",
-        "task.batch_seconds=12",
-        "task.workers=0",
-        *SPEECH,
-    ],
-}
-SHORT = [
-    "attention=favorpp",
-    "features.m=8",
-    "trainer.steps=6",
-    "trainer.save_every=4",
-    "trainer.log_every=1",
-    "trainer.batch=8",
-    "logger=none",
-]
 SLOW = pytest.mark.slow
 KEPT = [name for name in TASKS if name != "lra"]  # task=lra keeps no model
 
@@ -193,11 +53,14 @@ def run(typed, data, tmp_path, monkeypatch, one_thread):
 
     def go(name, *more, directory="run", root=tmp_path, without=("-",), processes=1):
         given = {word.split("=")[0].lstrip("+") for word in more}
-        own = [
-            word for word in [*TASKS[name], *SHORT] if word.split("=")[0].lstrip("+") not in given
-        ]
+        own = []
+        for word in [*TASKS[name], *SHORT]:
+            if word.split("=")[0].lstrip("+") not in given:
+                own.append(word)
         own = [word for word in own if not word.startswith(without)]
-        words = [word.replace("DATA", str(data)) for word in [*own, *more]]
+        words = []
+        for word in [*own, *more]:
+            words.append(word.replace("DATA", str(data)))
         return typed(*words, f"hydra.run.dir={root / directory}", processes=processes)
 
     return go
@@ -356,8 +219,8 @@ def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
     )
     assert code == 0, err
     both = []
-    for each in ("run", "parts"):
-        both.append([record["loss"] for record in records(tmp_path / each)])
+    for name in ("run", "parts"):
+        both.append([record["loss"] for record in records(tmp_path / name)])
     whole, parts = both
     assert parts == pytest.approx(whole, rel=1e-4)
 
@@ -476,7 +339,9 @@ def read(task, limit):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_thread):
-    words = [word.replace("DATA", str(data)) for word in TASKS[name]]
+    words = []
+    for word in TASKS[name]:
+        words.append(word.replace("DATA", str(data)))
     words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
     task = instantiate(compose(words).task)
     (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
@@ -498,8 +363,8 @@ def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finishe
     assert code == 0, err
     for file in (tmp_path / "run" / "model").glob("*.safetensors"):
         one, two = (
-            checkpoint.load_tensors(each / "model" / file.name)
-            for each in (finished(name), tmp_path / "run")
+            checkpoint.load_tensors(place / "model" / file.name)
+            for place in (finished(name), tmp_path / "run")
         )
         for key in one:
             assert torch.equal(one[key], two[key])
@@ -525,7 +390,9 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
 @pytest.mark.parametrize("name", ["mlm", "trembl", "librispeech", "imagenet"])
 def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thread):
     """All weights are those of the exact model, with calibrated statistics; more features come closer to it."""
-    words = [word.replace("DATA", str(data)) for word in TASKS[name]]
+    words = []
+    for word in TASKS[name]:
+        words.append(word.replace("DATA", str(data)))
     exact = instantiate(compose(words).task)
     model = exact.build(Mechanism.of("exact")).eval()
     if name != "librispeech":
@@ -651,6 +518,9 @@ def test_one_class_is_refused(name, data, tmp_path):
     head, *rows = file.read_text().splitlines()
     file.write_text("\n".join([head, *(row for row in rows if row.endswith("\tneutral"))]) + "\n")
     write_images(tmp_path / "imagenet", classes=1)
-    words = [word.replace("DATA", str(data)) for word in TASKS[name] if "data_dir" not in word]
+    words = []
+    for word in TASKS[name]:
+        if "data_dir" not in word:
+            words.append(word.replace("DATA", str(data)))
     with pytest.raises((ConfigError, DataError), match="one class only"):
         instantiate(compose([*words, f"task.data_dir={tmp_path / name}"]).task)

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from timm.optim import param_groups_layer_decay
 from torch.nn import functional as F
+from torch.testing import assert_close
 from transformers import ViTMAEModel
 
 from crt_exp import describe_attention
@@ -139,7 +140,9 @@ def test_positions_are_interpolated_to_other_sizes(folder, exact_run):
     )
     assert old["pos_embed"].shape == (1, 1 + 9, 32)
     assert new["pos_embed"].shape == (1, 1 + 36, 32)
-    assert torch.equal(old["pos_embed"][:, 0], new["pos_embed"][:, 0])
+    actual = old["pos_embed"][:, 0]
+    expected = new["pos_embed"][:, 0]
+    assert torch.equal(actual, expected)
 
 
 def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
@@ -157,14 +160,18 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    wrapped = {}
+    for name, tensor in model.state_dict().items():
+        wrapped[f"module.{name}"] = tensor
     torch.save({"model": wrapped}, tmp_path / "saved.pth")
-    for options in (
+    cases = [
         {"init": str(tmp_path)},
         {"init": str(tmp_path / "saved.pth"), "model": "vit_tiny_patch16_224"},
-    ):
+    ]
+    for options in cases:
         task = task_of(folder, **LOADED, **options)
-        assert equal(task.build(Mechanism.of("exact")).state_dict(), model.state_dict())
+        actual = task.build(Mechanism.of("exact")).state_dict()
+        assert equal(actual, model.state_dict())
     actual = task_of(folder, **LOADED, init=str(tmp_path)).description.mean
     assert actual == (0.5, 0.5, 0.5)
     del config["pretrained_cfg"]["input_size"]
@@ -219,14 +226,16 @@ def test_a_classifier_begins_with_the_encoder_of_mae(tmp_path, folder):
     task.export(model, model.state_dict(), tmp_path)
     theirs = ViTMAEModel.from_pretrained(tmp_path / "model", mask_ratio=0.0).eval()
     description = vision.checkpoint_of(str(tmp_path)).description
-    assert (description.size, description.options["patch_size"]) == (16, 4)
+    assert description.size == 16
+    assert description.options["patch_size"] == 4
     ours = vision.build(
         replace(description, classes=("a", "b")), Mechanism.of("exact"), str(tmp_path)
     ).eval()
     images = torch.randn(3, 3, 16, 16)
-    wanted = theirs(images, noise=torch.arange(16.0).expand(3, 16)).last_hidden_state
+    noise = torch.arange(16.0).expand(3, 16)
+    wanted = theirs(images, noise=noise).last_hidden_state
     actual = ours.forward_features(images)
-    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
 # ---- parts of the recipe ---------------------------------------------------------------------------------------------
@@ -241,7 +250,9 @@ def test_layer_wise_rates_are_those_of_timm(folder):
     for group in groups:
         for p in group["params"]:
             theirs[id(p)] = group["lr_scale"]
-    ours = {id(p): task.lr_scale(name) for name, p in model.named_parameters()}
+    ours = {}
+    for name, p in model.named_parameters():
+        ours[id(p)] = task.lr_scale(name)
     assert ours == pytest.approx(theirs)
     assert len(set(ours.values())) == 4
     assert max(ours.values()) == 1
@@ -254,17 +265,17 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 
 @pytest.mark.parametrize("rows", [6, 1])
 def test_mixed_targets_are_distributions_and_smoothed_once(rows, folder):
-    task = task_of(folder, augment=AUGMENT | {"mixup": 0.8, "cutmix": 1.0})
+    augment = AUGMENT | {"mixup": 0.8, "cutmix": 1.0}
+    task = task_of(folder, augment=augment)
     batch, again = (next(iter(task.batches("train", Plan(rows, seed=2)))) for _ in range(2))
     targets = batch["targets"]
     model = task.build(Mechanism.of("exact")).eval()
     assert targets.shape == (rows, 3)
     assert torch.allclose(targets.sum(1), torch.ones(rows))
-    torch.testing.assert_close(
-        targets.amin(1), torch.full((rows,), 0.1 / 3)
-    )  # one class of three is in no image
+    assert_close(targets.amin(1), torch.full((rows,), 0.1 / 3))  # one class of three is in no image
     expected = -(targets * model(batch["images"]).log_softmax(-1)).sum(1).mean()
-    torch.testing.assert_close(task.loss(model, batch), expected)
+    actual = task.loss(model, batch)
+    assert_close(actual, expected)
     assert torch.equal(batch["images"], again["images"])
 
 
@@ -276,7 +287,7 @@ def test_labels_are_smoothed(folder):
     labels = batch["targets"]
     actual = task.loss(model, batch)
     expected = 0.9 * F.nll_loss(logs, labels) - 0.1 * logs.mean()
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +313,8 @@ def test_experiments_fit_their_models(name, folder):
 def test_held_out_images_choose_the_weights(folder):
     task = task_of(folder, held_out=0.25)
     whole = task_of(folder)
-    assert (task.validation, task.test) == ("held_out", "val")
+    assert task.validation == "held_out"
+    assert task.test == "val"
     actual = task.length("train") + task.length("held_out")
     expected = whole.length("train")
     assert actual == expected
@@ -317,9 +329,11 @@ def test_a_new_model_knows_where_its_patches_are(folder):
     model = mae_of(folder).build(Mechanism.of("exact")).eval()
     noise = torch.arange(16.0).flip(0)[None]  # the last four patches are seen
     predicted = model(torch.zeros(1, 3, 16, 16), noise=noise).logits[0]
-    assert (predicted[0] - predicted[1]).abs().max() > 1e-3
+    difference = (predicted[0] - predicted[1]).abs().max()
+    assert difference > 1e-3
     state = model.vit(torch.zeros(1, 3, 16, 16), noise=noise).last_hidden_state[0]
-    assert (state[1] - state[2]).abs().max() > 1e-3
+    difference = (state[1] - state[2]).abs().max()
+    assert difference > 1e-3
 
 
 def test_masks_belong_to_the_row(folder):

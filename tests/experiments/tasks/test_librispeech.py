@@ -46,7 +46,8 @@ def digits(tmp_path_factory):
 def books(tmp_path_factory):
     """The three subsets that are read by default."""
     root = tmp_path_factory.mktemp("LibriSpeech")
-    for subset, speaker in (("train-clean-100", 7), ("dev-clean", 8), ("test-clean", 9)):
+    cases = [("train-clean-100", 7), ("dev-clean", 8), ("test-clean", 9)]
+    for subset, speaker in cases:
         write_librispeech(root, subset, TEXTS * (3 if speaker == 7 else 1), speaker=speaker)
     return root
 
@@ -97,15 +98,19 @@ def contents(batch):
 
 def test_batches_are_the_same_wherever_a_run_stands(digits):
     task = spoken(digits)
-    whole = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2))]
+    whole = []
+    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2)):
+        whole.append(contents(batch))
     assert len(whole) == task.epoch_steps(Plan(batch=8)) > 2
-    actual = [
-        contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
-    ]
+    actual = []
+    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1)):
+        actual.append(contents(batch))
     assert actual == whole[1:]
     by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
     assert [contents(batch) for batch in by_workers] == whole[1:]
-    other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
+    other = []
+    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1)):
+        other.append(contents(batch))
     assert other != whole
     rows = []
     for batch in other:
@@ -115,10 +120,12 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
 
 def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
     task = spoken(digits)
-    one = [contents(batch) for batch in task.batches("train", Plan(batch=8, micro=2, seed=1))]
-    two = [
-        list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))) for rank in (0, 1)
-    ]
+    one = []
+    for batch in task.batches("train", Plan(batch=8, micro=2, seed=1)):
+        one.append(contents(batch))
+    two = []
+    for rank in (0, 1):
+        two.append(list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))))
     expected = []
     for step in zip(*two):
         for batch in step:
@@ -131,9 +138,9 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
     task = spoken(digits)
     wide = spoken(digits, batch_seconds=24.0)
     drawn = []
-    for each in (task, wide):
+    for variant in (task, wide):
         found = {}
-        for batch in each.batches("train", Plan(batch=8, seed=5, epoch=1)):
+        for batch in variant.batches("train", Plan(batch=8, seed=5, epoch=1)):
             for i, row in enumerate(batch["rows"]):
                 found[row] = (
                     int(batch["samples"][i]),
@@ -153,7 +160,9 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
 def test_seconds_of_a_batch_bound_its_audio(books):
     task = read(books)
     for split in ("train", "validation"):
-        sizes = [batch["audio"].shape for batch in task.batches(split, Plan(batch=8))]
+        sizes = []
+        for batch in task.batches(split, Plan(batch=8)):
+            sizes.append(batch["audio"].shape)
         assert max(rows * samples for rows, samples in sizes) <= 4 * 16000
 
 
@@ -172,7 +181,8 @@ def test_weights_of_a_run_need_the_same_symbols_and_sizes(digits, tmp_path):
     with pytest.raises(ConfigError, match="task.rate=16000: expected 8000 Hz"):
         spoken(digits, rate=16000, **init)
     with pytest.raises(ConfigError, match="task.init=.* expected shape .*; use the task.sizes"):
-        spoken(digits, sizes=SIZES | {"dim": 32}, **init).build(Mechanism.of("favorpp", m=8))
+        sizes = SIZES | {"dim": 32}
+        spoken(digits, sizes=sizes, **init).build(Mechanism.of("favorpp", m=8))
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------
@@ -231,7 +241,9 @@ def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
     for batch in Reader(task).batches("test"):
         for row in batch["rows"]:
             rows.append(row)
-    readers = [Reader(task, rank=rank, world=2) for rank in (0, 1)]
+    readers = []
+    for rank in (0, 1):
+        readers.append(Reader(task, rank=rank, world=2))
     shares = []
     for reader in readers:
         for batch in reader.batches("test"):

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.refusals import check_refused
+from helpers.seeds import seeded
+from torch.testing import assert_close
 
 from crt_exp.experiments.evolution import (
     Player,
@@ -97,7 +99,7 @@ def player(policy=POLICY, world=Field, attention="exact", **options):
 )
 def test_patches_are_ranked_by_the_sums_of_columns(name, m):
     layer = Mechanism.of(name, m=m).layer(2, 4, scaling=1.0).eval()
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     q, k = (
         torch.nn.functional.normalize(torch.randn(3, 2, 9, 4, generator=g), dim=-1)
         for _ in range(2)
@@ -106,14 +108,15 @@ def test_patches_are_ranked_by_the_sums_of_columns(name, m):
         whole = layer(q, k, torch.eye(9).expand(3, 2, 9, 9))
     actual = column_sums(layer, q, k)
     expected = whole.sum(-2)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_policy_reads_only_what_it_attends_to():
     policy = ImplicitPolicy(1, 8, 0, 2, patch=2, d=4, top=3)
     images = torch.rand(5, 1, 8, 8)
-    theta = policy.initial(torch.Generator().manual_seed(0), torch.ones(1, 3, 2)).repeat(5, 1)
-    assert theta.shape[1] == policy.parameters == 2 * 4 * 4 + 4 * 2
+    theta = policy.initial(seeded(), torch.ones(1, 3, 2)).repeat(5, 1)
+    assert theta.shape[1] == policy.parameters
+    assert policy.parameters == 2 * 4 * 4 + 4 * 2
     for name in ("exact", "uniform"):
         layer = policy.layer(Mechanism.of(name))
         kept = policy.selected_patches(layer, theta, images)
@@ -124,7 +127,8 @@ def test_the_policy_reads_only_what_it_attends_to():
         expected = torch.tanh(
             torch.cat([seen, torch.ones(5, 1)], 1).unsqueeze(1) @ controller
         ).squeeze(1)
-        torch.testing.assert_close(policy.act(layer, theta, images, torch.zeros(5, 0)), expected)
+        actual = policy.act(layer, theta, images, torch.zeros(5, 0))
+        assert_close(actual, expected)
     assert kept[:, 0, :3].all()  # of equal ranks the first: uniform attention looks at one place
     average = ImplicitPolicy(1, 8, 0, 2, attends=False)
     assert average.parameters == 8
@@ -140,14 +144,16 @@ def test_pairs_are_antithetic_and_directions_orthogonal():
     both = members(theta, eps, 0.5).view(8, 2, 40)
     actual = both.mean(1)
     expected = theta.expand(8, 40)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)
     actual = both[:, 0] - theta
-    torch.testing.assert_close(actual, 0.5 * eps)
+    assert_close(actual, 0.5 * eps)
     gram = eps @ eps.T
-    assert (gram - gram.diagonal().diag()).abs().max() < 1e-4
+    difference = (gram - gram.diagonal().diag()).abs().max()
+    assert difference < 1e-4
     expected = directions(3, 1, 8, 40)
     assert torch.equal(eps, expected)
-    assert not torch.equal(eps, directions(3, 2, 8, 40))
+    expected = directions(3, 2, 8, 40)
+    assert not torch.equal(eps, expected)
 
 
 def test_ranks_take_the_place_of_returns():
@@ -181,7 +187,8 @@ def test_it_learns_where_to_look():
 
 def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
     records = list(evolve(PLAN, player(), 5, 0, tmp_path))
-    assert [r["split"] for r in records] == ["train", "train", "validation", "train", "test"]
+    actual = [r["split"] for r in records]
+    assert actual == ["train", "train", "validation", "train", "test"]
     seeds = []
     for r in records:
         for seed in r["seeds"]:
@@ -193,7 +200,8 @@ def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
     actual = [len(r["returns"]) for r in records]
     assert actual == [4, 4, 2, 4, 3]
     assert records[-1]["final"]
-    assert play(player(), torch.zeros(1, POLICY.parameters), records[-1]["seeds"][:1]) != [0]
+    actual = play(player(), torch.zeros(1, POLICY.parameters), records[-1]["seeds"][:1])
+    assert actual != [0]
 
 
 @pytest.mark.parametrize("stop", [1, 3])
@@ -204,7 +212,9 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     run.close()
     actual = first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut"))
     assert actual == whole
-    states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
+    states = []
+    for name in ("whole", "cut"):
+        states.append(restored(tmp_path / name, 5))
     assert torch.equal(states[0].theta, states[1].theta)
     assert torch.equal(states[0].moments, states[1].moments)
 
@@ -221,8 +231,10 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_two_processes_are_one():
-    thetas = torch.randn(8, POLICY.parameters, generator=torch.Generator().manual_seed(0))
-    returns = [play_all(player(), thetas, [1, 2, 3], 2, workers) for workers in (1, 2)]
+    thetas = torch.randn(8, POLICY.parameters, generator=seeded())
+    returns = []
+    for workers in (1, 2):
+        returns.append(play_all(player(), thetas, [1, 2, 3], 2, workers))
     assert returns[0] == returns[1]
     assert np.shape(returns[0]) == (8, 3)
 
@@ -265,9 +277,9 @@ def test_a_rollout_depends_on_its_seed_alone(world):
     other = world()
     other.reset(8)
     other.step(np.ones(world.actions))
-    for each in (one, other):
-        each.seen_first = each.reset(7)
-        each.played = [each.step(np.full(world.actions, 0.3)) for _ in range(3)]
+    for run in (one, other):
+        run.seen_first = run.reset(7)
+        run.played = [run.step(np.full(world.actions, 0.3)) for _ in range(3)]
     assert np.array_equal(one.seen_first.image, other.seen_first.image)
     for (a, reward, _), (b, other_reward, _) in zip(one.played, other.played):
         assert np.array_equal(a.image, b.image)
@@ -283,9 +295,12 @@ def test_the_ant_walks_where_it_is_led():
     """Equal strides lead ahead, the second pair's alone to the left, and a step into the void ends the rollout."""
     world = SteppingStones()
     ways = {}
-    for name, action in (("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))):
+    cases = [("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))]
+    for name, action in cases:
         world.reset(0)
-        ended = [world.step(np.array(action, float))[2] for _ in range(4)]
+        ended = []
+        for _ in range(4):
+            ended.append(world.step(np.array(action, float))[2])
         ways[name] = world.data.qpos[:2].copy()
         assert not any(ended)
         assert abs(world.yaw) < 0.3
@@ -363,7 +378,8 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     assert f"{task}: return" in out, err
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [r["split"] for r in records] == ["train", "train", "validation", "test"]
+    actual = [r["split"] for r in records]
+    assert actual == ["train", "train", "validation", "test"]
     assert records[-1]["final"]
     (tmp_path / "run/metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))
     config = tmp_path / "run/config.yaml"

@@ -6,6 +6,7 @@ import torch
 import transformers
 from helpers.small_bert import write_text, write_words
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from crt_exp.experiments import infer
 from crt_exp.experiments.data import DataError, corpora
@@ -106,7 +107,9 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
         return [batch["labels"] for batch in task.batches(split, Plan(4, **plan))]
 
     assert all(map(torch.equal, labels("validation"), labels("validation")))
-    assert not torch.equal(labels("train", epoch=0)[0], labels("train", epoch=1)[0])
+    actual = labels("train", epoch=0)[0]
+    expected = labels("train", epoch=1)[0]
+    assert not torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "DistilBert", "Albert", "Roberta", "Electra"])
@@ -128,13 +131,16 @@ def test_logits_of_the_masked_tokens_alone(kind):
     labels = torch.where(chosen, ids, -100)
     whole = model(input_ids=ids, labels=labels)
     whole.loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    expected = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            expected[name] = p.grad.clone()
     model.zero_grad()
     logits, kept = MaskedModel(model)(ids, labels)
-    torch.testing.assert_close(logits, whole.logits[chosen])
+    assert_close(logits, whole.logits[chosen])
     F.cross_entropy(logits, kept).backward()
     for name, gradient in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).grad, gradient, msg=name)
+        assert_close(model.get_parameter(name).grad, gradient, msg=name)
 
 
 def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
@@ -153,9 +159,9 @@ def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     logits, labels = model(**batch)
     whole = model.model(batch["input_ids"], labels=batch["input_ids"])
     expected = whole.logits[:, :-1].flatten(0, 1)
-    torch.testing.assert_close(logits, expected)
+    assert_close(logits, expected)
     actual = task.loss(model, batch)
-    torch.testing.assert_close(actual, whole.loss)
+    assert_close(actual, whole.loss)
     F.cross_entropy(logits, labels).backward()
     assert type(model.model).__name__ == "LlamaForCausalLM"
     for p in model.parameters():
@@ -176,10 +182,11 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
     found = task.build(Mechanism.of("exact")).state_dict()
     for key, tensor in model.state_dict().items():
         assert torch.equal(found[key], tensor)
-    for count, check in (
+    cases = [
         (0, lambda weights: max(weights) == 0),
         (2, lambda weights: min(weights) > 0),
-    ):
+    ]
+    for count, check in cases:
         layers = mlm(calibration=count, **given).build(Mechanism.of("favorpp", m=8)).modules()
         assert check(
             [float(part.running_weight) for part in layers if hasattr(part, "running_weight")]
@@ -201,7 +208,8 @@ def test_repeated_rows_say_the_first_half_again(mlm):
             int(next(s for s in range(7) if torch.equal(row[7:], row[:7].roll(-s).repeat(2)[:8])))
         )
     assert len(starts) > 3
-    assert torch.equal(batch["labels"][:, :-1], ids[:, 1:])
+    actual = batch["labels"][:, :-1]
+    assert torch.equal(actual, ids[:, 1:])
     assert torch.equal(ids[:, :7], whole[:, :7])
     some = next(mlm(causal=True, repeat=0.3, block=15).batches("train", Plan(40)))["input_ids"]
     assert 20 <= (some == whole).all(1).sum() <= 36
@@ -228,10 +236,9 @@ def test_options_of_mlm_that_do_not_fit(options, words, mlm):
 
 
 def books(text, *words):
-    sizes = [
-        f"+task.sizes.{key}={value}"
-        for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items()
-    ]
+    sizes = []
+    for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items():
+        sizes.append(f"+task.sizes.{key}={value}")
     return instantiate(
         compose(
             [
@@ -261,13 +268,14 @@ def test_perplexity_of_a_word_is_that_of_its_tokens(rows, files):
 def test_masked_tokens_are_those_of_both_sides(files):
     """A bidirectional model predicts masked tokens, of which the end of a text is none."""
     task = books(files / "text.txt", "task.direction=bidirectional", "task.rows=apart")
-    batches = [
-        next(iter(task.batches(split, Plan(64, seed=1)))) for split in ("train", "train", "test")
-    ]
+    batches = []
+    for split in ("train", "train", "test"):
+        batches.append(next(iter(task.batches(split, Plan(64, seed=1)))))
     for batch in batches:
         chosen = batch["labels"] != IGNORED
         assert 0.1 < chosen[batch.get("key_mask", chosen | True)].float().mean() < 0.25
-        assert (batch["tokens"][chosen] == task.predictable).float().mean() > 0.6
+        actual = (batch["tokens"][chosen] == task.predictable).float().mean()
+        assert actual > 0.6
         assert not (batch["labels"] == task.end).any()
         assert (batch["tokens"][~chosen] < task.predictable).all()
     assert torch.equal(batches[0]["labels"], batches[1]["labels"])
@@ -281,7 +289,8 @@ def test_books_are_written_with_the_tokenizer_of_the_run(files, tmp_path, capsys
         task.export(model, model.state_dict(), tmp_path)
         code = infer.main([f"run={tmp_path}", "prompt=a bird", "n=2", "length=12"])
         actual = (code, capsys.readouterr().out.count("a bird") >= 2)
-        assert actual == ((2, False) if words else (0, True))
+        expected = (2, False) if words else (0, True)
+        assert actual == expected
         actual = books(files / "words.txt", f"task.init={tmp_path}", *words).vocabulary
         assert actual == task.vocabulary
     with pytest.raises(ConfigError, match="trained with other symbols; expected"):
@@ -301,10 +310,13 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
     """The state goes from batch to batch and begins anew with an epoch; micro-batches have their own."""
     task = ptb()
     model = built(task)
-    for plan, parts in ((Plan(4), 1), (Plan(4, micro=2), 2)):
+    cases = [(Plan(4), 1), (Plan(4, micro=2), 2)]
+    for plan, parts in cases:
         for _ in range(2):
             batches = [*task.batches("train", plan)]
-            losses = [task.loss(model, batch).detach() for batch in batches]
+            losses = []
+            for batch in batches:
+                losses.append(task.loss(model, batch).detach())
             sizes = [batch["labels"].numel() for batch in batches]
         mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
         whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
@@ -313,7 +325,7 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
             (outputs @ model.body.embedding.weight.T).flatten(0, 1),
             torch.from_numpy(whole[1]).flatten(),
         ).detach()
-        torch.testing.assert_close(
+        assert_close(
             mean,
             expected,
         )
@@ -338,7 +350,9 @@ def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
 def test_processes_share_columns(ptb):
     """In an evaluation each word is in one process; in training they read the micro-batches of one."""
     task = ptb(eval_columns=5)
-    parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
+    parts = []
+    for rank in range(3):
+        parts.append([*task.batches("test", Plan(1, rank=rank, world=3))])
     rows = []
     for part in parts:
         rows.append(torch.cat([batch["labels"] for batch in part], 1))
@@ -350,7 +364,9 @@ def test_processes_share_columns(ptb):
     assert actual == [1, 2, 2]
     actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
     assert actual == []
-    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
+    halves = []
+    for rank in (0, 1):
+        halves.append([*ptb().batches("train", Plan(4, rank=rank, world=2))])
     both = []
     for pair in zip(*halves):
         for batch in pair:
@@ -361,7 +377,8 @@ def test_processes_share_columns(ptb):
 
 
 def test_lengths_and_temperature_of_the_loss(ptb):
-    task = ptb(temperature=0.5, lengths={"queries": 0.3, "keys": 0.7})
+    lengths = {"queries": 0.3, "keys": 0.7}
+    task = ptb(temperature=0.5, lengths=lengths)
     model = built(task)
     batch = next(task.batches("train", Plan(4)))
     outputs = model.body(batch["tokens"])[0].flatten(0, 1)
@@ -370,10 +387,12 @@ def test_lengths_and_temperature_of_the_loss(ptb):
         0.3 * (outputs.norm(dim=1) - 1).square().mean() + 0.7 * (e.norm(dim=1) - 1).square().mean()
     )
     expected = F.cross_entropy(2 * outputs @ e.T, batch["labels"].flatten()) + cost
-    torch.testing.assert_close(task.loss(model, batch), expected)
+    actual = task.loss(model, batch)
+    assert_close(actual, expected)
     alone = model.eval()(batch["tokens"], batch["labels"])
-    torch.testing.assert_close(alone.loss.float() / len(outputs), (expected - cost))
-    torch.testing.assert_close(alone.lengths, outputs.norm(dim=1))
+    actual = alone.loss.float() / len(outputs)
+    assert_close(actual, (expected - cost))
+    assert_close(alone.lengths, outputs.norm(dim=1))
 
 
 def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
@@ -385,13 +404,15 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     )
     for name, tensor in model.body.state_dict().items():
         assert torch.equal(found[name], tensor)
-    for other in ({"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}):
+    cases = [{"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}]
+    for other in cases:
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
             ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
 
 
 def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
-    for part, text in (("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")):
+    cases = [("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")]
+    for part, text in cases:
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     with pytest.raises(DataError, match="'c' and <unk> are not in the training text"):
         ptb(corpus="ptb", data_dir=str(tmp_path))

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers.small_bert import write_text
-from helpers.swap_models import bert, gpt2, inputs, made, vit
+from helpers.swap_models import bert, build_model, gpt2, inputs, vit
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -34,11 +34,11 @@ ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"lea
 )
 def test_a_taught_model_is_the_exact_one(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
-    plain = made(make)
+    plain = build_model(make)
     batch = inputs(make)
     with torch.no_grad():
         expected = plain(**batch)[0]
-    model = swap_attention(made(make), name, m=8, **ARMS[name])
+    model = swap_attention(build_model(make), name, m=8, **ARMS[name])
     taught = TransferModel(model).train()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no statistics yet.*")
@@ -64,10 +64,15 @@ def test_a_taught_model_is_the_exact_one(make, name):
 
 @pytest.mark.parametrize("make", [gpt2, vit], ids=["gpt2", "vit"])
 def test_transfer_brings_any_model_nearer_to_exact(make):
-    model = swap_attention(made(make), "hedgehog", m=8)
-    batches = [inputs(make, seed=seed) for seed in range(4)]
+    model = swap_attention(build_model(make), "hedgehog", m=8)
+    batches = []
+    for seed in range(4):
+        batches.append(inputs(make, seed=seed))
     passes = []
-    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
+    wanted = []
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            wanted.append(name)
     with torch.no_grad():
         before = TransferModel(model)
         first = sum(before(**batch)[0] for batch in batches)
@@ -87,7 +92,7 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
 
 
 def test_padding_teaches_nothing():
-    model = swap_attention(made(bert), "hedgehog", m=4)
+    model = swap_attention(build_model(bert), "hedgehog", m=4)
     batch = inputs(bert)
     keep = torch.ones(2, 9, dtype=torch.long)
     keep[:, 6:] = 0
@@ -100,11 +105,11 @@ def test_padding_teaches_nothing():
 
 def test_what_is_no_swapped_model_or_no_batch_is_refused():
     with pytest.raises(ValueError, match="BertModel: no swapped attention"):
-        transfer_attention(made(bert), [inputs(bert)])
+        transfer_attention(build_model(bert), [inputs(bert)])
     with pytest.raises(ValueError, match="attention=window: .*; use hedgehog"):
-        transfer_attention(swap_attention(made(bert), "window"), [inputs(bert)])
+        transfer_attention(swap_attention(build_model(bert), "window"), [inputs(bert)])
     with pytest.raises(ValueError, match="batches: empty"):
-        transfer_attention(swap_attention(made(bert), "hedgehog", m=4), [])
+        transfer_attention(swap_attention(build_model(bert), "hedgehog", m=4), [])
 
 
 # ---- runs
@@ -173,9 +178,10 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
     assert err == "", err
     assert "of exact attention, worst layer" in out, err
     found = records(tmp_path / "run")
-    errors = [
-        line["error"] for line in found if line["split"] == "validation" and not line.get("final")
-    ]
+    errors = []
+    for line in found:
+        if line["split"] == "validation" and not line.get("final"):
+            errors.append(line["error"])
     assert errors[1] < errors[0] <= 1.5
     code, _, err = run(
         "mlm",
@@ -206,8 +212,8 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
     )
     assert code == 0, err
     before, after = (
-        checkpoint.load_tensors(tmp_path / each / "model" / "model.safetensors")
-        for each in ("run", "light")
+        checkpoint.load_tensors(tmp_path / directory / "model" / "model.safetensors")
+        for directory in ("run", "light")
     )
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys()
@@ -251,7 +257,9 @@ def test_peft_loads_the_adapters_onto_the_swapped_model(run, exact, tmp_path):
 def test_a_new_head_is_trained_with_the_adapters():
     """The weights that a source lacks, here those of a classifier."""
     pytest.importorskip("peft")
-    model = torch.nn.ModuleDict({"encoder": made(bert), "classifier": torch.nn.Linear(16, 2)})
+    model = torch.nn.ModuleDict(
+        {"encoder": build_model(bert), "classifier": torch.nn.Linear(16, 2)}
+    )
     model.__dict__["made_anew"] = ["classifier.bias", "classifier.weight"]
     adapters = Adapters(
         model,

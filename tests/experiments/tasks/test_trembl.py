@@ -83,10 +83,9 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
     actual = task.weight(batch)
     expected = (batch["labels"] != -100).sum()
     assert actual == expected
-    rows = [
-        protein.next_token_batch([task.rows["train"][i]], 16)
-        for i in next(Plan(8).rows(task.length("train"), "train"))
-    ]
+    rows = []
+    for i in next(Plan(8).rows(task.length("train"), "train")):
+        rows.append(protein.next_token_batch([task.rows["train"][i]], 16))
     total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
         map(task.weight, rows)
     )
@@ -100,7 +99,9 @@ def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    made = []
+    for _ in range(n):
+        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
     return write(folder / "a.fasta", made)
 
 
@@ -141,9 +142,9 @@ def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
     """Also where the copy that the table does not name is the first one in the file."""
     path = fasta(tmp_path / "data", 60)
     table = tmp_path / "families.tsv"
-    sequences = [
-        entry.split("\n", 1)[1].replace("\n", "") for entry in path.read_text().split(">")[1:]
-    ]
+    sequences = []
+    for entry in path.read_text().split(">")[1:]:
+        sequences.append(entry.split("\n", 1)[1].replace("\n", ""))
     write(path, [*sequences, *sequences[:10]])
     table.write_text(
         "uniprot_acc\tpfamA_acc\n" + "".join(f"{name(i)}\tPF1\n" for i in range(60, 70))
@@ -184,13 +185,14 @@ def test_what_a_run_cannot_be_started_from(tmp_path):
     task = task_of()
     model = task.build(Mechanism.of("favorp", m=8))
     task.export(model, model.state_dict(), tmp_path)
-    for options, words in [
+    cases = [
         ({"direction": "bidirectional"}, "task.direction: differs from task.init="),
         ({"max_length": 17}, "expected at most the 16 positions of task.init="),
         ({"preset": "small"}, "task.preset and task.sizes: differs from task.init="),
         ({"sizes": {"layers": 2}}, "task.preset and task.sizes: differs from task.init="),
         ({"positions": "rotary"}, "task.positions: differs from task.init="),
-    ]:
+    ]
+    for options, words in cases:
         with pytest.raises(ConfigError, match=words):
             task_of(init=str(tmp_path), **{"sizes": {}} | options)
     actual = task_of(init=str(tmp_path), sizes={"layers": 1}, positions="learned").description

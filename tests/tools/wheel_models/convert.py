@@ -90,7 +90,9 @@ def tokenizer_of(vocabulary: Path, most: int) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    ids = {word: i for i, word in enumerate(vocabulary.read_text(encoding="utf-8").splitlines())}
+    ids = {}
+    for i, word in enumerate(vocabulary.read_text(encoding="utf-8").splitlines()):
+        ids[word] = i
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(SMILES), behavior="removed", invert=True)
     tokenizer.post_processor = processors.BertProcessing(
@@ -129,9 +131,9 @@ def gguf(model: Any, source: Path, folder: Path) -> None:
     del rounded.config.quantization_config  # of the file: its numbers are float32 now
     made = made_of(type(rounded), rounded.config, rounded.state_dict())
     tokenizer.model_max_length = made.config.max_position_embeddings
-    ids = {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    ids = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids[name] = getattr(tokenizer, name)
     made.generation_config = GenerationConfig(**ids)
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -76,11 +76,10 @@ def whisper(
     Raises DataError for another kind of model, and for weights that are rounded to whole numbers."""
     if kind != "WhisperSpec":
         raise DataError(f"it is a {kind} of CTranslate2; this reader takes a WhisperSpec")
-    weights = {
-        name: value
-        for name, value in variables.items()
-        if value.ndim and not name.endswith("alignment_heads")
-    }
+    weights = {}
+    for name, value in variables.items():
+        if value.ndim and not name.endswith("alignment_heads"):
+            weights[name] = value
     if odd := next((name for name, value in weights.items() if value.dtype.kind != "f"), None):
         raise DataError(
             f"its weights are {weights[odd].dtype} ({odd}); this reader takes float16 or float32"
@@ -130,7 +129,9 @@ def _named(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     part, *middle, end = name.split("/")
     end = ENDS.get(end, end)
     if not middle or not middle[0].startswith("layer_") or middle[0] == "layer_norm":
-        inner = OUTER.get(middle[0], middle[0]) if middle else end
+        inner = end
+        if middle:
+            inner = OUTER.get(middle[0], middle[0])
         return [(f"{part}.{inner}.{end}", tensor)]
     layer = f"{part}.layers.{middle[0].removeprefix('layer_')}"
     inner = "/".join(middle[1:])

@@ -171,23 +171,25 @@ def written(architecture: str) -> dict[str, Any]:
 
 def named(graph: Graph) -> dict[str, np.ndarray]:
     """Weights by the names of transformers, matrices among them."""
-    matrices = {
-        graph.users[name].removesuffix(MATRIX).strip("/").replace("/", ".") + ".weight": value.T
-        for name, value in graph.weights.items()
-        if graph.users.get(name, "").endswith(MATRIX)
-    }
+    matrices = {}
+    for name, value in graph.weights.items():
+        if graph.users.get(name, "").endswith(MATRIX):
+            matrices[
+                graph.users[name].removesuffix(MATRIX).strip("/").replace("/", ".") + ".weight"
+            ] = value.T
     return graph.weights | matrices
 
 
 def outer(found: dict[str, np.ndarray], graph: Graph) -> dict[str, np.ndarray]:
     """What stands before and behind the layers. The places of patches are resized in the graph, so that they and that
     of the class are constants of their own, told by their shapes."""
-    shapes = {
-        value.shape: value
-        for name, value in graph.weights.items()
-        if name != "backbone.embeddings.cls_token"
-    }
-    places = [shapes[1, count, WIDTH] for count in (1, SIDE**2)]
+    shapes = {}
+    for name, value in graph.weights.items():
+        if name != "backbone.embeddings.cls_token":
+            shapes[value.shape] = value
+    places = []
+    for count in (1, SIDE**2):
+        places.append(shapes[1, count, WIDTH])
     state = {
         "cls_token": found["backbone.embeddings.cls_token"],
         "pos_embed": np.concatenate(places, 1),

@@ -129,7 +129,8 @@ def test_only_a_later_interrupt_stops_at_once(interruptible):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as signals:
         # ignored, then as torchrun and a terminal send them together
-        for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        cases = [signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+        for signum in cases:
             os.kill(os.getpid(), signum)
         assert signals.signum == signal.SIGTERM
         signals.first -= 2

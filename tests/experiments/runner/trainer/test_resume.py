@@ -208,7 +208,8 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
     generators or the records."""
 
     def started():
-        process = context.Process(target=toy.run, args=(run, *LONG))
+        args = (run, *LONG)
+        process = context.Process(target=toy.run, args=args)
         process.start()
         return process
 
@@ -249,7 +250,8 @@ class Tied(nn.Module):
 
     def __init__(self, width=4):
         super().__init__()
-        self.a, self.b = nn.Linear(width, 4, bias=False), nn.Linear(width, 4)
+        self.a = nn.Linear(width, 4, bias=False)
+        self.b = nn.Linear(width, 4)
         self.b.weight = self.a.weight
         self.register_buffer("counts", torch.arange(6))
         self.register_buffer("turned", torch.randn(3, 2).T)
@@ -298,7 +300,9 @@ def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
 def test_round_trip_of_samples_between_two_fits(tmp_path):
     """As many rows as passes left: a model that has none yet takes them, and goes on to the same fit."""
     q, k, v = torch.randn(3, 1, 2, 12, 4)
-    layers = [NearFar(2, 4, heavy=2, cells=2, cross=True, fit_steps=4) for _ in range(2)]
+    layers = []
+    for _ in range(2):
+        layers.append(NearFar(2, 4, heavy=2, cells=2, cross=True, fit_steps=4))
     for _ in range(3):
         layers[0](q, k, v)
     path = write(tmp_path, 3, model=layers[0])
@@ -400,7 +404,8 @@ def test_a_run_whose_checkpoints_cannot_be_read_stays_as_it_is(
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
-    for step, best in [(1, None), (2, 1), (3, 2), (4, 2), (5, 2)]:
+    cases = [(1, None), (2, 1), (3, 2), (4, 2), (5, 2)]
+    for step, best in cases:
         write(tmp_path, step, best)
         checkpoint.prune(tmp_path, keep=2, best=best)
     assert checkpoint.steps(tmp_path) == [2, 4, 5]
