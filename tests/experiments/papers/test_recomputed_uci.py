@@ -24,7 +24,7 @@ PAPER = {  # Table 1 of Chefs' Random Tables: averages
     "PoisRF+": 49.9,
     "GeomRF+": 52.3,
 }
-KEYS = {"PoisRF+": "pois_plus", "GeomRF+": "geom_plus", "OPRF": "oprf"}
+KEYS = {"GERF": "gerf", "PoisRF+": "pois_plus", "GeomRF+": "geom_plus", "OPRF": "oprf"}
 pytestmark = pytest.mark.slow
 
 
