@@ -1,7 +1,7 @@
 """Tables of numbers and categories: UCI files, embedded sets and your own csv.
 
-`load("car")` reads $CRT_DATA/uci/car.data as published by UCI. Types, units and the order of categories follow UCI's
-documentation of each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
+`load("car")` reads $CRT_DATA/uci/car.data as published by UCI. Columns and their levels follow UCI's documentation of
+each set (columns.csv). The task scales, shuffles and splits; it fits the scaling on the training part.
 
 `read_own` reads a csv, tsv, jsonl or parquet table with a header and predicts one of its columns. Columns of numbers
 are numeric, other columns are categories. Classes and categories are text: 01 and 1 differ. A missing number becomes
@@ -34,11 +34,10 @@ class Column:
     name: str
     values: np.ndarray  # (n,)
     levels: tuple[str, ...] | None = None
-    ordered: bool = False  # levels run from low to high
 
     def encode(self) -> np.ndarray:
         """(n, width) float64 encoding; see `Table.encode`."""
-        if self.levels is not None and not self.ordered:
+        if self.levels is not None and len(self.levels) > 2:
             return np.eye(len(self.levels))[self.values]
         return self.values[:, None].astype(np.float64)
 
@@ -59,13 +58,13 @@ class Table:
     def encode(self) -> np.ndarray:
         """All features as numbers: (n, width) float64, not scaled.
 
-        An ordered category is 0, 1, ..., an unordered category 0/1 indicators.
+        A category is one 0/1 indicator for each level, or one column of 0 and 1 if it has two levels.
         """
         return np.hstack([column.encode() for column in self.columns])
 
 
-# Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), kind, levels (from
-# low to high if ordered; two levels count as ordered, because 0/1 loses nothing) and an alias of a level.
+# Columns of each table's file, in file order: name, role (target, or dropped for row identifiers), levels of a category
+# and an alias of a level.
 LAYOUTS = {
     name: [*rows.itertuples()]
     for name, rows in pd.read_csv(
@@ -157,8 +156,7 @@ def table_of(name: str, arrays: Sequence[np.ndarray], source: str) -> Table:
     columns = {}
     for field, values in zip(fields, arrays):
         levels = tuple(field.levels.split()) or None
-        column = Column(field.column, values, levels, field.kind == "ordered")
-        columns[field.role or field.column] = column
+        columns[field.role or field.column] = Column(field.column, values, levels)
     target = columns.pop("target")
     return Table(name, tuple(columns.values()), target.values, target.levels, source)
 

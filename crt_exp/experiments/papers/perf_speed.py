@@ -148,6 +148,10 @@ def memory_growth(rows: Rows) -> str:
     return f"memory grows {', '.join(growth)}" if growth else "no run measured memory"
 
 
+SMALL_LAYERS = (
+    "the small Transformer (d = 64, one head) has little to compute but its 256 features, on two CPU cores; the paper "
+    "times a V100"
+)
 COMPARISONS = [  # text, methods, cases, largest ratio, the paper's result
     (
         "a training step with FAVOR+ takes at most 1.25 times that with identity",
@@ -183,17 +187,48 @@ COMPARISONS = [  # text, methods, cases, largest ratio, the paper's result
 ]
 
 
+GROWTH_CASES = {  # case -> model, two lengths
+    "large Transformer, L = 1024 to 2048": ("large", 1024, 2048),
+    "small Transformer, L = 1024 to 4096": ("small", 1024, 4096),
+    "attention alone, L = 4096 to 16384": ("attention", 4096, 16384),
+}
+
+
+def growth_exponent(rows: Rows, what: str, short: int, long: int) -> pd.Series:
+    """Exponent of the time of FAVOR+ in the number of tokens, by process."""
+    logs = []
+    for length in (short, long):
+        logs.append(rows.values("training", "favorp", log=True, what=what, length=length))
+    return (logs[1] - logs[0]).dropna() / np.log(long / short)
+
+
 def claims(rows: Rows) -> list[Claim]:
     claims = []
     for text, methods, cases, below, paper in COMPARISONS:
         metric = "ms" if "ViT, 16384 tokens" in cases else "training"
         ratios = rows.paired_by_case(*methods, metric, cases, log=True)
         needs = "" if below == 1 else "more processes on a quiet machine"
-        claims.append(Claim(text, ratios, paper, needs, below=below, log=True, unit="times"))
+        reason = SMALL_LAYERS if methods[1] == "identity" else ""
+        claims.append(
+            Claim(text, ratios, paper, needs, below=below, log=True, unit="times", reason=reason)
+        )
+    growth = {}
+    for case, (what, short, long) in GROWTH_CASES.items():
+        growth[case] = growth_exponent(rows, what, short, long)
+    claims.append(
+        Claim(
+            "the time of a training step with FAVOR+ grows as L^1.1 at most",
+            growth,
+            below=1.1,
+            unit="(exponent)",
+            paper="nearly linear time, to L = 2^15 (Figure 3)",
+            needs="the large Transformer at L = 2^15: 16 GB of GPU memory",
+        )
+    )
     claims.append(
         Claim(
             "training a ViT above 1000 tokens fails for lack of memory",
-            not_measured=memory_growth(rows),
+            not_judged=memory_growth(rows),
             paper="out of memory",
             needs="a TPU, and exact attention that forms its matrix",
         )

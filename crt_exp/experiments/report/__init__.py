@@ -9,7 +9,7 @@ from crt_exp.experiments.intervals import (
 from crt_exp.experiments.report.claims import Claim, control_checks
 from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
-from crt_exp.experiments.report.rows import Rows, share
+from crt_exp.experiments.report.rows import Rows, added, share
 from crt_exp.experiments.report.sweeps import (
     HOME,
     PlannedRun,
@@ -26,6 +26,7 @@ __all__ = [
     "PlannedRun",
     "Rows",
     "Tables",
+    "added",
     "control_checks",
     "dot_plot",
     "filters_over",

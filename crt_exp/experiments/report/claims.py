@@ -15,8 +15,9 @@ SUPPORTED = "supported"
 CONTRADICTED = "contradicted"
 CONFLICT = "theory and measurement disagree"
 UNDECIDED = "inconclusive"
+NOT_JUDGED = "measured, not judged"
 NOT_MEASURED = "not measured"
-WORDS = (SUPPORTED, CONTRADICTED, CONFLICT, UNDECIDED, NOT_MEASURED)
+WORDS = (SUPPORTED, CONTRADICTED, CONFLICT, UNDECIDED, NOT_JUDGED, NOT_MEASURED)
 
 Samples = pd.Series | Sequence[float] | float
 
@@ -42,6 +43,7 @@ class Claim:
         fails: Failed sanity checks by case; these cases are inconclusive.
         reason: One sentence of explanation.
         not_measured: Why no sample can test the claim.
+        not_judged: What was measured, and why it does not test the claim.
 
     >>> [case.verdict for case in judge([Claim("more", {"A": [1.0, 1.1, 0.9], "B": [1.0]}, above=0.5)])]
     ['supported', 'inconclusive']
@@ -62,6 +64,12 @@ class Claim:
     fails: Mapping[str, str] = field(default_factory=dict)
     reason: str = ""
     not_measured: str = ""
+    not_judged: str = ""
+
+    @property
+    def untested(self) -> str:
+        """Why no sample tests the claim, or ""."""
+        return self.not_measured or self.not_judged
 
     @property
     def sign(self) -> int:
@@ -176,19 +184,22 @@ def judge(claims: Sequence[Claim], reduced: bool = False, stand_in: str = "") ->
     """
     results = []
     for claim in claims:
-        if claim.not_measured:
-            results.append(CaseResult(claim, "", Mean(math.nan, math.nan, 1.0, 0)))
+        if claim.untested:
+            result = CaseResult(claim, "", Mean(math.nan, math.nan, 1.0, 0))
+            if claim.not_judged:
+                result = replace(result, verdict=NOT_JUDGED)
+            results.append(result)
             continue
         for case, samples in claim.cases.items():
             if np.size(samples):
                 results.append(claim.test_case(case))
     tested = []
     for i, result in enumerate(results):
-        if not (result.claim.not_measured or result.check):
+        if not (result.claim.untested or result.check):
             tested.append(i)
     corrected = dict(zip(tested, holm([results[i].estimate.p for i in tested])))
     for i, result in enumerate(results):
-        if not result.claim.not_measured:
+        if not result.claim.untested:
             results[i] = _with_verdict(result, corrected.get(i, math.nan), reduced, stand_in)
     return results
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from crt_exp.experiments.drawing import markdown, save_figure
-from crt_exp.experiments.report.claims import NOT_MEASURED, WORDS, CaseResult
+from crt_exp.experiments.report.claims import WORDS, CaseResult
 from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.rows import FOLDER, Rows, read_rows, rows_path
 from crt_exp.experiments.report.tables import Tables, table_cells, to_markdown
@@ -155,8 +155,8 @@ def claim_line(results: Sequence[CaseResult]) -> str:
     papers = [result.paper for result in results if result.paper]
     part = "" if len(papers) == len(results) else f", in {len(papers)} of {len(results)}"
     paper = f" (paper{part}: {papers[0]})" if len({*papers}) == 1 else ""
-    if claim.not_measured:
-        return f"- **{NOT_MEASURED}**: {claim.text}{paper}: {claim.not_measured}."
+    if claim.untested:
+        return f"- **{first.verdict}**: {claim.text}{paper}: {claim.untested}."
     if len(results) == 1:
         name = f"{first.case}: " if first.case else ""
         check = f"; sanity check: {first.check}" if first.check else ""
@@ -172,13 +172,15 @@ def claim_line(results: Sequence[CaseResult]) -> str:
 
 def claims_table(results: Sequence[CaseResult]) -> str:
     """Format all cases as a Markdown table; above LONG cases, link claims.csv; none as ""."""
-    measured = [result for result in results if not result.claim.not_measured]
-    if not measured:
+    tested = [result for result in results if not result.claim.untested]
+    if not tested:
         return ""
-    if len(measured) > LONG:
-        return f"{len(measured)} cases: the rows of this page in [claims.csv](claims.csv).\n\n{INTERVAL}"
+    if len(tested) > LONG:
+        return (
+            f"{len(tested)} cases: the rows of this page in [claims.csv](claims.csv).\n\n{INTERVAL}"
+        )
     header = ["claim", "case", "ours", "threshold", "paper", "n", "p", "verdict", "note"]
-    table = markdown(header, [_claims_row(result) for result in measured])
+    table = markdown(header, [_claims_row(result) for result in tested])
     return f"{table}\n{INTERVAL}"
 
 
@@ -237,7 +239,7 @@ def claims_frame(page: str, results: Sequence[CaseResult]) -> pd.DataFrame:
                 "paper": result.paper,
                 "theory": theory(result),
                 "sanity_check": result.check,
-                "reason": claim.reason or claim.not_measured,
+                "reason": claim.reason or claim.untested,
                 "needs": claim.needs,
             }
         )

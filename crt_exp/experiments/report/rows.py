@@ -135,6 +135,18 @@ def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
     return ratio + (both["gain"] - ratio * both["whole"]) / both["whole"].mean()
 
 
+def added(samples: pd.Series, first_look: int) -> pd.Series:
+    """Return the samples that were added after a look at the first ones; all if none were added.
+
+    Samples added because the first ones did not decide must decide alone.
+
+    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), first_look=1).to_dict()
+    {'1': 1.0, '2': 2.0}
+    """
+    later = samples[samples.index.astype(int) >= first_look]
+    return later if len(later) else samples
+
+
 # ---- files
 
 

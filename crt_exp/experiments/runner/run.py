@@ -54,7 +54,7 @@ FREE_KEYS = (
 # keys that only runs of earlier versions have, and the values that they have now as constants
 CONSTANTS = {
     "task.bad": "error",
-    "task.coding": "ordinal",
+    "task.coding": "onehot",
     "task.environment": "Ant-v5",
     "task.exact_lr": 3e-3,
     "task.strokes": 3,

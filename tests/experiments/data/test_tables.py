@@ -11,7 +11,7 @@ import pytest
 from helpers.refusals import check_refused
 
 from crt_exp.experiments.data import DataError, arena, corpora
-from crt_exp.experiments.data.tabular import BLANKS, LAYOUTS, file_of, load, read_own
+from crt_exp.experiments.data.tabular import BLANKS, LAYOUTS, Column, file_of, load, read_own
 from crt_exp.experiments.tasks import uci
 from crt_exp.experiments.tasks.books import Books
 from crt_exp.experiments.tasks.mlm import MLM
@@ -21,9 +21,9 @@ from crt_exp.registry import ConfigError
 # name: (rows, width, number of classes), from UCI's pages
 PUBLISHED = {
     "abalone": (4177, 10, 28),
-    "car": (1728, 6, 4),
+    "car": (1728, 21, 4),
     "yeast": (1484, 8, 10),
-    "cmc": (1473, 12, 3),
+    "cmc": (1473, 21, 3),
     "wine": (178, 13, 3),
     "boston": (506, 13, None),
 }
@@ -189,17 +189,20 @@ def test_missing_files_and_unknown_names(tmp_path):
         load("nurssery")
 
 
-def test_orders_are_the_documented_ones(tmp_path):
+def test_a_category_has_an_indicator_for_each_level(tmp_path):
+    """Also where the levels have an order; a category of two levels is one column."""
     write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
     table = load("car", tmp_path)
-    actual = table.encode()[0].tolist()
-    assert actual == [0, 3, 3, 2, 0, 2]
+    first, last = [1, 0, 0, 0], [0, 0, 0, 1]
+    expected = [*first, *last, *last, 0, 0, 1, 1, 0, 0, 0, 0, 1]
+    assert table.encode()[0].tolist() == expected
     assert table.target[0] == 3
+    married = Column("married", np.array([0, 1, 1]), ("no", "yes"))
+    assert married.encode().tolist() == [[0], [1], [1]]
     write(tmp_path, "abalone", [["I", *row[1:]] for row in valid_rows("abalone")])
-    table = load("abalone", tmp_path)  # a category without order is never a number
+    table = load("abalone", tmp_path)
     assert table.columns[0].levels == ("M", "F", "I")
-    actual = table.encode()[0, :3].tolist()
-    assert actual == [0, 0, 1]
+    assert table.encode()[0, :3].tolist() == [0, 0, 1]
 
 
 def task_with(**options) -> SimpleNamespace:

@@ -111,7 +111,8 @@ def test_too_few_samples_decide_nothing():
     one = Claim("one sample", {"": [3.0]})
     none = Claim("none", {"": []})
     absent = Claim("no sample", not_measured="too large")
-    assert verdicts(one, none, absent) == [UNDECIDED, "not measured"]
+    other = Claim("no comparison", not_judged="no run diverged")
+    assert verdicts(one, none, absent, other) == [UNDECIDED, "not measured", "measured, not judged"]
 
 
 def test_sign_test_equals_scipy_where_one_sample_decides_the_mean():

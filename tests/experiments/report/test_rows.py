@@ -14,7 +14,14 @@ import pytest
 from crt_exp.experiments.intervals import mean_ci
 from crt_exp.experiments.report import pages
 from crt_exp.experiments.report.rendering import measured_tables
-from crt_exp.experiments.report.rows import has_rows, read_rows, rows_path, share, write_rows
+from crt_exp.experiments.report.rows import (
+    added,
+    has_rows,
+    read_rows,
+    rows_path,
+    share,
+    write_rows,
+)
 from crt_exp.registry import ConfigError
 
 ORIGIN = {
@@ -33,6 +40,12 @@ ROWS = pd.DataFrame(
         **ORIGIN,
     }
 )
+
+
+def test_samples_after_the_first_look_decide_alone():
+    samples = pd.Series([9.0, 9.0, 1.0, 2.0], ["0", "1", "2", "10"])
+    assert added(samples, first_look=2).tolist() == [1, 2]
+    assert added(samples, first_look=11).tolist() == [9, 9, 1, 2]
 
 
 @pytest.fixture
