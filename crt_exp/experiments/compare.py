@@ -411,7 +411,7 @@ def word_error_values(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
     """Return jackknife values of the word error rate, one for each utterance.
 
     >>> word_error_values(np.array(["one two", "six"]), np.array(["one", "six"])).round(3)
-    array([ 0.667, -0.333])
+    array([0.667, 0.167])
     """
     import jiwer
 

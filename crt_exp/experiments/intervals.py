@@ -188,15 +188,15 @@ def interval_record(metric: str, interval: Interval, over: str) -> dict[str, Any
     return record | {OVER: over}
 
 
-def recorded_interval(record: Mapping[str, Any]) -> Interval:
-    """Return the interval of a final record; its ends are nan if the run recorded none."""
-    ends = [record.get(f"{record['metric']}_{name}") for name in Interval._fields]
+def recorded_interval(record: Mapping[str, Any], metric: str) -> Interval:
+    """Return the interval of a metric in a final record; its ends are nan if the run recorded none."""
+    ends = [record.get(f"{metric}_{name}") for name in Interval._fields]
     return Interval(*[math.nan if end is None else end for end in ends])
 
 
-def interval_text(record: Mapping[str, Any]) -> str:
+def interval_text(record: Mapping[str, Any], metric: str) -> str:
     """Format the interval of a final record, to follow the value; "" if there is none."""
-    low, high = recorded_interval(record)
+    low, high = recorded_interval(record, metric)
     if math.isnan(low):
         return ""
     return f" ({low:.4f} to {high:.4f}, 95% interval over {record[OVER]})"

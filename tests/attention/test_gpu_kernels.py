@@ -206,7 +206,7 @@ def test_in_the_interpreter(marked):
     """Triton chooses its interpreter at import, so that another process runs the tests above."""
     if INTERPRETED:
         pytest.skip("this is the other process")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider"]
     run = subprocess.run(
         [*command, "-m", marked, __file__],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -295,7 +295,7 @@ def test_compiled_kernels_fit_the_registers(capability, dtype, d, record_propert
             for of_keys in (True, False):
                 if of_keys or name == "key_gradients":
                     resources = compile_kernel(name, capability, dtype, d, causal, of_keys)
-                    record_property(f"{name} {causal} {of_keys}", resources)
+                    record_property(f"{name} {causal} {of_keys}", str(resources))
                     assert resources.spilled == 0, (name, causal, of_keys, resources)
                     assert resources.shared_memory <= SHARED_MEMORY, (name, causal, resources)
 

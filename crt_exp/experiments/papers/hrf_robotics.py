@@ -58,11 +58,16 @@ SAME = {"metric": "return", "sample": [*"01234"]}  # the seeds of all methods
 def finding(rows: Rows) -> str:
     shares = flops_ratios(rows, "favorp m=256")
     times = flops_ratios(rows, "exact")
-    return (
+    returns = (
         "On two robot tasks, the difference of the returns of the angular hybrid and FAVOR+ is inconclusive (n = "
-        f"{len(SAME['sample'])} seeds). The hybrid ranks 64 patches with {shares['d = 4']:.0%} of the FLOPs of FAVOR+ "
-        f"at d = 4 and {shares['d = 64']:.0%} at d = 64, {times['d = 4']:.1f} and {times['d = 64']:.1f} times "
-        "those of exact attention."
+        f"{len(SAME['sample'])} seeds)."
+    )
+    if not shares or not times:
+        return returns
+    return (
+        f"{returns} The hybrid ranks 64 patches with {shares['d = 4']:.0%} of the FLOPs of FAVOR+ at d = 4 and "
+        f"{shares['d = 64']:.0%} at d = 64, {times['d = 4']:.1f} and {times['d = 64']:.1f} times those of exact "
+        "attention."
     )
 
 

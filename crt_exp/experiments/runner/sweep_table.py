@@ -77,7 +77,7 @@ def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str
     if COLUMNS in last:
         row[COLUMNS] = str(last[COLUMNS])
     if OVER in last:
-        row["low"], row["high"] = recorded_interval(last)
+        row["low"], row["high"] = recorded_interval(last, last["metric"])
         row["over"] = last[OVER]
     return row
 

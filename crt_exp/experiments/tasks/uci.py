@@ -193,7 +193,7 @@ class UCI(Measurement):
         last = records[-1]
         metric = self.metric
         lines = [
-            f"{self.table.name}: {metric} {last[metric]:.4f}{interval_text(last)}{bias_sentence(last)}",
+            f"{self.table.name}: {metric} {last[metric]:.4f}{interval_text(last, metric)}{bias_sentence(last)}",
             self.note,
         ]
         splits = [
