@@ -196,7 +196,7 @@ def split_heads(t: Tensor, heads: int) -> Tensor:
 def positive_form(
     x: Tensor,
     y: Tensor,
-    phi: PositiveExponential,
+    phi: FeatureMap,
     noise,
     params,
     keep: Tensor | None,
@@ -207,6 +207,7 @@ def positive_form(
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
+    assert isinstance(phi, PositiveExponential)  # as `choose_engine` checked
     learned = requires_gradient(noise, params)
     if keep is not None and learned:
         # padding may hold NaN, which would reach the gradients of parameters
@@ -237,7 +238,7 @@ def positive_form(
 def positive_state(
     y: Tensor,
     v: Tensor,
-    phi: PositiveExponential,
+    phi: FeatureMap,
     noise,
     params,
     keep: Tensor | None,
@@ -273,7 +274,7 @@ def _forward(
     with no_autocast(rows):
         saved = find_engine(engine, causal).forward(x, y, v, form)
     check_result(saved.logsum)
-    return tuple(saved)
+    return saved.out, saved.logsum, saved.states, saved.logs, saved.levels
 
 
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
@@ -296,7 +297,8 @@ def _backward(
     form = Form(rows, scale, bias, norm_weight, keep, learned)
     inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
     with no_autocast(rows):
-        return tuple(find_engine(engine, causal).backward(*inputs))
+        grads = find_engine(engine, causal).backward(*inputs)
+    return grads.x, grads.y, grads.v, grads.weights, grads.bias
 
 
 @_forward.register_fake

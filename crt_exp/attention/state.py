@@ -51,6 +51,7 @@ class Running(LinearAttention):
     clusters: "FittedOnce | None"
     running_weight: Tensor
     pending_weight: Tensor
+    pending_x_count: Tensor
     pending_y_count: Tensor
     folds: Tensor
 
@@ -131,7 +132,7 @@ class Running(LinearAttention):
             NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
         """
         stats = self._statistics(q, k, key_mask)
-        sides = {"x": stats.x, "y": stats.y}
+        sides: dict[str, Any] = {"x": stats.x, "y": stats.y}
         whole = len(q) > 0 and all(moments.has_all_vectors for moments in sides.values())
         whole = whole and not several_ranks()
         if whole and not self._uses_minimum and known_value(self.pending_weight) == 0:
@@ -162,7 +163,7 @@ class Running(LinearAttention):
 
     def _pool(self, sides: dict[str, Moments], batch: int) -> None:
         """Pool the statistics of a batch with the pending ones, whatever their numbers are."""
-        pooled = {}
+        pooled: dict[str, Tensor] = {}
         for side, moments in sides.items():
             pooled |= self._pool_moments(side, moments, batch)
         self._check_statistics(pooled.values())

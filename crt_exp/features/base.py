@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,7 +152,7 @@ class FeatureMap:
     on_sequences = False
     second_moments = False  # `fit` uses covariances: O(L d^2) time, d^2 stored numbers
     # `Moments` that `fit` uses, beside covariances; a layer with running statistics updates no others
-    moments = ("mean", "mean_sq", "mean_abs", "minimum")
+    moments: ClassVar[tuple[str, ...]] = ("mean", "mean_sq", "mean_abs", "minimum")
 
     def __post_init__(self):
         check_values("", type(self), vars(self))
