@@ -1,5 +1,6 @@
 """README.md and docs/: links lead somewhere, names exist, and figures are those of the reports."""
 
+import csv
 import importlib
 import re
 
@@ -139,6 +140,18 @@ def test_losses_of_a_swap_are_those_of_the_page():
             where = {"model": "SmolLM2-135M", "length": 4096, "text": text, **COMMON}
             mean = mean_ci(swap.values("above", method, **where))
             assert row[column] == f"{mean:.3f}", (method, column)
+
+
+def test_counts_of_verdicts_are_those_of_the_claims():
+    with (ROOT / "outputs/report/claims.csv").open(newline="") as file:
+        verdicts = [row["verdict"] for row in csv.DictReader(file) if row["paper"]]
+    counts = {}
+    for kind in ("supported", "contradicted", "inconclusive"):
+        counts[kind] = sum(verdict.startswith(kind) for verdict in verdicts)
+    rest = len(verdicts) - sum(counts.values())
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{listed}, {rest} not measured or judged" in text
 
 
 def test_times_of_a_swap_are_those_of_the_page():
