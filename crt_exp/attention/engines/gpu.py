@@ -37,9 +37,7 @@ def program(half: bool, d: int) -> Program:
 
     No kernel spills registers or needs more than 99 KB of shared memory.
     """
-    if half:
-        return Program(64, 4, 2) if d <= 64 else Program(32, 8, 1)
-    return Program(32, 8, 2) if d <= 64 else Program(16, 8, 2)
+    return Program(64, 4, 2) if half and d <= 64 else Program(16, 8, 2)
 
 
 def columns(n: int) -> int:

@@ -48,6 +48,14 @@ def finite(reference):
 
 
 @triton.jit
+def rounded(a):
+    """Round float32 to the nearest bfloat16, for the interpreter, which truncates."""
+    bits = a.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return tl.where(a == a, bits.to(tl.float32, bitcast=True), float("nan"))
+
+
+@triton.jit
 def places(start, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the offsets of a block of rows; only that of its start may exceed 32 bits."""
     local = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, BLOCK)[None, :]
@@ -65,6 +73,9 @@ def load_tokens(pointer, start, stride, seen, D: tl.constexpr, BLOCK_D: tl.const
 @triton.jit
 def store_tokens(pointer, start, values, seen, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store vectors of consecutive tokens in a contiguous tensor."""
+    if INTERPRETED:
+        if pointer.dtype.element_ty == tl.bfloat16:
+            values = rounded(values)
     first, local = places(start, D, seen.shape[0], BLOCK_D)
     mask = seen[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(pointer + first + local, values.to(pointer.dtype.element_ty), mask=mask)
@@ -74,12 +85,9 @@ def store_tokens(pointer, start, values, seen, D: tl.constexpr, BLOCK_D: tl.cons
 def multiply(a, b, HALF: tl.constexpr):
     """Return a b in float32, of bfloat16 factors in half precision."""
     if HALF:
-        a = a.to(tl.bfloat16)
-        b = b.to(tl.bfloat16)
         if INTERPRETED:  # its products of bfloat16 are those of their bits
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        return tl.dot(a, b)
+            return tl.dot(rounded(a), rounded(b))
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
 
@@ -89,6 +97,9 @@ def multiply_exactly(a, b, HALF: tl.constexpr):
     """Return a b for float32 b, which half precision splits into a high and a low part."""
     if HALF:
         kind: tl.constexpr = tl.float16 if a.dtype == tl.float16 else tl.bfloat16
+        if INTERPRETED and kind == tl.bfloat16:
+            high = rounded(b)
+            return tl.dot(rounded(a), high, tl.dot(rounded(a), rounded(b - high)))
         high = b.to(kind)
         low = (b - high.to(tl.float32)).to(kind)
         a = a.to(kind)
