@@ -231,7 +231,7 @@ page = Page(
     measured=[
         "Test accuracy with a Gaussian kernel. Its bandwidth is tuned on validation; columns are standardised.",
         "Categories are 0/1 indicators; the paper states no coding. With ordered categories as integers (rows of "
-        "commit 0e6ba6a4) maps but TrigRF differed from the paper by 5.4 points on average, instead of 3.6.",
+        "commit f821739a) maps but TrigRF differed from the paper by 5.4 points on average, instead of 3.6.",
         "Maps have iid projections, as in the paper's formula (2), and orthogonal ones in the demo.",
         "TrigRF, GERF and HypRF make two columns of a projection. Claims compare them at 128 projections, as in the "
         "paper, and at 128 columns.",
