@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.attention_cases import sample_inputs
 from helpers.covering import in_turn
 from helpers.seeds import seeded
 from timm.utils import ModelEmaV3
@@ -35,16 +36,6 @@ both_ways = pytest.mark.parametrize("causal", [False, True])
 # ---- uniform attention and a window ----------------------------------------------------------------------------------
 
 
-def tensors(L, S, kv_heads=H):
-    g = seeded()
-    x, y, v = (
-        torch.randn(B, h, n, D, generator=g, dtype=torch.float64)
-        for h, n in ((H, L), (kv_heads, S), (kv_heads, S))
-    )
-    keep = torch.rand(B, S, generator=g) < 0.7
-    return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
-
-
 def places(L, S):
     return torch.arange(L)[:, None] + S - L, torch.arange(S)
 
@@ -69,7 +60,7 @@ def twin(x, y, v, allowed):
     ],
 )  # of two sequences a window is refused
 def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
-    x, y, v, keep = tensors(L, S, kv_heads=1)
+    x, y, v, keep = sample_inputs(L, S, kv_heads=1)
     begin = (
         keep.int().argmax(1)[:, None, None, None] if masked else 0
     )  # places count from the first real token
@@ -92,7 +83,7 @@ def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
 @pytest.mark.parametrize("masked", [False, True])
 @both_ways
 def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
-    x, y, v, keep = tensors(5, 9)
+    x, y, v, keep = sample_inputs(5, 9)
     i, j = places(5, 9)
     allowed = ((j <= i) | torch.tensor(not causal)).expand(B, 1, 5, 9) & (
         keep[:, None, None] if masked else True

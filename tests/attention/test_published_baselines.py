@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.attention_cases import Case, assert_same
+from helpers.attention_cases import Case, assert_same, sample_inputs
 from helpers.covering import in_turn
 from helpers.seeds import seeded
 from torch.testing import assert_close
@@ -18,36 +18,12 @@ from crt_exp.features import OPRF
 from crt_exp.mechanism import Mechanism
 
 transformers = pytest.importorskip("transformers")
-
-
 pytestmark = [pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")]
-
-
 B = 2
-
-
 H = 3
-
-
 D = 4
-
-
 both_ways = pytest.mark.parametrize("causal", [False, True])
-
-
-def tensors(L, S, kv_heads=H):
-    g = seeded()
-    x, y, v = (
-        torch.randn(B, h, n, D, generator=g, dtype=torch.float64)
-        for h, n in ((H, L), (kv_heads, S), (kv_heads, S))
-    )
-    keep = torch.rand(B, S, generator=g) < 0.7
-    return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
-
-
 L = 9
-
-
 Q, K, V = torch.randn(3, 3, H, L, D, generator=seeded())
 
 
@@ -194,7 +170,7 @@ def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, maske
     """Outputs and gradients, each pair counted once."""
     L = options["L"]
     options = {name: value for name, value in options.items() if name != "L"}
-    (q, k, v, keep), layer = tensors(L, L), reformer(causal, **options).double()
+    (q, k, v, keep), layer = sample_inputs(L, L), reformer(causal, **options).double()
     if not masked:
         keep = None
     out = layer(q, k, v, keep)
@@ -210,7 +186,7 @@ def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, maske
 @torch.no_grad()
 @both_ways
 def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
-    (q, k, v, _), layer = tensors(11, 11), reformer(causal, buckets=1, chunk=11).double()
+    (q, k, v, _), layer = sample_inputs(11, 11), reformer(causal, buckets=1, chunk=11).double()
     logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT
     hidden = torch.eye(11, dtype=torch.bool) | (
         torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal)
@@ -224,7 +200,7 @@ def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_future_never_leaks_in_buckets(chunk):
-    (q, k, v, _), layer = tensors(23, 23), reformer(True, chunk=chunk).double()
+    (q, k, v, _), layer = sample_inputs(23, 23), reformer(True, chunk=chunk).double()
     whole = layer(q, k, v)
     for n in range(1, 23):
         actual = layer(q[:, :, :n], k[:, :, :n], v[:, :, :n])

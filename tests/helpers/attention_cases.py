@@ -60,6 +60,16 @@ def set_chunks(monkeypatch, size):
     monkeypatch.setattr(chunks, "MAX_SAVED", 0)
 
 
+def sample_inputs(L, S, kv_heads=3):
+    """x (2,3,L,4), y and v (2,kv_heads,S,4) with gradients, float64, and a key mask (2,S)."""
+    g = seeded()
+    x = torch.randn(2, 3, L, 4, generator=g, dtype=torch.float64)
+    y = torch.randn(2, kv_heads, S, 4, generator=g, dtype=torch.float64)
+    v = torch.randn(2, kv_heads, S, 4, generator=g, dtype=torch.float64)
+    keep = torch.rand(2, S, generator=g) < 0.7
+    return x.requires_grad_(), y.requires_grad_(), v.requires_grad_(), keep
+
+
 class Case:
     """x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv), and a map with noise and fitted parameters."""
 

@@ -114,15 +114,16 @@ def multiply_exactly(a, b, HALF: tl.constexpr):
 
 @triton.jit
 def load_map(
-    rows, scale, bias, stride, start, M,
+    rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h, bias_b, bias_h, start, M,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Load directions (BLOCK_M, BLOCK_D) and bias (BLOCK_M,) in binary units."""
-    factor = tl.load(scale).to(tl.float32) * LOG2E
+    """Load directions (BLOCK_M, BLOCK_D) and bias (BLOCK_M,) of a head, in binary units."""
     m = start + tl.arange(0, BLOCK_M)
-    weights = load_tokens(rows, start, stride, m < M, D, BLOCK_D).to(tl.float32) * factor
+    directions = load_tokens(rows + b * rows_b + head * rows_h, start, rows_m, m < M, D, BLOCK_D)
+    factor = tl.load(scale + b * scale_b + head * scale_h).to(tl.float32) * LOG2E
+    bias += b * bias_b + head * bias_h
     offsets = tl.load(bias + m, mask=m < M, other=-float("inf")).to(tl.float32) * LOG2E
-    return weights, offsets
+    return directions.to(tl.float32) * factor, offsets
 
 
 @triton.jit
@@ -143,10 +144,10 @@ def load_sums(states, slot, m, M, DV: tl.constexpr, BLOCK_V: tl.constexpr):
     """Load sums of values (BLOCK_V, BLOCK_M) and of features (BLOCK_M,)."""
     columns = tl.arange(0, BLOCK_V)
     state = states + slot * (DV + 1) * M
-    places = columns[:, None] * M + m[None, :]
+    local = columns[:, None] * M + m[None, :]
     mask = (columns < DV)[:, None] & (m < M)[None, :]
     return (
-        tl.load(state + places, mask=mask, other=0.0),
+        tl.load(state + local, mask=mask, other=0.0),
         tl.load(state + DV * M + m, mask=m < M, other=0.0),
     )
 
@@ -155,9 +156,9 @@ def load_sums(states, slot, m, M, DV: tl.constexpr, BLOCK_V: tl.constexpr):
 def store_sums(states, slot, m, M, values, features, DV: tl.constexpr, BLOCK_V: tl.constexpr):
     columns = tl.arange(0, BLOCK_V)
     state = states + slot * (DV + 1) * M
-    places = columns[:, None] * M + m[None, :]
+    local = columns[:, None] * M + m[None, :]
     mask = (columns < DV)[:, None] & (m < M)[None, :]
-    tl.store(state + places, values, mask=mask)
+    tl.store(state + local, values, mask=mask)
     tl.store(state + DV * M + m, features, mask=m < M)
 
 
@@ -221,10 +222,8 @@ def key_sums(
     v += b * v_b + head * v_h
     map_head = state_head * SHARED
     weights, offsets = load_map(
-        rows + b * rows_b + map_head * rows_h,
-        scale + b * scale_b + map_head * scale_h,
-        bias + b * bias_b + map_head * bias_h,
-        rows_m, start, M, D, BLOCK_D, BLOCK_M,
+        rows, scale, bias, b, map_head, rows_b, rows_h, rows_m, scale_b, scale_h,
+        bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
     )  # fmt: skip
     begin = n * tokens
     end = tl.minimum(begin + tokens, before)
@@ -308,10 +307,8 @@ def diagonal_logs(
     total = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, M, BLOCK_M):
         weights, offsets = load_map(
-            rows + b * rows_b + head * rows_h,
-            scale + b * scale_b + head * scale_h,
-            bias + b * bias_b + head * bias_h,
-            rows_m, start, M, D, BLOCK_D, BLOCK_M,
+            rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+            bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
         )  # fmt: skip
         a = query_logs(xi, weights, offsets, HALF)
         logs = key_logs(yj, seen, weights, offsets, norm_weight, HALF)
@@ -378,10 +375,8 @@ def outputs(
     for start in range(0, M, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         weights, offsets = load_map(
-            rows + b * rows_b + head * rows_h,
-            scale + b * scale_b + head * scale_h,
-            bias + b * bias_b + head * bias_h,
-            rows_m, start, M, D, BLOCK_D, BLOCK_M,
+            rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+            bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
         )  # fmt: skip
         a = query_logs(xi, weights, offsets, HALF)
         reference = load_references(references, slot, m, M)
@@ -443,10 +438,8 @@ def query_sums(
     x += b * x_b + head * x_h
     grad += b * g_b + head * g_h
     weights, offsets = load_map(
-        rows + b * rows_b + head * rows_h,
-        scale + b * scale_b + head * scale_h,
-        bias + b * bias_b + head * bias_h,
-        rows_m, start, M, D, BLOCK_D, BLOCK_M,
+        rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+        bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
     )  # fmt: skip
     slot = (b * (H // SHARED) + head // SHARED) * (N + 1)
     slot += first + n if CAUSAL else N
@@ -545,10 +538,8 @@ def diagonal_gradients(
         query_gradient = tl.zeros((TILE, BLOCK_D), tl.float32)
         for start in range(0, M, BLOCK_M):
             weights, offsets = load_map(
-                rows + b * rows_b + head * rows_h,
-                scale + b * scale_b + head * scale_h,
-                bias + b * bias_b + head * bias_h,
-                rows_m, start, M, D, BLOCK_D, BLOCK_M,
+                rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+                bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             a = query_logs(xi, weights, offsets, HALF) - sums[:, None]
             logs = key_logs(yj, seen, weights, offsets, norm_weight, HALF)
@@ -599,10 +590,8 @@ def query_gradients(
     for start in range(0, M, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         weights, offsets = load_map(
-            rows + b * rows_b + head * rows_h,
-            scale + b * scale_b + head * scale_h,
-            bias + b * bias_b + head * bias_h,
-            rows_m, start, M, D, BLOCK_D, BLOCK_M,
+            rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+            bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
         )  # fmt: skip
         a = query_logs(xi, weights, offsets, HALF) - sums[:, None]
         a = tl.where((i < L)[:, None], a, -float("inf"))
@@ -679,10 +668,8 @@ def key_gradients(
         for start in range(0, M, BLOCK_M):
             m = start + tl.arange(0, BLOCK_M)
             weights, offsets = load_map(
-                rows + b * rows_b + head * rows_h,
-                scale + b * scale_b + head * scale_h,
-                bias + b * bias_b + head * bias_h,
-                rows_m, start, M, D, BLOCK_D, BLOCK_M,
+                rows, scale, bias, b, head, rows_b, rows_h, rows_m, scale_b, scale_h,
+                bias_b, bias_h, start, M, D, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             logs = key_logs(yj, seen, weights, offsets, norm_weight, HALF)
             dlogs = tl.zeros((CHUNK, BLOCK_M), tl.float32)
