@@ -287,7 +287,7 @@ def figure(rows: Rows):
         style = {"log": "xy", "geometric": True, "dotted": dotted}
         line_plot(ax, by_rows, "m", "errors", labels, **style)
         title = f"{MAPS[name]}, scale 1.5 (dashed: uniform attention)"
-        ax.set(title=title, xlabel="projections m", ylabel="MSE")
+        ax.set(title=title, xlabel="projections m", ylabel="MSE (lower is better)")
     labels = {sampler: SAMPLERS[sampler] for sampler in SHOWN}
     for ax, name in zip(axes[2:], ["trig", "pos"]):
         uniform = rows.values("uniform", "trig sampler=iid", scale=0.5)
@@ -298,7 +298,7 @@ def figure(rows: Rows):
         by_sampler = Rows(frame.assign(method=samplers))
         line_plot(ax, by_sampler, "m", "errors", labels, log="xy", geometric=True)
         title = f"{MAPS[name]}, scale 0.5 (dashed: uniform attention)"
-        ax.set(title=title, xlabel="projections m", ylabel="MSE")
+        ax.set(title=title, xlabel="projections m", ylabel="MSE (lower is better)")
     return fig
 
 
