@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast, TokenState
+from crt_exp.features.base import values_readable
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
 
@@ -40,13 +41,15 @@ def set_known_value(t: Tensor, value: int | None) -> None:
 
 
 def read_value(t: Tensor) -> int:
-    """Return the integer in a scalar tensor, which is read only if it is not known.
+    """Return the integer in a scalar tensor, which is read from a device only if it is not known.
+
+    Averages that write through `Tensor.data` leave the version as it is: on a CPU the tensor itself is read.
 
     >>> counter = torch.zeros((), dtype=torch.long)
     >>> read_value(counter), read_value(counter.add_(2))
     (0, 2)
     """
-    value = known_value(t)
+    value = None if values_readable(t) else known_value(t)
     if value is None:
         value = int(t)
         set_known_value(t, value)
