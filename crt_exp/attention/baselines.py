@@ -5,7 +5,8 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from crt_exp.attention.checks import (
     from_first,
     repeat_heads,
 )
+from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.features.base import all_true, values_readable
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import Count, Whole, checked
@@ -75,7 +77,7 @@ class Baseline(AttentionLayer):
         """Return the keys to attend to."""
         return k
 
-    def past(self) -> "KeysPast":
+    def past(self) -> "KeysPast | RecurrentPast":
         """Return a decoding state with the interface of `RecurrentPast`.
 
         Raises ValueError if the layer is not causal.
@@ -457,6 +459,66 @@ class Uniform(Baseline):
     attend = staticmethod(uniform_attention)
 
 
+class WindowState(TokenState):
+    """Decoding state of causal window attention: the keys of the first tokens and of the last two blocks.
+
+    The first tokens are stored in whole blocks, so that at most first + 3 block tokens are stored.
+
+    >>> state = WindowState(block=4, first=2)
+    >>> x, y, v = torch.randn(3, 1, 2, 30, 8)
+    >>> out = state.step(x, y, v)
+    >>> torch.allclose(out, window_attention(x, y, v, block=4, first=2, causal=True), atol=1e-6)
+    True
+    >>> state.length, tuple(state.keys.shape)
+    (30, (1, 2, 10, 8))
+    """
+
+    def __init__(self, block: int, first: int):
+        self.block = block
+        self.first = first
+        self.keys = torch.empty(0)
+        self.values = torch.empty(0)
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None = None,
+        version: Hashable = None,
+    ) -> Tensor:
+        """Append tokens as `TokenState.step` does. Raises ValueError for padding."""
+        if key_mask is not None:
+            raise ValueError("key_mask: the bounded cache of window attention has no padding")
+        if self.length:
+            y = torch.cat([self.keys, y], 2)
+            v = torch.cat([self.values, v], 2)
+        out = window_attention(x, y, v, block=self.block, first=self.first, causal=True)
+        self.length += x.shape[2]
+        self.keys = self._visible(y)
+        self.values = self._visible(v)
+        return out
+
+    def _visible(self, t: Tensor) -> Tensor:
+        """Drop the blocks that no later token sees."""
+        first = -(-self.first // self.block) * self.block
+        number = self.length % self.block + self.block  # tokens of the last two blocks
+        if first + number >= t.shape[2]:
+            return t
+        return torch.cat([t[:, :, :first], t[:, :, -number:]], 2)
+
+    def copy(self) -> "WindowState":
+        return copy.copy(self)
+
+    def select(self, rows: Tensor) -> None:
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
+
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+
 @checked("attention")
 class Window(Baseline):
     """Exact attention to the first tokens and neighbouring blocks; no far field.
@@ -470,11 +532,28 @@ class Window(Baseline):
     """
 
     can_cross = False  # positions of two sequences are not comparable
+    # of a layer with a decoding state
+    calibrated = None
+    version = None
 
     def __init__(self, heads: int, d: int, *, block: Count = 64, first: Whole = 4, **sizes):
         super().__init__(heads, d, **sizes)
         self.block = block
         self.first = first
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Return queries or keys as a decoding state takes them."""
+        return q * self.scaling**0.5
+
+    def decoding(self) -> WindowState:
+        """Return a new state for token-by-token attention."""
+        if not self.causal:
+            raise ValueError("causal=False: decoding needs causal=True")
+        return WindowState(self.block, self.first)
+
+    def past(self) -> RecurrentPast:
+        """Return a decoding state that takes q, k and v as `forward` does."""
+        return RecurrentPast(self)
 
     @property
     def exact_to(self) -> int:

@@ -4,8 +4,8 @@
 layer. An attention module passes new keys to `update` and hands the returned keys to the attention function. `update`
 returns the new keys only, with the cache layer attached, so that the attention function finds the state. The state
 belongs to the cache, so several caches can be in use. The layer stores all keys, like DynamicLayer, if a module changes
-keys after the cache. It also stores all keys in training, with gradients, and for attention that is not causal. A step
-then takes time linear in the position.
+keys after the cache. It also stores all keys in training, with gradients, for attention that is not causal, and for a
+window with padded rows. A step then takes time linear in the position.
 
 Notation: B batch, H query heads, Hkv key heads, T new tokens, S all tokens, d head dimension, dv value dimension, M
 features.
@@ -30,13 +30,14 @@ from transformers.cache_utils import (
 from transformers.generation import GenerationMixin, GenerationMode
 
 from crt_exp.attention.base import LinearAttention
+from crt_exp.attention.baselines import Window
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.attention.decoding import changes
-from crt_exp.nearfar.decoding import RecallState
+from crt_exp.attention.decoding import DecodingState, changes
 from crt_exp.swap.attend import attend, prepare, read_mask, rescaled
 from crt_exp.swap.families import is_cross, names_in_forward
 
 NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
+RECURRENT = (LinearAttention, Window)  # layers with a decoding state
 WHOLE = "pass past_key_values=DynamicCache()"
 
 
@@ -58,7 +59,7 @@ class NewKeys(Tensor):
 
 
 class RecurrentLayer(DynamicLayer):
-    """Cache of one layer: M (dv + 1) numbers for each head, and no keys.
+    """Cache of one layer: M (dv + 1) numbers for each head and no keys, or the keys that near-far or a window need.
 
     The first call sees all keys and decides whether the layer uses a state or stores all keys (`whole`). A state cannot
     be rolled back, so assisted generation gets a cache of all keys.
@@ -144,12 +145,13 @@ class RecurrentLayer(DynamicLayer):
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
         prepare(swapped, query, key, causal)
         if first:
-            possible = causal and not matrix and used == self.length
+            padded = keep is not None and isinstance(swapped, Window)
+            possible = causal and not matrix and used == self.length and not padded
             if not (possible and self._create_state(swapped, query, key, value)):
                 self._store_all_keys(key, value)
                 return at_once()
             self._set_padding(keep)
-            if not isinstance(self.state, RecallState):
+            if isinstance(self.state, DecodingState):
                 keys = repeat_heads(key, swapped.recurrent_heads)
                 values = repeat_heads(value, swapped.recurrent_heads)
                 self.state.take(swapped.scaled(keys), values, keep)
@@ -178,7 +180,7 @@ class RecurrentLayer(DynamicLayer):
 
     def _create_state(self, swapped: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Create the state before the first tokens; False if a state cannot be used."""
-        if not isinstance(swapped, LinearAttention) or query.shape[2] != key.shape[2]:
+        if not isinstance(swapped, RECURRENT) or query.shape[2] != key.shape[2]:
             return False
         if _all_keys(swapped) or swapped.calibrated is not None:
             return False
@@ -342,7 +344,7 @@ def _recurrent_layers(model: nn.Module) -> frozenset[int]:
     layers = set()
     for part in model.modules():
         index = getattr(part, "layer_idx", None)
-        recurrent = isinstance(part._modules.get("swapped"), LinearAttention)
+        recurrent = isinstance(part._modules.get("swapped"), RECURRENT)
         causal = getattr(part, "is_causal", True)
         if recurrent and causal and isinstance(index, int) and not is_cross(part, ""):
             layers.add(index)

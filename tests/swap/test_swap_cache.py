@@ -66,6 +66,52 @@ def left_padded(ids):
 # ---- generate
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+def test_a_window_generates_with_a_bounded_cache(options):
+    """The first block, and the last one or two."""
+    model = swap_attention(build_model(llama), "window", block=4, first=2)
+    found, expected = generated(model, tokens(21), **options)
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_the_cache_of_a_window_does_not_grow():
+    model = swap_attention(build_model(llama), "window", block=4, first=2)
+    ids = tokens(40)
+    cache = model(ids[:, :9], use_cache=True).past_key_values
+    sizes = []
+    for stop, next_stop in ((9, 16), (16, 17), (17, 29), (29, 40)):
+        out = model(ids[:, stop:next_stop], past_key_values=cache)
+        expected = model(ids[:, :next_stop], use_cache=False).logits[:, stop:]
+        assert_close(out.logits, expected, **CLOSE)
+        sizes.append(cache.layers[0].state.keys.shape[2])
+    assert cache.get_seq_length() == 40
+    assert max(sizes) <= 12
+
+
+@torch.no_grad()
+def test_a_window_with_padded_rows_stores_all_keys():
+    model = swap_attention(build_model(llama), "window", block=4, first=2)
+    ids = tokens(21)
+    mask = left_padded(ids)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    found = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+    assert not recurrent(found.past_key_values)
+    expected = model.generate(ids, attention_mask=mask, use_cache=False, **options)
+    assert torch.equal(found.sequences, expected)
+
+
+@torch.no_grad()
+def test_a_window_refuses_padding_after_the_prompt():
+    model = swap_attention(build_model(llama), "window", block=4, first=2)
+    ids = tokens(21)
+    cache = model(ids[:, :12], use_cache=True).past_key_values
+    mask = torch.ones_like(ids)
+    mask[0, 15] = 0
+    with pytest.raises(ValueError, match="window attention has no padding"):
+        model(ids[:, 12:], attention_mask=mask, past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     "make, name, options",
     [

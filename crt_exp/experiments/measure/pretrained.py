@@ -133,7 +133,7 @@ def encode(tokenizer: Any, text: str) -> Tensor:
 
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
-    return encode(load_pretrained(model)[1], plain_text(split))
+    return encode(AutoTokenizer.from_pretrained(folder_of(model)), plain_text(split))
 
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:

@@ -25,11 +25,12 @@ from crt_exp.attention import (
 )
 from crt_exp.experiments.measure import Measurement, Records, seeded
 from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
+from crt_exp.experiments.measure.whole_models import whole_model
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
-from crt_exp.validation import Count, Several, checked, split_words
+from crt_exp.validation import Count, FileName, Several, checked, split_words
 
 CAUSAL = " causal"  # suffix of a method's name
 CHUNKED = f"chunked{CAUSAL}"
@@ -88,6 +89,14 @@ def check_methods(methods: Sequence[str], what: str) -> None:
         if method not in NAMES:
             name = method.removesuffix(CAUSAL) if what == "attention" else method
             mechanism_of(name, what)
+
+
+def check_model(model: str | None, what: str) -> None:
+    """Raise ValueError unless a model is named for what=pretrained alone."""
+    if (model is None) == (what == PRETRAINED):
+        raise ValueError(
+            f"task.model={model}: expected a folder or models/<name> for task.what=pretrained alone"
+        )
 
 
 class Timed(Protocol):
@@ -290,8 +299,8 @@ def model_work(model: nn.Module, x: Tensor) -> Work:
     return Work(forward, backward, model)
 
 
-def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
-    """Return timm's ViT-Ti/16, and an image of about `tokens` patches.
+def vit(method: str, tokens: int, size: str = "tiny") -> tuple[nn.Module, Tensor]:
+    """Return timm's ViT of patch size 16, and an image of about `tokens` patches.
 
     The model reads a class token in addition.
     """
@@ -299,7 +308,7 @@ def vit(method: str, tokens: int) -> tuple[nn.Module, Tensor]:
 
     side = PATCH * max(1, round(tokens**0.5))
     torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=side, num_classes=10)
+    model = timm.create_model(f"vit_{size}_patch16_224", img_size=side, num_classes=10)
     if method == FORMED:
         for block in model.blocks:
             block.attn.fused_attn = False
@@ -322,10 +331,23 @@ TIMED: dict[str, Callable[[str, int], Timed]] = {
     "attention": attention_work,
     **{what: partial(transformer, what) for what in MODELS},
     "vit": lambda method, length: model_work(*vit(method, length)),
+    "vit_s": lambda method, length: model_work(*vit(method, length, "small")),
     "vit_ti": lambda method, length: Step(vit_step(method, length)),
     "one_head": OneHead,
 }
-PASSES = ("attention", *MODELS, "vit")  # inference and training are timed separately
+PRETRAINED = "pretrained"
+PASSES = (
+    "attention",
+    *MODELS,
+    "vit",
+    "vit_s",
+    PRETRAINED,
+)  # inference and training are timed separately
+
+
+def pretrained_work(model: str, method: str, length: int) -> Work:
+    whole = whole_model(model, mechanism_of(method, PRETRAINED), length)
+    return Work(whole.forward, whole.backward, whole.model)
 
 
 def attention_memory(method: str, length: int) -> float:
@@ -342,6 +364,14 @@ def training_memory(method: str, length: int) -> float:
     return vit_step(method, length).peak_increase()
 
 
+def pretrained_memory(model: str, method: str, length: int) -> float:
+    work = pretrained_work(model, method, length)
+    work.model.train()
+    for parameter in work.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return peak_increase(lambda: work.forward().backward())
+
+
 MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 
 
@@ -356,21 +386,24 @@ class Speed(Measurement):
     Rows have `ms`, or the milliseconds of `inference` and `training`.
 
     Args:
-        what: "attention" alone, "large" or "small" (Transformers), or "vit": inference, and training (forward and
-            backward pass). "vit_ti": a training step with AdamW's update. "one_head": a forward pass, with new
-            projections in each round.
+        what: "attention" alone, "large" or "small" (Transformers), "vit", "vit_s" or "pretrained" (the model
+            `model`): inference, and training (forward and backward pass). "vit_ti": a training step with AdamW's
+            update. "one_head": a forward pass, with new projections in each round.
+        model: A folder, or models/<name> of `python -m crt_exp data`, for what=pretrained.
         methods: As for `Mechanism.parse`, or one of NAMES. For attention alone, methods can end in " causal". Default:
             a list, and for "vit_ti" and "one_head" the attention of the run. The seed rotates their order.
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
-    what: Literal[*TIMED]
+    what: Literal[*TIMED, PRETRAINED]
     lengths: Several[Count]
     rounds: Count
     methods: Several[str] | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    model: FileName | None = None
 
     def __post_init__(self):
+        check_model(self.model, self.what)
         check_methods(self.methods or (), self.what)
         possible = self.what == "attention" and torch.cuda.is_available()
         if self.device == "cuda" and not possible:
@@ -382,7 +415,11 @@ class Speed(Measurement):
         for length in self.lengths:
             methods = self.methods or default_methods(self.what, length) or [str(mechanism)]
             cases += [(length, method) for method in methods]
-        longest = max(self.lengths) if self.device == "cuda" else WARMED
+        longest = WARMED
+        if self.device == "cuda":
+            longest = max(self.lengths)
+        elif self.what == PRETRAINED:
+            longest = min(self.lengths)
         warm_up = {}
         for length, method in cases:
             case = (min(length, longest), method)
@@ -397,6 +434,8 @@ class Speed(Measurement):
     def timed(self, length: int, method: str) -> Timed:
         if self.device == "cuda":
             return attention_work(method, length, self.device)
+        if self.model is not None:
+            return pretrained_work(self.model, method, length)
         return TIMED[self.what](method, length)
 
     def summary(self, records: list[dict]) -> str:
@@ -417,22 +456,28 @@ class Speed(Measurement):
 class Memory(Measurement):
     """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
-    attention: a forward and backward pass, in addition to inputs, output and gradients. vit_ti: a training step, in
-    addition to weights, gradients and optimiser state. Run the task in a separate process, because allocators keep
+    attention: a forward and backward pass, in addition to inputs, output and gradients. pretrained: the same of the
+    model `model`, in addition to weights and gradients. vit_ti: a training step, in addition to weights, gradients and
+    optimiser state. Run the task in a separate process, because allocators keep
     memory that earlier calls freed.
     """
 
     metric = "mib"
 
-    what: Literal[*MEMORY]
+    what: Literal[*MEMORY, PRETRAINED]
     length: Count
     method: str | None = None
+    model: FileName | None = None
 
     def __post_init__(self):
+        check_model(self.model, self.what)
         if self.method is not None:
             check_methods([self.method], self.what)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)
-        mib = MEMORY[self.what](method, self.length)
+        if self.model is None:
+            mib = MEMORY[self.what](method, self.length)
+        else:
+            mib = pretrained_memory(self.model, method, self.length)
         yield {"length": self.length, "mib": mib}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from io import StringIO
 from pathlib import Path
@@ -43,12 +43,13 @@ class RunsFailed(ValueError):
 class PlannedRun:
     """One run of a sweep: its overrides and the columns of its rows.
 
-    alone: execute in a separate process, for timings.
+    alone: execute in a separate process, for timings. environment: variables of that process.
     """
 
     overrides: tuple[str, ...]
     columns: Mapping[str, Any]
     alone: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -245,7 +246,8 @@ def _run_in_processes(
     own = with_folders(own_folders())
     for run, overrides in jobs:
         place = override("hydra.run.dir", folder / run.name)
-        if subprocess.run([sys.executable, "-m", "crt_exp", *overrides, *own, place]).returncode:
+        command = [sys.executable, "-m", "crt_exp", *overrides, *own, place]
+        if subprocess.run(command, env=os.environ | run.environment).returncode:
             yield run.name
 
 

@@ -15,10 +15,12 @@ from crt_exp.experiments.measure.speed import (
     Speed,
     attention_work,
     chunked,
+    pretrained_work,
 )
 from crt_exp.features import PosRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
+from crt_exp.swap.calibration import swapped_states
 
 
 def rows(what, methods, length=16, rounds=2, run="exact"):
@@ -110,3 +112,41 @@ def test_peaks_of_memory():
     assert long == pytest.approx(4 * short, rel=0.25)  # MiB of features, and more
     matrices = 12 * 3 * 577**2 * 4 / 2**20
     assert matrices < formed - fused < 2 * matrices, (formed, fused)
+
+
+@pytest.fixture
+def saved(tmp_path, reader, speaker):
+    """Folders of a decoder and a recogniser."""
+    reader.save_pretrained(tmp_path / "decoder")
+    speaker.save_pretrained(tmp_path / "speech")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name, length", [("decoder", 32), ("speech", 64)])
+def test_a_whole_model_is_timed_and_measured(saved, one_thread, name, length):
+    """Each method has a model of its own, which the run does not change."""
+    model = str(saved / name)
+    methods = ["exact", "nearfar", "favorpp m=8", "window"]
+    task = Speed("pretrained", [length], 1, methods, model=model)
+    found = [*task.rows(None, 0)]
+    assert [row["method"] for row in found] == methods
+    for row in found:
+        assert row["training"] > 0 < row["inference"]
+    for method in methods:
+        work = pretrained_work(model, method, length)
+        found = {state.mechanism for state in swapped_states(work.model)}
+        assert found == (set() if method == "exact" else {method.split()[0]})
+        assert not work.forward().isnan()
+    [row] = Memory("pretrained", length, "window", model).rows(None, 0)
+    assert row["mib"] >= 0
+
+
+def test_lengths_beyond_the_model_and_models_without_a_name_are_refused(saved):
+    with pytest.raises(ValueError, match=r"task.lengths=65: expected 64"):
+        pretrained_work(str(saved / "speech"), "exact", 65)
+    with pytest.raises(ValueError, match=r"task.lengths=4096: expected at most 2048"):
+        pretrained_work(str(saved / "decoder"), "exact", 4096)
+    with pytest.raises(ValueError, match="task.model=None: expected a folder"):
+        Speed("pretrained", [8], 1, ["exact"])
+    with pytest.raises(ValueError, match="task.model=there: expected a folder"):
+        Speed("vit", [8], 1, ["exact"], model="there")
