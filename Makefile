@@ -124,7 +124,7 @@ lint: $(STAMP)  ## ruff: the layout, and what a linter finds; mypy: the types of
 docs: $(STAMP)  ## the documentation as a site, in site/; a broken link or name is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-data: $(STAMP)  ## fetch what the small pages read into CRT_DATA (default data): sizes first, the same command goes on
+data: $(STAMP)  ## fetch what the small pages read into CRT_DATA (default data): prints sizes; rerun to continue
 	@$(PY) -m crt_exp data fetch $(DATA)
 
 data $(TARGETS): export CRT_DATA ?= data

@@ -28,7 +28,7 @@ MAPS = {
     "geom": "#117733",
     "pois_coord": "#44AA99",
     "angular": "#332288",
-    "gaussian": "#6699CC",
+    "gaussian": "#999933",
     "clustered": "#AA4499",
     "pos": "#E69F00",
     "hyp": "#F0A860",
@@ -56,6 +56,13 @@ BASELINES = {
 }  # other attention methods that the pages compare
 # Names in the papers -> names in conf/.
 MAP_OF_LABEL = {
+    "TrigRF": "trig",
+    "PosRF": "pos",
+    "HypRF": "hyp",
+    "PoisRF": "pois",
+    "GeomRF": "geom",
+    "PoisRF+": "pois_plus",
+    "GeomRF+": "geom_plus",
     "FAVOR+": "pos",
     "FAVOR++": "oprf",
     "OPRF": "oprf",
@@ -79,7 +86,7 @@ KERNELS = {
     "cos": "#E69F00",
     "tanh": "#808000",
 }
-# Attention methods as the papers write them.
+# Attention methods and feature maps as the papers write them.
 LABELS = {
     "favorp": "FAVOR+",
     "favorpp": "FAVOR++",
@@ -92,6 +99,15 @@ LABELS = {
     "smreg": "SMREG",
     "linformer": "Linformer",
     "reformer": "Reformer",
+    "trig": "TrigRF",
+    "pos": "PosRF",
+    "gerf": "GERF",
+    "hyp": "HypRF",
+    "oprf": "OPRF",
+    "pois": "PoisRF",
+    "geom": "GeomRF",
+    "pois_plus": "PoisRF+",
+    "geom_plus": "GeomRF+",
 }
 
 
@@ -207,6 +223,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
                 fontsize=size,
                 va="center",
                 clip_on=False,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
                 transform=offset_copy(ax.transData, ax.figure, x=5, y=0, units="points"),
             )
 

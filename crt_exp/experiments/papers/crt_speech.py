@@ -209,7 +209,7 @@ page = Page(
         "Whisper: tiny.en, one checkpoint, 6 heads of d = 64, 1500 frames; loss of the transcript of exact attention. "
         "Without training: 8 groups of 4 utterances (3 at first). Fine-tuned: 800 steps, one run; n = 24 utterances "
         "of other speakers.",
-        "The runs on digits have another version of near-far attention. m = 64 is ours. At full size the Conformer "
+        "Near-far rows on digits were measured before its latest changes. m = 64 is ours. At full size the Conformer "
         "encodes no positions; Gulati et al. have relative ones in the logits.",
     ],
     tables=tables,

@@ -11,6 +11,7 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
+    label,
     line_plot,
     mean_ci,
     mean_table,
@@ -92,6 +93,7 @@ def claims(rows: Rows) -> list[Claim]:
     ]
     for method, gains in PAPER.items():
         baseline = BASELINE[method]
+        names = label(method), label(baseline)
         samples, thresholds, paper, fails = {}, {}, {}, {}
         for fit, (regime, least) in product(FITS, gains.items()):
             case = f"{regime}, fitted to the {fit}"
@@ -104,7 +106,7 @@ def claims(rows: Rows) -> list[Claim]:
                 fails[case] = PIXELS
         claims.append(
             Claim(
-                f"the variance of {method} is far below that of {baseline}",
+                f"the variance of {names[0]} is far below that of {names[1]}",
                 samples,
                 above=thresholds,
                 paper=paper,
@@ -132,7 +134,7 @@ def tables(rows: Rows) -> Tables:
     paper = {}
     for method, gains in PAPER.items():
         listed = ", ".join(f"{least} ({regime})" for regime, least in gains.items())
-        paper[method] = f"below {BASELINE[method]} by {listed}"
+        paper[label(method)] = f"below {label(BASELINE[method])} by {listed}"
     fitted_to_set["paper"] = fitted_to_set.index.map(paper)
     resized = {"antialiased": {"regime": "mnist", "fit": "set", "resize": ""}}
     resized |= filters_over("resize", RESIZINGS, regime="mnist", fit="set")
@@ -176,7 +178,7 @@ page = Page(
     measured=[
         "Closed forms of the log variance of one projection, Gaussian kernel. Figure 2: d = 64, 1000 pairs.",
         "The paper evaluates its formulas on pairs, so claims of the paper have parameters fitted to each pair. "
-        "Fits to the set are what a user can have.",
+        "Users fit parameters to a set.",
         "With m projections the log variance is lower by log m. trig, gerf and hyp make two columns of a "
         "projection: at equal columns their log variance is 0.7 higher.",
         "mnist: test images resized to 8 x 8 (bilinear, antialiased), pixels in [0, sigma]. The paper does not "

@@ -157,8 +157,8 @@ def finding(rows: Rows) -> str:
     shifted = mean_ci(samples(rows, SMOLLM2, FITTED, 256, sweep="mixture/shift", text="code"))
     return (
         f"On SmolLM2-135M without training, 256 columns of the mixture increase the loss by {increases[FITTED]} "
-        f"nats, and of FAVOR# by {increases['favorsharp']} (95% CI, n = {shifted.n} rows). Fitted to code instead of "
-        f"prose, the mixture increases the loss by {shifted} nats."
+        f"nats, and 256 columns of FAVOR# by {increases['favorsharp']} nats (95% CI, n = {shifted.n} rows). Fitted to "
+        f"code instead of prose, the mixture increases the loss by {shifted} nats."
     )
 
 
@@ -237,8 +237,8 @@ def figure(rows: Rows):
         metric = TASKS[name].metric
         line_plot(ax, rows, "columns", metric, names, log="x", dotted=[DRAWN], **where)
         uniform = float(samples(rows, name, "uniform", 0).mean())
-        ax.axhline(uniform, color=CONTROL, lw=1, ls="--")
-        ax.text(ax.get_xlim()[0], uniform, " uniform", va="bottom", color=CONTROL)
+        ax.axhline(uniform, color=CONTROL, lw=1, ls="--", label="uniform attention")
+        ax.legend(fontsize=8, frameon=False)
         ax.set(title=name.rpartition(",")[0], xlabel="columns", ylabel=ylabel)
     return fig
 
@@ -257,10 +257,10 @@ page = Page(
         "Mixtures and causal FAVOR++ and FAVOR# are fitted to 8 training rows, documents, utterances or images. "
         "Bidirectional FAVOR++ and FAVOR# are fitted to each input itself.",
         "Samples: 12 documents of 512 tokens (MiniLM), 4 or 3 rows (SmolLM2), 3 groups of 4 utterances (Whisper), 16 "
-        "images of 224 pixels (ViT-S). One seed of projections; rows and groups have one of their own.",
+        "images of 224 pixels (ViT-S). One seed of projections in all; each row and each group has its own.",
         "ViT-S is DINOv2's checkpoint, fine-tuned for saliency.",
         "Code: the source of Python's standard library.",
-        "SST-2: 400 steps, at most 64 tokens. Samples are 24ths of dev.",
+        "SST-2: 400 steps, at most 64 tokens. Each sample is one of 24 parts of dev.",
     ],
     tables=tables,
     claims=claims,

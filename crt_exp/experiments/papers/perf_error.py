@@ -22,7 +22,7 @@ from crt_exp.experiments.report import (
 from crt_exp.experiments.report.small_models import ENCODERS
 
 COMPARED = {}
-for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "OPRF"}.items():
+for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "FAVOR++"}.items():
     for sampler in ["iid", "orthogonal"]:
         COMPARED[f"{name} sampler={sampler}"] = f"{text}, {sampler}"
 NEARFAR = {"nearfar exact_until=0": "near-far"}
@@ -130,7 +130,7 @@ def claims(rows: Rows) -> list[Claim]:
     methods = "oprf sampler=orthogonal", "oprf sampler=iid"
     claims.append(
         Claim(
-            "MSE of attention at |x + y|^2 = 8, OPRF: orthogonal below iid",
+            "MSE of attention at |x + y|^2 = 8, FAVOR++: orthogonal below iid",
             rows.paired_by_case(*methods, "mse", largest, log=True),
             below=1,
             log=True,
@@ -212,20 +212,21 @@ def figure(rows: Rows):
     fig, axes = panels(4, columns=2)
     degrees = pd.to_numeric(rows.frame["angle"], errors="coerce")
     angles = Rows(rows.frame[degrees.between(0, 150)])
-    line_plot(axes[0], angles, "angle", "log_ratio", {"pos": "FAVOR+", "oprf": "OPRF"}, length=1)
+    line_plot(axes[0], angles, "angle", "log_ratio", {"pos": "FAVOR+", "oprf": "FAVOR++"}, length=1)
     axes[0].axhline(0, color="black", lw=1)
     axes[0].set(
-        title="Figure 2: log MSE(trigonometric) / MSE, length 1",
+        title="Figure 2: MSE of trigonometric features / MSE",
         xlabel="angle of x and y, degrees",
-        ylabel="log ratio, nats (higher is better)",
+        ylabel="log ratio at length 1 (higher is better)",
     )
     style = {"geometric": True, "dotted": [name for name in COMPARED if name.endswith("iid")]}
     for ax, value in zip(axes[1:3], [2, 8]):
-        ax.axhline(1, color="grey", lw=1, ls="--")
+        ax.axhline(1, color="grey", lw=1, ls="--", label="uniform attention")
         where = {"heads": "Gaussian", "sum": value}
         line_plot(ax, rows, "m", "mse", COMPARED | NEARFAR, log="xy", **style, **where)
         title = f"Figure 4: Gaussian heads, |x + y|^2 = {value}"
         ax.set(title=title, xlabel="projections m", ylabel="MSE relative to uniform attention")
+        ax.legend(loc="upper right", fontsize=8, frameon=False)
     where = {"model": "random", "sum": 16}
     line_plot(axes[3], rows, "layer", "error", LAYERED, log="y", geometric=True, **where)
     title = "Figure 14: random weights, |x + y|^2 = 16"
@@ -244,7 +245,7 @@ page = Page(
     columns=["length", "angle", "heads", "model", "sum", "m", "layer", "method"],
     metrics=["log_ratio", "mse", "error", "growth"],
     measured=[
-        "Figure 2: closed forms at equal numbers of projections. OPRF is fitted to each pair.",
+        "Figure 2: closed forms at equal numbers of projections. FAVOR++ is fitted to each pair.",
         "Figure 4: one head, d = 16. Gaussian heads: L = 4096, independent q and k. Matched heads: L = 256, each "
         "query is the key at its position turned by 0.3 radians.",
         'The paper has "appropriately normalized" inputs of unstated scale. N(0, 1) entries give |x + y|^2 = 8, where '

@@ -150,8 +150,8 @@ MODELS = {
 def finding(rows: Rows) -> str:
     cost = mean_ci(rows.paired(FAVORP, "exact", "loss", step=200, **TUNING))
     redraws = redraw_effects(rows)
-    tuned = mean_ci(redraws["FAVOR+, redraw_every = 100: fine-tuned"])
-    scratch = mean_ci(-redraws["FAVOR+, redraw_every = 100: from scratch"])
+    tuned = mean_ci(redraws["FAVOR+, redrawn every 100 steps: fine-tuned"])
+    scratch = mean_ci(-redraws["FAVOR+, redrawn every 100 steps: from scratch"])
     return (
         "Fine-tuned from exact weights, FAVOR+ has a higher loss than exact attention by "
         f"{cost} nats (95% CI, n = {cost.n} models), and redraws every 100 steps add {tuned} "

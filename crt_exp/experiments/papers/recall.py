@@ -26,6 +26,7 @@ for n in (32, 128):
     HEADS[f"nearfar block=32 heavy=16 open={n} exact_until=128"] = f"near-far, {n} keys"
     HEADS[f"pages keys={n}"] = f"pages, {n} keys"
     HEADS[f"largest keys={n}"] = f"{n} largest weights"
+FEW = [method for method, name in HEADS.items() if "32 " in name]
 MODELS = {
     "exact": "exact",
     "uniform": "uniform",
@@ -140,7 +141,9 @@ def tables(rows: Rows) -> Tables:
 def figure(rows: Rows):
     fig, axes = panels(2)
     for ax, keys in zip(axes, KEYS):
-        line_plot(ax, rows, "length", "error", HEADS, log="xy", sweep="recall", keys=keys)
+        line_plot(
+            ax, rows, "length", "error", HEADS, log="xy", dotted=FEW, sweep="recall", keys=keys
+        )
         ax.set(
             title=f"Causal heads, keys {keys}",
             xlabel="tokens L",

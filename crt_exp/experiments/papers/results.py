@@ -322,14 +322,14 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
         "Loss: the method's loss increase over exact attention, as a share of that of uniform attention; lower is "
         f"better. Median of the method against that of {REFERENCE} over the settings that both have (number of "
         "settings): other rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
-        "training step relative to exact attention, bidirectional / causal; lower is faster, above 1 exact attention "
-        "is faster. Times: [perf_speed](perf_speed.md).",
+        "training step relative to exact attention, bidirectional / causal; below 1: faster "
+        "than exact attention. Times: [perf_speed](perf_speed.md).",
         details("Loss without training, by setting", to_markdown(setting_table(SWAPPED, rows))),
         details("Loss after fine-tuning, by setting", to_markdown(setting_table(TUNED, rows))),
         "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
         to_markdown(verdict_counts(tested)).rstrip(),
         RULES,
-        "## What would decide the rest",
+        "## Undecided claims and what they need",
         to_markdown(undecided_claims(tested)).rstrip(),
     ]
     return "\n\n".join(paragraphs) + "\n"

@@ -82,7 +82,7 @@ def line_plot(
         if geometric:
             low, middle, high = np.exp(low), np.exp(middle), np.exp(high)
         shade = colour(method)
-        style = "--" if method in CONTROLS else "-"
+        style = "--" if method.split(" ")[0] in CONTROLS else "-"
         if method in dotted:
             style = ":"
         ax.plot(places, scale * middle, color=shade, lw=1.5, marker="o", ms=2.5, ls=style)

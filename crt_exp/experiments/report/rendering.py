@@ -23,8 +23,8 @@ QUOTED = ", paper"  # ends the label of a row with the paper's values of a metho
 LONG = 40  # maximum rows of a folded table; longer tables are left out
 NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
 INTERVAL = (
-    "Intervals of claims are those of the test after Holm's correction over the page: they exclude the "
-    "threshold exactly where a claim is supported or contradicted. All other intervals of the page are plain 95% CIs."
+    "Claim intervals are Holm-corrected over the page, and all other intervals are plain 95% CIs. A claim interval "
+    "excludes the threshold exactly where the claim is supported or contradicted."
 )
 
 
@@ -149,25 +149,28 @@ def commits_of(frame: pd.DataFrame) -> str:
 
 
 def claim_line(results: Sequence[CaseResult]) -> str:
-    """Format a claim, with all its cases, as one Markdown bullet."""
+    """Format a claim, with all its cases, as one Markdown bullet: the sentence, the verdicts, ours, the paper's."""
     first = results[0]
     claim = first.claim
     papers = [result.paper for result in results if result.paper]
-    part = "" if len(papers) == len(results) else f", in {len(papers)} of {len(results)}"
-    paper = f" (paper{part}: {papers[0]})" if len({*papers}) == 1 else ""
+    part = "" if len(papers) == len(results) else f" ({len(papers)} of {len(results)} cases)"
+    paper = f" Paper{part}: {papers[0]}." if len({*papers}) == 1 else ""
+    sentence = f"- {claim.text[0].upper()}{claim.text[1:]}."
     if claim.untested:
-        return f"- **{first.verdict}**: {claim.text}{paper}: {claim.untested}."
+        return f"{sentence} **{first.verdict.capitalize()}**: {claim.untested}.{paper}"
     if len(results) == 1:
-        name = f"{first.case}: " if first.case else ""
-        check = f"; sanity check: {first.check}" if first.check else ""
-        return f"- **{first.verdict}**: {name}{claim.text}: {first.to_text()}{paper}{check}"
+        case = f" ({first.case})" if first.case else ""
+        check = f" Sanity check: {first.check}." if first.check else ""
+        return (
+            f"{sentence} **{first.verdict.capitalize()}**{case}: {first.to_text()}.{paper}{check}"
+        )
     ordered = sorted(results, key=lambda result: WORDS.index(result.base_verdict))
     counts = Counter(result.verdict for result in ordered)
     verdicts = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
     numbers = [result.number for result in results]
     base = "e^" if claim.power else ""
     ends = f"{base}{min(numbers):.3g} to {base}{max(numbers):.3g} {claim.unit}".rstrip()
-    return f"- **{verdicts}** of {len(results)}: {claim.text}: {ends}{paper}"
+    return f"{sentence} **{verdicts.capitalize()}** of {len(results)} cases: {ends}.{paper}"
 
 
 def claims_table(results: Sequence[CaseResult]) -> str:

@@ -24,7 +24,14 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
     if not all("=" in option for option in options):
         return method
     words = [LABELS.get(name, name)]
-    words += [option.replace("=", " = ") for option in options]
+    for option in options:
+        key, _, value = option.partition("=")
+        if option == "redraw_every=1":
+            words.append("redrawn every step")
+        elif key == "redraw_every":
+            words.append(f"redrawn every {value} steps")
+        else:
+            words.append(f"{key} = {value}")
     return ", ".join(words)
 
 
