@@ -36,6 +36,7 @@ perf_kernels  := kernels
 perf_maps     := attention-maps
 perf_long     := pixels lra
 perf_speed    := speed speed-gpu fig4-right
+whole_models  := whole-models
 hrf_kernels   := hrf-pointwise hrf-qmc hrf-clusters hrf-flops
 hrf_language  := hrf-lm hrf-sampled
 hrf_speech    := hrf-speech
@@ -47,7 +48,7 @@ adapt         := adapt adapt-smollm2
 mixture       := mixture
 sampling      := sampling
 PAGES   := crt_variance crt_uci crt_glue crt_speech crt_vit perf_error perf_redraw perf_proteins perf_kernels perf_maps \
-           perf_long perf_speed hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap mixture recall adapt \
+           perf_long perf_speed whole_models hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap mixture recall adapt \
            sampling
 # what they read; the last is 6.3 GB, CIFAR-10 is got by hand
 DATA    := uci glue/SST-2 glue/QNLI glue/STS-B wikitext2 ptb mnist protein speech/free-spoken-digit-dataset \

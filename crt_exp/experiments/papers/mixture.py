@@ -149,16 +149,35 @@ SHIFT = [
     *swap_runs(SMOLLM2, ["favorsharp", FITTED, DRAWN], [256], "code"),
 ]
 
+# The sums of M features have the bytes of M (d + 1) / 2d tokens, d = 64: 33 and 130.
+WINDOWS = {64: "attention.block=14", 256: "attention.block=63"}
+
+
+def state_runs() -> list[PlannedRun]:
+    """Windows that store as many bytes as features do: two blocks and 4 first tokens."""
+    runs = []
+    for name, columns in ((SMOLLM2, 64), (SMOLLM2, 256), (LONG, 256)):
+        runs += sweep(
+            TASKS[name].options,
+            model=name,
+            seed=range(TASKS[name].seeds),
+            method={"window": f"attention=window attention.first=4 {WINDOWS[columns]}"},
+            columns={columns: ""},
+        )
+    return runs
+
 
 def finding(rows: Rows) -> str:
     increases = {}
     for method in (FITTED, "favorsharp"):
         increases[method] = mean_ci(samples(rows, SMOLLM2, method, 256))
     shifted = mean_ci(samples(rows, SMOLLM2, FITTED, 256, sweep="mixture/shift", text="code"))
+    window = mean_ci(samples(rows, SMOLLM2, "window", 256, sweep="mixture/state"))
     return (
         f"On SmolLM2-135M without training, 256 columns of the mixture increase the loss by {increases[FITTED]} "
         f"nats, and 256 columns of FAVOR# by {increases['favorsharp']} nats (95% CI, n = {shifted.n} rows). Fitted to "
-        f"code instead of prose, the mixture increases the loss by {shifted} nats."
+        f"code instead of prose, the mixture increases the loss by {shifted} nats. A window whose state has the bytes "
+        f"of 256 columns increases it by {window} nats."
     )
 
 
@@ -175,6 +194,23 @@ def claims(rows: Rows) -> list[Claim]:
         text = f"{model}: the mixture is closer to exact attention than FAVOR#"
         claims.append(Claim(text, gains, unit=unit.replace("cosine", "")))
     return claims
+
+
+STATE = "Equal bytes of state: loss increase of SmolLM2 without training, nats (lower is better)"
+
+
+def state_table(rows: Rows) -> pd.DataFrame:
+    """Tabulate windows and features that store the same number of bytes."""
+    table = {}
+    for name, columns, keys in ((SMOLLM2, 64, 33), (SMOLLM2, 256, 130), (LONG, 256, 130)):
+        tokens = name.split(", ")[1]
+        cells = table.setdefault(f"{tokens}, state of {keys} keys and values", {})
+        window = samples(rows, name, "window", columns, sweep="mixture/state")
+        cells["window"] = f"{mean_ci(window):.2f}"
+        for method in (FITTED, "favorsharp", "favorpp"):
+            values = samples(rows, name, method, columns)
+            cells[LABELS[method]] = f"{mean_ci(values):.2f}"
+    return pd.DataFrame(table).rename_axis("method")
 
 
 class Column(NamedTuple):
@@ -214,7 +250,7 @@ def tables(rows: Rows) -> Tables:
         "Without training: cosine of the states to those with exact attention, "
         "loss increase over it, word errors"
     )
-    tables = {title: method_table(rows, columns)}
+    tables = {title: method_table(rows, columns), STATE: state_table(rows)}
     for name in (MINILM, SMOLLM2, VISION):
         by_columns = {f"{n} columns": Column(name, n) for n in COLUMNS}
         tables[f"{name}, by columns"] = method_table(rows, by_columns, FEATURES)
@@ -247,7 +283,12 @@ page = Page(
     "mixture",
     title="Mixture: positive features fitted to queries and keys",
     finding=finding,
-    small={"mixture": MIXTURE, "mixture/shift": SHIFT, "mixture/fine-tuned": FINE_TUNED},
+    small={
+        "mixture": MIXTURE,
+        "mixture/shift": SHIFT,
+        "mixture/state": state_runs(),
+        "mixture/fine-tuned": FINE_TUNED,
+    },
     columns=["model", "text", "method", "columns", "lr", "split"],
     metrics=["cosine", "above", "wer", "attention_error", "accuracy"],
     reduced=False,
@@ -259,6 +300,7 @@ page = Page(
         "Samples: 12 documents of 512 tokens (MiniLM), 4 or 3 rows (SmolLM2), 3 groups of 4 utterances (Whisper), 16 "
         "images of 224 pixels (ViT-S). One seed of projections in all; each row and each group has its own.",
         "ViT-S is DINOv2's checkpoint, fine-tuned for saliency.",
+        "Equal bytes: a window stores its 4 first tokens and two blocks. After adapters, see [adapt](adapt.md).",
         "Code: the source of Python's standard library.",
         "SST-2: 400 steps, at most 64 tokens. Each sample is one of 24 parts of dev.",
     ],

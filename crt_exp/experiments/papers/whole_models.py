@@ -1,0 +1,207 @@
+"""Time of whole models: exact attention against other attention, on processors with and without AVX-512."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from crt_exp.experiments.report import (
+    Page,
+    PlannedRun,
+    Rows,
+    Tables,
+    geometric_interval,
+    label,
+    panels,
+    quoted_override,
+    sweep,
+)
+from crt_exp.experiments.report.plots import colour
+
+METHODS = ["exact", "nearfar", "favorpp", "favormix", "window"]
+OTHERS = METHODS[1:]
+AVX2 = {
+    "CC": "cc -mno-avx512f",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+BUILDS = {"AVX-512": {}, "AVX2": AVX2}
+PASSES = {"inference": "forward", "training": "forward and backward"}
+SMOLLM2 = "SmolLM2-135M"
+PRETRAINED = {
+    SMOLLM2: "models/smollm2-135m",
+    "MiniLM": "models/minilm",
+    "Whisper-tiny encoder": "models/whisper-tiny.en",
+}
+VIT = "ViT-S/16"
+ROUNDS = {
+    SMOLLM2: {512: 2, 1024: 1, 2048: 1, 4096: 1},
+    "MiniLM": {512: 5},
+    "Whisper-tiny encoder": {1500: 3},
+    VIT: {196: 3, 784: 2, 3136: 1},
+}  # of each length
+
+
+def time_runs(seeds: int) -> list[PlannedRun]:
+    """Return one process for each model, length, build and seed; all methods take turns in it."""
+    runs = []
+    for seed in range(seeds):
+        for build, environment in BUILDS.items():
+            for model, lengths in ROUNDS.items():
+                for length, rounds in lengths.items():
+                    [run] = sweep(
+                        f"task=speed {model_options(model)} task.lengths=[{length}] task.rounds={rounds} "
+                        + quoted_override("task.methods", METHODS),
+                        alone=True,
+                        model=model,
+                        build=build,
+                        length=str(length),
+                        seed=[seed],
+                    )
+                    runs.append(replace(run, environment=environment))
+    return runs
+
+
+def model_options(model: str) -> str:
+    if model == VIT:
+        return "task.what=vit_s"
+    return f"task.what=pretrained task.model={PRETRAINED[model]}"
+
+
+def memory_runs() -> list[PlannedRun]:
+    return sweep(
+        f"task=memory {model_options(SMOLLM2)}",
+        alone=True,
+        model=SMOLLM2,
+        build="AVX-512",
+        **{"task.length": [1024, 4096]},
+        seed=[0],
+        method={name: quoted_override("task.method", name) for name in METHODS},
+    )
+
+
+def sweeps(seeds: int) -> dict[str, list[PlannedRun]]:
+    return {"whole-models": time_runs(seeds), "whole-models/memory": memory_runs()}
+
+
+def speedup(rows: Rows, method: str, metric: str, model: str, length: int, build: str) -> pd.Series:
+    """Return the logarithm of exact attention's time over the method's, by process."""
+    return rows.ratio("exact", method, metric, model=model, length=length, build=build)
+
+
+def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
+    table = {}
+    for model, lengths in ROUNDS.items():
+        for length in lengths:
+            for build in BUILDS:
+                cells = {}
+                for method in OTHERS:
+                    ratios = speedup(rows, method, metric, model, length, build)
+                    cells[label(method)] = geometric_interval(np.exp(ratios), ".2f")
+                table[f"{model}, {length}, {build}"] = cells
+    frame = pd.DataFrame.from_dict(table, orient="index")
+    return frame.rename_axis("model, tokens, build")
+
+
+def seconds_table(rows: Rows) -> pd.DataFrame:
+    """Tabulate the median seconds of exact attention, to which the speed-ups refer."""
+    table = {}
+    for model, lengths in ROUNDS.items():
+        for length in lengths:
+            cells = {}
+            for build in BUILDS:
+                for metric, name in PASSES.items():
+                    times = rows.values(metric, "exact", model=model, length=length, build=build)
+                    cells[f"{name}, {build}"] = f"{times.median() / 1000:.2f}"
+            table[f"{model}, {length}"] = cells
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens")
+
+
+def memory_table(rows: Rows) -> pd.DataFrame:
+    table = {}
+    for length in (1024, 4096):
+        column = table.setdefault(f"{length} tokens", {})
+        for method in METHODS:
+            values = rows.values("mib", method, length=length)
+            column[label(method)] = f"{values.mean():.0f}"
+    return pd.DataFrame(table).rename_axis("method")
+
+
+def finding(rows: Rows) -> str:
+    cells = {}
+    for build in BUILDS:
+        for metric in PASSES:
+            ratios = speedup(rows, "nearfar", metric, SMOLLM2, 4096, build)
+            cells[build, metric] = geometric_interval(np.exp(ratios), ".2f")
+    return (
+        "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
+        f"{cells['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
+        f"{cells['AVX2', 'inference']} times without. A training step is {cells['AVX-512', 'training']} and "
+        f"{cells['AVX2', 'training']} times as fast (95% CI, n = {len(ratios)} processes)."
+    )
+
+
+def tables(rows: Rows) -> Tables:
+    return {
+        "Forward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
+            rows, "inference"
+        ),
+        "Forward and backward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
+            rows, "training"
+        ),
+        "Exact attention: median seconds": seconds_table(rows),
+        "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients": memory_table(
+            rows
+        ),
+    }
+
+
+def figure(rows: Rows):
+    fig, axes = panels(2)
+    for ax, (metric, name) in zip(axes, PASSES.items()):
+        for method in OTHERS:
+            for build, style in zip(BUILDS, ("-", "--")):
+                lengths = [*ROUNDS[SMOLLM2]]
+                means = []
+                for length in lengths:
+                    ratios = speedup(rows, method, metric, SMOLLM2, length, build)
+                    means.append(np.exp(ratios.mean()))
+                ax.plot(
+                    lengths,
+                    means,
+                    style,
+                    marker="o",
+                    ms=3,
+                    color=colour(method),
+                    label=f"{label(method)}, {build}",
+                )
+        ax.axhline(1, color="grey", lw=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set(title=f"SmolLM2-135M, {name}", xlabel="tokens")
+        ax.set_ylabel("speed-up over exact attention")
+    axes[0].legend(fontsize=6)
+    return fig
+
+
+page = Page(
+    "whole_models",
+    title="Whole models: time with exact and with other attention",
+    finding=finding,
+    small=sweeps(3),
+    full=sweeps(10),
+    reduced=False,
+    columns=["model", "build", "method", "length"],
+    metrics=["inference", "training", "mib"],
+    measured=[
+        "Batch 1, float32, 2 threads of an AMD EPYC. A sample is a process; methods take turns in every round.",
+        "AVX2: the same processor without AVX-512, in C (-mno-avx512f), PyTorch, oneDNN and MKL.",
+        "SmolLM2-135M-Instruct (4-bit weights), MiniLM and Whisper-tiny.en: real weights. ViT-S/16: random weights, "
+        "images of 14 x 14, 28 x 28 and 56 x 56 patches.",
+        "SmolLM2 computes its loss on WikiText-2, output head included. Causal near-far attention is exact up to 1536 "
+        "tokens, in both directions up to 512.",
+        "A training step has no optimiser. FAVOR++ and the mixture have m = 256.",
+    ],
+    tables=tables,
+    figure=figure,
+)
