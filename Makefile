@@ -45,7 +45,7 @@ hadamard      := hadamard
 swap          := fidelity pretrained
 recall        := recall copying
 adapt         := adapt adapt-smollm2
-mixture       := mixture
+mixture       := mixture mixture-state
 sampling      := sampling
 PAGES   := crt_variance crt_uci crt_glue crt_speech crt_vit perf_error perf_redraw perf_proteins perf_kernels perf_maps \
            perf_long perf_speed whole_models hrf_kernels hrf_language hrf_speech hrf_robotics hadamard swap mixture recall adapt \

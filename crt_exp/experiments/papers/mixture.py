@@ -172,7 +172,7 @@ def finding(rows: Rows) -> str:
     for method in (FITTED, "favorsharp"):
         increases[method] = mean_ci(samples(rows, SMOLLM2, method, 256))
     shifted = mean_ci(samples(rows, SMOLLM2, FITTED, 256, sweep="mixture/shift", text="code"))
-    window = mean_ci(samples(rows, SMOLLM2, "window", 256, sweep="mixture/state"))
+    window = mean_ci(samples(rows, SMOLLM2, "window", 256, sweep="mixture-state"))
     return (
         f"On SmolLM2-135M without training, 256 columns of the mixture increase the loss by {increases[FITTED]} "
         f"nats, and 256 columns of FAVOR# by {increases['favorsharp']} nats (95% CI, n = {shifted.n} rows). Fitted to "
@@ -205,7 +205,7 @@ def state_table(rows: Rows) -> pd.DataFrame:
     for name, columns, keys in ((SMOLLM2, 64, 33), (SMOLLM2, 256, 130), (LONG, 256, 130)):
         tokens = name.split(", ")[1]
         cells = table.setdefault(f"{tokens}, state of {keys} keys and values", {})
-        window = samples(rows, name, "window", columns, sweep="mixture/state")
+        window = samples(rows, name, "window", columns, sweep="mixture-state")
         cells["window"] = f"{mean_ci(window):.2f}"
         for method in (FITTED, "favorsharp", "favorpp"):
             values = samples(rows, name, method, columns)
@@ -286,7 +286,7 @@ page = Page(
     small={
         "mixture": MIXTURE,
         "mixture/shift": SHIFT,
-        "mixture/state": state_runs(),
+        "mixture-state": state_runs(),
         "mixture/fine-tuned": FINE_TUNED,
     },
     columns=["model", "text", "method", "columns", "lr", "split"],
