@@ -15,6 +15,7 @@ import pandas as pd
 
 from crt_exp.experiments import drawing
 from crt_exp.experiments.drawing import new_figure, save_figure
+from crt_exp.experiments.papers import whole_models
 from crt_exp.experiments.papers.swap import COMMON
 from crt_exp.experiments.report import Rows, mean_ci, pages
 from crt_exp.experiments.report.claims import (
@@ -212,10 +213,11 @@ SWAPPED = [
         above=True,
     ),
 ]
+ADAPTED_NEW, ADAPTED_REPEATED = adapted_setting("new"), adapted_setting("repeated")
 TUNED = [
     *encoder_settings(step=300, least=0.2),
-    adapted_setting("new"),
-    adapted_setting("repeated"),
+    ADAPTED_NEW,
+    ADAPTED_REPEATED,
     glue_setting("SST-2", "sst2", "accuracy"),
     glue_setting("QNLI", "qnli", "accuracy"),
     glue_setting("STS-B", "stsb", "spearman"),
@@ -238,7 +240,7 @@ def write(folder: Path, tested: Mapping[str, Sequence[CaseResult]]) -> None:
     frames = [claims_frame(name, cases) for name, cases in tested.items() if cases]
     claims = pd.concat(frames)
     write_atomic(folder / "claims.csv", claims.to_csv(index=False, lineterminator="\n"))
-    figure = loss_against_time(REPEATED.costs(rows), times(rows["perf_speed"], " causal"))
+    figure = loss_against_time(REPEATED.costs(rows), model_times(rows["whole_models"]))
     save_figure(figure, folder / "results.png")
     write_atomic(folder / "results.md", results_text(rows, tested))
     write_atomic(folder / "index.md", index_text(rows, tested))
@@ -255,6 +257,19 @@ def times(rows: Rows, direction: str = "") -> dict[str, dict[int, float]]:
             ratio = rows.ratio(*methods, "training", what="attention", length=length)
             if len(ratio):
                 times[family][length] = math.exp(ratio.mean())
+    return times
+
+
+def model_times(rows: Rows) -> dict[str, dict[str, float]]:
+    """family -> build -> time of SmolLM2's forward pass at 4096 tokens, relative to exact attention."""
+    times: dict[str, dict[str, float]] = {}
+    for family, method in SPEED.items():
+        for build in whole_models.BUILDS:
+            logs = whole_models.speedup(
+                rows, method, "inference", whole_models.SMOLLM2, 4096, build
+            )
+            if len(logs):
+                times.setdefault(family, {})[build] = math.exp(-logs.mean())
     return times
 
 
@@ -299,7 +314,14 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
     window = mean_ci(loss(rows["swap"], REPEATED, "window block=64 first=16"))
     favorpp = mean_ci(loss(rows["swap"], REPEATED, "favorpp m=256"))
     mixture = mean_ci(loss(rows["mixture"], MIXTURE_SMOLLM2, MIXTURE["mixture"]))
-    favorsharp = mean_ci(loss(rows["mixture"], MIXTURE_SMOLLM2, MIXTURE["FAVOR#"]))
+    equal = {"sweep": "mixture-state", "columns": 256, "model": MIXTURE_SMOLLM2.where["model"]}
+    small_window = mean_ci(rows["mixture"].values("above", "window", **equal))
+    adapted = {}
+    for family in ("window", "mixture"):
+        increases = []
+        for setting in (ADAPTED_NEW, ADAPTED_REPEATED):
+            increases.append(f"{loss(rows['adapt'], setting, LEARNED[family]).mean():.2f}")
+        adapted[family] = " and ".join(increases)
     near_tuned, favorpp_tuned, n = shared_medians(tuned, "near-far")
     mixed = shared_medians(swapped, "mixture", "FAVOR#")
     fitted = shared_medians(tuned, "mixture", "FAVOR#")
@@ -313,17 +335,21 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
         "**After fine-tuning: near-far attention, after a test on your task.** Its median loss increase is "
         f"{near_tuned} of that of uniform attention, that of FAVOR++ {favorpp_tuned} ({n} settings). The share of "
         f"near-far attention is {stsb} on STS-B and {qnli} on QNLI, where it is no better than uniform attention.",
-        "**A causal model with a state of constant size: the mixture.** With 256 features, the loss of SmolLM2 "
-        f"increases by {mixture:.1f} nats, with FAVOR# by {favorsharp:.1f} (512 tokens, without training). On the "
-        f"{mixed[2]} settings that both have, the median share of the mixture is {mixed[0]}, and of FAVOR# {mixed[1]}. "
-        f"After fine-tuning ({fitted[2]} settings) the shares are {fitted[0]} and {fitted[1]}.",
-        "![Loss of SmolLM2 on a repeated passage, and time of attention](results.png)",
+        "**A causal model with a state of constant size: a window with the first tokens.** At equal bytes of state, "
+        f"a window increases the loss of SmolLM2 by {small_window:.2f} nats, the mixture by {mixture:.2f} (512 tokens, "
+        f"without training). After adapters, a window increases it by {adapted['window']} nats on new and repeated "
+        f"text, the mixture by {adapted['mixture']}.",
+        f"**Features in a pretrained model: the mixture.** On the {mixed[2]} settings that both have, without "
+        f"training, its median share is {mixed[0]}, that of FAVOR# {mixed[1]}. After fine-tuning ({fitted[2]} "
+        f"settings) the shares are {fitted[0]} and {fitted[1]}.",
+        f"**Time of a whole model.** {whole_models.finding(rows['whole_models'])} [All models](whole_models.md).",
+        "![Loss of SmolLM2 on a repeated passage, and time of its forward pass](results.png)",
         to_markdown(method_table(rows)).rstrip(),
         "Loss: the method's loss increase over exact attention, as a share of that of uniform attention; lower is "
         f"better. Median of the method against that of {REFERENCE} over the settings that both have (number of "
         "settings): other rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
-        "training step relative to exact attention, bidirectional / causal; below 1: faster "
-        "than exact attention. Times: [perf_speed](perf_speed.md).",
+        "training step of one layer relative to exact attention, bidirectional / causal; below 1: faster than exact "
+        "attention. Times: [perf_speed](perf_speed.md).",
         details("Loss without training, by setting", to_markdown(setting_table(SWAPPED, rows))),
         details("Loss after fine-tuning, by setting", to_markdown(setting_table(TUNED, rows))),
         "## Claims of the papers\n\nAll cases: [claims.csv](claims.csv). Claims of our own are not counted.",
@@ -399,23 +425,25 @@ def percentage(share: float) -> str:
     return f"{share:.0%}".replace("-0%", "0%")
 
 
-def loss_against_time(shares: Mapping[str, float], times: Mapping[str, Mapping[int, float]]):
-    """Plot the loss increase of each family against its time at 4096 tokens; a line if it is not timed."""
-    fig, ax = new_figure(1, 1, figsize=(4.0, 3.0), layout="constrained")
-    for family, share in {**shares, "exact": 0.0}.items():
-        x = 1.0 if family == "exact" else times.get(family, {}).get(4096)
-        y = 100 * share
-        shade = drawing.colour(SPEED.get(family, family).lower())
-        if x is None:
-            ax.axhline(y, color=shade, lw=1, ls=":")
-            place = {"xy": (0.02, y), "xycoords": ("axes fraction", "data"), "va": "top"}
-            ax.annotate(f"{family} (not timed)", color=shade, **place)
+def loss_against_time(shares: Mapping[str, float], times: Mapping[str, Mapping[str, float]]):
+    """Plot the loss increase of each family against its time, one marker for each build of the code."""
+    fig, ax = new_figure(1, 1, figsize=(4.2, 3.2), layout="constrained")
+    ends = []
+    for family, builds in {"exact": dict.fromkeys(whole_models.BUILDS, 1.0), **times}.items():
+        share = 0.0 if family == "exact" else shares.get(family)
+        if share is None:
             continue
-        ax.scatter([x], [y], color=shade, s=45, zorder=3)
-        alignment = "right" if x > 0.9 else "center"
-        place = {"xytext": (0, 7), "textcoords": "offset points", "ha": alignment}
-        ax.annotate(family, (x, y), color=shade, **place)
-    ax.set(xlim=(0, 1.12), ylim=(-8, 118), title="SmolLM2, repeated passage of 4096 tokens")
-    ax.set_xlabel("time of a training step relative to exact attention")
+        shade = drawing.colour(SPEED.get(family, family).lower())
+        y = 100 * share
+        for x, filling in zip(builds.values(), (shade, "none")):
+            ax.scatter([x], [y], edgecolors=shade, facecolors=filling, s=40, zorder=3)
+        ends.append((family, max(builds.values()), y, shade))
+    for build, filling in zip(whole_models.BUILDS, ("grey", "none")):
+        ax.scatter([], [], edgecolors="grey", facecolors=filling, s=40, label=build)
+    ax.legend(fontsize=8, frameon=False, loc="center right")
+    ax.set(ylim=(-8, 118), title="SmolLM2, repeated passage of 4096 tokens")
+    ax.set_xlim(left=0)
+    ax.set_xlabel("time of its forward pass relative to exact attention")
     ax.set_ylabel("loss increase, % of that of uniform attention")
+    drawing.label_ends(ax, ends)
     return fig
