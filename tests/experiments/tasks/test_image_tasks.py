@@ -43,10 +43,7 @@ HUB = {
     "validation": "validation",
     "image": "png",
     "label": "cls",
-    "classes": 3,
     "data_files": None,
-    "buffer": 0,
-    "validation_images": 12,
 }
 BOTH = {
     "dataset": "mine",
