@@ -63,10 +63,8 @@ class TrEMBL(SymbolTask):
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
         self.load()
-        self.split_by = (
-            {} if self.dataset == "generated" else {"split": "letters"}
-        )  # a resumed run must match it
-        self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
+        split_by = {} if self.dataset == "generated" else {"split": "letters"}
+        self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
         self.masking = protein.letter_masking(self.share)
         self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
@@ -131,15 +129,6 @@ class TrEMBL(SymbolTask):
                 yield protein.next_token_batch(rows, self.max_length)
             else:
                 yield protein.masked_batch(rows, map(plan.rng, numbers), self.masking)
-
-    def state_dict(self) -> dict[str, str]:
-        return self.split_by
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        if state != self.split_by:
-            raise ConfigError(
-                "resume=auto: the run began with other splits; use another hydra.run.dir"
-            )
 
     # ---- metrics
 
