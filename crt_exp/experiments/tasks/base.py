@@ -310,29 +310,25 @@ class Reader:
 
 # ---- metrics
 #
-# Every metric is a fraction. Correlation with constant predictions or labels is 0. `predictions` and `labels` are
-# vectors of one length n > 0 with finite values, else ValueError: a diverged model must not look like a score of 0.
+# Every metric is a fraction. Correlation with constant predictions or labels is 0.
 
 
 def accuracy(predictions: Any, labels: Any) -> float:
     """Share of predictions equal to the label, in [0, 1]."""
-    predictions, labels = checked(predictions, labels)
-    return float((predictions == labels).mean())
+    return float(np.equal(predictions, labels).mean())
 
 
 def f1(predictions: Any, labels: Any) -> float:
     """F1 score of class 1, in [0, 1]; 0 if class 1 is neither predicted nor present."""
     from sklearn.metrics import f1_score
 
-    predictions, labels = checked(predictions, labels)
-    return float(f1_score(labels == 1, predictions == 1, zero_division=0.0))
+    return float(f1_score(np.equal(labels, 1), np.equal(predictions, 1), zero_division=0.0))
 
 
 def mcc(predictions: Any, labels: Any) -> float:
     """Matthews correlation coefficient of the classes, in [-1, 1]."""
     from sklearn.metrics import matthews_corrcoef
 
-    predictions, labels = checked(predictions, labels)
     return 0.0 if constant(predictions, labels) else float(matthews_corrcoef(labels, predictions))
 
 
@@ -340,18 +336,18 @@ def pearson(predictions: Any, labels: Any) -> float:
     """Pearson correlation, in [-1, 1]."""
     from scipy.stats import pearsonr
 
-    predictions, labels = checked(predictions, labels)
-    if constant(predictions, labels):
-        return 0.0
-    return float(pearsonr(rescale(predictions), rescale(labels)).statistic)
+    return 0.0 if constant(predictions, labels) else float(pearsonr(predictions, labels).statistic)
 
 
 def spearman(predictions: Any, labels: Any) -> float:
     """Spearman rank correlation (ties get their mean rank), in [-1, 1]."""
     from scipy.stats import spearmanr
 
-    predictions, labels = checked(predictions, labels)
     return 0.0 if constant(predictions, labels) else float(spearmanr(predictions, labels).statistic)
+
+
+def constant(*vectors: Any) -> bool:
+    return any(np.ptp(values) == 0 for values in vectors)
 
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {
@@ -377,7 +373,8 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
     The mean of the pseudo-values is the bias-corrected metric, with Student's interval over examples. Pseudo-values of
     two models on the same examples are paired.
     """
-    predictions, labels = checked(predictions, labels)
+    predictions = np.asarray(predictions)
+    labels = np.asarray(labels)
     score = METRICS[metric]
     whole = score(predictions, labels)
     part = np.arange(len(labels)) % parts
@@ -386,27 +383,6 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
         without = score(predictions[part != i], labels[part != i])
         values.append(parts * whole - (parts - 1) * without)
     return values
-
-
-def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    predictions = np.asarray(predictions, np.float64)
-    labels = np.asarray(labels, np.float64)
-    if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(
-            f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0"
-        )
-    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
-        raise ValueError("predictions, labels: expected finite values")
-    return predictions, labels
-
-
-def constant(*vectors: np.ndarray) -> bool:
-    return any((values == values[0]).all() for values in vectors)
-
-
-def rescale(values: np.ndarray) -> np.ndarray:
-    """Scale to [0, 1], so that a large offset does not hide a correlation."""
-    return (values - values.min()) / np.ptp(values)
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
