@@ -96,14 +96,13 @@ class DocumentBench(TextBench):
         model: str,
         text: str | Sequence[str],
         calibration: str | Sequence[str] | None = None,
-        tokenizer: str | None = None,
         length: int | None = None,
         texts: int = 1,
         calibration_texts: int = 1,
         seed: int = 0,
         cache_dir: str | Path | None = None,
     ):
-        loaded, self.tokenizer = load_language_model(model, tokenizer)
+        loaded, self.tokenizer = load_language_model(model)
         L = length_in(loaded, length)
         check_disjoint(text, calibration)
 
@@ -245,7 +244,6 @@ class Fidelity(SwapMeasurement):
     model: FileName
     text: TextOption
     calibration: TextOption | None
-    tokenizer: FileName | None
     length: Count | None
     texts: Count
     calibration_texts: Count
@@ -262,7 +260,6 @@ class Fidelity(SwapMeasurement):
             self.model,
             self.text,
             self.calibration,
-            self.tokenizer,
             self.length,
             self.texts,
             self.calibration_texts,
