@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small_bert import VOCABULARY, sentence, write_glue, write_model
+from helpers.task_options import options_of
 from safetensors.torch import save_file
 
 from crt_exp.experiments.data import DataError
@@ -112,16 +113,7 @@ def test_jackknife_values_give_the_interval_over_examples():
 
 # ---- GLUE ------------------------------------------------------------------------------------------------------------
 
-OPTIONS = {
-    "dataset": "rte",
-    "data_dir": None,
-    "source": "files",
-    "model": None,
-    "init": "uptrain",
-    "max_length": 40,
-    "examples": None,
-    "bucketed": False,
-}
+OPTIONS = options_of("glue") | {"dataset": "rte", "source": "files", "max_length": 40}
 
 
 @pytest.fixture(scope="module")

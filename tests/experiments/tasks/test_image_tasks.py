@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers.small_images import picture, write_images
+from helpers.task_options import options_of
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from timm.optim import param_groups_layer_decay
@@ -27,49 +28,13 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import CONF, ConfigError
 
 SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2}
-AUGMENT = {
-    "scale": [0.5, 1.0],
-    "flip": 0.5,
-    "policy": None,
-    "erase": 0.0,
-    "repeats": 1,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-}
-HUB = {
-    "name": None,
-    "config": None,
-    "split": "train",
-    "validation": "validation",
-    "image": "png",
-    "label": "cls",
-    "data_files": None,
-}
-BOTH = {
-    "dataset": "mine",
-    "source": "files",
-    "hub": HUB,
-    "held_out": 0.0,
-    "workers": 0,
-    "model": None,
-    "init": "scratch",
-}
-CLASSIFIER = BOTH | {
-    "sizes": SIZES,
-    "size": 12,
-    "pool": None,
-    "new_head": False,
-    "crop": 1.0,
-    "augment": AUGMENT,
-    "smoothing": 0.1,
-    "drop_path": 0.0,
-    "layer_decay": 1.0,
-}
-ENCODER = BOTH | {
+AUGMENT = options_of("imagenet")["augment"] | {"scale": [0.5, 1.0], "flip": 0.5}
+BOTH = {"dataset": "mine", "source": "files", "workers": 0}
+CLASSIFIER = options_of("imagenet") | BOTH | {"sizes": SIZES, "size": 12, "augment": AUGMENT}
+ENCODER = options_of("mae") | BOTH
+ENCODER |= {
     "sizes": SIZES | {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2},
     "size": 16,
-    "mask_share": 0.75,
-    "normalised": True,
     "augment": {"scale": [0.5, 1.0], "flip": 0.5},
 }
 LOADED = {"sizes": dict.fromkeys(SIZES), "size": None}

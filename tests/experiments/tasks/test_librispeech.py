@@ -4,6 +4,7 @@ import jiwer
 import pytest
 import torch
 from helpers.small_speech import TEXTS, write_digits, write_librispeech
+from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import Plan
@@ -11,7 +12,7 @@ from crt_exp.experiments.predictions import read_predictions, write_predictions
 from crt_exp.experiments.tasks.base import Reader
 from crt_exp.experiments.tasks.librispeech import LibriSpeech
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import CONF, ConfigError
+from crt_exp.registry import ConfigError
 
 SIZES = {
     "mels": 16,
@@ -29,12 +30,7 @@ SIZES = {
 
 
 def options(**given):
-    """The values of the task's file, with others for some."""
-    from omegaconf import OmegaConf
-
-    found = OmegaConf.to_container(OmegaConf.load(CONF / "task" / "librispeech.yaml").task)
-    found = {key: value for key, value in found.items() if not key.startswith("_")}
-    return found | {"sizes": SIZES, "workers": 0} | given
+    return options_of("librispeech") | {"sizes": SIZES, "workers": 0} | given
 
 
 @pytest.fixture(scope="module")

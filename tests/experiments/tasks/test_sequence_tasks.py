@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.task_options import options_of
 from PIL import Image
 from torch.testing import assert_close
 
@@ -18,34 +19,15 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
-MODEL = {"preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
-NEXT = MODEL | {"init": "scratch", "calibration": 2}
-ARENA = MODEL | {
-    "dataset": "listops",
-    "data_dir": None,
-    "scale": "small",
-    "evaluated": None,
-    "max_length": None,
+MODEL = {"sizes": SIZES, "dropout": 0.0}
+ARENA = options_of("lra") | MODEL
+ARENA |= {
     "cache_dir": None,
     "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24},
 }
-IMAGES = NEXT | {
-    "dataset": "digits",
-    "data_dir": None,
-    "size": None,
-    "channels": None,
-    "held_out": 0.05,
-    "evaluated": 20,
-}
-PAIRS = NEXT | {
-    "block": 16,
-    "pairs": 2,
-    "queries": 3,
-    "symbols": 8,
-    "rows": 64,
-    "evaluated": 8,
-    "positions": "rotary",
-}
+IMAGES = options_of("pixels") | MODEL | {"evaluated": 20}
+PAIRS = options_of("recall") | MODEL
+PAIRS |= {"queries": 3, "symbols": 8, "rows": 64, "evaluated": 8}
 
 
 def task_of(**options):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from helpers.small_bert import write_text, write_words
+from helpers.task_options import options_of
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -19,51 +20,21 @@ from crt_exp.experiments.tasks.ptb import PTB
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, instantiate
 
-HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 48,
 }
-MASKED = {
-    "text": None,
-    "validation_text": None,
-    "data_dir": None,
+MASKED = options_of("mlm") | {
     "source": "files",
-    "hub": HUB,
-    "model": None,
-    "init": "scratch",
     "sizes": SIZES,
-    "vocabulary": None,
     "vocabulary_size": 300,
-    "lowercase": True,
     "block": 16,
-    "share": 0.15,
     "cache_dir": None,
 }
-WORDS = {
-    "corpus": "",
-    "data_dir": None,
-    "source": "files",
-    "min_count": None,
-    "init": "scratch",
-    "width": 16,
-    "layers": 2,
-    "dropout": 0.0,
-    "bptt": 7,
-    "softmax": "full",
-    "sampling": {
-        "negatives": 5,
-        "temperature": 1.0,
-        "rebuild_every": 3,
-        "tree": True,
-        "alpha": 100.0,
-    },
-    "temperature": 1.0,
-    "lengths": {"queries": 0.0, "keys": 0.0},
-    "eval_columns": 4,
-}
+WORDS = options_of("ptb") | {"width": 16, "dropout": 0.0, "bptt": 7, "eval_columns": 4}
+WORDS["sampling"] |= {"negatives": 5, "rebuild_every": 3}
 
 
 @pytest.fixture(scope="module")

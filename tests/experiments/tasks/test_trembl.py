@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from test_protein_data import name, write
+from helpers.small_proteins import name, write
+from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.tasks.base import Plan, Reader
@@ -23,27 +24,14 @@ GENERATED = {
     "seed": 0,
 }
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
-OPTIONS = {
-    "dataset": "generated",
-    "data_dir": None,
-    "direction": "unidirectional",
+OPTIONS = options_of("trembl") | {
     "max_length": 16,
-    "chains": False,
-    "share": 0.15,
     "validation_share": 0.1,
     "test_share": 0.1,
-    "families": None,
-    "held_out_families": None,
-    "held_out_files": None,
     "generated": GENERATED,
-    "preset": None,
     "sizes": SIZES,
-    "positions": None,
     "dropout": 0.0,
-    "checkpointing": False,
-    "init": "scratch",
     "calibration": 2,
-    "bucketed": True,
     "cache_dir": None,
 }
 
