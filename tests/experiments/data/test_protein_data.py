@@ -129,8 +129,8 @@ def test_splits_depend_on_the_letters_alone(tmp_path):
     made = [*dict.fromkeys(sequences(2000))]
     found = []
     cases = [("whole", made), ("repeated", [*made[900:], *made[:1000]])]
-    for name, letters in cases:
-        index = read_files([write(tmp_path / f"{name}.fasta", letters)])
+    for file, letters in cases:
+        index = read_files([write(tmp_path / f"{file}.fasta", letters)])
         rows = protein.split_rows(index, np.arange(len(index)) >= len(made) + 50, 0.1, 0.2)
         letters_of = {}
         for split, chosen in rows.items():
