@@ -12,9 +12,9 @@ from pydantic import Field
 from crt_exp.experiments.evolution import Player, Search, evolve
 from crt_exp.experiments.evolution.environments import Environment, SteppingStones, SweepingArms
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
-from crt_exp.experiments.tasks.base import Measurement
+from crt_exp.experiments.tasks.base import Measurement, task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.validation import Count, Positive, Whole, checked
+from crt_exp.validation import Count, Positive, Whole
 
 PARTICLES = 256  # maximum: the time grows with the cube, and a stroke takes 2 s with 200 particles, minutes with 800
 Looks = Literal["attention", "average", "random"]
@@ -114,8 +114,7 @@ class Robotics(Measurement):
         )
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Locomotion(Robotics):
     """task=locomotion: gymnasium's Ant on stepping stones; returns in metres."""
 
@@ -129,8 +128,7 @@ class Locomotion(Robotics):
         return super().options | {"seconds": self.seconds}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ArmSweeping(Robotics):
     """task=arm_sweeping: two arms sweep particles into a bowl; returns are shares in [0, 1]."""
 

@@ -24,6 +24,7 @@ from crt_exp.experiments.measure.bench import swap_and_fit
 from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
 from crt_exp.experiments.measure.variance import mnist_file
 from crt_exp.experiments.runner.trainer_config import Adapters, Lora
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import following
 from crt_exp.experiments.tasks.transfer import (
     TransferModel,
@@ -36,7 +37,7 @@ from crt_exp.experiments.tasks.transfer import (
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.threads import threads
 from crt_exp.swap.calibration import learns, swapped_states
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Positive, Several, Whole
 
 # alphabet of `copying`; tokens of a row
 SYMBOLS = 16
@@ -248,8 +249,7 @@ class Training:
 # ---- one method
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Adapt(SwapMeasurement):
     """task=adapt: `loss` (nats) of a small model at each `stage`.
 
@@ -344,8 +344,7 @@ def batch_arguments(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class AdaptPretrained(SwapMeasurement):
     """task=adapt_pretrained: loss of a pretrained language model during adaptation.
 

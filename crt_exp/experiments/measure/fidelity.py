@@ -8,7 +8,7 @@ the loss increase over exact attention in nats. Errors are relative, in the Frob
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -31,10 +31,10 @@ from crt_exp.experiments.measure.bench import (
 )
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
 from crt_exp.experiments.runner.configuration import load_task
-from crt_exp.experiments.tasks.base import Plan, Reader, Task
+from crt_exp.experiments.tasks.base import Plan, Reader, Task, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import learns
-from crt_exp.validation import Count, FileName, Files, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Files, Several, Whole
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
 TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
@@ -229,8 +229,7 @@ def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
     return str(official_file("wikitext2", text)) if text in SPLITS else text
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Fidelity(SwapMeasurement):
     """task=fidelity: errors and loss of a pretrained language model after a swap.
 
@@ -306,8 +305,7 @@ def load_run_task(start: str) -> Task:
     return load_task(start, init=start)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapLoss(SwapMeasurement):
     """task=swap_loss: metrics of a saved run after a swap, one row per split."""
 

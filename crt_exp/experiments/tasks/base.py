@@ -3,10 +3,10 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, dataclass_transform
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
+from crt_exp.validation import checked
 
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
@@ -223,6 +224,12 @@ class TrainingTask(BaseTask):
 
 
 Task = TrainingTask
+
+
+@dataclass_transform(eq_default=False)
+def task_class(kind: type) -> type:
+    """Class decorator: a data class that checks its arguments; errors name `task.<argument>`."""
+    return checked("task")(dataclass(eq=False)(kind))
 
 
 def exp(loss: float) -> float:

@@ -7,7 +7,6 @@ Notation: B rows of a batch, L tokens of a row.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -23,16 +22,15 @@ from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, checked
+from crt_exp.validation import Count, FileName
 
 HELD_OUT = 0.05  # share of the text for validation, and again for test, if they have no text
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Books(SymbolTask):
     """Language model of documents; see `conf/task/books.yaml` for the options.
 

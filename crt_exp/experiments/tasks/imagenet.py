@@ -27,11 +27,11 @@ from crt_exp.experiments.data.loading import (
 )
 from crt_exp.experiments.data.sources import SOURCES, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, NotNegative, checked
+from crt_exp.validation import Count, Files, NotNegative
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -152,8 +152,7 @@ class ImageAugment(TypedDict):
     cutmix: NotNegative
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ImageNet(ImageTask):
     """Image classification; see `conf/task/imagenet.yaml` for the options.
 

@@ -6,7 +6,6 @@ Notation: B rows of a batch, P patches.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -18,12 +17,12 @@ from torch import Tensor, nn
 from crt_exp.experiments.data.loading import Generator
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
 from crt_exp.experiments.tasks.imagenet import ImageTask, Part, Share
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files, checked
+from crt_exp.validation import Count, FileName, Files
 
 
 class MAESizes(TypedDict):
@@ -45,8 +44,7 @@ class MAEAugment(TypedDict):
     flip: Share
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class MAE(ImageTask):
     """MAE pretraining; see `conf/task/mae.yaml` for the options.
 

@@ -7,7 +7,6 @@ Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,11 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.sources import Hub, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.validation import Count, FileName, Files, Whole, checked
+from crt_exp.validation import Count, FileName, Files, Whole
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
 GPT2_NAMES = {
@@ -77,8 +76,7 @@ class TextHub(Hub):
     column: str
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class MLM(Task):
     """Language model of any text; see `conf/task/mlm.yaml` for the options.
 

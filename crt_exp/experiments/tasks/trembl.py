@@ -6,7 +6,6 @@ unigram baseline.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,10 +17,10 @@ from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, checked
+from crt_exp.validation import Count, FileName
 
 VOCABULARY = {
     "letters": LETTERS,
@@ -31,8 +30,7 @@ VOCABULARY = {
 }
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class TrEMBL(SymbolTask):
     """Protein language model; see `conf/task/trembl.yaml` for the options.
 
