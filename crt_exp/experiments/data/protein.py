@@ -354,13 +354,7 @@ def masked_batch(
     rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
 ) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
-    inputs = []
-    labels = []
-    for row, rng in zip(rows, generators):
-        masked = masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
-        inputs.append(masked["input_ids"][0].numpy())
-        labels.append(masked["labels"][0].numpy())
-    return batch_of(inputs, labels)
+    return batch_of(*zip(*map(masking.mask_row, rows, generators)))
 
 
 def letter_masking(share: float) -> Masking:

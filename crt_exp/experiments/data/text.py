@@ -362,6 +362,11 @@ class Masking:
             "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64)),
         }
 
+    def mask_row(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Mask one row (L,); return inputs and labels, (L,) int64 each."""
+        masked = self(row[None].astype(np.int64), rng.random((3, 1, len(row))))
+        return masked["input_ids"][0].numpy(), masked["labels"][0].numpy()
+
 
 def flag_table(size: int, members: Sequence[int]) -> np.ndarray:
     flags = np.zeros(size, bool)

@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.corpora import PARTS, Row, Rows, TokenText
+from crt_exp.experiments.data.corpora import PARTS, Rows, TokenText
 from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
@@ -137,18 +137,12 @@ class Books(SymbolTask):
             for i in numbers:
                 row = data[places[i]]
                 if not self.causal:
-                    row = self.corrupted(row, plan.rng(i))
+                    row = self.masking.mask_row(row.labels, plan.rng(i))
                 row_tokens, row_labels = row
                 tokens.append(row_tokens)
                 labels.append(row_labels)
             batch = with_key_mask(pad_rows(tokens, self.end), [len(row) for row in tokens])
             yield batch | {"labels": pad_rows(labels, IGNORED)}
-
-    def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
-        """BERT's masking of the tokens of a row."""
-        ids = row.labels[None].astype(np.int64)
-        result = self.masking(ids, rng.random((3, *ids.shape)))
-        return Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
 
     @cached_property
     def masking(self) -> Masking:

@@ -76,8 +76,6 @@ class TransferModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         self.squares.clear()
         out = self.model(*args, **kwargs)
-        if not self.squares:
-            raise ValueError("this call reached no swapped layer; expected an input that does")
         errors = []
         for number in sorted(self.squares):
             error, exact = self.squares[number]

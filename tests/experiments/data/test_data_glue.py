@@ -268,12 +268,3 @@ def test_bucketed_batches_are_shared_by_processes_and_micro_batches():
         parts.append([*bucketed(LENGTHS, Plan(batch=8, micro=2, rank=rank, world=2))])
     expected = np.concatenate([np.reshape(part, (-1, 4)) for part in parts], axis=1)
     assert np.array_equal(whole, expected)
-
-
-def test_bucketing_saves_padding():
-    plan = Plan(batch=10)
-    padded = []
-    cases = [bucketed(LENGTHS, plan), plan.rows(1003, "train")]
-    for order in cases:
-        padded.append(sum(10 * LENGTHS[rows].max() for rows in order))
-    assert padded[0] < 1.1 * LENGTHS.sum() < 1.5 * LENGTHS.sum() < padded[1]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from crt_exp.experiments.data import DataError, corpora, glue, text, vocabularies
 from crt_exp.experiments.data.corpora import Rows, TokenText, columns, word_corpus
@@ -24,7 +23,6 @@ from crt_exp.experiments.data.text import (
     uniforms,
 )
 from crt_exp.experiments.data.vocabularies import new_tokenizer
-from crt_exp.experiments.tasks.base import Plan
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -302,56 +300,6 @@ def test_uniforms_are_independent_by_row(kind):
     assert abs(found.mean() - 0.5) < 0.03
     difference = abs(np.corrcoef(found.reshape(12, 500)) - np.eye(12)).max()
     assert difference < 0.2
-
-
-# ----------------------------------------------------------------------------------------------------- batches
-def equal_batch(x: dict, y: dict) -> bool:
-    return x.keys() == y.keys() and all((x[key] == y[key]).all() for key in x)
-
-
-def equal(a: list[dict], b: list[dict]) -> bool:
-    return len(a) == len(b) and all(equal_batch(x, y) for x, y in zip(a, b))
-
-
-@pytest.fixture
-def blocks():
-    return random_ids(50, 12)
-
-
-def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
-    masking = Masking.from_tokenizer(tokenizer)
-    plan = Plan(**{"batch": 6, **plan})
-    return [
-        masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
-        for rows in plan.rows(len(blocks), split)
-    ]
-
-
-def original(batches: list[dict]) -> torch.Tensor:
-    return torch.cat(
-        [
-            torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
-            for batch in batches
-        ]
-    )
-
-
-def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
-    whole = batches_of(tokenizer, blocks)
-    assert equal(whole[5:], batches_of(tokenizer, blocks, start=5))
-    assert not equal(whole, batches_of(tokenizer, blocks, epoch=1))
-    everything = batches_of(tokenizer, blocks, batch=5)
-    actual = sorted(original(everything).tolist())
-    expected = sorted(blocks.tolist())
-    assert actual == expected
-    for rank in range(2):
-        part = batches_of(tokenizer, blocks, rank=rank, world=2)
-        expected = []
-        for batch in whole:
-            share = slice(3 * rank, 3 * rank + 3)
-            expected.append({key: value[share] for key, value in batch.items()})
-        assert equal(part, expected)
-    assert (original(batches_of(tokenizer, blocks, split="validation")).numpy() == blocks).all()
 
 
 # ------------------------------------------------------------------------------------------- corpora of words

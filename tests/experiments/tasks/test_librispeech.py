@@ -228,21 +228,3 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     plan = Plan(batch=8)
     with pytest.raises(DataError, match="7-9-0002.flac: not readable"):
         list(LibriSpeech(**options(data_dir=str(tmp_path), workers=1)).batches("train", plan))
-
-
-def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
-    """On two processes too, by hand: the shares joined are the whole."""
-    task = spoken(digits)
-    rows = []
-    for batch in Reader(task).batches("test"):
-        for row in batch["rows"]:
-            rows.append(row)
-    readers = []
-    for rank in (0, 1):
-        readers.append(Reader(task, rank=rank, world=2))
-    shares = []
-    for reader in readers:
-        for batch in reader.batches("test"):
-            for row in batch["rows"]:
-                shares.append(row)
-    assert sorted(rows) == sorted(shares) == list(range(9))
