@@ -295,20 +295,6 @@ def test_saved_and_loaded_is_the_same_model(name, tied, tmp_path):
     assert torch.equal(actual, expected)
 
 
-@torch.no_grad()
-def test_loaded_with_another_attention_it_has_its_weights_alone(tmp_path):
-    exact = save_calibrated(tmp_path, "exact")
-    loaded = language.load(tmp_path, "task.init")
-    far, near = (loaded.build(Mechanism.of("favorp", m=m)) for m in (4, 4096))
-    assert torch.equal(near.symbol.weight, exact.symbol.weight)
-    assert near.body.blocks[0].attention.m == 4096
-
-    def error(model):
-        return (model(tokens()) - exact(tokens())).norm()
-
-    assert error(near) < error(far) / 5
-
-
 def test_loaded_projections_are_used_whatever_the_seed():
     """Those of the draw that training had come to, and no new draw."""
     model, other = (

@@ -114,21 +114,6 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     assert sorted(rows) == list(range(24))
 
 
-def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
-    task = spoken(digits)
-    one = []
-    for batch in task.batches("train", Plan(batch=8, micro=2, seed=1)):
-        one.append(contents(batch))
-    two = []
-    for rank in (0, 1):
-        two.append(list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))))
-    expected = []
-    for step in zip(*two):
-        for batch in step:
-            expected.append(contents(batch))
-    assert one == expected
-
-
 def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
     """Whatever else is in its batch."""
     task = spoken(digits)

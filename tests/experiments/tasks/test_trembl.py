@@ -7,7 +7,7 @@ from helpers.small_proteins import name, write
 from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.base import Reader
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -63,24 +63,6 @@ def test_unigram_is_that_of_the_training_letters():
     assert found["letters"] == seen.sum()
 
 
-def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
-    task = task_of(bucketed=False)
-    model = task.build(Mechanism.of("exact")).eval()
-    batch = next(iter(task.batches("train", Plan(8))))
-    assert "key_mask" in batch
-    actual = task.weight(batch)
-    expected = (batch["labels"] != -100).sum()
-    assert actual == expected
-    rows = []
-    for i in next(Plan(8).rows(task.length("train"), "train")):
-        rows.append(protein.next_token_batch([task.rows["train"][i]], 16))
-    total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
-        map(task.weight, rows)
-    )
-    actual = task.loss(model, batch)
-    torch.testing.assert_close(actual, total)
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -121,26 +103,6 @@ def test_runs_of_other_splits_are_refused(tmp_path):
         match="expected a run of task=trembl on the same task.dataset, split by letters",
     ):
         task_of(**given, init=str(tmp_path))
-
-
-def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
-    """Also where the copy that the table does not name is the first one in the file."""
-    path = fasta(tmp_path / "data", 60)
-    table = tmp_path / "families.tsv"
-    sequences = []
-    for entry in path.read_text().split(">")[1:]:
-        sequences.append(entry.split("\n", 1)[1].replace("\n", ""))
-    write(path, [*sequences, *sequences[:10]])
-    table.write_text(
-        "uniprot_acc\tpfamA_acc\n" + "".join(f"{name(i)}\tPF1\n" for i in range(60, 70))
-    )
-    task = task_of(
-        dataset="uniprot",
-        data_dir=str(tmp_path / "data"),
-        families=str(table),
-        held_out_families=["PF1"],
-    )
-    assert len(task.rows["ood"]) == 10
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
