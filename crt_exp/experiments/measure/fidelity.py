@@ -23,7 +23,6 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
-    SHARE,
     TextBench,
     calibrated_layers,
     evenly_spaced,
@@ -146,7 +145,7 @@ class DocumentBench(TextBench):
         if self.causal:
             return super().inputs_and_labels(i)
         uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        masking = data.Masking.from_tokenizer(self.tokenizer, SHARE)
+        masking = data.Masking.from_tokenizer(self.tokenizer)
         batch = masking(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
 

@@ -23,7 +23,7 @@ from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
-from crt_exp.experiments.tasks.sequences import Share, SymbolTask
+from crt_exp.experiments.tasks.sequences import SymbolTask
 from crt_exp.registry import ConfigError
 from crt_exp.validation import Count, FileName
 
@@ -50,7 +50,6 @@ class Books(SymbolTask):
     max_length: Annotated[int, Field(ge=2)]
     cache_dir: str | None
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
-    share: Share = 0.15
 
     compatible_runs = "a run of task=books with the same tokenizer"
 
@@ -148,7 +147,7 @@ class Books(SymbolTask):
     def masking(self) -> Masking:
         """BERT's masking; end tokens are never masked, random tokens are never the mask."""
         special = flag_table(self.predictable + 1, [self.end, self.predictable])
-        return Masking(self.predictable, special, self.share, self.predictable)
+        return Masking(self.predictable, special, self.predictable)
 
     # ---- metrics
 

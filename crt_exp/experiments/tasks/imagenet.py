@@ -43,7 +43,7 @@ NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
 class ImageTask(Task):
     """Base class of image tasks: a folder, a set of the hub, or the embedded digits.
 
-    The test split is `val`. It is also the validation split, except with task.held_out.
+    The validation split `val` is also the test split.
     """
 
     model: str | None
@@ -53,7 +53,6 @@ class ImageTask(Task):
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
     hub: data.ImageHub
-    held_out: Annotated[float, Field(ge=0, lt=1)]
     workers: Workers
 
     validation = "val"
@@ -79,10 +78,6 @@ class ImageTask(Task):
         else:
             refuse_data_dir(self.data_dir, f"task.hub.name={self.hub['name']}")
             self.splits = data.load_hub(self.hub)
-        if self.held_out:
-            self.validation = "held_out"
-            train, held_out = self.splits["train"].held_out(self.held_out)
-            self.splits |= {"train": train, "held_out": held_out}
         self.classes = self.splits["train"].classes
         if self.embedded and self.workers is None:  # workers do not pay for 8 x 8 pixels
             self.workers = 0

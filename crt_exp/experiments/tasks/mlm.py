@@ -97,7 +97,6 @@ class MLM(Task):
     vocabulary_size: Count
     lowercase: bool
     block: Annotated[int, Field(ge=3)]
-    share: Annotated[float, Field(gt=0, lt=1)]
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
@@ -120,9 +119,7 @@ class MLM(Task):
         self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
-        self.masking = (
-            None if self.causal else data.Masking.from_tokenizer(self.tokenizer, self.share)
-        )
+        self.masking = None if self.causal else data.Masking.from_tokenizer(self.tokenizer)
 
     def check_options(self) -> None:
         if self.vocabulary is not None and (self.causal or self.model is not None):

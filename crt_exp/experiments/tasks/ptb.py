@@ -78,7 +78,6 @@ class PTB(Task):
     corpus: Annotated[str, Files(("ptb", "wikitext2"))]
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
-    min_count: Count | None
     init: Annotated[str, Files(("scratch",))]
     width: Count
     layers: Count
@@ -98,7 +97,7 @@ class PTB(Task):
         self.queries: list[float] = []
         if self.corpus == "wordnet":
             self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
-        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
+        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.source)
         V = len(self.text.words)
         negatives = self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:

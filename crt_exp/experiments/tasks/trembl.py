@@ -44,11 +44,9 @@ class TrEMBL(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"]
     max_length: Count
     chains: bool
-    share: Share
     validation_share: Share
     test_share: Share
     families: FileName | None
-    held_out_families: Sequence[str] | None
     held_out_files: Sequence[str] | None
     generated: FamilyOptions
     bucketed: bool
@@ -63,7 +61,7 @@ class TrEMBL(SymbolTask):
         self.load()
         split_by = {} if self.dataset == "generated" else {"split": "letters"}
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
-        self.masking = protein.letter_masking(self.share)
+        self.masking = protein.letter_masking()
         self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
         if self.synthetic:
@@ -99,10 +97,6 @@ class TrEMBL(SymbolTask):
                 "task.dataset=generated: expected no task.data_dir, task.families or "
                 "task.held_out_files; set task.dataset=uniprot"
             )
-        if self.held_out_families is not None and self.families is None:
-            raise ConfigError(
-                "task.held_out_families: expected a table of families; set task.families=FILE"
-            )
 
     # ---- data
 
@@ -111,9 +105,7 @@ class TrEMBL(SymbolTask):
         if self.synthetic:
             return self.sequences.files >= self.synthetic.inside
         if self.families is not None:
-            return protein.held_out_by_family(
-                self.sequences, self.families, self.held_out_families or protein.HELD_OUT
-            )
+            return protein.held_out_by_family(self.sequences, self.families)
         return protein.held_out_by_file(self.sequences, self.held_out_files)
 
     def length(self, split: str) -> int:

@@ -358,7 +358,7 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
         return datasets.Dataset.from_dict({"sentence": ["b a", " a \n", ""]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = corpora.word_corpus("ptb", None, None)
+    found = corpora.word_corpus("ptb", None)
     assert found.words == ("<eos>", "a", "b")
     actual = found.parts["train"].tolist()
     assert actual == [

@@ -167,14 +167,13 @@ def test_held_out_families(tmp_path, monkeypatch):
     expected = []
     for i in range(50):
         expected.append(i in (0, 5, 21, 42))
-    assert (
-        protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT).tolist() == expected
-    )
-    with pytest.raises(DataError, match="expected some sequences of PF9"):
-        protein.held_out_by_family(read_files([path]), table, ["PF9"])
+    assert protein.held_out_by_family(read_files([path]), table).tolist() == expected
+    table.write_text("uniprot_acc\tpfamA_acc\nA00000\tPF9\n")
+    with pytest.raises(DataError, match="expected some sequences of PF18369"):
+        protein.held_out_by_family(read_files([path]), table)
     table.write_text("A00000\tPF1\n")
     with pytest.raises(DataError, match="expected columns uniprot_acc and pfamA_acc"):
-        protein.held_out_by_family(read_files([path]), table, protein.HELD_OUT)
+        protein.held_out_by_family(read_files([path]), table)
 
 
 def test_held_out_files(tmp_path):
@@ -251,7 +250,7 @@ def test_masks_of_a_row_are_its_own(tmp_path):
     """The same in every batch; letters alone are masked, and become letters."""
     index = index_of(tmp_path, 300)
     rows = Singles(index, np.arange(300), 30)
-    masking = protein.letter_masking(0.15)
+    masking = protein.letter_masking()
     plan = Plan(8)
     for i in range(300):
         actual = rows[i].tolist()

@@ -272,17 +272,6 @@ def test_experiments_fit_their_models(name, folder):
     assert task.description.size == expected
 
 
-def test_held_out_images_choose_the_weights(folder):
-    task = task_of(folder, held_out=0.25)
-    whole = task_of(folder)
-    assert task.validation == "held_out"
-    assert task.test == "val"
-    actual = task.length("train") + task.length("held_out")
-    expected = whole.length("train")
-    assert actual == expected
-    assert task.length("held_out") == 6
-
-
 # ---- task=mae --------------------------------------------------------------------------------------------------------
 
 

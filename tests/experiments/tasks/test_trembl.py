@@ -77,15 +77,15 @@ def fasta(folder, n=150):
 
 def test_files_with_held_out_families(tmp_path):
     table = tmp_path / "families.tsv"
+    families = (protein.HELD_OUT[0], "PF1")
     table.write_text(
         "uniprot_acc\tpfamA_acc\n"
-        + "".join(f"{name(i)}\tPF{2 - i % 2}\n" for i in range(0, 150, 5))
+        + "".join(f"{name(i)}\t{families[i % 2]}\n" for i in range(0, 150, 5))
     )
     task = task_of(
         dataset="uniprot",
         data_dir=str(fasta(tmp_path / "data").parent),
         families=str(table),
-        held_out_families=["PF2"],
     )
     assert len(task.rows["ood"]) == 15
 
