@@ -72,9 +72,6 @@ class Player:
     policy: ImplicitPolicy | None
     mechanism: Mechanism
 
-    def build_world(self) -> Environment:
-        return self.world(**dict(self.options))
-
 
 @functools.lru_cache(maxsize=2)
 def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
@@ -83,7 +80,7 @@ def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
     Rollouts leave no state in them.
     """
     layer = player.policy.layer(player.mechanism) if player.policy else None
-    return [player.build_world() for _ in range(count)], layer
+    return [player.world(**dict(player.options)) for _ in range(count)], layer
 
 
 def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:

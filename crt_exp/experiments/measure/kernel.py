@@ -330,9 +330,7 @@ class Clusters(Series):
 
     def points_near(self, centres: Tensor, g: torch.Generator) -> Tensor:
         sigma = self.spread / self.d**0.5
-        points = []
-        for centre in centres:
-            points.append(centre + sigma * normal(g, self.points, self.d))
+        points = [centre + sigma * normal(g, self.points, self.d) for centre in centres]
         return self.length * F.normalize(torch.cat(points), dim=-1)
 
 

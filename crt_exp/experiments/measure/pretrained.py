@@ -231,9 +231,7 @@ class SwapText(SwapMeasurement):
 
     def bench(self, row: Row) -> TextBench:
         length = min(self.length, FITTED)
-        training = []
-        for i in range(self.fit):
-            training.append(passage(self.model, self.fit_text, i, length))
+        training = [passage(self.model, self.fit_text, i, length) for i in range(self.fit)]
         model = load_pretrained(self.model)[0]
         return TextBench(model, row.ids, torch.stack(training))
 

@@ -298,9 +298,7 @@ class Reader:
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
-        scalars = []
-        for value in values:
-            scalars.append(torch.as_tensor(value).detach().to("cpu", torch.float64))
+        scalars = [torch.as_tensor(value).detach().to("cpu", torch.float64) for value in values]
         return torch.stack(self._all(torch.stack(scalars))).sum(0).tolist()
 
     def gather(self, rows: list) -> list:

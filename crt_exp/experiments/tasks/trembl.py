@@ -49,7 +49,6 @@ class TrEMBL(SymbolTask):
     families: FileName | None
     held_out_files: Sequence[str] | None
     generated: FamilyOptions
-    bucketed: bool
     cache_dir: str | None
 
     counted = "letters"
@@ -113,7 +112,7 @@ class TrEMBL(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.rows[split]
-        for numbers in by_length(data.lengths, split, plan, self.bucketed):
+        for numbers in by_length(data.lengths, split, plan, group_lengths=True):
             rows = [data[i] for i in numbers]
             if self.causal:
                 yield protein.next_token_batch(rows, self.max_length)

@@ -239,9 +239,7 @@ def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) in out
     for source in SOURCES.values():
         assert source.page in out
-    here = {}
-    for line in out.splitlines():
-        here[line.split()[0]] = line
+    here = {line.split()[0]: line for line in out.splitlines()}
     assert "1 of 1" in here["uci/car"]
     assert "0 of 1" in here["uci/cmc"]
     assert "embedded" in here["uci/digits"]

@@ -314,9 +314,7 @@ def test_words_of_official_files(tmp_path):
     found = word_corpus("ptb", write_ptb(tmp_path))
     assert found.words == ("<eos>", "a", "<unk>", "b", "c")
     assert found.parts["train"].dtype == np.int32
-    actual = []
-    for part in found.parts.values():
-        actual.append(part.tolist())
+    actual = [part.tolist() for part in found.parts.values()]
     assert actual == [
         [1, 3, 1, 0, 4, 2, 0],
         [1, 2, 0],
@@ -399,9 +397,7 @@ def test_held_out_parts_of_a_document():
         np.full(100, 0.5, np.float32),
     )
     found = document.held_out(0.1, apart=False)
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(len(found[split].tokens))
+    actual = [len(found[split].tokens) for split in ("train", "validation", "test")]
     assert actual == [80, 10, 10]
     assert found["test"].tokens[0] == 90
     assert found["test"].words.sum() == 5
@@ -420,9 +416,7 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     assert found.words.sum() == 5
     assert found.tokens.dtype == np.uint16
     assert len(found.ends) == 1 + apart
-    parts = []
-    for part in np.split(found.tokens, found.ends)[:-1]:
-        parts.append(byte_pairs.decode(part[:-1]))
+    parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
     cases = [found.part(0, 4), found.part(4, len(found.tokens) - 1)]
     for part in cases:

@@ -27,9 +27,7 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     write_images(tmp_path / "images/stripes", inner=inner)
     found = images.load("stripes")
-    actual = {}
-    for split, part in found.items():
-        actual[split] = len(part)
+    actual = {split: len(part) for split, part in found.items()}
     assert actual == {"train": 24, "val": 12}
     train = found["train"]
     assert train.classes == ("class0", "class1", "class2")
@@ -113,9 +111,7 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
         (root / "train/class1" / name).write_bytes(b"")
     found = images.load("mine", root)
     assert found["train"].classes == ("class0", "class1", "class2")
-    actual = []
-    for split in ("train", "val"):
-        actual.append(len(found[split]))
+    actual = [len(found[split]) for split in ("train", "val")]
     assert actual == [24, 12]
     assert len(files_ending(root / "val", IMAGES)) == 12
     assert caplog.text.count("ignored 3 files") == 1
@@ -283,9 +279,7 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_start
     assert not same(actual, alone)
     actual = batches(part, Plan(6, seed=3, start=2))
     assert same(actual, alone[2:])
-    parts = []
-    for rank in (0, 1):
-        parts.append(batches(part, Plan(6, seed=3, rank=rank, world=2)))
+    parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
     actual = torch.cat([parts[0][1]["images"], parts[1][1]["images"]])
     assert torch.equal(actual, alone[1]["images"])
 

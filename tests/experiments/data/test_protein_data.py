@@ -49,9 +49,7 @@ def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
 )
 def test_any_header_names_a_sequence(header, accession, tmp_path):
     (tmp_path / "a.fasta").write_text(f">{header}\nACD\n")
-    actual = []
-    for found, _ in read_fasta(tmp_path / "a.fasta"):
-        actual.append(found.decode())
+    actual = [found.decode() for found, _ in read_fasta(tmp_path / "a.fasta")]
     assert actual == [accession]
 
 
@@ -164,9 +162,7 @@ def test_held_out_families(tmp_path, monkeypatch):
     table.write_text(
         "\n".join(["uniprot_acc\tseq_version\tcrc64\tpfamA_acc\tseq_start\tseq_end", *rows])
     )
-    expected = []
-    for i in range(50):
-        expected.append(i in (0, 5, 21, 42))
+    expected = [i in (0, 5, 21, 42) for i in range(50)]
     assert protein.held_out_by_family(read_files([path]), table).tolist() == expected
     table.write_text("uniprot_acc\tpfamA_acc\nA00000\tPF9\n")
     with pytest.raises(DataError, match="expected some sequences of PF18369"):

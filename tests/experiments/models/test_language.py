@@ -223,9 +223,7 @@ def test_frequencies_are_the_chances():
     model = calibrated("favorpp")
     logits = model(PROMPT[None])[:, -1]
     expected = (2 * logits[0]).softmax(-1)
-    drawn = []
-    for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000)):
-        drawn.append(row[0])
+    drawn = [row[0] for row in generate(model, PROMPT, 1, TokenChoice(0.5), range(4000))]
     counts = torch.bincount(torch.tensor(drawn), minlength=11) / 4000
     assert ((counts - expected).abs() < 5 * (expected / 4000).sqrt()).all()
 
@@ -396,9 +394,7 @@ def test_encoders_that_are_not_bert(kind, head, tmp_path):
     }
     sizes = ENCODER
     if kind == "DistilBert":
-        sizes = {}
-        for key, value in ENCODER.items():
-            sizes[names.get(key, key)] = value
+        sizes = {names.get(key, key): value for key, value in ENCODER.items()}
     saved = transformers.AutoModelForMaskedLM.from_config(
         getattr(transformers, f"{kind}Config")(**sizes)
     )

@@ -122,9 +122,7 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    wrapped = {}
-    for name, tensor in model.state_dict().items():
-        wrapped[f"module.{name}"] = tensor
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": wrapped}, tmp_path / "saved.pth")
     cases = [
         {"init": str(tmp_path)},

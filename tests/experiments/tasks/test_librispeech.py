@@ -94,9 +94,7 @@ def contents(batch):
 
 def test_batches_are_the_same_wherever_a_run_stands(digits):
     task = spoken(digits)
-    whole = []
-    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2)):
-        whole.append(contents(batch))
+    whole = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2))]
     assert len(whole) == task.epoch_steps(Plan(batch=8)) > 2
     actual = []
     for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1)):
@@ -104,9 +102,7 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     assert actual == whole[1:]
     by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
     assert [contents(batch) for batch in by_workers] == whole[1:]
-    other = []
-    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1)):
-        other.append(contents(batch))
+    other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
     assert other != whole
     rows = []
     for batch in other:
@@ -141,9 +137,7 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
 def test_seconds_of_a_batch_bound_its_audio(books):
     task = read(books)
     for split in ("train", "validation"):
-        sizes = []
-        for batch in task.batches(split, Plan(batch=8)):
-            sizes.append(batch["audio"].shape)
+        sizes = [batch["audio"].shape for batch in task.batches(split, Plan(batch=8))]
         assert max(rows * samples for rows, samples in sizes) <= 4 * 16000
 
 

@@ -199,9 +199,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
     run.close()
     actual = first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut"))
     assert actual == whole
-    states = []
-    for name in ("whole", "cut"):
-        states.append(restored(tmp_path / name, 5))
+    states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
     assert torch.equal(states[0].theta, states[1].theta)
     assert torch.equal(states[0].moments, states[1].moments)
 
@@ -219,9 +217,7 @@ def test_a_damaged_state_is_set_aside(tmp_path, capsys):
 @pytest.mark.slow
 def test_two_processes_are_one():
     thetas = torch.randn(8, POLICY.parameters, generator=seeded())
-    returns = []
-    for workers in (1, 2):
-        returns.append(play_all(player(), thetas, [1, 2, 3], 2, workers))
+    returns = [play_all(player(), thetas, [1, 2, 3], 2, workers) for workers in (1, 2)]
     assert returns[0] == returns[1]
     assert np.shape(returns[0]) == (8, 3)
 
@@ -266,9 +262,7 @@ def test_the_ant_walks_where_it_is_led():
     cases = [("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))]
     for name, action in cases:
         world.reset(0)
-        ended = []
-        for _ in range(4):
-            ended.append(world.step(np.array(action, float))[2])
+        ended = [world.step(np.array(action, float))[2] for _ in range(4)]
         ways[name] = world.data.qpos[:2].copy()
         assert not any(ended)
         assert abs(world.yaw) < 0.3

@@ -210,9 +210,7 @@ def test_reviews_and_pairs(tmp_path):
                 (folder / f"{i}_7.txt").write_text(f"{label} {i}")
     data_dir = str(tmp_path / "imdb")
     task = task_of(dataset="text", data_dir=data_dir, rules={})
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(task.length(split))
+    actual = [task.length(split) for split in ("train", "validation", "test")]
     assert actual == [9, 1, 10]
     actual = bytes(task.arena.splits["test"].rows[7].tolist())
     assert actual == b"pos 2"
@@ -237,9 +235,7 @@ def test_reviews_and_pairs(tmp_path):
 def test_evaluated_examples_are_the_same_in_every_run():
     task = task_of(evaluated=7)
     whole = task_of()
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(task.length(split))
+    actual = [task.length(split) for split in ("train", "validation", "test")]
     assert actual == [60, 7, 7]
     both = []
     for variant in (task, whole):
@@ -343,9 +339,7 @@ def test_what_is_asked_was_said_before(length, pairs, queries):
         assert len(asked) == queries
         assert tokens.max() < 16 + NOISE
         said = np.flatnonzero((tokens >= 8) & (tokens < 16) & (labels < 0))
-        value = {}
-        for at in said:
-            value[tokens[at]] = tokens[at + 1]
+        value = {tokens[at]: tokens[at + 1] for at in said}
         assert len(said) == len(value) == pairs
         assert said.max() < asked.min()
         for at in asked:

@@ -285,9 +285,7 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
     for plan, parts in cases:
         for _ in range(2):
             batches = [*task.batches("train", plan)]
-            losses = []
-            for batch in batches:
-                losses.append(task.loss(model, batch).detach())
+            losses = [task.loss(model, batch).detach() for batch in batches]
             sizes = [batch["labels"].numel() for batch in batches]
         mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
         whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
@@ -321,9 +319,7 @@ def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
 def test_processes_share_columns(ptb):
     """In an evaluation each word is in one process; in training they read the micro-batches of one."""
     task = ptb(eval_columns=5)
-    parts = []
-    for rank in range(3):
-        parts.append([*task.batches("test", Plan(1, rank=rank, world=3))])
+    parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
     rows = []
     for part in parts:
         rows.append(torch.cat([batch["labels"] for batch in part], 1))
@@ -335,9 +331,7 @@ def test_processes_share_columns(ptb):
     assert actual == [1, 2, 2]
     actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
     assert actual == []
-    halves = []
-    for rank in (0, 1):
-        halves.append([*ptb().batches("train", Plan(4, rank=rank, world=2))])
+    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
     both = []
     for pair in zip(*halves):
         for batch in pair:

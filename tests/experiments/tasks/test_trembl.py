@@ -69,9 +69,7 @@ def test_unigram_is_that_of_the_training_letters():
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = []
-    for _ in range(n):
-        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
+    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
     return write(folder / "a.fasta", made)
 
 
