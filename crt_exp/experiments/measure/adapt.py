@@ -358,8 +358,7 @@ class AdaptPretrained(SwapMeasurement):
         texts: Kinds of rows, keys of `pretrained.ROWS`.
         tested: Test rows of each kind.
         captured: Training rows of attention transfer.
-        transfer: Steps of attention transfer; all later steps train adapters, one row per step.
-        bf16: Train adapters with bfloat16 autocast.
+        transfer: Steps of attention transfer; all later steps train adapters in bfloat16, one row per step.
     """
 
     metric = "cost"
@@ -373,7 +372,6 @@ class AdaptPretrained(SwapMeasurement):
     steps: Several[Whole]
     lora_lr: Positive
     rank: Count
-    bf16: bool
 
     def __post_init__(self):
         self.lora = max(self.steps) - self.transfer
@@ -392,7 +390,7 @@ class AdaptPretrained(SwapMeasurement):
             losses = self.loss_increases(model)
         yield from step_rows(self.transfer, losses, minutes)
         add_adapters(model, self.rank, seed)
-        loss = adapter_loss(model, rows[self.captured :], self.bf16)
+        loss = adapter_loss(model, rows[self.captured :])
         training = descent(model, loss, self.lora, self.lora_lr)
         for step in range(self.transfer + 1, self.transfer + self.lora + 1):
             minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
@@ -418,11 +416,11 @@ def step_rows(step: int, losses: dict[str, list[float]], minutes: float) -> Reco
     yield {"step": step, "sample": "", "minutes": minutes, "cost": cost}
 
 
-def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
+def adapter_loss(model: nn.Module, rows: Tensor) -> Callable[[int], Tensor]:
     """Return loss(i), nats per token of row i."""
 
     def loss(i: int) -> Tensor:
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(rows.device.type, torch.bfloat16):
             output = model.train()(**batch_arguments(rows[i : i + 1]))
         return F.cross_entropy(output.logits[0, :-1].float(), rows[i, 1:])
 

@@ -11,7 +11,6 @@ from typing import Annotated, TypedDict
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.loading import Generator
@@ -56,8 +55,6 @@ class MAE(ImageTask):
     model: FileName | None
     init: Annotated[str, Files(("scratch", "uptrain"))]
     sizes: MAESizes
-    mask_share: Annotated[float, Field(gt=0, lt=1)]
-    normalised: bool
     augment: MAEAugment
 
     metric = "loss"
@@ -70,14 +67,9 @@ class MAE(ImageTask):
         new = self.model is None and self.init == "scratch"
         self.origin = None if new else encoders.origin_of(self.model or "", self.init)
         self.config = self.new_config() if new else self.saved_config()
-        self.config.mask_ratio = self.mask_share
-        self.config.norm_pix_loss = self.normalised
+        self.config.mask_ratio = 0.75  # the paper's
+        self.config.norm_pix_loss = True  # targets have mean 0 and variance 1 in each patch
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
-        if int(self.patches * (1 - self.mask_share)) == 0:
-            raise ConfigError(
-                f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
-                "one"
-            )
 
     # ---- the model
 
@@ -174,7 +166,7 @@ class MAE(ImageTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Mean squared error of masked pixels.
 
-        With task.normalised, predicting the mean colour of each patch has error 1.
+        Predicting the mean colour of each patch has error 1.
         """
         total = 0.0
         count = 0

@@ -448,7 +448,6 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
         ("recall", ["task.pairs=300"], ["task.pairs=300: expected at most task.symbols=8"]),
         ("lra", ["+task.rules.depht=3"], ["task.rules.depht=3", "depth"]),
         ("imagenet", ["task.size=13"], ["error: task.size=13: expected a multiple", "4 pixels"]),
-        ("mae", ["task.mask_share=0.99"], ["no visible patch of 9"]),
         (
             "librispeech",
             ["task.max_seconds=0.1"],
