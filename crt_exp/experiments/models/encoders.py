@@ -39,8 +39,15 @@ class Origin(NamedTuple):
     noise: bool  # load the random projections of the attention that the weights were trained with
 
 
-def origin_of(model: str, init: str) -> Origin:
+NEW = Origin("", "task.model", weights=False, noise=False)  # a new model
+
+
+def origin_of(model: str | None, init: str) -> Origin:
     """Resolve task.model and task.init. Raises DataError for an unknown `init`."""
+    if model is None and init == "scratch":
+        return NEW
+    if model is None and init == "uptrain":
+        raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
     if init in ("scratch", "uptrain"):
         return Origin(folder_of(model, "task.model"), "task.model", init == "uptrain", False)
     if not Path(init).expanduser().is_dir():

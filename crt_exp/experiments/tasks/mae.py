@@ -62,10 +62,8 @@ class MAE(ImageTask):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
-        new = self.model is None and self.init == "scratch"
-        self.origin = None if new else encoders.origin_of(self.model or "", self.init)
+        self.origin = encoders.origin_of(self.model, self.init)
+        new = self.origin is encoders.NEW
         self.config = self.new_config() if new else self.saved_config()
         self.config.mask_ratio = 0.75  # the paper's
         self.config.norm_pix_loss = True  # targets have mean 0 and variance 1 in each patch
@@ -120,9 +118,9 @@ class MAE(ImageTask):
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        origin = self.origin or encoders.Origin("", "task.model", False, False)
-        model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
-        if not origin.weights:  # transformers leaves fixed position embeddings at zero
+        kind = "AutoModelForPreTraining"
+        model = encoders.load_model(kind, self.config, self.origin, mechanism)
+        if not self.origin.weights:  # transformers leaves fixed position embeddings at zero
             model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = (
                 False  # else skipped
             )

@@ -111,12 +111,13 @@ class MLM(Task):
         self.call = {"use_cache": False} if self.causal else {}
         self.texts = self.named_texts()
         self.test = "test" if "test" in self.texts else None
-        scratch = self.model is None and self.init == "scratch"
-        self.origin = None if scratch else encoders.origin_of(self.model, self.init)
-        self.tokenizer = (
-            encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
-        )
-        self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
+        self.origin = encoders.origin_of(self.model, self.init)
+        if self.origin is encoders.NEW:
+            self.tokenizer = self.new_tokenizer()
+            self.config = self.new_config()
+        else:
+            self.tokenizer = encoders.load_tokenizer(self.origin)
+            self.config = encoders.load_config(self.origin)
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
         self.masking = None if self.causal else data.Masking.from_tokenizer(self.tokenizer)
@@ -126,8 +127,6 @@ class MLM(Task):
             raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model")
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text, task.hub.name: expected only one of them")
-        if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
         if self.repeat and not self.causal:
             raise ConfigError(f"task.repeat={self.repeat}: only for decoders; set task.causal=true")
 
@@ -246,9 +245,8 @@ class MLM(Task):
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        origin = self.origin or encoders.Origin("", "task.model", False, False)
-        model = encoders.load_model(self.kind, self.config, origin, mechanism)
-        if origin.weights and not origin.noise:
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        if self.origin.weights and not self.origin.noise:
             self.calibrate(model)
         return MaskedModel(model, self.call)
 
