@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, dataclass_transform
@@ -270,16 +270,12 @@ class Reader:
     def partial(self) -> bool:
         return self.limit is not None and self.limit.partial
 
-    def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
-        """Yield micro-batches of at most `batch` rows, in row order.
-
-        batch: None uses the batch size of the reader.
-        """
+    def batches(self, split: str) -> Iterator[Batch]:
+        """Yield micro-batches of at most `batch` rows, in row order."""
         from accelerate.utils import send_to_device
 
-        plan = self.plan if batch is None else replace(self.plan, batch=batch)
-        whole = self._whole(split, plan) if self.progress else None
-        for read, item in enumerate(self.task.batches(split, plan)):
+        whole = self._whole(split) if self.progress else None
+        for read, item in enumerate(self.task.batches(split, self.plan)):
             if self.limit is not None and read == self.limit.batches:
                 self.limit.partial = True
                 return
@@ -287,8 +283,9 @@ class Reader:
                 self.progress(split, read, whole)
             yield send_to_device(item, self.device, non_blocking=True)
 
-    def _whole(self, split: str, plan: Plan) -> int | None:
+    def _whole(self, split: str) -> int | None:
         """Micro-batches of this process, at most `limit`; None if unknown."""
+        plan = self.plan
         rows = self.task.length(split)
         limit = self.limit and self.limit.batches
         if rows is None or self.task.epoch_steps(plan) is not None:

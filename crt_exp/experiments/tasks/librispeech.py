@@ -116,10 +116,6 @@ class LibriSpeech(Task):
             folder and folder / self.subsets["train"][0],
             self.data_dir,
         )
-        if self.on_hub and self.hub["train"] in (self.hub["validation"], self.hub["test"]):
-            raise ConfigError(
-                f"task.hub.train={self.hub['train']}: also the validation or test split; expected another"
-            )
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
 
