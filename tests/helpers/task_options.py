@@ -1,4 +1,19 @@
-"""Options of small runs of every trained task; DATA stands for the folder of their data."""
+"""Options of tasks: those of conf/task, and those of small runs of every trained task.
+
+DATA stands for the folder of their data.
+"""
+
+from omegaconf import OmegaConf
+
+from crt_exp.registry import CONF
+
+
+def options_of(name):
+    """Options of conf/task/<name>.yaml, as arguments of the task."""
+    node = OmegaConf.load(CONF / "task" / f"{name}.yaml")
+    options = OmegaConf.to_container(node.get("task", node), resolve=True)
+    return {key: value for key, value in options.items() if not key.startswith("_")}
+
 
 ENCODER = [
     "task.sizes.hidden_size=32",

@@ -80,14 +80,13 @@ def word_files(name: str, data_dir: str | Path | None, source: str = "auto") -> 
 def word_corpus(
     name: str,
     data_dir: str | Path | None = None,
-    min_count: int | None = None,
     source: str = "auto",
 ) -> Corpus:
     """Words of `word_files`; a single file is split into three parts by lines.
 
-    The last lines of a single file are the validation and test parts. Words that are rarer than min_count in the
-    training text, or missing there, become <unk>. min_count=None is 1 for official files and 2 for others. Words of
-    equal count are sorted, so that ids do not depend on the order of articles.
+    The last lines of a single file are the validation and test parts. Words that are missing in the training text
+    become <unk>, as do words that a single file has once. Words of equal count are sorted, so that ids do not depend on
+    the order of articles.
 
     Raises DataError if a file is too short. Also raises DataError if another part has a new word and the training
     text has no <unk>.
@@ -109,9 +108,7 @@ def word_corpus(
         for line in lines:
             text += [*line, EOS]
         texts.append(text)
-    if not min_count:
-        min_count = 1 if official else 2
-    counts = frequent_words(texts[0], min_count)
+    counts = Counter(texts[0]) if official else repeated_words(texts[0])
     words = tuple(sorted(counts, key=lambda word: (-counts[word], word)))
     ids = {word: i for i, word in enumerate(words)}
     arrays = {}
@@ -119,9 +116,7 @@ def word_corpus(
         if UNKNOWN not in ids:
             for word in text:
                 if word not in ids:
-                    raise DataError(
-                        f"{files[0]}: {word!r} and <unk> are not in the training text; set task.min_count=2"
-                    )
+                    raise DataError(f"{files[0]}: {word!r} and <unk> are not in the training text")
         unknown = ids.get(UNKNOWN)
         arrays[part] = np.array([ids.get(word, unknown) for word in text], np.int32)
     return Corpus(words, arrays)
@@ -135,11 +130,11 @@ def word_lines(file: Path, keep_blank: bool) -> list[list[str]]:
     return lines
 
 
-def frequent_words(text: Sequence[str], min_count: int) -> Counter[str]:
-    """Count words; those rarer than min_count count as <unk>."""
+def repeated_words(text: Sequence[str]) -> Counter[str]:
+    """Count words; those that stand once count as <unk>."""
     counts = Counter(text)
     for word, count in list(counts.items()):
-        if count < min_count and word not in (EOS, UNKNOWN):
+        if count == 1 and word not in (EOS, UNKNOWN):
             del counts[word]
             counts[UNKNOWN] += count
     return counts

@@ -50,18 +50,12 @@ def subfolders(folder: str | Path) -> list[str]:
 def files_ending(folder: str | Path, endings: tuple[str, ...], deep: bool = True) -> list[str]:
     """Sorted visible files with these lower-case suffixes; none if there is no folder.
 
-    Links are followed, but each folder is entered once. Warns about files with other suffixes. deep: whether to enter
-    subfolders. Raises DataError for a subfolder that is not readable.
+    Links are followed. Warns about files with other suffixes. deep: whether to enter subfolders. Raises DataError for a
+    subfolder that is not readable.
     """
     files = []
     ignored = 0
-    entered = set()
     for place, inner, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in entered:
-            inner.clear()
-            continue
-        entered.add(real)
         inner[:] = [name for name in sorted(inner) if deep and not is_hidden(name)]
         for name in names:
             if name.lower().endswith(endings) and not is_hidden(name):

@@ -20,9 +20,9 @@ from torch import Tensor
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import pad_rows
 from crt_exp.experiments.data.sources import (
-    from_hub,
     how_to_fetch,
     is_on_hub,
+    load_rows,
     missing_file,
     task_folder,
 )
@@ -122,14 +122,14 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def subsample(self, n: int | None, seed: int = 0) -> "Examples":
+    def subsample(self, n: int | None) -> "Examples":
         """Random n examples without replacement, in file order; all for n = None.
 
-        The sample depends only on the seed and the number of examples. A smaller sample is part of a larger one.
+        The sample depends only on the number of examples. A smaller sample is part of a larger one.
         """
-        return self if n is None or n >= len(self) else self.take(self.order(seed)[:n])
+        return self if n is None or n >= len(self) else self.take(self.order()[:n])
 
-    def hold_out(self, n: int, seed: int = 0) -> tuple["Examples", "Examples"]:
+    def hold_out(self, n: int) -> tuple["Examples", "Examples"]:
         """Split off n held-out examples: (other examples, held-out examples).
 
         The held-out examples are those of `subsample`. Raises DataError if no other example is left.
@@ -138,11 +138,11 @@ class Examples:
             raise DataError(
                 f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples"
             )
-        order = self.order(seed)
+        order = self.order()
         return self.take(order[n:]), self.take(order[:n])
 
-    def order(self, seed: int) -> list[int]:
-        draw = random.Random(seed).random
+    def order(self) -> list[int]:
+        draw = random.Random(0).random
         order = [draw() for _ in self.labels]
         return sorted(range(len(order)), key=order.__getitem__)
 
@@ -218,22 +218,15 @@ def label_of(task: GlueTask, text: str, place: str) -> int | float:
 
 
 def from_copy(name: str, split: str) -> Examples:
-    from datasets import load_dataset
-
     task = TASKS[name]
     part = task.splits[split].replace("dev", "validation")
-    rows = from_hub(
-        lambda: load_dataset(HUB, name, split=part),
-        f"{HUB} ({name}, {part})",
-        how_to_fetch(task.source),
-    )
+    rows = load_rows(HUB, name, part, None, how_to_fetch(task.source))
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
         raise DataError(
             f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files"
         )
-    return Examples(
-        [list(rows[column]) for column in task.hub_columns or task.columns], list(rows["label"])
-    )
+    columns = task.hub_columns or task.columns
+    return Examples([list(rows[column]) for column in columns], list(rows["label"]))
 
 
 def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> list[dict[str, Any]]:

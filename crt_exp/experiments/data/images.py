@@ -1,4 +1,4 @@
-"""Images by class from folders or scikit-learn's digits, and single images.
+"""Images by class from folders, the Hugging Face hub or scikit-learn's digits, and single images.
 
 Notation: n images, s pixels of a side, C channels.
 """
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import IMAGES, files_ending, subfolders
-from crt_exp.experiments.data.sources import SOURCES, stand_in, task_folder
+from crt_exp.experiments.data.sources import SOURCES, Hub, load_rows, stand_in, task_folder
 
 SPLITS = ("train", "val")
 SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -42,7 +43,7 @@ class Images:
 
     classes: tuple[str, ...]
     labels: np.ndarray  # (n,) int64: indices into `classes`
-    sources: Sequence[Any]  # (n,): paths or pixels
+    sources: Sequence[Any]  # (n,): paths, pixels or row numbers
     read: Callable[[Any], Any]
 
     def __len__(self) -> int:
@@ -163,6 +164,56 @@ def digits() -> dict[str, Images]:
         tuple(map(str, loaded.target_names)), loaded.target.astype(np.int64), pixels, read_pixels
     )
     return {"train": every.take(order[DIGITS_VAL:]), "val": every.take(order[:DIGITS_VAL])}
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+class ImageHub(Hub):
+    """Splits and columns of a Hugging Face image data set, or of files such as WebDataset shards."""
+
+    split: str
+    validation: str
+    image: str
+    label: str
+
+
+def load_hub(hub: ImageHub) -> dict[str, Images]:
+    """Splits "train" and "val" of a hub set, downloaded once by `datasets`. Raises DataError."""
+    from datasets import Image
+
+    splits = {}
+    classes: tuple[str, ...] = ()
+    for split, name in (("train", hub["split"]), ("val", hub["validation"])):
+        rows = load_rows(
+            hub["name"], hub["config"], name, hub["data_files"], "Or give a folder, task.data_dir."
+        )
+        if absent := {hub["image"], hub["label"]} - {*rows.column_names}:
+            raise DataError(
+                f"{hub['name']}: no column {absent.pop()}; set task.hub.image and task.hub.label "
+                f"(columns: {', '.join(rows.column_names)})"
+            )
+        labels = np.array(rows[hub["label"]])
+        names = getattr(rows.features[hub["label"]], "names", None) or map(
+            str, range(max(labels) + 1)
+        )
+        classes = classes or tuple(names)
+        if not np.isin(labels, range(len(classes))).all():
+            raise DataError(
+                f"{hub['name']}, {name}: {hub['label']} is not in 0 to {len(classes) - 1} in some row"
+            )
+        pictures = rows.select_columns(hub["image"]).cast_column(hub["image"], Image(decode=False))
+        read = partial(read_row, pictures, hub["image"])
+        splits[split] = Images(classes, labels, np.arange(len(labels)), read)
+    return splits
+
+
+def read_row(rows: Any, column: str, row: int) -> Any:
+    """Read an image of a hub set as `read_image` does."""
+    stored = rows[int(row)][column]
+    if stored["bytes"] is None:
+        return read_image(stored["path"])
+    return read_image((stored["bytes"], f"image {row}"))
 
 
 # ---- single images ---------------------------------------------------------------------------------------------------

@@ -229,10 +229,8 @@ def held_out_by_file(sequences: Sequences, names: Sequence[str] | None) -> np.nd
     return np.isin(sequences.files, [i for i, name in enumerate(known) if name in held])
 
 
-def held_out_by_family(
-    sequences: Sequences, path: str | Path, families: Sequence[str]
-) -> np.ndarray:
-    """Mask of sequences in held-out Pfam families, (n,) bool. Raises DataError.
+def held_out_by_family(sequences: Sequences, path: str | Path) -> np.ndarray:
+    """Mask of sequences in the HELD_OUT Pfam families, (n,) bool. Raises DataError.
 
     path: Pfam-A.regions.uniprot.tsv.gz as published by Pfam, or its header with some lines.
     """
@@ -247,7 +245,7 @@ def held_out_by_family(
             chunksize=LINES,
         )
         held = pd.concat(
-            block.uniprot_acc[block.pfamA_acc.isin(families)] for block in blocks
+            block.uniprot_acc[block.pfamA_acc.isin(HELD_OUT)] for block in blocks
         ).unique()
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(
@@ -258,7 +256,7 @@ def held_out_by_family(
     )  # isoforms: P12345-2
     if not out.any():
         raise DataError(
-            f"task.families={path}: expected some sequences of {', '.join(families[:3])} ..."
+            f"task.families={path}: expected some sequences of {', '.join(HELD_OUT[:3])} ..."
         )
     return out
 
@@ -354,19 +352,13 @@ def masked_batch(
     rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
 ) -> dict[str, Tensor]:
     """Batch with BERT's masking of each row, by a generator of the row's own."""
-    inputs = []
-    labels = []
-    for row, rng in zip(rows, generators):
-        masked = masking(row[None].astype(np.int64), rng.random((3, 1, len(row))))
-        inputs.append(masked["input_ids"][0].numpy())
-        labels.append(masked["labels"][0].numpy())
-    return batch_of(inputs, labels)
+    return batch_of(*zip(*map(masking.mask_row, rows, generators)))
 
 
-def letter_masking(share: float) -> Masking:
+def letter_masking() -> Masking:
     """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
     special = flag_table(TOKENS, range(len(LETTERS), TOKENS))
-    return Masking(MASK, special, share, len(LETTERS))
+    return Masking(MASK, special, len(LETTERS))
 
 
 def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict[str, Tensor]:

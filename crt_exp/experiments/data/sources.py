@@ -111,13 +111,13 @@ def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
     return root and root / name
 
 
-def refuse_data_dir(data_dir: str | Path | None, by: str, instead: str = "leave it out") -> None:
+def refuse_data_dir(data_dir: str | Path | None, by: str) -> None:
     """Raise DataError if a data folder is set for a source that reads none.
 
     Otherwise a user would believe that the folder was read.
     """
     if data_dir:
-        raise DataError(f"task.data_dir={data_dir}: not used by {by}; {instead}")
+        raise DataError(f"task.data_dir={data_dir}: not used by {by}; leave it out")
 
 
 def missing_file(name: str, path: Path | None, file: int = 0) -> DataError:
@@ -167,7 +167,7 @@ def is_on_hub(
         DataError: source=hub with a data folder.
     """
     if source == "hub":
-        refuse_data_dir(data_dir, "task.source=hub", "leave it out, or set task.source=files")
+        refuse_data_dir(data_dir, "task.source=hub")
     if source != "auto" or data_dir or (path is not None and path.exists()):
         return source == "hub"
     size = SOURCES[name].size or "size unknown"

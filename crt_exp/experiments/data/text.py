@@ -32,6 +32,7 @@ GROUP = 256  # strings per call of the tokenizer, which are parallel
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDNET = "wordnet"
 DEFINITIONS = 2200
+SHARE = 0.15  # of masked tokens, as in BERT
 WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6efd"
 
 
@@ -331,18 +332,17 @@ class Masking:
 
     mask_id: int
     special: np.ndarray  # (V,) bool
-    share: float = 0.15
     drawn: int = 0  # random tokens are among the first `drawn` ids; 0: all ids
 
     @classmethod
-    def from_tokenizer(cls, tokenizer, share: float = 0.15) -> "Masking":
+    def from_tokenizer(cls, tokenizer) -> "Masking":
         """Masking of a tokenizer; raises DataError without a mask token."""
         if tokenizer.mask_token_id is None:
             raise DataError(
                 f"{type(tokenizer).__name__}: expected a mask token, as in masked language models"
             )
         size = max(tokenizer.get_vocab().values()) + 1
-        return cls(tokenizer.mask_token_id, flag_table(size, tokenizer.all_special_ids), share)
+        return cls(tokenizer.mask_token_id, flag_table(size, tokenizer.all_special_ids))
 
     def __call__(self, ids: np.ndarray, uniform: np.ndarray) -> dict[str, Tensor]:
         """Mask ids (B, L); return input_ids and labels, (B, L) int64 each.
@@ -353,7 +353,7 @@ class Masking:
         """
         score, action, token = uniform
         score = np.where(self.special[ids], 2.0, score)
-        chosen = score <= np.clip(score.min(axis=1, keepdims=True), self.share, 1.0)
+        chosen = score <= np.clip(score.min(axis=1, keepdims=True), SHARE, 1.0)
         random_ids = (token * float(self.drawn or len(self.special))).astype(np.int64)
         inputs = np.where(chosen & (action < 0.8), self.mask_id, ids)
         inputs = np.where(chosen & (action >= 0.9), random_ids, inputs)
@@ -361,6 +361,11 @@ class Masking:
             "input_ids": torch.from_numpy(inputs.astype(np.int64)),
             "labels": torch.from_numpy(np.where(chosen, ids, IGNORED).astype(np.int64)),
         }
+
+    def mask_row(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Mask one row (L,); return inputs and labels, (L,) int64 each."""
+        masked = self(row[None].astype(np.int64), rng.random((3, 1, len(row))))
+        return masked["input_ids"][0].numpy(), masked["labels"][0].numpy()
 
 
 def flag_table(size: int, members: Sequence[int]) -> np.ndarray:

@@ -50,9 +50,6 @@ EPS = 1e-8
 # ---- rollouts, in lockstep groups, in this process or in others
 
 
-DROPPED = float("nan")  # return of a rollout with a non-finite observation or reward
-
-
 @contextmanager
 def without_interrupts() -> Iterator[None]:
     """Context manager: processes started in it ignore ^C; the parent ends them."""
@@ -75,9 +72,6 @@ class Player:
     policy: ImplicitPolicy | None
     mechanism: Mechanism
 
-    def build_world(self) -> Environment:
-        return self.world(**dict(self.options))
-
 
 @functools.lru_cache(maxsize=2)
 def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
@@ -86,14 +80,11 @@ def prepared(player: Player, count: int) -> tuple[list[Environment], Any]:
     Rollouts leave no state in them.
     """
     layer = player.policy.layer(player.mechanism) if player.policy else None
-    return [player.build_world() for _ in range(count)], layer
+    return [player.world(**dict(player.options)) for _ in range(count)], layer
 
 
 def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
-    """Return the returns of rows of thetas (B, N) in rollouts of the seeds.
-
-    The return is DROPPED if an observation or a reward is not finite.
-    """
+    """Return the returns of rows of thetas (B, N) in rollouts of the seeds."""
     with threads(1):
         worlds, layer = prepared(player, len(seeds))
         observations = [world.reset(seed) for world, seed in zip(worlds, seeds)]
@@ -101,17 +92,11 @@ def play(player: Player, thetas: Tensor, seeds: Sequence[int]) -> list[float]:
         returns = np.zeros(len(seeds))
         going = np.ones(len(seeds), bool)
         while going.any():
-            for i in np.flatnonzero(going):
-                if not is_finite(observations[i]):
-                    returns[i] = DROPPED
-                    going[i] = False
-                    observations[i] = Observation(*map(np.zeros_like, observations[i]))
             actions = choose_actions(player, layer, thetas, observations, generators)
             for i in np.flatnonzero(going):
                 observations[i], reward, ended = worlds[i].step(actions[i])
                 returns[i] += reward
-                going[i] = not ended and np.isfinite(reward)
-    returns[~np.isfinite(returns)] = DROPPED
+                going[i] = not ended
     return returns.tolist()
 
 
@@ -128,16 +113,13 @@ def choose_actions(
     return player.policy.act(layer, thetas, images, states).numpy()
 
 
-def is_finite(observation: Observation) -> bool:
-    return bool(np.isfinite(observation.image).all() and np.isfinite(observation.state).all())
-
-
 def play_all(
     player: Player, thetas: Tensor, seeds: Sequence[int], together: int, workers: int
 ) -> list[list[float]]:
     """Return the returns of each row of thetas (P, N) in each seed, by row.
 
-    `together` rows are played at once. Raises Stopped if a worker process died.
+    `together` rows are played at once. Raises Stopped if a worker process died, and ValueError for a return that is not
+    finite.
     """
     calls = []
     for group in thetas.split(together):
@@ -147,6 +129,8 @@ def play_all(
     else:
         returns = in_processes(calls, workers)
     flat = list(chain.from_iterable(returns))
+    if not np.isfinite(flat).all():
+        raise ValueError("a return is not finite; check the environment")
     return [flat[i : i + len(seeds)] for i in range(0, len(flat), len(seeds))]
 
 
@@ -196,8 +180,8 @@ class Search:
 class State:
     """State at the beginning of a generation.
 
-    moments: Adam's moments (2, N). generation: completed generations. records: lines of metrics.jsonl. rollouts,
-    dropped: totals in training.
+    moments: Adam's moments (2, N). generation: completed generations. records: lines of metrics.jsonl. rollouts:
+    total in training.
     """
 
     theta: Tensor
@@ -205,7 +189,6 @@ class State:
     generation: int = 0
     records: int = 0
     rollouts: int = 0
-    dropped: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -213,7 +196,6 @@ class State:
             "generation": self.generation,
             "records": self.records,
             "rollouts": self.rollouts,
-            "dropped": self.dropped,
         }
 
 
@@ -232,28 +214,9 @@ def members(theta: Tensor, eps: Tensor, sigma: float) -> Tensor:
     return (theta + sigma * torch.stack([eps, -eps], 1)).flatten(0, 1)
 
 
-def relative_returns(returns: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean return of each member, relative to the mean of each rollout.
-
-    The subtraction ensures that a dropped rollout is no advantage. The value is nan if all rollouts of a member were
-    dropped.
-    """
-    table = np.ma.masked_invalid(returns)
-    return (table - table.mean(0)).mean(1).filled(np.nan).tolist()
-
-
 def centered_ranks(returns: Sequence[float]) -> Tensor:
-    """Return ranks from -1/2 to 1/2; ties share a rank.
-
-    Both members of a pair get 0 if one was dropped.
-    """
-    pairs = np.asarray(returns, float).reshape(-1, 2)
-    whole = np.isfinite(pairs).all(1)
-    ranks = np.zeros_like(pairs)
-    if whole.any():
-        positions = rankdata(pairs[whole]).reshape(-1, 2) - 1
-        ranks[whole] = positions / (2 * whole.sum() - 1) - 0.5
-    return torch.from_numpy(ranks).float().flatten()
+    """Return ranks from -1/2 to 1/2; ties share a rank."""
+    return torch.from_numpy((rankdata(returns) - 1) / (len(returns) - 1) - 0.5).float()
 
 
 def gradient(ranks: Tensor, eps: Tensor, sigma: float) -> Tensor:
@@ -277,8 +240,7 @@ def evolve(
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a run: generations, evaluations and the final test.
 
-    The first `done` records are in the run directory, which also stores the state. Raises ValueError if no rollout of a
-    generation has a finite return.
+    The first `done` records are in the run directory, which also stores the state.
     """
     state = restored(directory, done) or initial_state(player, seed)
     if player.policy is not None:
@@ -314,32 +276,20 @@ def train_generation(
     seeds = seeds_of("train", seed, number, plan.rollouts)
     thetas = members(state.theta, eps, plan.sigma)
     returns = play_all(player, thetas, seeds, plan.together, plan.workers)
-    rollouts = plan.population * plan.rollouts
-    dropped = int(np.isnan(returns).sum())
-    if dropped == rollouts:
-        raise ValueError(
-            f"generation {number}: no finite return; check the environment, or use a smaller task.sigma"
-        )
-    ranks = centered_ranks(relative_returns(returns))
+    ranks = centered_ranks(np.mean(returns, 1))
     ascend(state, gradient(ranks, eps, plan.sigma), plan.lr)
-    state.rollouts += rollouts
-    state.dropped += dropped
+    state.rollouts += plan.population * plan.rollouts
     return {
         "step": number + 1,
         "epoch": 0,
         "split": "train",
-        "return": float(np.nanmean(returns)),
-        "best": float(np.nanmax(returns)),
+        "return": float(np.mean(returns)),
+        "best": float(np.max(returns)),
         "rollouts": state.rollouts,
-        "dropped": state.dropped,
         "seeds": seeds,
-        "returns": [finite_or_none(member_returns) for member_returns in returns],
+        "returns": returns,
         "norm": float(state.theta.norm()),
     }
-
-
-def finite_or_none(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
 
 
 def evaluate(
@@ -358,19 +308,15 @@ def evaluate(
         group = seeds[start : start + plan.together]
         groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
-    finite = returns[np.isfinite(returns)]
-    if not len(finite):
-        raise ValueError(f"{split}: no finite return in {count} rollouts")
     return {
         "step": state.generation if step is None else step,
         "epoch": 0,
         "split": split,
-        "return": float(finite.mean()),
-        "std": float(finite.std()),
+        "return": float(returns.mean()),
+        "std": float(returns.std()),
         "rollouts": state.rollouts,
-        "dropped": count - len(finite),
         "seeds": seeds,
-        "returns": finite.tolist(),
+        "returns": returns.tolist(),
     }
 
 

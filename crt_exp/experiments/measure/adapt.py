@@ -24,6 +24,7 @@ from crt_exp.experiments.measure.bench import swap_and_fit
 from crt_exp.experiments.measure.times import PROCESSOR, milliseconds
 from crt_exp.experiments.measure.variance import mnist_file
 from crt_exp.experiments.runner.trainer_config import Adapters, Lora
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import following
 from crt_exp.experiments.tasks.transfer import (
     TransferModel,
@@ -36,7 +37,7 @@ from crt_exp.experiments.tasks.transfer import (
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.threads import threads
 from crt_exp.swap.calibration import learns, swapped_states
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Positive, Several, Whole
 
 # alphabet of `copying`; tokens of a row
 SYMBOLS = 16
@@ -248,8 +249,7 @@ class Training:
 # ---- one method
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Adapt(SwapMeasurement):
     """task=adapt: `loss` (nats) of a small model at each `stage`.
 
@@ -344,8 +344,7 @@ def batch_arguments(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class AdaptPretrained(SwapMeasurement):
     """task=adapt_pretrained: loss of a pretrained language model during adaptation.
 
@@ -359,8 +358,7 @@ class AdaptPretrained(SwapMeasurement):
         texts: Kinds of rows, keys of `pretrained.ROWS`.
         tested: Test rows of each kind.
         captured: Training rows of attention transfer.
-        transfer: Steps of attention transfer; all later steps train adapters, one row per step.
-        bf16: Train adapters with bfloat16 autocast.
+        transfer: Steps of attention transfer; all later steps train adapters in bfloat16, one row per step.
     """
 
     metric = "cost"
@@ -374,7 +372,6 @@ class AdaptPretrained(SwapMeasurement):
     steps: Several[Whole]
     lora_lr: Positive
     rank: Count
-    bf16: bool
 
     def __post_init__(self):
         self.lora = max(self.steps) - self.transfer
@@ -393,7 +390,7 @@ class AdaptPretrained(SwapMeasurement):
             losses = self.loss_increases(model)
         yield from step_rows(self.transfer, losses, minutes)
         add_adapters(model, self.rank, seed)
-        loss = adapter_loss(model, rows[self.captured :], self.bf16)
+        loss = adapter_loss(model, rows[self.captured :])
         training = descent(model, loss, self.lora, self.lora_lr)
         for step in range(self.transfer + 1, self.transfer + self.lora + 1):
             minutes += milliseconds(next, training, clock=PROCESSOR) / MINUTE
@@ -419,11 +416,11 @@ def step_rows(step: int, losses: dict[str, list[float]], minutes: float) -> Reco
     yield {"step": step, "sample": "", "minutes": minutes, "cost": cost}
 
 
-def adapter_loss(model: nn.Module, rows: Tensor, bf16: bool) -> Callable[[int], Tensor]:
+def adapter_loss(model: nn.Module, rows: Tensor) -> Callable[[int], Tensor]:
     """Return loss(i), nats per token of row i."""
 
     def loss(i: int) -> Tensor:
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(rows.device.type, torch.bfloat16):
             output = model.train()(**batch_arguments(rows[i : i + 1]))
         return F.cross_entropy(output.logits[0, :-1].float(), rows[i, 1:])
 

@@ -90,8 +90,6 @@ class Approximation(SwapMeasurement):
         depth: Whole,
         model: FileName | None = None,
         text: FileName | None = None,
-        tokenizer: FileName | None = None,
-        layers: Sequence[int] | None = None,
         length: Count | None = None,
         turn: Positive | None = None,
     ):
@@ -103,7 +101,7 @@ class Approximation(SwapMeasurement):
         if model is None:
             self.source = Synthetic(length or 1024, heads, d, scale, depth, turn)
         else:
-            self.source = Pretrained(model, text, tokenizer, length, layers)
+            self.source = Pretrained(model, text, length)
         self.errors = LayerErrors(self.source, samples, rows)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
@@ -480,24 +478,13 @@ def exact_states(source: Synthetic, weights: int, tokens: int) -> tuple[Tensor, 
 
 
 class Pretrained(DocumentBench):
-    """A pretrained model that reads, and is fitted to, the first tokens of a document.
+    """A pretrained model that reads, and is fitted to, the first tokens of a document."""
 
-    layers: indices of attention layers, as for `swap_attention`.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        text: str,
-        tokenizer: str | None = None,
-        length: int | None = None,
-        layers: Sequence[int] | None = None,
-    ):
-        super().__init__(model, text, tokenizer=tokenizer, length=length)
+    def __init__(self, model: str, text: str, length: int | None = None):
+        super().__init__(model, text, length=length)
         self.training = [self.rows]
-        self.chosen = layers
         self.inputs = []
-        for call in self.record_calls(self.rows, layer_call, layers)[0]:
+        for call in self.record_calls(self.rows, layer_call)[0]:
             x = call.scaling**0.5 * call.q
             y = call.scaling**0.5 * call.k
             causal = call.causal and call.q.shape[2] > 1
@@ -508,14 +495,11 @@ class Pretrained(DocumentBench):
 
     @torch.no_grad()
     def hidden_errors(self, mechanism: Mechanism, samples: int, seed: int) -> Tensor:
-        """Return relative errors of the hidden states after each layer, (samples, layers).
-
-        Only the chosen layers are approximated.
-        """
+        """Return relative errors of the hidden states after each layer, (samples, layers)."""
         errors = []
         for sample in range(samples):
             sampled = replace(mechanism, seed=1000 * seed + sample)
-            with self.swapped(sampled, self.chosen):
+            with self.swapped(sampled):
                 estimates = self.run(self.rows).hidden_states[1:]
             pairs = zip(estimates, self.exact[0].states)
             errors.append([relative_error(*pair) for pair in pairs])

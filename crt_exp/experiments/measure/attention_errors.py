@@ -10,7 +10,7 @@ Notation: H heads of all layers, n sequences.
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -42,19 +42,19 @@ from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.folder import WEIGHTS, folder_of
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import TrigRF
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.samplers import DenseNoise, Noise, haar, iid
 from crt_exp.samplers.bias import measured_bias
 from crt_exp.samplers.blocks import signs
-from crt_exp.validation import Count, FileName, Positive, Several, checked
+from crt_exp.validation import Count, FileName, Positive, Several
 
 PAIRS = np.triu_indices(len(STANDARD), 1)  # the 190 pairs of different amino acids
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ProjectionErrors(Series):
     """task=projections: MSE of the output against exact softmax attention.
 
@@ -131,8 +131,7 @@ def published_noise(rows: str, m: int, d: int, g: torch.Generator) -> Noise:
     return DenseNoise(weight.float(), gaussian=False)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class HeadErrors(Series):
     """task=head_errors: MSE of the output of a random head (Performers Figure 4).
 
@@ -174,8 +173,7 @@ def scale_of(mean_sq_sum: float, d: int) -> float:
     return (mean_sq_sum / (2 * d**0.5)) ** 0.5
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ErrorByLayer(SwapMeasurement):
     """task=error_by_layer: error of the hidden states (Performers Figure 14).
 
@@ -219,8 +217,7 @@ class ErrorByLayer(SwapMeasurement):
         yield {"layer": layers, "error": errors, "growth": growth}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class KernelBias(Measurement):
     """task=kernel_bias: mean estimate divided by the exact kernel, for a sampler.
 
@@ -253,8 +250,7 @@ class KernelBias(Measurement):
 # ---- attention matrices of a protein model
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class AttentionMaps(SwapMeasurement):
     """task=attention_maps: relative errors of the attention matrices of a protein.
 

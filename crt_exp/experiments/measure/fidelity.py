@@ -8,7 +8,7 @@ the loss increase over exact attention in nats. Errors are relative, in the Frob
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,6 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
-    SHARE,
     TextBench,
     calibrated_layers,
     evenly_spaced,
@@ -31,10 +30,10 @@ from crt_exp.experiments.measure.bench import (
 )
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
 from crt_exp.experiments.runner.configuration import load_task
-from crt_exp.experiments.tasks.base import Plan, Reader, Task
+from crt_exp.experiments.tasks.base import Plan, Reader, Task, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import learns
-from crt_exp.validation import Count, FileName, Files, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Files, Several, Whole
 
 SPLITS = ("train", "valid", "test")  # of WikiText-2
 TextOption = Annotated[str, Files(SPLITS)] | Sequence[FileName]
@@ -96,14 +95,13 @@ class DocumentBench(TextBench):
         model: str,
         text: str | Sequence[str],
         calibration: str | Sequence[str] | None = None,
-        tokenizer: str | None = None,
         length: int | None = None,
         texts: int = 1,
         calibration_texts: int = 1,
         seed: int = 0,
         cache_dir: str | Path | None = None,
     ):
-        loaded, self.tokenizer = load_language_model(model, tokenizer)
+        loaded, self.tokenizer = load_language_model(model)
         L = length_in(loaded, length)
         check_disjoint(text, calibration)
 
@@ -147,7 +145,7 @@ class DocumentBench(TextBench):
         if self.causal:
             return super().inputs_and_labels(i)
         uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
-        masking = data.Masking.from_tokenizer(self.tokenizer, SHARE)
+        masking = data.Masking.from_tokenizer(self.tokenizer)
         batch = masking(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
 
@@ -230,8 +228,7 @@ def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
     return str(official_file("wikitext2", text)) if text in SPLITS else text
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Fidelity(SwapMeasurement):
     """task=fidelity: errors and loss of a pretrained language model after a swap.
 
@@ -245,7 +242,6 @@ class Fidelity(SwapMeasurement):
     model: FileName
     text: TextOption
     calibration: TextOption | None
-    tokenizer: FileName | None
     length: Count | None
     texts: Count
     calibration_texts: Count
@@ -262,7 +258,6 @@ class Fidelity(SwapMeasurement):
             self.model,
             self.text,
             self.calibration,
-            self.tokenizer,
             self.length,
             self.texts,
             self.calibration_texts,
@@ -309,8 +304,7 @@ def load_run_task(start: str) -> Task:
     return load_task(start, init=start)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapLoss(SwapMeasurement):
     """task=swap_loss: metrics of a saved run after a swap, one row per split."""
 

@@ -35,6 +35,7 @@ from crt_exp.experiments.measure import (
 )
 from crt_exp.experiments.measure.times import PROCESSOR, in_turns, milliseconds
 from crt_exp.experiments.models.implicit_policy import column_sums
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.uci import scaler
 from crt_exp.features import FeatureMap, Features, Statistics
 from crt_exp.features.base import Params
@@ -43,7 +44,7 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.samplers.bias import bias_record, bias_sentence, estimate_ratios
 from crt_exp.samplers.blocks import haar
 from crt_exp.samplers.threads import threads
-from crt_exp.validation import Count, NotNegative, Positive, Several, checked
+from crt_exp.validation import Count, NotNegative, Positive, Several
 
 AT_ONCE = 2**24  # maximum feature values in memory at once
 SIDES = 2  # clusters of queries, and of keys (task=clusters)
@@ -178,8 +179,7 @@ def angles_of(n: int) -> Tensor:
     return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Pointwise(Series):
     """task=pointwise: relative RMSE at each angle, and the largest (HRF Figs. 2, 5).
 
@@ -220,8 +220,7 @@ class Pointwise(Series):
 # ---- on rows of tables
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class QMC(Measurement):
     """task=qmc: E (estimate - SM)^2 over pairs of table rows (HRF 4.1, Table 1).
 
@@ -269,8 +268,7 @@ class QMC(Measurement):
         return f"{super().summary(records)}{bias_sentence(records[-1])}"
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Clusters(Series):
     """task=clusters: E (estimate - SM)^2 for clustered data (HRF H.3, Table 3).
 
@@ -332,17 +330,14 @@ class Clusters(Series):
 
     def points_near(self, centres: Tensor, g: torch.Generator) -> Tensor:
         sigma = self.spread / self.d**0.5
-        points = []
-        for centre in centres:
-            points.append(centre + sigma * normal(g, self.points, self.d))
+        points = [centre + sigma * normal(g, self.points, self.d) for centre in centres]
         return self.length * F.normalize(torch.cat(points), dim=-1)
 
 
 # ---- at equal FLOPs (HRF Appendix L): 2 for a multiply-add, 1 for an elementwise value and for a term of a sum
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Flops(Series):
     """task=flops: error of the most projections within a budget of FLOPs per token.
 
@@ -458,8 +453,7 @@ def most_within(cost: Callable[[int], float], budget: float) -> int:
 # ---- ranking the patches of an image by their attention (HRF 4.4)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class RankingCost(Measurement):
     """task=ranking_cost: FLOPs and CPU time of ranking the patches of an image.
 

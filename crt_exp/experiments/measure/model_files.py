@@ -96,7 +96,7 @@ def config_of(name: str) -> Mapping[str, Any] | None:
 # ---- text
 
 
-def load_language_model(name: str, tokenizer: str | None) -> tuple[nn.Module, Any]:
+def load_language_model(name: str, tokenizer: str | None = None) -> tuple[nn.Module, Any]:
     """Load a language model in eval mode, and its tokenizer or task.tokenizer.
 
     Raises ValueError for models that are not encoders or decoders of text.

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,9 +37,10 @@ from crt_exp.experiments.measure.bench import (
     approximation_of,
     quiet,
 )
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.saved import fetched
-from crt_exp.validation import Count, FileName, checked
+from crt_exp.validation import Count, FileName
 
 APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents
 CHARACTERS = 1_500_000  # characters to read from a split
@@ -197,8 +197,7 @@ def predict_row(model: nn.Module, row: Row) -> Prediction:
     return Prediction(torch.cat(nats), torch.cat(tokens))
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapText(SwapMeasurement):
     """task=swap_text: loss of a language model on one row of text after a swap.
 
@@ -232,9 +231,7 @@ class SwapText(SwapMeasurement):
 
     def bench(self, row: Row) -> TextBench:
         length = min(self.length, FITTED)
-        training = []
-        for i in range(self.fit):
-            training.append(passage(self.model, self.fit_text, i, length))
+        training = [passage(self.model, self.fit_text, i, length) for i in range(self.fit)]
         model = load_pretrained(self.model)[0]
         return TextBench(model, row.ids, torch.stack(training))
 
@@ -265,8 +262,7 @@ class SwapSimilarity(SwapMeasurement):
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapEmbeddings(SwapSimilarity):
     """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
 
@@ -298,8 +294,7 @@ class SwapEmbeddings(SwapSimilarity):
         return model(input_ids=samples).last_hidden_state.mean(1)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapImages(SwapSimilarity):
     """task=swap_images: cosine of a vision transformer's outputs to exact attention's.
 

@@ -33,6 +33,7 @@ from crt_exp.experiments.measure.bench import (
 )
 from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.models import language
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.experiments.tasks.sequences import recall_row
 from crt_exp.mechanism import Mechanism
@@ -40,7 +41,7 @@ from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
 from crt_exp.registry import unknown
 from crt_exp.swap.swap import swap_layers
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, Whole, split_words
 
 # methods of task=far_key, in addition to nearfar and the dense baselines
 CAUSAL = {"uniform": uniform_attention, "window": window_attention}
@@ -58,8 +59,7 @@ AT = 512
 # ---- heads
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class FarKey(Measurement):
     """task=far_key: relative error of methods on heads with one important distant key.
 
@@ -145,8 +145,7 @@ class FarKey(Measurement):
 # ---- a model that was trained to recall
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapRecall(SwapMeasurement):
     """task=swap_recall: accuracy of a run of task=recall after a swap.
 
@@ -209,8 +208,7 @@ def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     return repeat_first_half(rows, 1.0, uniform)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapCopying(SwapMeasurement):
     """task=swap_copying: loss of a run of task=mlm after a swap, without training.
 

@@ -11,7 +11,6 @@ Notation: V classes, d dimension, B queries of a batch or block, k negatives, m 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +26,7 @@ from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.runner.run import read_records
-from crt_exp.experiments.tasks.base import Reader
+from crt_exp.experiments.tasks.base import Reader, task_class
 from crt_exp.features import OPRF, FeatureMap, Statistics
 from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
@@ -44,7 +43,7 @@ from crt_exp.sampled_softmax import (
     Unigram,
 )
 from crt_exp.samplers.noise import Nested
-from crt_exp.validation import Count, FileName, Positive, Several, checked, join_words, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, join_words, split_words
 
 D = 64
 BATCH = 700
@@ -109,8 +108,7 @@ FEATURES = {"tree": TreeFeatures, "dense": DenseFeatures}
 # ---- cost
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SamplingTimes(Measurement):
     """task=sampling_times: time of sampled softmax, ms per round; methods take turns.
 
@@ -207,8 +205,7 @@ def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[
 # ---- gradients
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SampledGradients(Measurement):
     """task=sampled_gradients: bias and variance of the gradient of sampled softmax.
 
@@ -289,8 +286,7 @@ def gradient(loss: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 # ---- distributions over the words of a language model
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ClassDistributions(Measurement):
     """task=class_distributions: distance between a softmax and its estimate.
 

@@ -9,7 +9,6 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 
 import gzip
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -22,10 +21,11 @@ from torch import Tensor
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
 from crt_exp.mechanism import Mechanism
-from crt_exp.validation import Count, Positive, Several, checked
+from crt_exp.validation import Count, Positive, Several
 
 D = 64  # dimension of the vectors of a regime
 
@@ -121,8 +121,7 @@ def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
 FITS = {"pair": log_variances, "set": log_variances_of_set}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Variance(Series):
     """task=variance: mean and standard deviation of the log variance, for each sigma.
 
@@ -167,8 +166,7 @@ class Variance(Series):
         )
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class VarianceByLength(Measurement):
     """task=variance_by_length: log variance relative to FAVOR+ (CRT Figure 1).
 
@@ -190,8 +188,7 @@ class VarianceByLength(Measurement):
             yield {"sum": i, "gain": value}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class VarianceByAngle(Measurement):
     """task=variance_by_angle: log MSE of trigonometric features minus that of the map.
 

@@ -25,9 +25,9 @@ from crt_exp.experiments.measure import Record, Records, SwapMeasurement, Tensor
 from crt_exp.experiments.measure.adapt import descent
 from crt_exp.experiments.measure.bench import Bench, swap_and_fit
 from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
-from crt_exp.experiments.tasks.base import error_rates
+from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
+from crt_exp.validation import Count, FileName, Positive, Several, Whole
 
 RATE = 16_000  # samples a second
 # maximum length of a transcript: AT_MOST + A_SECOND * seconds (speech has at most 5.3/s)
@@ -163,8 +163,7 @@ class SwapEncoder(SwapMeasurement):
         return Bench(exact.model.get_encoder(), training=training)
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class SwapSpeech(SwapEncoder):
     """task=swap_speech: word error rate `wer` of a group of utterances after a swap.
 
@@ -184,8 +183,7 @@ class SwapSpeech(SwapEncoder):
         yield {"wer": wer}
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Dictation(SwapEncoder):
     """task=dictation: loss increase on a group of utterances after a swap.
 
@@ -219,8 +217,7 @@ class Dictation(SwapEncoder):
 # ---- fine-tuned
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Whisper(SwapMeasurement):
     """task=whisper: fine-tune the encoder after a swap, one utterance per step.
 

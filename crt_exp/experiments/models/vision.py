@@ -267,29 +267,16 @@ def checkpoint_of(init: str) -> Checkpoint | None:
 
 
 def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
-    """Load the tensors of a safetensors or torch.save file, or of a folder.
-
-    torch.save files are loaded with weights_only=True. Raises DataError.
-    """
-    from safetensors.torch import load_file
+    """Load the tensors of a safetensors or torch.save file, or of a folder. Raises DataError."""
+    from timm.models import load_state_dict
 
     file = path if path.is_file() else path / "model.safetensors"
     try:
-        safe = file.suffix == ".safetensors"
-        tensors = (
-            load_file(file) if safe else torch.load(file, map_location="cpu", weights_only=True)
-        )
+        return load_state_dict(file, use_ema=False, weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
         raise DataError(
             f"{named}: {file}: not readable as weights: {reason_of(error)[:300]}"
         ) from None
-    for key in ("model", "state_dict"):  # wrappers of training scripts
-        tensors = tensors[key] if isinstance(tensors.get(key), dict) else tensors
-    return {
-        name.removeprefix("module."): tensor
-        for name, tensor in tensors.items()
-        if isinstance(tensor, Tensor)
-    }
 
 
 def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:

@@ -3,10 +3,10 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, dataclass_transform
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
+from crt_exp.validation import checked
 
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
@@ -225,6 +226,12 @@ class TrainingTask(BaseTask):
 Task = TrainingTask
 
 
+@dataclass_transform(eq_default=False)
+def task_class(kind: type) -> type:
+    """Class decorator: a data class that checks its arguments; errors name `task.<argument>`."""
+    return checked("task")(dataclass(eq=False)(kind))
+
+
 def exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
@@ -263,16 +270,12 @@ class Reader:
     def partial(self) -> bool:
         return self.limit is not None and self.limit.partial
 
-    def batches(self, split: str, batch: int | None = None) -> Iterator[Batch]:
-        """Yield micro-batches of at most `batch` rows, in row order.
-
-        batch: None uses the batch size of the reader.
-        """
+    def batches(self, split: str) -> Iterator[Batch]:
+        """Yield micro-batches of at most `batch` rows, in row order."""
         from accelerate.utils import send_to_device
 
-        plan = self.plan if batch is None else replace(self.plan, batch=batch)
-        whole = self._whole(split, plan) if self.progress else None
-        for read, item in enumerate(self.task.batches(split, plan)):
+        whole = self._whole(split) if self.progress else None
+        for read, item in enumerate(self.task.batches(split, self.plan)):
             if self.limit is not None and read == self.limit.batches:
                 self.limit.partial = True
                 return
@@ -280,8 +283,9 @@ class Reader:
                 self.progress(split, read, whole)
             yield send_to_device(item, self.device, non_blocking=True)
 
-    def _whole(self, split: str, plan: Plan) -> int | None:
+    def _whole(self, split: str) -> int | None:
         """Micro-batches of this process, at most `limit`; None if unknown."""
+        plan = self.plan
         rows = self.task.length(split)
         limit = self.limit and self.limit.batches
         if rows is None or self.task.epoch_steps(plan) is not None:
@@ -291,9 +295,7 @@ class Reader:
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
-        scalars = []
-        for value in values:
-            scalars.append(torch.as_tensor(value).detach().to("cpu", torch.float64))
+        scalars = [torch.as_tensor(value).detach().to("cpu", torch.float64) for value in values]
         return torch.stack(self._all(torch.stack(scalars))).sum(0).tolist()
 
     def gather(self, rows: list) -> list:
@@ -310,29 +312,25 @@ class Reader:
 
 # ---- metrics
 #
-# Every metric is a fraction. Correlation with constant predictions or labels is 0. `predictions` and `labels` are
-# vectors of one length n > 0 with finite values, else ValueError: a diverged model must not look like a score of 0.
+# Every metric is a fraction. Correlation with constant predictions or labels is 0.
 
 
 def accuracy(predictions: Any, labels: Any) -> float:
     """Share of predictions equal to the label, in [0, 1]."""
-    predictions, labels = checked(predictions, labels)
-    return float((predictions == labels).mean())
+    return float(np.equal(predictions, labels).mean())
 
 
 def f1(predictions: Any, labels: Any) -> float:
     """F1 score of class 1, in [0, 1]; 0 if class 1 is neither predicted nor present."""
     from sklearn.metrics import f1_score
 
-    predictions, labels = checked(predictions, labels)
-    return float(f1_score(labels == 1, predictions == 1, zero_division=0.0))
+    return float(f1_score(np.equal(labels, 1), np.equal(predictions, 1), zero_division=0.0))
 
 
 def mcc(predictions: Any, labels: Any) -> float:
     """Matthews correlation coefficient of the classes, in [-1, 1]."""
     from sklearn.metrics import matthews_corrcoef
 
-    predictions, labels = checked(predictions, labels)
     return 0.0 if constant(predictions, labels) else float(matthews_corrcoef(labels, predictions))
 
 
@@ -340,18 +338,18 @@ def pearson(predictions: Any, labels: Any) -> float:
     """Pearson correlation, in [-1, 1]."""
     from scipy.stats import pearsonr
 
-    predictions, labels = checked(predictions, labels)
-    if constant(predictions, labels):
-        return 0.0
-    return float(pearsonr(rescale(predictions), rescale(labels)).statistic)
+    return 0.0 if constant(predictions, labels) else float(pearsonr(predictions, labels).statistic)
 
 
 def spearman(predictions: Any, labels: Any) -> float:
     """Spearman rank correlation (ties get their mean rank), in [-1, 1]."""
     from scipy.stats import spearmanr
 
-    predictions, labels = checked(predictions, labels)
     return 0.0 if constant(predictions, labels) else float(spearmanr(predictions, labels).statistic)
+
+
+def constant(*vectors: Any) -> bool:
+    return any(np.ptp(values) == 0 for values in vectors)
 
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {
@@ -377,7 +375,8 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
     The mean of the pseudo-values is the bias-corrected metric, with Student's interval over examples. Pseudo-values of
     two models on the same examples are paired.
     """
-    predictions, labels = checked(predictions, labels)
+    predictions = np.asarray(predictions)
+    labels = np.asarray(labels)
     score = METRICS[metric]
     whole = score(predictions, labels)
     part = np.arange(len(labels)) % parts
@@ -386,27 +385,6 @@ def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> 
         without = score(predictions[part != i], labels[part != i])
         values.append(parts * whole - (parts - 1) * without)
     return values
-
-
-def checked(predictions: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
-    predictions = np.asarray(predictions, np.float64)
-    labels = np.asarray(labels, np.float64)
-    if predictions.shape != labels.shape or predictions.ndim != 1 or not len(labels):
-        raise ValueError(
-            f"predictions {predictions.shape}, labels {labels.shape}: expected vectors of one length > 0"
-        )
-    if not (np.isfinite(predictions).all() and np.isfinite(labels).all()):
-        raise ValueError("predictions, labels: expected finite values")
-    return predictions, labels
-
-
-def constant(*vectors: np.ndarray) -> bool:
-    return any((values == values[0]).all() for values in vectors)
-
-
-def rescale(values: np.ndarray) -> np.ndarray:
-    """Scale to [0, 1], so that a large offset does not hide a correlation."""
-    return (values - values.min()) / np.ptp(values)
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:

@@ -7,7 +7,6 @@ Notation: B rows of a batch, L tokens of a row.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,21 +17,20 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.corpora import PARTS, Row, Rows, TokenText
+from crt_exp.experiments.data.corpora import PARTS, Rows, TokenText
 from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
 from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp
-from crt_exp.experiments.tasks.sequences import Share, SymbolTask
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
+from crt_exp.experiments.tasks.sequences import SymbolTask
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, checked
+from crt_exp.validation import Count, FileName
 
 HELD_OUT = 0.05  # share of the text for validation, and again for test, if they have no text
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Books(SymbolTask):
     """Language model of documents; see `conf/task/books.yaml` for the options.
 
@@ -52,7 +50,6 @@ class Books(SymbolTask):
     max_length: Annotated[int, Field(ge=2)]
     cache_dir: str | None
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
-    share: Share = 0.15
 
     compatible_runs = "a run of task=books with the same tokenizer"
 
@@ -139,24 +136,18 @@ class Books(SymbolTask):
             for i in numbers:
                 row = data[places[i]]
                 if not self.causal:
-                    row = self.corrupted(row, plan.rng(i))
+                    row = self.masking.mask_row(row.labels, plan.rng(i))
                 row_tokens, row_labels = row
                 tokens.append(row_tokens)
                 labels.append(row_labels)
             batch = with_key_mask(pad_rows(tokens, self.end), [len(row) for row in tokens])
             yield batch | {"labels": pad_rows(labels, IGNORED)}
 
-    def corrupted(self, row: Row, rng: np.random.Generator) -> Row:
-        """BERT's masking of the tokens of a row."""
-        ids = row.labels[None].astype(np.int64)
-        result = self.masking(ids, rng.random((3, *ids.shape)))
-        return Row(result["input_ids"][0].numpy(), result["labels"][0].numpy())
-
     @cached_property
     def masking(self) -> Masking:
         """BERT's masking; end tokens are never masked, random tokens are never the mask."""
         special = flag_table(self.predictable + 1, [self.end, self.predictable])
-        return Masking(self.predictable, special, self.share, self.predictable)
+        return Masking(self.predictable, special, self.predictable)
 
     # ---- metrics
 

@@ -7,7 +7,7 @@ task.held_out, held-out training examples are the validation split, and dev is r
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,18 +32,18 @@ from crt_exp.experiments.tasks.base import (
     Task,
     jackknife_values,
     metric_values,
+    task_class,
 )
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files, Positive, Several, checked
+from crt_exp.validation import Count, FileName, Files, Positive, Several
 
 # options of labelled text of your own, in addition to task.csv and task.hub
 OWN = ("validation_csv", "test_csv", "columns", "target", "kind", "split")
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class GLUE(Task):
     """One GLUE task, or text of your own, with one encoder; see `conf/task/glue.yaml` for the options.
 

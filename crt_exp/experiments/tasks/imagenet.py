@@ -7,7 +7,6 @@ Notation: B rows of a batch, C classes, H = W pixels of a side.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
@@ -19,22 +18,20 @@ from crt_exp.experiments.data import DataError, check_classes
 from crt_exp.experiments.data import images as data
 from crt_exp.experiments.data.loading import (
     Generator,
-    ImageHub,
     Micro,
-    Streamed,
     Workers,
     by_workers,
     evaluation_order,
     listed_batches,
     seeded_globals,
 )
-from crt_exp.experiments.data.sources import SOURCES, is_on_hub, task_folder
+from crt_exp.experiments.data.sources import SOURCES, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, NotNegative, checked
+from crt_exp.validation import Count, Files, NotNegative
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -44,9 +41,9 @@ NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
 
 @dataclass(eq=False)
 class ImageTask(Task):
-    """Base class of image tasks: a folder, the embedded digits, or a stream.
+    """Base class of image tasks: a folder, a set of the hub, or the embedded digits.
 
-    The test split is `val`. It is also the validation split, except with task.held_out.
+    The validation split `val` is also the test split.
     """
 
     model: str | None
@@ -55,8 +52,7 @@ class ImageTask(Task):
     dataset: str
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
-    hub: ImageHub
-    held_out: Annotated[float, Field(ge=0, lt=1)]
+    hub: data.ImageHub
     workers: Workers
 
     validation = "val"
@@ -75,32 +71,14 @@ class ImageTask(Task):
             raise ConfigError(
                 f"task.source=hub: task.dataset={self.dataset} has no known hub name; set task.hub.name"
             )
-        self.stream = None
-        self.listed = {}
         self.embedded = not self.inputs() and self.hub["name"] is None
         self.stand_in = data.STAND_IN if self.embedded else ""
-        if self.hub["name"] is not None:
-            if self.data_dir or self.held_out:
-                raise ConfigError(
-                    f"task.hub.name={self.hub['name']}: expected no task.data_dir and no task.held_out"
-                )
-            self.stream = Streamed(self.hub)
-            self.classes = self.stream.classes
-            self.read_source = data.read_image
-            self.asked = {"train": self.stream.training, "val": self.stream.validation}
-            self.lengths = {"train": None, "val": self.hub["validation_images"]}
+        if self.hub["name"] is None:
+            self.splits = data.load(self.dataset, self.data_dir)
         else:
-            splits = data.load(self.dataset, self.data_dir)
-            if self.held_out:
-                self.validation = "held_out"
-                splits["train"], splits["held_out"] = splits["train"].held_out(self.held_out)
-            self.classes = splits["train"].classes
-            self.read_source = splits["train"].read
-            self.asked = {
-                split: partial(listed_batches, part, split) for split, part in splits.items()
-            }
-            self.listed = splits
-            self.lengths = {split: len(part) for split, part in splits.items()}
+            refuse_data_dir(self.data_dir, f"task.hub.name={self.hub['name']}")
+            self.splits = data.load_hub(self.hub)
+        self.classes = self.splits["train"].classes
         if self.embedded and self.workers is None:  # workers do not pay for 8 x 8 pixels
             self.workers = 0
 
@@ -109,8 +87,8 @@ class ImageTask(Task):
             return []
         return [task_folder(f"images/{self.dataset}", self.data_dir)]
 
-    def length(self, split: str) -> int | None:
-        return self.lengths[split]
+    def length(self, split: str) -> int:
+        return len(self.splits[split])
 
     def read(
         self,
@@ -124,8 +102,9 @@ class ImageTask(Task):
 
         Raises DataError for an unreadable image.
         """
-        asked = self.asked[split](plan, repeats) if split == "train" else self.asked[split](plan)
-        micro = Micro(self.read_source, transform, finish, plan.rng)
+        part = self.splits[split]
+        micro = Micro(part.read, transform, finish, plan.rng)
+        asked = listed_batches(part, split, plan, repeats)
         for batch in by_workers(micro, asked, self.workers):
             if isinstance(batch, str):
                 raise DataError(batch)
@@ -134,21 +113,7 @@ class ImageTask(Task):
     def evaluated_names(self, split: str, plan: Plan) -> list[str]:
         """Names of the images of an evaluation over all processes, in the order of reading."""
         rows = plan.evaluated(self.length(split))
-        if split not in self.listed:
-            return [str(row) for row in rows]
-        return self.listed[split].names(evaluation_order(self.length(split))[rows])
-
-    def updated(self, model: nn.Module, step: int) -> None:
-        if self.stream:
-            self.stream.drop_marks(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
-        return self.stream.state_dict() if self.stream else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.stream:
-            self.stream.load_state_dict(state)
+        return self.splits[split].names(evaluation_order(self.length(split))[rows])
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
@@ -182,8 +147,7 @@ class ImageAugment(TypedDict):
     cutmix: NotNegative
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class ImageNet(ImageTask):
     """Image classification; see `conf/task/imagenet.yaml` for the options.
 

@@ -6,7 +6,6 @@ with their substitutions, deletions and insertions, and the loss in nats per utt
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -31,10 +30,10 @@ from crt_exp.experiments.models.conformer_transducer import (
     greedy,
 )
 from crt_exp.experiments.models.folder import take_weights
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, checked, warn
+from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, warn
 
 Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = (
@@ -70,8 +69,7 @@ class SpokenSplit(NamedTuple):
     costs: np.ndarray
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class LibriSpeech(Task):
     """Speech recognition; see `conf/task/librispeech.yaml` for the options.
 
@@ -118,10 +116,6 @@ class LibriSpeech(Task):
             folder and folder / self.subsets["train"][0],
             self.data_dir,
         )
-        if self.on_hub and self.hub["train"] in (self.hub["validation"], self.hub["test"]):
-            raise ConfigError(
-                f"task.hub.train={self.hub['train']}: also the validation or test split; expected another"
-            )
         self.splits = self.read_splits()
         self.origin = None if self.init == "scratch" else self.load_origin()
 

@@ -7,7 +7,6 @@ Notation: B rows of a batch (two for an example of retrieval), L symbols of the 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,17 +23,16 @@ from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
 from crt_exp.experiments.data.plan import by_length, pad_rows, row_sample, with_key_mask
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask, without_labels
 from crt_exp.mechanism import Mechanism
-from crt_exp.validation import Count, checked
+from crt_exp.validation import Count
 
 BEGIN = VALUES  # start symbol of task=pixels
 COUNTED = 500  # training images that give the unigram frequencies of task=pixels
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class LRA(SequenceTask):
     """Long Range Arena classification; see `conf/task/lra.yaml` for the options.
 
@@ -139,8 +137,7 @@ def lengths_of(data: Labelled, together: int) -> np.ndarray:
 # ---- task=pixels
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Pixels(SymbolTask):
     """Pixel-by-pixel image model; see `conf/task/pixels.yaml` for the options.
 

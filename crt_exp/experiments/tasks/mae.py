@@ -6,24 +6,22 @@ Notation: B rows of a batch, P patches.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.experiments.data.loading import Generator
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.models.vision import MEAN, STD, VisionDescription, check_patch
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
 from crt_exp.experiments.tasks.imagenet import ImageTask, Part, Share
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files, checked
+from crt_exp.validation import Count, FileName, Files
 
 
 class MAESizes(TypedDict):
@@ -45,8 +43,7 @@ class MAEAugment(TypedDict):
     flip: Share
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class MAE(ImageTask):
     """MAE pretraining; see `conf/task/mae.yaml` for the options.
 
@@ -58,8 +55,6 @@ class MAE(ImageTask):
     model: FileName | None
     init: Annotated[str, Files(("scratch", "uptrain"))]
     sizes: MAESizes
-    mask_share: Annotated[float, Field(gt=0, lt=1)]
-    normalised: bool
     augment: MAEAugment
 
     metric = "loss"
@@ -67,19 +62,12 @@ class MAE(ImageTask):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
-        new = self.model is None and self.init == "scratch"
-        self.origin = None if new else encoders.origin_of(self.model or "", self.init)
+        self.origin = encoders.origin_of(self.model, self.init)
+        new = self.origin is encoders.NEW
         self.config = self.new_config() if new else self.saved_config()
-        self.config.mask_ratio = self.mask_share
-        self.config.norm_pix_loss = self.normalised
+        self.config.mask_ratio = 0.75  # the paper's
+        self.config.norm_pix_loss = True  # targets have mean 0 and variance 1 in each patch
         self.patches = (self.config.image_size // self.config.patch_size) ** 2
-        if int(self.patches * (1 - self.mask_share)) == 0:
-            raise ConfigError(
-                f"task.mask_share={self.mask_share}: no visible patch of {self.patches}; set a smaller "
-                "one"
-            )
 
     # ---- the model
 
@@ -130,9 +118,9 @@ class MAE(ImageTask):
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        origin = self.origin or encoders.Origin("", "task.model", False, False)
-        model = encoders.load_model("AutoModelForPreTraining", self.config, origin, mechanism)
-        if not origin.weights:  # transformers leaves fixed position embeddings at zero
+        kind = "AutoModelForPreTraining"
+        model = encoders.load_model(kind, self.config, self.origin, mechanism)
+        if not self.origin.weights:  # transformers leaves fixed position embeddings at zero
             model.vit.embeddings.patch_embeddings.projection._is_hf_initialized = (
                 False  # else skipped
             )
@@ -176,7 +164,7 @@ class MAE(ImageTask):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         """Mean squared error of masked pixels.
 
-        With task.normalised, predicting the mean colour of each patch has error 1.
+        Predicting the mean colour of each patch has error 1.
         """
         total = 0.0
         count = 0

@@ -7,7 +7,6 @@ Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,11 @@ from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.sources import Hub, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.validation import Count, FileName, Files, Whole, checked
+from crt_exp.validation import Count, FileName, Files, Whole
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
 GPT2_NAMES = {
@@ -77,8 +76,7 @@ class TextHub(Hub):
     column: str
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class MLM(Task):
     """Language model of any text; see `conf/task/mlm.yaml` for the options.
 
@@ -99,7 +97,6 @@ class MLM(Task):
     vocabulary_size: Count
     lowercase: bool
     block: Annotated[int, Field(ge=3)]
-    share: Annotated[float, Field(gt=0, lt=1)]
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
@@ -114,25 +111,22 @@ class MLM(Task):
         self.call = {"use_cache": False} if self.causal else {}
         self.texts = self.named_texts()
         self.test = "test" if "test" in self.texts else None
-        scratch = self.model is None and self.init == "scratch"
-        self.origin = None if scratch else encoders.origin_of(self.model, self.init)
-        self.tokenizer = (
-            encoders.load_tokenizer(self.origin) if self.origin else self.new_tokenizer()
-        )
-        self.config = encoders.load_config(self.origin) if self.origin else self.new_config()
+        self.origin = encoders.origin_of(self.model, self.init)
+        if self.origin is encoders.NEW:
+            self.tokenizer = self.new_tokenizer()
+            self.config = self.new_config()
+        else:
+            self.tokenizer = encoders.load_tokenizer(self.origin)
+            self.config = encoders.load_config(self.origin)
         data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
-        self.masking = (
-            None if self.causal else data.Masking.from_tokenizer(self.tokenizer, self.share)
-        )
+        self.masking = None if self.causal else data.Masking.from_tokenizer(self.tokenizer)
 
     def check_options(self) -> None:
         if self.vocabulary is not None and (self.causal or self.model is not None):
             raise ConfigError("task.vocabulary: expected null with task.causal=true or task.model")
         if self.hub["name"] is not None and self.text is not None:
             raise ConfigError("task.text, task.hub.name: expected only one of them")
-        if self.model is None and self.init == "uptrain":
-            raise ConfigError("task.init=uptrain: expected a pretrained model; set task.model=...")
         if self.repeat and not self.causal:
             raise ConfigError(f"task.repeat={self.repeat}: only for decoders; set task.causal=true")
 
@@ -251,9 +245,8 @@ class MLM(Task):
         return config
 
     def build(self, mechanism: Mechanism) -> nn.Module:
-        origin = self.origin or encoders.Origin("", "task.model", False, False)
-        model = encoders.load_model(self.kind, self.config, origin, mechanism)
-        if origin.weights and not origin.noise:
+        model = encoders.load_model(self.kind, self.config, self.origin, mechanism)
+        if self.origin.weights and not self.origin.noise:
             self.calibrate(model)
         return MaskedModel(model, self.call)
 

@@ -7,7 +7,6 @@ Notation: B columns of a step, T words of each, V words of the vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
@@ -23,7 +22,7 @@ from crt_exp.experiments.data.sources import stand_in
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.models import lstm
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.sampled_softmax import (
@@ -36,7 +35,7 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.validation import Count, Files, NotNegative, Positive, checked
+from crt_exp.validation import Count, Files, NotNegative, Positive
 
 
 class Sampling(TypedDict):
@@ -67,8 +66,7 @@ class LengthPenalties(TypedDict):
     keys: NotNegative
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class PTB(Task):
     """Word-level language model; see `conf/task/ptb.yaml` for the options.
 
@@ -80,7 +78,6 @@ class PTB(Task):
     corpus: Annotated[str, Files(("ptb", "wikitext2"))]
     data_dir: str | None
     source: Literal["auto", "files", "hub"]
-    min_count: Count | None
     init: Annotated[str, Files(("scratch",))]
     width: Count
     layers: Count
@@ -100,7 +97,7 @@ class PTB(Task):
         self.queries: list[float] = []
         if self.corpus == "wordnet":
             self.stand_in = stand_in("Penn Treebank", "definitions of WordNet", "corpus=ptb", "ptb")
-        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.min_count, self.source)
+        self.text = corpora.word_corpus(self.corpus, self.data_dir, self.source)
         V = len(self.text.words)
         negatives = self.sampling["negatives"]
         if self.softmax != "full" and negatives > V - 1:

@@ -31,11 +31,11 @@ from crt_exp.experiments.models.language import (
     LanguageModel,
     Positions,
 )
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.validation import Count, Files, Whole, checked
+from crt_exp.validation import Count, Files, Whole
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
@@ -198,8 +198,7 @@ def without_labels(batch: Batch) -> dict[str, Tensor]:
 # ---- task=recall
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Recall(SymbolTask):
     """Associative recall; see `conf/task/recall.yaml` for the options.
 

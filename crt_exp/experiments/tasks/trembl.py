@@ -6,7 +6,6 @@ unigram baseline.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -18,10 +17,10 @@ from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.protein import LETTERS, Chains, Families, FamilyOptions, Singles
 from crt_exp.experiments.data.sources import stand_in, task_folder
-from crt_exp.experiments.tasks.base import Batch, Plan, Reader
+from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
 from crt_exp.experiments.tasks.sequences import Share, SymbolTask
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, checked
+from crt_exp.validation import Count, FileName
 
 VOCABULARY = {
     "letters": LETTERS,
@@ -31,8 +30,7 @@ VOCABULARY = {
 }
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class TrEMBL(SymbolTask):
     """Protein language model; see `conf/task/trembl.yaml` for the options.
 
@@ -46,14 +44,11 @@ class TrEMBL(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"]
     max_length: Count
     chains: bool
-    share: Share
     validation_share: Share
     test_share: Share
     families: FileName | None
-    held_out_families: Sequence[str] | None
     held_out_files: Sequence[str] | None
     generated: FamilyOptions
-    bucketed: bool
     cache_dir: str | None
 
     counted = "letters"
@@ -63,11 +58,9 @@ class TrEMBL(SymbolTask):
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
         self.load()
-        self.split_by = (
-            {} if self.dataset == "generated" else {"split": "letters"}
-        )  # a resumed run must match it
-        self.describe(protein.TOKENS, self.max_length, VOCABULARY | self.split_by)
-        self.masking = protein.letter_masking(self.share)
+        split_by = {} if self.dataset == "generated" else {"split": "letters"}
+        self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
+        self.masking = protein.letter_masking()
         self.synthetic = Families(self.generated) if self.dataset == "generated" else None
         self.check_options()
         if self.synthetic:
@@ -103,10 +96,6 @@ class TrEMBL(SymbolTask):
                 "task.dataset=generated: expected no task.data_dir, task.families or "
                 "task.held_out_files; set task.dataset=uniprot"
             )
-        if self.held_out_families is not None and self.families is None:
-            raise ConfigError(
-                "task.held_out_families: expected a table of families; set task.families=FILE"
-            )
 
     # ---- data
 
@@ -115,9 +104,7 @@ class TrEMBL(SymbolTask):
         if self.synthetic:
             return self.sequences.files >= self.synthetic.inside
         if self.families is not None:
-            return protein.held_out_by_family(
-                self.sequences, self.families, self.held_out_families or protein.HELD_OUT
-            )
+            return protein.held_out_by_family(self.sequences, self.families)
         return protein.held_out_by_file(self.sequences, self.held_out_files)
 
     def length(self, split: str) -> int:
@@ -125,21 +112,12 @@ class TrEMBL(SymbolTask):
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
         data = self.rows[split]
-        for numbers in by_length(data.lengths, split, plan, self.bucketed):
+        for numbers in by_length(data.lengths, split, plan, group_lengths=True):
             rows = [data[i] for i in numbers]
             if self.causal:
                 yield protein.next_token_batch(rows, self.max_length)
             else:
                 yield protein.masked_batch(rows, map(plan.rng, numbers), self.masking)
-
-    def state_dict(self) -> dict[str, str]:
-        return self.split_by
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        if state != self.split_by:
-            raise ConfigError(
-                "resume=auto: the run began with other splits; use another hydra.run.dir"
-            )
 
     # ---- metrics
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 from pydantic import Field
 from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.impute import SimpleImputer
 from sklearn.metrics import accuracy_score, r2_score
+from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 from tqdm import tqdm
 
@@ -269,12 +270,9 @@ def scaler(train: np.ndarray, kind: str):
     """
     if kind == "none":
         return lambda x: x.astype(np.float32)
-    scale = StandardScaler() if kind == "standard" else MinMaxScaler()
-    scale.fit(train)  # both ignore missing values
-    mean = pd.DataFrame(scale.transform(train)).mean().fillna(0).to_numpy()
-    return lambda x: (
-        pd.DataFrame(scale.transform(x)).fillna(dict(enumerate(mean))).to_numpy(np.float32)
-    )
+    scale = StandardScaler() if kind == "standard" else MinMaxScaler()  # ignore missing values
+    scale = make_pipeline(scale, SimpleImputer(keep_empty_features=True)).fit(train)
+    return lambda x: scale.transform(x).astype(np.float32)
 
 
 class SklearnKernelClassifier:

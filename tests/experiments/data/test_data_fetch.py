@@ -239,9 +239,7 @@ def test_list_shows_every_set(tmp_path, monkeypatch, capsys):
     assert str(tmp_path) in out
     for source in SOURCES.values():
         assert source.page in out
-    here = {}
-    for line in out.splitlines():
-        here[line.split()[0]] = line
+    here = {line.split()[0]: line for line in out.splitlines()}
     assert "1 of 1" in here["uci/car"]
     assert "0 of 1" in here["uci/cmc"]
     assert "embedded" in here["uci/digits"]
@@ -358,7 +356,7 @@ def test_a_text_of_the_hub_is_kept_as_files(tmp_path, monkeypatch):
         return datasets.Dataset.from_dict({"sentence": ["b a", " a \n", ""]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    found = corpora.word_corpus("ptb", None, None)
+    found = corpora.word_corpus("ptb", None)
     assert found.words == ("<eos>", "a", "b")
     actual = found.parts["train"].tolist()
     assert actual == [

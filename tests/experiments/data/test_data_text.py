@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from crt_exp.experiments.data import DataError, corpora, glue, text, vocabularies
 from crt_exp.experiments.data.corpora import Rows, TokenText, columns, word_corpus
@@ -24,7 +23,6 @@ from crt_exp.experiments.data.text import (
     uniforms,
 )
 from crt_exp.experiments.data.vocabularies import new_tokenizer
-from crt_exp.experiments.tasks.base import Plan
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -304,56 +302,6 @@ def test_uniforms_are_independent_by_row(kind):
     assert difference < 0.2
 
 
-# ----------------------------------------------------------------------------------------------------- batches
-def equal_batch(x: dict, y: dict) -> bool:
-    return x.keys() == y.keys() and all((x[key] == y[key]).all() for key in x)
-
-
-def equal(a: list[dict], b: list[dict]) -> bool:
-    return len(a) == len(b) and all(equal_batch(x, y) for x, y in zip(a, b))
-
-
-@pytest.fixture
-def blocks():
-    return random_ids(50, 12)
-
-
-def batches_of(tokenizer, blocks, split="train", **plan) -> list[dict]:
-    masking = Masking.from_tokenizer(tokenizer)
-    plan = Plan(**{"batch": 6, **plan})
-    return [
-        masking(blocks[rows], uniforms(map(plan.rng, rows), blocks.shape[1]))
-        for rows in plan.rows(len(blocks), split)
-    ]
-
-
-def original(batches: list[dict]) -> torch.Tensor:
-    return torch.cat(
-        [
-            torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
-            for batch in batches
-        ]
-    )
-
-
-def test_resuming_and_sharing_leave_every_bit_in_place(tokenizer, blocks):
-    whole = batches_of(tokenizer, blocks)
-    assert equal(whole[5:], batches_of(tokenizer, blocks, start=5))
-    assert not equal(whole, batches_of(tokenizer, blocks, epoch=1))
-    everything = batches_of(tokenizer, blocks, batch=5)
-    actual = sorted(original(everything).tolist())
-    expected = sorted(blocks.tolist())
-    assert actual == expected
-    for rank in range(2):
-        part = batches_of(tokenizer, blocks, rank=rank, world=2)
-        expected = []
-        for batch in whole:
-            share = slice(3 * rank, 3 * rank + 3)
-            expected.append({key: value[share] for key, value in batch.items()})
-        assert equal(part, expected)
-    assert (original(batches_of(tokenizer, blocks, split="validation")).numpy() == blocks).all()
-
-
 # ------------------------------------------------------------------------------------------- corpora of words
 def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
     cases = [("train", train), ("valid", valid), ("test", test)]
@@ -366,9 +314,7 @@ def test_words_of_official_files(tmp_path):
     found = word_corpus("ptb", write_ptb(tmp_path))
     assert found.words == ("<eos>", "a", "<unk>", "b", "c")
     assert found.parts["train"].dtype == np.int32
-    actual = []
-    for part in found.parts.values():
-        actual.append(part.tolist())
+    actual = [part.tolist() for part in found.parts.values()]
     assert actual == [
         [1, 3, 1, 0, 4, 2, 0],
         [1, 2, 0],
@@ -451,9 +397,7 @@ def test_held_out_parts_of_a_document():
         np.full(100, 0.5, np.float32),
     )
     found = document.held_out(0.1, apart=False)
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(len(found[split].tokens))
+    actual = [len(found[split].tokens) for split in ("train", "validation", "test")]
     assert actual == [80, 10, 10]
     assert found["test"].tokens[0] == 90
     assert found["test"].words.sum() == 5
@@ -472,9 +416,7 @@ def test_tokens_and_words_of_files(apart, byte_pairs, tmp_path, monkeypatch):
     assert found.words.sum() == 5
     assert found.tokens.dtype == np.uint16
     assert len(found.ends) == 1 + apart
-    parts = []
-    for part in np.split(found.tokens, found.ends)[:-1]:
-        parts.append(byte_pairs.decode(part[:-1]))
+    parts = [byte_pairs.decode(part[:-1]) for part in np.split(found.tokens, found.ends)[:-1]]
     assert parts == (["one two\n", "three\n"] if apart else ["one two\nthree\n"])
     cases = [found.part(0, 4), found.part(4, len(found.tokens) - 1)]
     for part in cases:

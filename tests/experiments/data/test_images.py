@@ -1,24 +1,20 @@
-"""Folders, streams and single images: what is read, what is refused, and that nothing depends on who reads it."""
+"""Folders, hub sets and single images: what is read, what is refused, and that nothing depends on who reads it."""
 
-import json
 import random
 import shutil
-import tarfile
-from functools import partial
-from itertools import islice
-from pathlib import Path
+from io import BytesIO
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features
+from datasets import Image as HubImage
 from helpers.small_images import picture, write_images, write_shards
 from PIL import ExifTags, Image
 
 from crt_exp.experiments.data import DataError, images
 from crt_exp.experiments.data.files import IMAGES, SYSTEM, files_ending
-from crt_exp.experiments.data.loading import Mark, Micro, Streamed, by_workers, listed_batches
+from crt_exp.experiments.data.loading import Micro, by_workers, listed_batches
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.runner.trainer import read_ahead
 from crt_exp.registry import ConfigError
@@ -31,9 +27,7 @@ def test_a_folder_is_read_by_class(inner, tmp_path, monkeypatch):
     monkeypatch.setenv("CRT_DATA", str(tmp_path))
     write_images(tmp_path / "images/stripes", inner=inner)
     found = images.load("stripes")
-    actual = {}
-    for split, part in found.items():
-        actual[split] = len(part)
+    actual = {split: len(part) for split, part in found.items()}
     assert actual == {"train": 24, "val": 12}
     train = found["train"]
     assert train.classes == ("class0", "class1", "class2")
@@ -117,9 +111,7 @@ def test_hidden_and_system_folders_are_no_classes_and_hold_no_data(tmp_path, cap
         (root / "train/class1" / name).write_bytes(b"")
     found = images.load("mine", root)
     assert found["train"].classes == ("class0", "class1", "class2")
-    actual = []
-    for split in ("train", "val"):
-        actual.append(len(found[split]))
+    actual = [len(found[split]) for split in ("train", "val")]
     assert actual == [24, 12]
     assert len(files_ending(root / "val", IMAGES)) == 12
     assert caplog.text.count("ignored 3 files") == 1
@@ -287,9 +279,7 @@ def test_batches_depend_on_neither_workers_nor_processes_nor_where_reading_start
     assert not same(actual, alone)
     actual = batches(part, Plan(6, seed=3, start=2))
     assert same(actual, alone[2:])
-    parts = []
-    for rank in (0, 1):
-        parts.append(batches(part, Plan(6, seed=3, rank=rank, world=2)))
+    parts = [batches(part, Plan(6, seed=3, rank=rank, world=2)) for rank in (0, 1)]
     actual = torch.cat([parts[0][1]["images"], parts[1][1]["images"]])
     assert torch.equal(actual, alone[1]["images"])
 
@@ -326,105 +316,6 @@ def test_an_image_comes_as_often_as_asked_with_other_draws(part):
     assert shifts.mean() != 0
 
 
-# ---- streams -------------------------------------------------------------------------------------------------------
-
-
-HUB = {
-    "name": "webdataset",
-    "config": None,
-    "split": "train",
-    "validation": "validation",
-    "image": "png",
-    "label": "cls",
-    "classes": 3,
-    "data_files": None,
-    "buffer": 0,
-    "validation_images": 12,
-}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return write_shards(tmp_path_factory.mktemp("shards"))
-
-
-@pytest.fixture(scope="module", params=["webdataset", "parquet"])
-def three_files(request, tmp_path_factory):
-    """Six images in each; of parquet four to a group of rows."""
-    folder = tmp_path_factory.mktemp("files")
-    files = write_shards(folder, shards=3)
-    for place in folder.glob("train-*.tar") if request.param == "parquet" else ():
-        with tarfile.open(place) as tar:
-            both = []
-            for kind in ("png", "cls"):
-                both.append(
-                    [tar.extractfile(file).read() for file in tar if file.name.endswith(kind)]
-                )
-            images, labels = both
-        table = pa.table(
-            {
-                "png": [{"bytes": image, "path": None} for image in images],
-                "cls": [*map(int, labels)],
-            }
-        )
-        pq.write_table(table, place.with_suffix(".parquet"), row_group_size=4)
-        files["train"] = str(folder / "train-*.parquet")
-    return {"name": request.param, "data_files": files}
-
-
-@pytest.mark.parametrize(
-    "three_files, buffer, repeats",
-    [("webdataset", 5, 2), ("parquet", 0, 1)],
-    indirect=["three_files"],
-)
-def test_a_stream_goes_on_in_the_middle_as_if_it_had_never_stopped(buffer, repeats, three_files):
-    hub = HUB | three_files | {"buffer": buffer}
-    whole = Streamed(hub)
-    feed = whole.training(Plan(4), repeats)
-    alone = []
-    states = []
-    for step in range(1, 13):  # of 18 images: the third pass has begun, without repeats
-        alone.append(next(feed))
-        whole.drop_marks(step)
-        states.append(json.loads(json.dumps(whole.state_dict())))
-    for step, state in [*enumerate(states, 1)][1::3]:
-        actual = step * 4 // repeats - json.loads(state["stream"])[0]
-        assert actual < max(1, buffer) + 4
-        other = Streamed(hub)
-        other.load_state_dict(state)
-        actual = list(islice(other.training(Plan(4, start=step), repeats), 12 - step))
-        assert actual == alone[step:]
-
-
-def test_processes_share_out_the_files_of_a_pass(three_files, monkeypatch):
-    """Three files, two processes: all rows, each read by one."""
-    keys = []
-    for rank in (0, 1):
-        keys.append(
-            [
-                row["__key__"] if "__key__" in row else row["png"]["bytes"]
-                for row in iter(
-                    partial(
-                        next,
-                        Streamed(HUB | three_files | {"buffer": 5}).read_passes(
-                            Plan(4, rank=rank, world=2), Mark()
-                        ),
-                    ),
-                    None,
-                )
-            ]
-        )
-    assert sorted(map(len, keys)) == [6, 12]
-    actual = len({*keys[0], *keys[1]})
-    assert actual == 18
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(DataError, match="task.hub.split=train: 3 files, expected at least 4"):
-        Streamed(HUB | three_files)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(DataError, match="of 1 processes, expected 2;"):
-        Streamed(HUB | three_files).load_state_dict({"stream": "{}", "processes": 1})
-
-
 @pytest.mark.parametrize("batches, size", [(1, 20), (2, 10), (1, 40)])
 def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, size):
     labels = np.repeat(np.arange(5), 20)
@@ -449,59 +340,64 @@ def test_the_first_batches_of_an_evaluation_have_images_of_all_classes(batches, 
     assert actual == expected
 
 
-def test_a_sample_of_streamed_validation_is_not_its_first_images(shards):
-    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
-
-    def keys(plan):
-        entries = []
-        for batch in source.validation(plan):
-            for row in batch:
-                entries.append(row[1][1])
-        return entries
-
-    whole = keys(Plan(3))
-    sample = keys(Plan(3, seed=7, limit=Limit(1)))
-    assert len(sample) == 3
-    assert sample != whole[:3]
-    assert {*sample} < {*whole}
-    actual = keys(Plan(1, rank=1, world=3, limit=Limit(1)))
-    assert actual == sample[1:2]
+# ---- sets of the hub -----------------------------------------------------------------------------------------------
 
 
-def test_streamed_validation_is_read_in_order_by_all(shards):
-    source = Streamed(HUB | {"data_files": shards, "validation_images": 9})
+HUB = {
+    "name": "webdataset",
+    "config": None,
+    "split": "train",
+    "validation": "validation",
+    "image": "png",
+    "label": "cls",
+}
 
-    def keys(plan):
-        entries = []
-        for batch in source.validation(plan):
-            for row in batch:
-                entries.append(row[1][1])
-        return entries
 
-    alone = keys(Plan(4))
-    both = []
-    for rank in (0, 1):
-        for key in keys(Plan(4, rank=rank, world=2)):
-            both.append(key)
-    assert len(alone) == 9
-    assert both == alone
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return {"data_files": write_shards(tmp_path_factory.mktemp("shards"))}
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_a_set_of_the_hub_has_the_images_of_its_files(kind, shards, tmp_path):
+    """The classes are numbers, or have the names that the set gives them."""
+    hub = HUB | shards
+    names = ("0", "1", "2")
+    if kind == "parquet":
+        names = ("a", "b", "c")
+        features = Features({"png": HubImage(), "cls": ClassLabel(names=names)})
+        files = {}
+        for split in ("train", "validation"):
+            stored = [{"bytes": png_of(i % 3, i), "path": None} for i in range(12)]
+            rows = Dataset.from_dict({"png": stored, "cls": [0, 1, 2] * 4}, features)
+            files[split] = str(tmp_path / f"{split}.parquet")
+            rows.to_parquet(files[split])
+        hub = HUB | {"name": "parquet", "data_files": files}
+    found = images.load_hub(hub)
+    for part in found.values():
+        assert len(part) == 12
+        assert part.classes == names
+        for i, label in enumerate(part.labels):
+            image = np.asarray(part.read(part.sources[i]))
+            numbers = [np.asarray(picture(label, number)) for number in range(60)]
+            assert any(np.array_equal(image, number) for number in numbers)
+    alone = batches(found["train"], Plan(4, seed=3))
+    assert same(batches(found["train"], Plan(4, seed=3, start=1), 2), alone[1:])
+
+
+def png_of(label, number):
+    content = BytesIO()
+    picture(label, number).save(content, "PNG")
+    return content.getvalue()
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"classes": 2}, "cls is 2, expected 0 to 1; set task.hub.image, task.hub.label .*png"),
-        ({"image": "jpg"}, "jpg is missing.*png"),
-        ({"validation_images": 13}, "task.hub.validation_images=13: split validation has fewer"),
-        ({"cut": 12000}, "webdataset: not readable"),
+        ({"image": "jpg"}, "no column jpg; set task.hub.image and task.hub.label .*png"),
+        ({"validation": "none"}, "webdataset: not readable"),
     ],
 )
-def test_mistakes_in_streams_are_named(options, words, shards, tmp_path):
-    options = dict(options)
-    if size := options.pop("cut", 0):
-        (tmp_path / "cut.tar").write_bytes(
-            Path(shards["validation"].replace("*", "0")).read_bytes()[:size]
-        )
-        shards = shards | {"validation": str(tmp_path / "cut.tar")}
+def test_mistakes_in_sets_of_the_hub_are_named(options, words, shards):
     with pytest.raises(DataError, match=words):
-        list(Streamed(HUB | {"data_files": shards} | options).validation(Plan(12)))
+        images.load_hub(HUB | shards | options)

@@ -6,7 +6,6 @@ import pytest
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.labelled_text import (
     SHARES,
-    groups_of,
     read_files,
     read_hub,
     read_labelled,
@@ -50,12 +49,6 @@ def test_every_format_gives_the_same_parts(suffix, tmp_path):
 
 def test_no_text_is_on_two_sides(tmp_path):
     """Neither a repeated text nor a text that pairs share; parts do not depend on the labels."""
-    assert groups_of(pd.DataFrame([["x", "u"], ["y", "x"], ["z", "v"], ["v", "w"]])).tolist() == [
-        0,
-        0,
-        1,
-        1,
-    ]
     pairs = pd.DataFrame(
         {
             "text_a": [f"a{i // 3}" for i in range(60)],

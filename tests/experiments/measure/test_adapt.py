@@ -89,7 +89,6 @@ LANGUAGE = {
     "steps": [0, 3, 4, 5],
     "lora_lr": 1e-2,
     "rank": 2,
-    "bf16": False,
 }
 STEPS = []
 for steps in (0, 3, 4, 5):
@@ -133,25 +132,6 @@ def test_rows_are_of_the_seed(reader):
         ValueError, match="438 rows of 64 tokens: the training text of WikiText-2 has only 437"
     ):
         training_rows("", 64, 0, 438)
-
-
-def test_adapters_learn_in_bfloat16_where_it_is_asked_for(reader):
-    hedgehog = Mechanism.parse("hedgehog m=4")
-    both = []
-    for bf16 in (False, True):
-        both.append(
-            [
-                row["above"]
-                for row in AdaptPretrained(**LANGUAGE | {"bf16": bf16}).rows(hedgehog, 0)
-                if "text" in row
-            ]
-        )
-    plain, lower = both
-    assert lower[:4] == plain[:4]
-    assert lower[4:] != plain[4:]
-    actual = torch.tensor(lower)
-    expected = torch.tensor(plain)
-    torch.testing.assert_close(actual, expected, atol=0.1, rtol=0)
 
 
 # ---- Whisper

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small_bert import write_model, write_text
-from omegaconf import OmegaConf
+from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.protein import STANDARD
@@ -22,7 +22,6 @@ from crt_exp.experiments.measure.attention_errors import (
 )
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import CONF
 
 SIZES = {"sum": 4, "length": 16, "heads": 8, "d": 64, "depth": 3, "texts": 3}
 
@@ -71,17 +70,9 @@ def test_rows_of_the_published_code_are_short(rows, factor):
 
 
 def protein_task(direction="bidirectional"):
-    config = OmegaConf.load(CONF / "task" / "trembl.yaml")
-    options = {}
-    for key, value in OmegaConf.to_container(config.task).items():
-        if not key.startswith("_"):
-            options[key] = value
-    options["direction"] = direction
-    options["max_length"] = 16
-    options["dropout"] = 0.0
-    options["cache_dir"] = None
-    options["sizes"] = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
-    return TrEMBL(**options)
+    sizes = {"heads": 2, "layers": 2, "d_ff": 32, "d": 16}
+    changes = {"direction": direction, "max_length": 16, "dropout": 0.0, "sizes": sizes}
+    return TrEMBL(**options_of("trembl") | changes | {"cache_dir": None})
 
 
 # ---- which amino acids are alike

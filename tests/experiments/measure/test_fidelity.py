@@ -47,7 +47,6 @@ MODELS = {
 }
 OPTIONS = {
     "calibration": None,
-    "tokenizer": None,
     "length": 24,
     "texts": 3,
     "calibration_texts": 2,
@@ -218,7 +217,7 @@ def test_a_saved_run_on_its_own_text(typed, tmp_path, monkeypatch):
         "hydra.run.dir=run",
     )
     assert code == 0, err
-    probe = Fidelity("run", "test", "train", None, None, 3, 2, 0, None)
+    probe = Fidelity("run", "test", "train", None, 3, 2, 0, None)
     for method, seed in (("exact", 0), ("favorpp m=8", 1)):
         texts, *layers, last = probe.rows(Mechanism.parse(method), seed)
         assert len(texts["above"]) == len(texts["cosine"]) == 3

@@ -82,9 +82,7 @@ def batch_of(samples=SAMPLES, lengths=LENGTHS, symbols=5):
 
 def alone(batch, i):
     """Utterance i without any padding."""
-    one = {}
-    for name, part in batch.items():
-        one[name] = part[i : i + 1]
+    one = {name: part[i : i + 1] for name, part in batch.items()}
     return one | {
         "audio": one["audio"][:, : one["samples"][0]],
         "targets": one["targets"][:, : one["target_lengths"][0]],
@@ -119,13 +117,9 @@ def test_training_gives_an_utterance_the_same_loss_and_gradient_in_any_batch(att
     model = model_of(attention).train()
     batch = batch_of()
     model(**batch).sum().backward()
-    together = {}
-    for name, p in model.named_parameters():
-        together[name] = p.grad.clone()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    losses = []
-    for i in range(3):
-        losses.append(model(**alone(batch, i)))
+    losses = [model(**alone(batch, i)) for i in range(3)]
     torch.cat(losses).sum().backward()
     actual = model(**batch)
     expected = torch.cat(losses)

@@ -65,9 +65,7 @@ def test_full_size_is_the_papers(name):
             sizes.get("d", sizes.get("dim")),
             sizes.get("d_ff", sizes.get("ffn")),
         ]
-        expected = []
-        for key in ("layers", "heads", "width", "ffn"):
-            expected.append(int(row[key]))
+        expected = [int(row[key]) for key in ("layers", "heads", "width", "ffn")]
         assert made == expected
     assert row["source"].startswith(
         {"crt": "CRT", "hrf": "HRF", "performers": "Performers"}[name.split("_")[0]]

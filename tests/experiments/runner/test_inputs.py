@@ -79,7 +79,7 @@ NAMESAKES = [
     ("ptb.PTB", {"corpus": "ptb", "init": "scratch", "softmax": "full"}),
     ("books.Books", {"vocabulary": "byte_pairs", "rows": "packed", "init": "scratch"}),
     ("librispeech.LibriSpeech", {"corpus": "fsdd", "init": "scratch", "preset": "small"}),
-    ("trembl.TrEMBL", {"dataset": "generated", "held_out_families": ["PF1"]}),
+    ("trembl.TrEMBL", {"dataset": "generated", "held_out_files": ["PF1"]}),
 ]
 
 

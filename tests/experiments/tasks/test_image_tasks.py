@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from helpers.small_images import picture, write_images
+from helpers.task_options import options_of
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from timm.optim import param_groups_layer_decay
@@ -27,52 +28,13 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import CONF, ConfigError
 
 SIZES = {"patch": 4, "width": 32, "depth": 2, "heads": 2}
-AUGMENT = {
-    "scale": [0.5, 1.0],
-    "flip": 0.5,
-    "policy": None,
-    "erase": 0.0,
-    "repeats": 1,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-}
-HUB = {
-    "name": None,
-    "config": None,
-    "split": "train",
-    "validation": "validation",
-    "image": "png",
-    "label": "cls",
-    "classes": 3,
-    "data_files": None,
-    "buffer": 0,
-    "validation_images": 12,
-}
-BOTH = {
-    "dataset": "mine",
-    "source": "files",
-    "hub": HUB,
-    "held_out": 0.0,
-    "workers": 0,
-    "model": None,
-    "init": "scratch",
-}
-CLASSIFIER = BOTH | {
-    "sizes": SIZES,
-    "size": 12,
-    "pool": None,
-    "new_head": False,
-    "crop": 1.0,
-    "augment": AUGMENT,
-    "smoothing": 0.1,
-    "drop_path": 0.0,
-    "layer_decay": 1.0,
-}
-ENCODER = BOTH | {
+AUGMENT = options_of("imagenet")["augment"] | {"scale": [0.5, 1.0], "flip": 0.5}
+BOTH = {"dataset": "mine", "source": "files", "workers": 0}
+CLASSIFIER = options_of("imagenet") | BOTH | {"sizes": SIZES, "size": 12, "augment": AUGMENT}
+ENCODER = options_of("mae") | BOTH
+ENCODER |= {
     "sizes": SIZES | {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2},
     "size": 16,
-    "mask_share": 0.75,
-    "normalised": True,
     "augment": {"scale": [0.5, 1.0], "flip": 0.5},
 }
 LOADED = {"sizes": dict.fromkeys(SIZES), "size": None}
@@ -160,9 +122,7 @@ def test_weights_of_timm_in_a_folder_and_in_a_file(tmp_path, folder):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    wrapped = {}
-    for name, tensor in model.state_dict().items():
-        wrapped[f"module.{name}"] = tensor
+    wrapped = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": wrapped}, tmp_path / "saved.pth")
     cases = [
         {"init": str(tmp_path)},
@@ -308,17 +268,6 @@ def test_experiments_fit_their_models(name, folder):
     )
     expected = {"vit_1024": 1024, "crt_vit_steps": 1024}.get(name, 224)
     assert task.description.size == expected
-
-
-def test_held_out_images_choose_the_weights(folder):
-    task = task_of(folder, held_out=0.25)
-    whole = task_of(folder)
-    assert task.validation == "held_out"
-    assert task.test == "val"
-    actual = task.length("train") + task.length("held_out")
-    expected = whole.length("train")
-    assert actual == expected
-    assert task.length("held_out") == 6
 
 
 # ---- task=mae --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import jiwer
 import pytest
 import torch
 from helpers.small_speech import TEXTS, write_digits, write_librispeech
+from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import Plan
@@ -11,7 +12,7 @@ from crt_exp.experiments.predictions import read_predictions, write_predictions
 from crt_exp.experiments.tasks.base import Reader
 from crt_exp.experiments.tasks.librispeech import LibriSpeech
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import CONF, ConfigError
+from crt_exp.registry import ConfigError
 
 SIZES = {
     "mels": 16,
@@ -29,12 +30,7 @@ SIZES = {
 
 
 def options(**given):
-    """The values of the task's file, with others for some."""
-    from omegaconf import OmegaConf
-
-    found = OmegaConf.to_container(OmegaConf.load(CONF / "task" / "librispeech.yaml").task)
-    found = {key: value for key, value in found.items() if not key.startswith("_")}
-    return found | {"sizes": SIZES, "workers": 0} | given
+    return options_of("librispeech") | {"sizes": SIZES, "workers": 0} | given
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +94,7 @@ def contents(batch):
 
 def test_batches_are_the_same_wherever_a_run_stands(digits):
     task = spoken(digits)
-    whole = []
-    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2)):
-        whole.append(contents(batch))
+    whole = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2))]
     assert len(whole) == task.epoch_steps(Plan(batch=8)) > 2
     actual = []
     for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1)):
@@ -108,29 +102,12 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     assert actual == whole[1:]
     by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
     assert [contents(batch) for batch in by_workers] == whole[1:]
-    other = []
-    for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1)):
-        other.append(contents(batch))
+    other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
     assert other != whole
     rows = []
     for batch in other:
         rows += batch["rows"]
     assert sorted(rows) == list(range(24))
-
-
-def test_two_processes_read_what_one_reads_in_two_micro_batches(digits):
-    task = spoken(digits)
-    one = []
-    for batch in task.batches("train", Plan(batch=8, micro=2, seed=1)):
-        one.append(contents(batch))
-    two = []
-    for rank in (0, 1):
-        two.append(list(task.batches("train", Plan(batch=8, seed=1, rank=rank, world=2))))
-    expected = []
-    for step in zip(*two):
-        for batch in step:
-            expected.append(contents(batch))
-    assert one == expected
 
 
 def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
@@ -160,9 +137,7 @@ def test_speed_and_masks_belong_to_the_row_and_the_epoch(digits):
 def test_seconds_of_a_batch_bound_its_audio(books):
     task = read(books)
     for split in ("train", "validation"):
-        sizes = []
-        for batch in task.batches(split, Plan(batch=8)):
-            sizes.append(batch["audio"].shape)
+        sizes = [batch["audio"].shape for batch in task.batches(split, Plan(batch=8))]
         assert max(rows * samples for rows, samples in sizes) <= 4 * 16000
 
 
@@ -232,21 +207,3 @@ def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
     plan = Plan(batch=8)
     with pytest.raises(DataError, match="7-9-0002.flac: not readable"):
         list(LibriSpeech(**options(data_dir=str(tmp_path), workers=1)).batches("train", plan))
-
-
-def test_evaluation_scores_every_utterance_once_in_any_batches(digits):
-    """On two processes too, by hand: the shares joined are the whole."""
-    task = spoken(digits)
-    rows = []
-    for batch in Reader(task).batches("test"):
-        for row in batch["rows"]:
-            rows.append(row)
-    readers = []
-    for rank in (0, 1):
-        readers.append(Reader(task, rank=rank, world=2))
-    shares = []
-    for reader in readers:
-        for batch in reader.batches("test"):
-            for row in batch["rows"]:
-                shares.append(row)
-    assert sorted(rows) == sorted(shares) == list(range(9))

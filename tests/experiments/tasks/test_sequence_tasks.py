@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.task_options import options_of
 from PIL import Image
 from torch.testing import assert_close
 
@@ -18,34 +19,15 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
-MODEL = {"preset": None, "sizes": SIZES, "positions": None, "dropout": 0.0, "checkpointing": False}
-NEXT = MODEL | {"init": "scratch", "calibration": 2}
-ARENA = MODEL | {
-    "dataset": "listops",
-    "data_dir": None,
-    "scale": "small",
-    "evaluated": None,
-    "max_length": None,
+MODEL = {"sizes": SIZES, "dropout": 0.0}
+ARENA = options_of("lra") | MODEL
+ARENA |= {
     "cache_dir": None,
     "rules": {"train": 60, "validation": 20, "test": 20, "longest": 24},
 }
-IMAGES = NEXT | {
-    "dataset": "digits",
-    "data_dir": None,
-    "size": None,
-    "channels": None,
-    "held_out": 0.05,
-    "evaluated": 20,
-}
-PAIRS = NEXT | {
-    "block": 16,
-    "pairs": 2,
-    "queries": 3,
-    "symbols": 8,
-    "rows": 64,
-    "evaluated": 8,
-    "positions": "rotary",
-}
+IMAGES = options_of("pixels") | MODEL | {"evaluated": 20}
+PAIRS = options_of("recall") | MODEL
+PAIRS |= {"queries": 3, "symbols": 8, "rows": 64, "evaluated": 8}
 
 
 def task_of(**options):
@@ -228,9 +210,7 @@ def test_reviews_and_pairs(tmp_path):
                 (folder / f"{i}_7.txt").write_text(f"{label} {i}")
     data_dir = str(tmp_path / "imdb")
     task = task_of(dataset="text", data_dir=data_dir, rules={})
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(task.length(split))
+    actual = [task.length(split) for split in ("train", "validation", "test")]
     assert actual == [9, 1, 10]
     actual = bytes(task.arena.splits["test"].rows[7].tolist())
     assert actual == b"pos 2"
@@ -255,9 +235,7 @@ def test_reviews_and_pairs(tmp_path):
 def test_evaluated_examples_are_the_same_in_every_run():
     task = task_of(evaluated=7)
     whole = task_of()
-    actual = []
-    for split in ("train", "validation", "test"):
-        actual.append(task.length(split))
+    actual = [task.length(split) for split in ("train", "validation", "test")]
     assert actual == [60, 7, 7]
     both = []
     for variant in (task, whole):
@@ -361,9 +339,7 @@ def test_what_is_asked_was_said_before(length, pairs, queries):
         assert len(asked) == queries
         assert tokens.max() < 16 + NOISE
         said = np.flatnonzero((tokens >= 8) & (tokens < 16) & (labels < 0))
-        value = {}
-        for at in said:
-            value[tokens[at]] = tokens[at + 1]
+        value = {tokens[at]: tokens[at + 1] for at in said}
         assert len(said) == len(value) == pairs
         assert said.max() < asked.min()
         for at in asked:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 from helpers.small_bert import write_text, write_words
+from helpers.task_options import options_of
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -19,51 +20,21 @@ from crt_exp.experiments.tasks.ptb import PTB
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, instantiate
 
-HUB = {"name": None, "config": None, "split": "train", "column": "text", "data_files": None}
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 48,
 }
-MASKED = {
-    "text": None,
-    "validation_text": None,
-    "data_dir": None,
+MASKED = options_of("mlm") | {
     "source": "files",
-    "hub": HUB,
-    "model": None,
-    "init": "scratch",
     "sizes": SIZES,
-    "vocabulary": None,
     "vocabulary_size": 300,
-    "lowercase": True,
     "block": 16,
-    "share": 0.15,
     "cache_dir": None,
 }
-WORDS = {
-    "corpus": "",
-    "data_dir": None,
-    "source": "files",
-    "min_count": None,
-    "init": "scratch",
-    "width": 16,
-    "layers": 2,
-    "dropout": 0.0,
-    "bptt": 7,
-    "softmax": "full",
-    "sampling": {
-        "negatives": 5,
-        "temperature": 1.0,
-        "rebuild_every": 3,
-        "tree": True,
-        "alpha": 100.0,
-    },
-    "temperature": 1.0,
-    "lengths": {"queries": 0.0, "keys": 0.0},
-    "eval_columns": 4,
-}
+WORDS = options_of("ptb") | {"width": 16, "dropout": 0.0, "bptt": 7, "eval_columns": 4}
+WORDS["sampling"] |= {"negatives": 5, "rebuild_every": 3}
 
 
 @pytest.fixture(scope="module")
@@ -314,9 +285,7 @@ def test_the_loss_of_an_epoch_is_that_of_the_text_read_at_once(ptb):
     for plan, parts in cases:
         for _ in range(2):
             batches = [*task.batches("train", plan)]
-            losses = []
-            for batch in batches:
-                losses.append(task.loss(model, batch).detach())
+            losses = [task.loss(model, batch).detach() for batch in batches]
             sizes = [batch["labels"].numel() for batch in batches]
         mean = sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
         whole = corpora.columns(task.text.parts["train"], 4, task.text.eos, whole=False)
@@ -350,9 +319,7 @@ def test_metrics_do_not_depend_on_the_batches_they_are_computed_in(ptb):
 def test_processes_share_columns(ptb):
     """In an evaluation each word is in one process; in training they read the micro-batches of one."""
     task = ptb(eval_columns=5)
-    parts = []
-    for rank in range(3):
-        parts.append([*task.batches("test", Plan(1, rank=rank, world=3))])
+    parts = [[*task.batches("test", Plan(1, rank=rank, world=3))] for rank in range(3)]
     rows = []
     for part in parts:
         rows.append(torch.cat([batch["labels"] for batch in part], 1))
@@ -364,9 +331,7 @@ def test_processes_share_columns(ptb):
     assert actual == [1, 2, 2]
     actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
     assert actual == []
-    halves = []
-    for rank in (0, 1):
-        halves.append([*ptb().batches("train", Plan(4, rank=rank, world=2))])
+    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
     both = []
     for pair in zip(*halves):
         for batch in pair:

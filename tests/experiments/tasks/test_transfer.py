@@ -65,9 +65,7 @@ def test_a_taught_model_is_the_exact_one(make, name):
 @pytest.mark.parametrize("make", [gpt2, vit], ids=["gpt2", "vit"])
 def test_transfer_brings_any_model_nearer_to_exact(make):
     model = swap_attention(build_model(make), "hedgehog", m=8)
-    batches = []
-    for seed in range(4):
-        batches.append(inputs(make, seed=seed))
+    batches = [inputs(make, seed=seed) for seed in range(4)]
     passes = []
     wanted = []
     for name, p in model.named_parameters():

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from test_protein_data import name, write
+from helpers.small_proteins import name, write
+from helpers.task_options import options_of
 
 from crt_exp.experiments.data import DataError, protein
-from crt_exp.experiments.tasks.base import Plan, Reader
+from crt_exp.experiments.tasks.base import Reader
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -23,27 +24,14 @@ GENERATED = {
     "seed": 0,
 }
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
-OPTIONS = {
-    "dataset": "generated",
-    "data_dir": None,
-    "direction": "unidirectional",
+OPTIONS = options_of("trembl") | {
     "max_length": 16,
-    "chains": False,
-    "share": 0.15,
     "validation_share": 0.1,
     "test_share": 0.1,
-    "families": None,
-    "held_out_families": None,
-    "held_out_files": None,
     "generated": GENERATED,
-    "preset": None,
     "sizes": SIZES,
-    "positions": None,
     "dropout": 0.0,
-    "checkpointing": False,
-    "init": "scratch",
     "calibration": 2,
-    "bucketed": True,
     "cache_dir": None,
 }
 
@@ -75,87 +63,44 @@ def test_unigram_is_that_of_the_training_letters():
     assert found["letters"] == seen.sum()
 
 
-def test_loss_is_the_mean_over_tokens_and_padding_counts_for_nothing():
-    task = task_of(bucketed=False)
-    model = task.build(Mechanism.of("exact")).eval()
-    batch = next(iter(task.batches("train", Plan(8))))
-    assert "key_mask" in batch
-    actual = task.weight(batch)
-    expected = (batch["labels"] != -100).sum()
-    assert actual == expected
-    rows = []
-    for i in next(Plan(8).rows(task.length("train"), "train")):
-        rows.append(protein.next_token_batch([task.rows["train"][i]], 16))
-    total = sum(task.loss(model, row) * task.weight(row) for row in rows) / sum(
-        map(task.weight, rows)
-    )
-    actual = task.loss(model, batch)
-    torch.testing.assert_close(actual, total)
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = []
-    for _ in range(n):
-        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
+    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
     return write(folder / "a.fasta", made)
 
 
 def test_files_with_held_out_families(tmp_path):
     table = tmp_path / "families.tsv"
+    families = (protein.HELD_OUT[0], "PF1")
     table.write_text(
         "uniprot_acc\tpfamA_acc\n"
-        + "".join(f"{name(i)}\tPF{2 - i % 2}\n" for i in range(0, 150, 5))
+        + "".join(f"{name(i)}\t{families[i % 2]}\n" for i in range(0, 150, 5))
     )
     task = task_of(
         dataset="uniprot",
         data_dir=str(fasta(tmp_path / "data").parent),
         families=str(table),
-        held_out_families=["PF2"],
     )
     assert len(task.rows["ood"]) == 15
 
 
 def test_runs_of_other_splits_are_refused(tmp_path):
-    """Their test sequences may be trained on: a resumed run's, and those of the run that a run starts from."""
+    """Their test sequences may be trained on."""
     given = {"dataset": "uniprot", "data_dir": str(fasta(tmp_path / "data").parent)}
     task = task_of(**given)
     config = tmp_path / "model" / "config.json"
     model = task.build(Mechanism.of("exact"))
     task.export(model, model.state_dict(), tmp_path)
-    assert task.state_dict() == {"split": "letters"}
     config.write_text(config.read_text().replace('"split"', '"other"'))
     with pytest.raises(
         ConfigError,
         match="expected a run of task=trembl on the same task.dataset, split by letters",
     ):
         task_of(**given, init=str(tmp_path))
-    with pytest.raises(ConfigError, match="began with other splits"):
-        task.load_state_dict({})
-
-
-def test_copies_of_held_out_sequences_are_not_trained_on(tmp_path):
-    """Also where the copy that the table does not name is the first one in the file."""
-    path = fasta(tmp_path / "data", 60)
-    table = tmp_path / "families.tsv"
-    sequences = []
-    for entry in path.read_text().split(">")[1:]:
-        sequences.append(entry.split("\n", 1)[1].replace("\n", ""))
-    write(path, [*sequences, *sequences[:10]])
-    table.write_text(
-        "uniprot_acc\tpfamA_acc\n" + "".join(f"{name(i)}\tPF1\n" for i in range(60, 70))
-    )
-    task = task_of(
-        dataset="uniprot",
-        data_dir=str(tmp_path / "data"),
-        families=str(table),
-        held_out_families=["PF1"],
-    )
-    assert len(task.rows["ood"]) == 10
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
