@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,10 @@ from crt_exp.experiments.measure.recommendation import (
     pays_from,
 )
 from crt_exp.experiments.measure.times import ratio
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.calibration import check_batch, check_ids, eval_mode, learns
-from crt_exp.validation import Count, FileName, Positive, checked
+from crt_exp.validation import Count, FileName, Positive
 
 TRIED = ("nearfar", "window", "favorpp", UNIFORM)  # default methods
 TEXTS = "strings, one tensor of token ids or images, or a list of dictionaries of arguments"
@@ -447,8 +447,7 @@ def unmeasured(
 # ---- task=advise
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Advise(Measurement):
     """task=advise: compare attention methods in a pretrained model, recommend one.
 

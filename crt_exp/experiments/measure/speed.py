@@ -7,7 +7,6 @@ and inputs are random.
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal, NamedTuple, Protocol
@@ -27,10 +26,11 @@ from crt_exp.experiments.measure import Measurement, Records, seeded
 from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
 from crt_exp.experiments.measure.whole_models import whole_model
 from crt_exp.experiments.models.language import Transformer
+from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
-from crt_exp.validation import Count, FileName, Several, checked, split_words
+from crt_exp.validation import Count, FileName, Several, split_words
 
 CAUSAL = " causal"  # suffix of a method's name
 CHUNKED = f"chunked{CAUSAL}"
@@ -378,8 +378,7 @@ MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 # ---- the tasks
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Speed(Measurement):
     """task=speed: one row for each length, method and round.
 
@@ -451,8 +450,7 @@ class Speed(Measurement):
         return f"milliseconds, {self.what}, {kind}:\n{table}"
 
 
-@checked("task")
-@dataclass(eq=False)
+@task_class
 class Memory(Measurement):
     """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
