@@ -159,10 +159,16 @@ void score_keys(const uint32_t *queries, const int32_t *bias, int R, int dp, con
 /* ---- Selection of the largest scores ---- */
 
 INLINE int count_above(const float *value, int n, float threshold) {
-    ivec counts = {0};
     int count = 0, i = 0;
+#if defined(__AVX512F__)
+    const __m512 least = _mm512_set1_ps(threshold);
+    for (; i + 16 <= n; i += 16)
+        count += __builtin_popcount(_mm512_cmp_ps_mask(_mm512_loadu_ps(value + i), least, _CMP_GT_OQ));
+#else
+    ivec counts = {0};
     for (; i + LANES <= n; i += LANES) counts -= AT(value + i) > threshold;
     for (int lane = 0; lane < LANES; lane++) count += counts[lane];
+#endif
     for (; i < n; i++) count += value[i] > threshold;
     return count;
 }
