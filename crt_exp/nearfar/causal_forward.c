@@ -289,10 +289,7 @@ static void prepare_queries(Past *h, int64_t t, int64_t i) {
         *query = (Query){i / block_queries(c, t), first_query(c, t) + i % block_queries(c, t), (int32_t)far_keys(c, t)};
         set_scaled(q, (float)c->factor, head_ptr(c->x, h->z, query->g) + (query->j - c->S + c->L) * c->x.token, c->d);
         for (int p = c->d; p < dp; p++) q[p] = 0;
-        int8_t *quantized = w->quantized + w->query_count * dp;
-        quantize(q, dp, quantized);
-        w->bias[w->query_count] = 0;
-        for (int p = 0; p < dp; p++) w->bias[w->query_count] -= 128 * quantized[p];
+        w->bias[w->query_count] = pack_query(q, dp, w->packed + w->query_count * packed_query_size(dp));
         for (int p = 0; p < dp; p++) q[p] *= LOG2E;
         w->query_count++;
     }

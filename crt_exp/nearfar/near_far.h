@@ -214,7 +214,7 @@ typedef struct {
     Query query[PREFETCH];
     float *Q, *O;                            /* (PREFETCH, dp), in base 2; (PREFETCH, lv) */
     float *top, *scale;                      /* (PREFETCH): maximum logits; total weights */
-    int8_t *quantized;                       /* (PREFETCH, dp): queries as integers */
+    uint32_t *packed;                        /* (PREFETCH, packed_query_size): 8-bit queries */
     int32_t *bias;                           /* (PREFETCH), of scores */
     int32_t *scores;                         /* (SCORE_QUERIES, SCORE_KEYS) */
     TopScores top_scores[PREFETCH];
@@ -298,16 +298,18 @@ void remove_retrieved(Past *h, int r, int ld, const int32_t *positions, const fl
    The weight is 0 if no key remains. */
 void remainder_weights(const Past *h, const float *top, int ld, float *logits);
 
-/* Rotates a vector (dp) by random signs and Hadamard matrices, and quantizes the vector to integers of magnitude at
-   most 127. Returns the step. */
-float quantize(const float *from, int dp, int8_t *to);
+/* Number of words of a packed query. */
+int64_t packed_query_size(int dp);
 
-/* Computes integer dot products (R, SCORE_KEYS) of R <= SCORE_QUERIES queries (R, dp) with n <= SCORE_KEYS keys, in
+/* Quantizes a query (dp) and packs it for score_keys. Returns its bias. */
+int32_t pack_query(const float *from, int dp, uint32_t *to);
+
+/* Computes integer dot products (R, SCORE_KEYS) of R <= SCORE_QUERIES packed queries with n <= SCORE_KEYS keys, in
    panels with stride `step`. Each entry of a panel (dp / 4, PANEL) packs four numbers of a key, plus 128, because
    processors multiply unsigned with signed numbers. Dot products therefore start at the bias of the query: -128 times
    the sum of its numbers. The caller allocates n rounded up to a multiple of PANEL_GROUP. */
-void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
-                int32_t *to);
+void score_keys(const uint32_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step,
+                int n, int32_t *to);
 
 /* Quantizes the keys before position `stop` that are not yet in panels. */
 void pack_keys(Past *h, int64_t stop);

@@ -45,7 +45,7 @@ static size_t assign_scratch(Past *h, const NearFar *c, float *memory) {
         {&h->centred, CHUNK * dp}, {&h->Xt, dp * CHUNK}, {&h->dots, K * CHUNK}, {&h->zero_tilt, dp},
         {&h->sample_cluster, 2 * number},
         {&w->Q, ahead * dp}, {&w->O, ahead * lv}, {&w->top, ahead}, {&w->scale, ahead},
-        {&w->quantized, ahead * dp / 4}, {&w->bias, ahead}, {&w->scores, SCORE_QUERIES * SCORE_KEYS},
+        {&w->packed, ahead * packed_query_size(dp)}, {&w->bias, ahead}, {&w->scores, SCORE_QUERIES * SCORE_KEYS},
         {&w->top_scores[0].value, ahead * scores_size}, {&w->top_scores[0].position, ahead * scores_size},
         {&w->retrieved, ahead * (round_up(open) + PAD)}, {&w->positions, ahead * open},
         {&w->count, ahead}, {&w->cursor, ahead}, {&w->Qt, d * PIECE}, {&w->A, (2 * c->block + M) * PIECE},

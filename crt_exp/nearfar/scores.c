@@ -7,6 +7,7 @@
 #include "near_far.h"
 
 typedef int32_t unaligned_ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define IVEC_AT(p) (*(unaligned_ivec *)(p))
 
 /* ---- 8-bit scores: integer dot products of queries with all keys of the past ---- */
 
@@ -38,8 +39,8 @@ static void rotate(const float *from, int dp, float *x) {
 }
 
 /* Truncating the doubled number rounds halves away from 0. Adding 0.5 to a product instead would depend on whether the
-   processor fuses multiplication and addition. */
-float quantize(const float *from, int dp, int8_t *to) {
+   processor fuses multiplication and addition. Returns the step. */
+static float quantize(const float *from, int dp, int8_t *to) {
     float rotated[dp];
     rotate(from, dp, rotated);
     vec max_vec = {0};
@@ -64,38 +65,61 @@ void pack_keys(Past *h, int64_t stop) {
     h->packed = stop > h->packed ? stop : h->packed;
 }
 
-typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-#define UVEC_AT(p) (*(const unaligned_uvec *)(p))
+/* Words that hold four numbers of a query: one if the processor multiplies 8-bit numbers, two if it multiplies 16-bit
+   numbers. */
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+enum { QUERY_WORDS = 1 };
+#else
+enum { QUERY_WORDS = 2 };
+#endif
 
-/* Packs two numbers of a query into 16 bits each. */
 INLINE uint32_t pack_pair(int32_t low, int32_t high) { return ((uint32_t)low & 0xffff) | (uint32_t)high << 16; }
 
-/* sum + dot products of four numbers of each key with four numbers of a query. */
-INLINE ivec add_dot4(ivec sum, uvec keys, uint32_t query) {
+int64_t packed_query_size(int dp) { return dp / 4 * QUERY_WORDS; }
+
+int32_t pack_query(const float *from, int dp, uint32_t *to) {
+    int8_t integers[dp];
+    int32_t sum = 0;
+    quantize(from, dp, integers);
+    for (int p = 0; p < dp; p++) sum += integers[p];
+    if (QUERY_WORDS == 1) memcpy(to, integers, dp);
+    else
+        for (int p = 0; p < dp; p += 4) {
+            *to++ = pack_pair(integers[p], integers[p + 2]);
+            *to++ = pack_pair(integers[p + 1], integers[p + 3]);
+        }
+    return -128 * sum;
+}
+
+typedef uint32_t unaligned_uvec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t short_uvec __attribute__((vector_size(4 * LANES)));
+#define UVEC_AT(p) (*(const unaligned_uvec *)(p))
+
+/* Selects those of four numbers of each key that belong to a word of the query. */
+INLINE uvec key_numbers(uvec keys, int word) {
+    if (QUERY_WORDS == 1) return keys;
+    return word ? (uvec)((short_uvec)keys >> 8) : keys & 0x00ff00ffu;
+}
+
+/* sum + dot products of the selected numbers of each key with a word of the query. */
+INLINE ivec add_products(ivec sum, uvec keys, uint32_t query) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)keys, _mm512_set1_epi32((int)query));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)keys, _mm256_set1_epi32((int)query));
-#else
-    const uvec even = keys & 0x00ff00ffu, odd = keys >> 8 & 0x00ff00ffu;
-    const int32_t q[4] = {(int8_t)query, (int8_t)(query >> 8), (int8_t)(query >> 16), (int8_t)(query >> 24)};
-#if defined(__AVX512BW__)
-    const __m512i a = _mm512_madd_epi16((__m512i)even, _mm512_set1_epi32((int)pack_pair(q[0], q[2])));
-    return sum + (ivec)a + (ivec)_mm512_madd_epi16((__m512i)odd, _mm512_set1_epi32((int)pack_pair(q[1], q[3])));
+#elif defined(__AVX512BW__)
+    return sum + (ivec)_mm512_madd_epi16((__m512i)keys, _mm512_set1_epi32((int)query));
 #elif defined(__AVX2__)
-    const __m256i a = _mm256_madd_epi16((__m256i)even, _mm256_set1_epi32((int)pack_pair(q[0], q[2])));
-    return sum + (ivec)a + (ivec)_mm256_madd_epi16((__m256i)odd, _mm256_set1_epi32((int)pack_pair(q[1], q[3])));
+    return sum + (ivec)_mm256_madd_epi16((__m256i)keys, _mm256_set1_epi32((int)query));
 #else
-    const ivec low = (ivec)(even & 0xffffu) * q[0] + (ivec)(odd & 0xffffu) * q[1];
-    return sum + low + (ivec)(even >> 16) * q[2] + (ivec)(odd >> 16) * q[3];
-#endif
+    return sum + (ivec)(keys & 0xffffu) * (int16_t)query + (ivec)(keys >> 16) * ((int32_t)query >> 16);
 #endif
 }
 
 enum { KEY_VECTORS = LANES == 16 ? 4 : 2, QUERY_ROWS = 4 };        /* register tile of scores */
 
-INLINE void score_tile(const int rows, const int8_t *queries, int dp, const uint8_t *panels, int64_t step, int j,
-                       const int32_t *bias, int32_t *to) {
+INLINE void score_tile(const int rows, const uint32_t *queries, int64_t size, const uint8_t *panels, int64_t step,
+                       int j, const int32_t *bias, int32_t *to) {
     ivec sum[QUERY_ROWS][KEY_VECTORS];
     const uint8_t *at[KEY_VECTORS];
     UNROLL for (int i = 0; i < rows; i++)
@@ -104,27 +128,31 @@ INLINE void score_tile(const int rows, const int8_t *queries, int dp, const uint
         const int key = j + e * LANES;
         at[e] = panels + key / PANEL * step + key % PANEL * 4;
     }
-    for (int p = 0; p < dp; p += 4) {
+    for (int64_t p = 0; p < size; p += QUERY_WORDS) {
         uvec y[KEY_VECTORS];
-        UNROLL for (int e = 0; e < KEY_VECTORS; e++) y[e] = UVEC_AT(at[e] + p * PANEL);
-        UNROLL for (int i = 0; i < rows; i++) {
-            uint32_t four;
-            memcpy(&four, queries + i * dp + p, sizeof four);
-            UNROLL for (int e = 0; e < KEY_VECTORS; e++) sum[i][e] = add_dot4(sum[i][e], y[e], four);
+        UNROLL for (int e = 0; e < KEY_VECTORS; e++) y[e] = UVEC_AT(at[e] + p * (4 * PANEL / QUERY_WORDS));
+        UNROLL for (int word = 0; word < QUERY_WORDS; word++) {
+            uvec numbers[KEY_VECTORS];
+            UNROLL for (int e = 0; e < KEY_VECTORS; e++) numbers[e] = key_numbers(y[e], word);
+            UNROLL for (int i = 0; i < rows; i++) {
+                const uint32_t query = queries[i * size + p + word];
+                UNROLL for (int e = 0; e < KEY_VECTORS; e++) sum[i][e] = add_products(sum[i][e], numbers[e], query);
+            }
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int e = 0; e < KEY_VECTORS; e++)
-            *(unaligned_ivec *)(to + i * SCORE_KEYS + j + e * LANES) = sum[i][e];
+            IVEC_AT(to + i * SCORE_KEYS + j + e * LANES) = sum[i][e];
 }
 
-void score_keys(const int8_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step, int n,
-                int32_t *to) {
+void score_keys(const uint32_t *queries, const int32_t *bias, int R, int dp, const uint8_t *panels, int64_t step,
+                int n, int32_t *to) {
+    const int64_t size = packed_query_size(dp);
     for (int j = 0; j < n; j += KEY_VECTORS * LANES) {
         int i = 0;
         for (; i + QUERY_ROWS <= R; i += QUERY_ROWS)
-            score_tile(QUERY_ROWS, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORE_KEYS);
-        for (; i < R; i++) score_tile(1, queries + i * dp, dp, panels, step, j, bias + i, to + i * SCORE_KEYS);
+            score_tile(QUERY_ROWS, queries + i * size, size, panels, step, j, bias + i, to + i * SCORE_KEYS);
+        for (; i < R; i++) score_tile(1, queries + i * size, size, panels, step, j, bias + i, to + i * SCORE_KEYS);
     }
 }
 
@@ -136,9 +164,48 @@ INLINE int count_above(const float *value, int n, float threshold) {
     const __m512 least = _mm512_set1_ps(threshold);
     for (; i + 16 <= n; i += 16)
         count += __builtin_popcount(_mm512_cmp_ps_mask(_mm512_loadu_ps(value + i), least, _CMP_GT_OQ));
+#else
+    ivec counts = {0};
+    for (; i + LANES <= n; i += LANES) counts -= AT(value + i) > threshold;
+    for (int lane = 0; lane < LANES; lane++) count += counts[lane];
 #endif
     for (; i < n; i++) count += value[i] > threshold;
     return count;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* For each set of lanes, one bit each: the lanes in the set, in ascending order. */
+static uint8_t lanes_of_set[1 << LANES][LANES];
+
+__attribute__((constructor)) static void list_lanes(void) {
+    for (int set = 0; set < 1 << LANES; set++)
+        for (int lane = 0, count = 0; lane < LANES; lane++)
+            if (set >> lane & 1) lanes_of_set[set][count++] = (uint8_t)lane;
+}
+#endif
+
+/* Stores the values above the threshold and their positions, in vectors with undefined remaining lanes. Returns the
+   number of values. */
+INLINE int store_above(vec value, ivec position, float threshold, float *values, int32_t *positions) {
+#if defined(__AVX512F__)
+    const __mmask16 high = _mm512_cmp_ps_mask((__m512)value, _mm512_set1_ps(threshold), _CMP_GT_OQ);
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(high, (__m512)value));
+    _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(high, (__m512i)position));
+    return __builtin_popcount(high);
+#elif defined(__AVX2__)
+    const int high = _mm256_movemask_ps((__m256)(value > threshold));
+    const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)lanes_of_set[high]));
+    _mm256_storeu_ps(values, _mm256_permutevar8x32_ps((__m256)value, order));
+    _mm256_storeu_si256((__m256i *)positions, _mm256_permutevar8x32_epi32((__m256i)position, order));
+    return __builtin_popcount(high);
+#else
+    int count = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        values[count] = value[lane], positions[count] = position[lane];
+        count += value[lane] > threshold;
+    }
+    return count;
+#endif
 }
 
 /* Slightly less than x, even if x is 0 and denormal numbers count as 0. */
@@ -185,16 +252,8 @@ static void prune(TopScores *scores, float threshold, int k) {
     float *value = scores->value;
     int32_t *position = scores->position;
     int equal = k - count_above(value, scores->n, threshold), count = 0, i = 0;
-#if defined(__AVX512F__)
-    for (; equal <= 0 && i + 16 <= scores->n; i += 16) {
-        const __m512 here = _mm512_loadu_ps(value + i);
-        const __m512i positions = _mm512_loadu_si512(position + i);
-        const __mmask16 high = _mm512_cmp_ps_mask(here, _mm512_set1_ps(threshold), _CMP_GT_OQ);
-        _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
-        _mm512_storeu_si512(position + count, _mm512_maskz_compress_epi32(high, positions));
-        count += __builtin_popcount(high);
-    }
-#endif
+    for (; equal <= 0 && i + LANES <= scores->n; i += LANES)
+        count += store_above(AT(value + i), IVEC_AT(position + i), threshold, value + count, position + count);
     for (; i < scores->n; i++) {
         const int keep = value[i] > threshold || (value[i] == threshold && equal-- > 0);
         value[count] = value[i], position[count] = position[i];
@@ -222,21 +281,14 @@ INLINE void append_above(const Past *h, const int32_t *scores, int64_t j, int n,
     float *value = top->value;
     int32_t *position = top->position;
     int i = 0, count = top->n;
-#if defined(__AVX512F__)
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 threshold = _mm512_set1_ps(top->threshold);
-    for (; i + PANEL <= n; i += PANEL) {
-        const __m512 step = _mm512_loadu_ps(valid_step + i * stride);
-        const __m512 here = _mm512_cvtepi32_ps(_mm512_loadu_si512(scores + i)) * step;
-        const __mmask16 high = _mm512_cmp_ps_mask(here, threshold, _CMP_GT_OQ);
-        const __m512i positions = _mm512_add_epi32(_mm512_set1_epi32((int)j + i * stride), first);
-        _mm512_storeu_ps(value + count, _mm512_maskz_compress_ps(high, here));
-        _mm512_storeu_si512(position + count, _mm512_maskz_compress_epi32(high, positions));
-        count += __builtin_popcount(high);
+    for (; i + LANES <= n; i += LANES) {
+        const int at = i / PANEL * PANEL * stride + i % PANEL;
+        const vec score = __builtin_convertvector(IVEC_AT(scores + i), vec) * AT(valid_step + at);
+        const ivec positions = lane_numbers() + (int32_t)(j + at);
+        count += store_above(score, positions, top->threshold, value + count, position + count);
     }
-#endif
     for (; i < n; i++) {
-        const int64_t at = i / PANEL * PANEL * stride + i % PANEL;
+        const int at = i / PANEL * PANEL * stride + i % PANEL;
         value[count] = (float)scores[i] * valid_step[at], position[count] = (int32_t)(j + at);
         count += value[count] > top->threshold;
     }
@@ -248,10 +300,11 @@ INLINE void append_above(const Past *h, const int32_t *scores, int64_t j, int n,
 static void score_queries(Past *h, int i, int R, int64_t j, int64_t n, int stride, int k) {
     Work *w = &h->work;
     const int64_t panel = PANEL * h->dp;
+    const uint32_t *queries = w->packed + i * packed_query_size(h->dp);
     for (; n > 0; j += SCORE_KEYS * stride, n -= SCORE_KEYS) {
         const int keys = (int)min64(SCORE_KEYS, n);
         const uint8_t *panels = h->panels + j / PANEL * panel;
-        score_keys(w->quantized + i * h->dp, w->bias + i, R, h->dp, panels, stride * panel, keys, w->scores);
+        score_keys(queries, w->bias + i, R, h->dp, panels, stride * panel, keys, w->scores);
         for (int e = 0; e < R; e++) {
             TopScores *top = &w->top_scores[i + e];
             const int far_keys = (int)min64(keys, w->query[i + e].far - j);
