@@ -3,6 +3,7 @@
 metrics.jsonl is the record of the run: one JSON object per line, flushed to disk. Loggers only copy it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -65,6 +66,7 @@ PARTIAL = "evaluated_batches"  # key in records of evaluations limited by traine
 LOCK = ".lock"
 INPUTS = "inputs.json"
 METRICS = "metrics.jsonl"
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # of file systems without locks
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
@@ -98,13 +100,9 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._acquire_lock()
             try:
-                self.lock.acquire()
                 self._open()
-            except Timeout:
-                raise ConfigError(
-                    f"hydra.run.dir={self.directory}: in use by another run"
-                ) from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -112,6 +110,20 @@ class RunDirectory:
         if self.records:
             self.started -= self.records[-1].get("time_s", 0.0)
         return self
+
+    def _acquire_lock(self) -> None:
+        """Lock the directory, unless its file system has no locks, as some network disks."""
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"hydra.run.dir={self.directory}: not locked ({error.strerror}); start no second run in it",
+                file=sys.stderr,
+            )
 
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""

@@ -233,6 +233,19 @@ def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     assert typed(*args, "resume=auto")[0] == 0
 
 
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_disk_without_locks_is_named_and_used(code, typed, tmp_path, monkeypatch):
+    """Other errors of a lock end the run."""
+    args = [*SHORT, f"hydra.run.dir={tmp_path}/run"]
+    monkeypatch.setattr(FileLock, "acquire", failing(errno.EIO))
+    assert typed(*args)[0] == 2
+    monkeypatch.setattr(FileLock, "acquire", failing(code))
+    found, _, err = typed(*args)
+    assert found == 0, err
+    assert f"hydra.run.dir={tmp_path}/run: not locked" in err
+    assert len(err.splitlines()) == 1, err
+
+
 # ---- the commit in versions.json ------------------------------------------------------------------------------------
 
 
