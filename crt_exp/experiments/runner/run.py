@@ -64,6 +64,7 @@ CONSTANTS = {
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory
 LOCK = ".lock"
+CONFIG = "config.yaml"
 INPUTS = "inputs.json"
 METRICS = "metrics.jsonl"
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # of file systems without locks
@@ -140,7 +141,7 @@ class RunDirectory:
                     f"delete {path} if only their times differ"
                 )
         self.records = read_records(self.metrics)
-        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.cfg, resolve=True))
         write_json(path, inputs)
         write_json(self.directory / "versions.json", versions(self.cfg.seed))
         logger = instantiate(self.cfg.logger)
@@ -156,7 +157,7 @@ class RunDirectory:
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
             )
         # absent keys equal null; interpolations in the saved file are not resolved
-        old = dict(leaves(read_yaml(self.directory / "config.yaml")))
+        old = dict(leaves(read_yaml(self.directory / CONFIG)))
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])

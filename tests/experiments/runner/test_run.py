@@ -128,6 +128,9 @@ BAD = [
         "task=uci trainer.batch=4 trainer.steps=3",
         "task=uci: does not use trainer.batch=4 trainer.steps=3",
     ),
+    ("task=mlm task.text=absent.txt", "absent.txt: no such file; expected a UTF-8 text file"),
+    ("task=glue task.csv=absent.csv", "task.csv=absent.csv: no such file"),
+    ("task=mlm trainer.precision=float16", "expected no, bf16 or fp16; did you mean fp16?"),
     ("hydra.run.dir=/proc/nowhere", "hydra.run.dir=/proc/nowhere: No such file"),
     (
         "features=pois sampler=orthogonal sampler.lengths=sqrt_d",

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 from helpers.torchrun import ENVIRONMENT
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.hydra_config import HydraConfig
 from pandas import DataFrame
 
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import check_composed
-from crt_exp.experiments.runner.sweep import check_direction, without_unused
+from crt_exp.experiments.runner.sweep import PLUGINS, check_direction, without_unused
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
 from crt_exp.experiments.tasks.uci import UCI
 from crt_exp.registry import ConfigError
@@ -127,7 +126,8 @@ def test_a_launcher_that_fails_is_named_in_one_line(typed, tmp_path, monkeypatch
     def launch(*arguments, **options):
         raise RuntimeError('a trace\nCould not detect "srun"')
 
-    monkeypatch.setattr(BasicLauncher, "launch", launch)
+    launcher = PLUGINS["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
+    monkeypatch.setattr(launcher, "launch", launch)
     code, _, err = typed(*WINE, "seed=0,1", f"hydra.sweep.dir={tmp_path}/s")
     assert code == 2
     assert err == 'crt_exp: error: hydra/launcher=basic: Could not detect "srun"\n'
