@@ -4,14 +4,17 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from functools import cache
+import time
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers.pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
+from helpers.torchrun import ENVIRONMENT
 from omegaconf import OmegaConf
 
 from crt_exp import __main__ as entry
@@ -76,7 +79,8 @@ def commands_of_pages():
         if block.language == "bash":
             commands |= {*words_of(block.text)}
         if block.language == "sbatch":
-            jobs = [words for words in words_of(block.text) if "crt_exp" in words]
+            lines = block.text.replace(" &\n", "\n")
+            jobs = [words for words in words_of(lines) if "crt_exp" in words]
             commands |= {("python", *words[words.index("-m") :]) for words in jobs}
     for page in PAGES:
         commands |= {*inline_commands(page)}
@@ -156,6 +160,8 @@ def check(words):
             assert found[1] is None or found[1] in project()["optional-dependencies"]
         case ("export", assignment):
             assert re.fullmatch(r"CRT_DATA=\w+", assignment)
+        case ("export", *assignments):
+            assert [word.partition("=")[0] for word in assignments] == ["XDG_CACHE_HOME", "HF_HOME"]
         case ("python", "-m", "crt_exp", "data", *arguments):
             options = data_command.parser().parse_args(arguments)
             name = getattr(options, "name", None)
@@ -203,6 +209,42 @@ def check_run(arguments):
             check_command_line(arguments)
     elif arguments != ["--version"]:
         check_command_line(arguments)
+
+
+SUBSTITUTES = {
+    "srun": 'exec "$@"',
+    "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> queue; fi',
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "${{@/--nproc_per_node=8/--nproc_per_node=2}}"',
+}  # commands of the Slurm script, for a machine without Slurm and GPUs
+
+
+@pytest.mark.slow
+def test_slurm_script_stops_before_its_limit_and_continues(tmp_path):
+    """With two processes and a toy task. SIGUSR1 to the script: a checkpoint, and the job is queued again."""
+    (block,) = [block for block in BLOCKS if block.language == "sbatch"]
+    words = "experiment=performers_trembl attention=relu"
+    assert words in block.text
+    toy = f"--config-dir {ROOT}/tests/helpers/toy_conf task=toy task.pause=0.05 logger=none"
+    (tmp_path / "job.sh").write_text(block.text.replace(words, toy))
+    (tmp_path / "bin").mkdir()
+    for name, line in SUBSTITUTES.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | ENVIRONMENT
+    env |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_NNODES": "1"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost"}
+    start = partial(subprocess.Popen, ["bash", "job.sh"], cwd=tmp_path, env=env, text=True)
+    job = start(stderr=subprocess.PIPE)
+    metrics = tmp_path / "outputs" / "trembl-relu" / "metrics.jsonl"
+    while not metrics.exists():
+        assert job.poll() is None, job.stderr.read()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    assert "stopped by SIGUSR1" in job.communicate()[1]
+    assert (tmp_path / "queue").read_text() == "requeue 7\n"
+    assert '"final": true' not in metrics.read_text()
+    assert start().wait() == 0
+    assert '"final": true' in metrics.read_text()
 
 
 def test_recipes_of_make_are_valid_shell():

@@ -65,8 +65,11 @@ def text_files(paths: Paths) -> list[Path]:
         if not path.is_file():
             inside = sorted(Path(file) for file in files_ending(path, SUFFIXES))
         if not inside:
+            problem = "expected"
+            if not path.exists():
+                problem = "no such file; expected"
             raise DataError(
-                f"{path}: expected a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}"
+                f"{path}: {problem} a UTF-8 text file, a folder of {' '.join(SUFFIXES)} files, or {WORDNET}"
             )
         files += inside
     return files
@@ -290,8 +293,8 @@ def running_blocks(
     tokens = cached(cache_dir, key, make)["tokens"]
     if len(tokens) < length:
         raise DataError(
-            f"{text}: {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a smaller "
-            "block"
+            f"the text has {len(tokens)} tokens, fewer than a block of {length}; use a longer text or a "
+            "smaller block"
         )
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 

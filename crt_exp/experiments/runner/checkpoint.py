@@ -26,7 +26,13 @@ from crt_exp.experiments.runner.distributed import (
     set_rng_state,
     sharded_like,
 )
-from crt_exp.experiments.runner.run import RunDirectory, names_in, write_atomic, write_json
+from crt_exp.experiments.runner.run import (
+    CONFIG,
+    RunDirectory,
+    names_in,
+    write_atomic,
+    write_json,
+)
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
 
@@ -334,6 +340,12 @@ class TrainingState:
 
         Without a checkpoint the run starts over. Raises CheckpointError.
         """
+        seen = self.distributed.gather((self.run.directory / CONFIG).is_file())
+        if not all(seen):
+            raise CheckpointError(
+                f"hydra.run.dir={self.run.directory}: not seen by process {seen.index(False)}; "
+                "expected a disk that all nodes share"
+            )
         path = newest(self.root) if self.distributed.main else None
         path = self.distributed.broadcast(path)
         if path is None:

@@ -1,6 +1,7 @@
 """Processes of a run, random generators, and sharded models (FSDP2)."""
 
 import random
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -104,6 +105,8 @@ def shard(model: nn.Module, precision: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # tasks change no output in place, for which this warning is
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     low = torch.bfloat16 if precision == "bf16" else None
     mesh = init_device_mesh(
         next(model.parameters()).device.type, (torch.distributed.get_world_size(),)

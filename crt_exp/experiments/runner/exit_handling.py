@@ -64,9 +64,9 @@ class StopSignals:
     """Remember a stop signal until the step is done.
 
     torchrun repeats signals that its children have already received. Therefore only a SIGINT more than one second after
-    another signal stops without a checkpoint. Signals that the parent ignores stay ignored (nohup, a shell's &). A
-    submitit job stops on SIGUSR2, not on the SIGTERM that accompanies it; submitit's handler queues the run again at
-    the end.
+    another signal stops without a checkpoint. Signals that the parent ignores stay ignored (nohup, a shell's &). Slurm
+    scripts announce the time limit by SIGUSR1. A submitit job stops on SIGUSR2, not on the SIGTERM that accompanies it;
+    submitit's handler queues the run again at the end.
     """
 
     signum: int | None = None
@@ -76,7 +76,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             asking = signal.SIGUSR2 if "SUBMITIT_EXECUTOR" in os.environ else signal.SIGTERM
-            for signum in (asking, signal.SIGINT, signal.SIGHUP):
+            for signum in (asking, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self.previous[signum] = signal.signal(signum, self.handle)
         return self
@@ -94,8 +94,10 @@ class StopSignals:
             if ending and inside_torchrun():
                 handler = signal.SIG_IGN  # torchrun's copy of the signal must not cut the output
             signal.signal(signum, handler)
-        if ending and self.signum == signal.SIGUSR2 and callable(self.previous.get(self.signum)):
-            self.previous[self.signum](self.signum, None)
+        if ending and self.signum in (signal.SIGUSR1, signal.SIGUSR2):
+            queue_again = self.previous[self.signum]
+            if callable(queue_again):
+                queue_again(self.signum, None)
 
 
 # ---- error messages and exit

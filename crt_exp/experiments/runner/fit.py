@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from crt_exp.experiments.data import rank, world_size
+from crt_exp.experiments.data import inside_torchrun, rank, world_size
 from crt_exp.experiments.runner.configuration import (
     check_composed,
     choice,
@@ -84,6 +84,11 @@ def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
 
     config = instantiate(cfg.trainer)
     config.check_processes(world_size())
+    if config.strategy == "fsdp" and not inside_torchrun():
+        raise ConfigError(
+            "trainer.strategy=fsdp: expected several processes; start with torchrun "
+            "--nproc_per_node=N -m crt_exp, or use trainer=default"
+        )
     if config.strategy == "fsdp" and world_size() > 1:
         task.check_shards()
     if config.adapt:

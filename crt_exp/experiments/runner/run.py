@@ -3,6 +3,7 @@
 metrics.jsonl is the record of the run: one JSON object per line, flushed to disk. Loggers only copy it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -63,8 +64,10 @@ CONSTANTS = {
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory
 LOCK = ".lock"
+CONFIG = "config.yaml"
 INPUTS = "inputs.json"
 METRICS = "metrics.jsonl"
+NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # of file systems without locks
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
 
@@ -98,13 +101,9 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
+            self._acquire_lock()
             try:
-                self.lock.acquire()
                 self._open()
-            except Timeout:
-                raise ConfigError(
-                    f"hydra.run.dir={self.directory}: in use by another run"
-                ) from None
             except BaseException as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
@@ -112,6 +111,20 @@ class RunDirectory:
         if self.records:
             self.started -= self.records[-1].get("time_s", 0.0)
         return self
+
+    def _acquire_lock(self) -> None:
+        """Lock the directory, unless its file system has no locks, as some network disks."""
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(
+                f"hydra.run.dir={self.directory}: not locked ({error.strerror}); start no second run in it",
+                file=sys.stderr,
+            )
 
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
@@ -128,7 +141,7 @@ class RunDirectory:
                     f"delete {path} if only their times differ"
                 )
         self.records = read_records(self.metrics)
-        write_atomic(self.directory / "config.yaml", OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.cfg, resolve=True))
         write_json(path, inputs)
         write_json(self.directory / "versions.json", versions(self.cfg.seed))
         logger = instantiate(self.cfg.logger)
@@ -144,7 +157,7 @@ class RunDirectory:
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
             )
         # absent keys equal null; interpolations in the saved file are not resolved
-        old = dict(leaves(read_yaml(self.directory / "config.yaml")))
+        old = dict(leaves(read_yaml(self.directory / CONFIG)))
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])

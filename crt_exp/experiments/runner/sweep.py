@@ -1,5 +1,6 @@
 """Sweeps: their runs, failures, and the result table at the end."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
+    choice,
     leaves,
     mechanism_part,
     override_key,
 )
+from crt_exp.experiments.runner.exit_handling import fail
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
 from crt_exp.registry import ConfigError, uses
 
@@ -89,8 +92,16 @@ class UsedOptionsSweeper(BasicSweeper):
     def launch_and_record(
         self, jobs: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Launch a batch of runs; failed runs go to the list of failures, and have no result."""
-        results = self.launch(jobs, initial_job_idx=initial_job_idx)
+        """Launch a batch of runs; failed runs go to the list of failures, and have no result.
+
+        Exits with one line if the launcher itself fails, as without Slurm or for a partition that does not exist.
+        """
+        try:
+            results = self.launch(jobs, initial_job_idx=initial_job_idx)
+        except RuntimeError as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            fail(ConfigError(f"hydra/launcher={choice('hydra/launcher')}: {last_line(error)}"))
         sweep = _started[-1]
         for job, result in zip(jobs, results):
             if result.status != JobStatus.COMPLETED:
@@ -105,8 +116,7 @@ class UsedOptionsSweeper(BasicSweeper):
         """Return the varied overrides of a failed run, and the last line of its error."""
         jobs = list(chain.from_iterable(self.overrides))
         varied = [override for override in job if any(override not in other for other in jobs)]
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"  {' '.join(varied)}: {lines[-1]}"
+        return f"  {' '.join(varied)}: {last_line(error)}"
 
     def is_done(self) -> bool:
         return self.stops and bool(_started[-1].failures) or super().is_done()
@@ -124,6 +134,12 @@ class UsedOptionsSweeper(BasicSweeper):
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, or its type."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1]
 
 
 def use_sweeper() -> None:

@@ -147,6 +147,8 @@ class Trainer:
         self.trained = [p for p in self.module.parameters() if p.requires_grad]
         self.scored = self.module
         if config.compile:  # _first_nonfinite uses the plain module
+            # one graph also where a model selects the positions that it predicts
+            torch._dynamo.config.capture_dynamic_output_shape_ops = True
             self.model = torch.compile(self.model)
             self.scored = torch.compile(self.module)
         sequence = np.random.SeedSequence([self.seed, self.distributed.rank])

@@ -58,8 +58,12 @@ class MaskedModel(nn.Module):
         input_ids, labels: (B, L); labels are -100 where nothing is predicted.
         """
         self.chosen = labels != data.IGNORED
+        call = dict(self.call)
+        if call and torch.compiler.is_compiling():
+            # without a mask, compiled decoders of transformers search the positions for packed sequences
+            call["attention_mask"] = torch.ones_like(input_ids)
         try:
-            return self.model(input_ids=input_ids, **self.call).logits[0], labels[self.chosen]
+            return self.model(input_ids=input_ids, **call).logits[0], labels[self.chosen]
         finally:
             self.chosen = None
 

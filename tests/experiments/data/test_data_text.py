@@ -157,6 +157,7 @@ def test_bad_text_is_refused(tokenizer, tmp_path):
         local_blocks, tmp_path, tokenizer, 8
     )
     file = tmp_path / "a.txt"
+    assert f"{file}: no such file; expected" in refused(local_blocks, file, tokenizer, 8)
     file.write_text("a b\n")
     assert "2 tokens, fewer than a block" in refused(local_blocks, file, tokenizer, 8)
     assert "length=2" in refused(local_blocks, file, tokenizer, 2)

@@ -128,6 +128,9 @@ BAD = [
         "task=uci trainer.batch=4 trainer.steps=3",
         "task=uci: does not use trainer.batch=4 trainer.steps=3",
     ),
+    ("task=mlm task.text=absent.txt", "absent.txt: no such file; expected a UTF-8 text file"),
+    ("task=glue task.csv=absent.csv", "task.csv=absent.csv: no such file"),
+    ("task=mlm trainer.precision=float16", "expected no, bf16 or fp16; did you mean fp16?"),
     ("hydra.run.dir=/proc/nowhere", "hydra.run.dir=/proc/nowhere: No such file"),
     (
         "features=pois sampler=orthogonal sampler.lengths=sqrt_d",
@@ -231,6 +234,19 @@ def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):
     assert not (run / LOCK).exists()
     assert typed(*args)[0] == 2  # not empty; a run that fails lets go of it, too
     assert typed(*args, "resume=auto")[0] == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_disk_without_locks_is_named_and_used(code, typed, tmp_path, monkeypatch):
+    """Other errors of a lock end the run."""
+    args = [*SHORT, f"hydra.run.dir={tmp_path}/run"]
+    monkeypatch.setattr(FileLock, "acquire", failing(errno.EIO))
+    assert typed(*args)[0] == 2
+    monkeypatch.setattr(FileLock, "acquire", failing(code))
+    found, _, err = typed(*args)
+    assert found == 0, err
+    assert f"hydra.run.dir={tmp_path}/run: not locked" in err
+    assert len(err.splitlines()) == 1, err
 
 
 # ---- the commit in versions.json ------------------------------------------------------------------------------------

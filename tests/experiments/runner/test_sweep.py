@@ -19,14 +19,21 @@ from pandas import DataFrame
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.configuration import check_composed
-from crt_exp.experiments.runner.sweep import check_direction, without_unused
+from crt_exp.experiments.runner.sweep import PLUGINS, check_direction, without_unused
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
 from crt_exp.experiments.tasks.uci import UCI
 from crt_exp.registry import ConfigError
 
 HERE = Path(__file__).parents[2]
 WINE = ("-m", "task=uci", "task.repeats=1", "task.sigmas=[0.3]", "logger=none")
-TOY = ("-m", "--config-dir", str(HERE / "toy_conf"), "task=toy", "logger=none", "trainer.epochs=1")
+TOY = (
+    "-m",
+    "--config-dir",
+    str(HERE / "helpers" / "toy_conf"),
+    "task=toy",
+    "logger=none",
+    "trainer.epochs=1",
+)
 needs_plugins = pytest.mark.skipif(
     find_spec("hydra_plugins") is None, reason="the extra `sweep` is not installed"
 )
@@ -111,6 +118,19 @@ def test_a_sweep_stops_at_the_first_failure_if_asked(typed, tmp_path):
     assert code == 1
     assert err.splitlines()[-1] == "sweep.fail=stop: 1 runs were not started"
     assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["0", "1"]
+
+
+def test_a_launcher_that_fails_is_named_in_one_line(typed, tmp_path, monkeypatch):
+    """As on a computer without Slurm."""
+
+    def launch(*arguments, **options):
+        raise RuntimeError('a trace\nCould not detect "srun"')
+
+    launcher = PLUGINS["hydra._internal.core_plugins.basic_launcher.BasicLauncher"]
+    monkeypatch.setattr(launcher, "launch", launch)
+    code, _, err = typed(*WINE, "seed=0,1", f"hydra.sweep.dir={tmp_path}/s")
+    assert code == 2
+    assert err == 'crt_exp: error: hydra/launcher=basic: Could not detect "srun"\n'
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,19 @@ def test_logits_of_the_masked_tokens_alone(kind):
         assert_close(model.get_parameter(name).grad, gradient, msg=name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_compiles_without_graph_breaks(causal, mlm):
+    task = mlm(causal=causal)
+    model = task.build(Mechanism.of("favorpp", m=16)).eval()
+    batch = next(task.batches("train", Plan(4)))
+    expected, _ = model(**batch)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        actual, _ = compiled(**batch)
+    assert_close(actual, expected)
+
+
 def test_a_decoder_predicts_the_next_token(tmp_path, mlm):
     """Architecture and tokenizer of task.model, random weights; the loss is the mean over all next tokens."""
     ids = torch.tensor([[3, 4, 5], [6, 7, 8]])

@@ -48,13 +48,16 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path):
             size=2,
             main=True,
             accelerator=SimpleNamespace(scaler=None),
-            gather=lambda value: states if "torch" in value else [value, value],
+            gather=lambda value: states if value == rng_state() else [value, value],
             broadcast=lambda value: value,
         )
         run = SimpleNamespace(directory=tmp_path, records=[], rewind=lambda count: None)
         return checkpoint.TrainingState(model, optimizer, toy.Toy(), run, shared, 1, 12)
 
     process(0).save()
+    with pytest.raises(checkpoint.CheckpointError, match="not seen by process 0"):
+        process(0).restore()
+    (tmp_path / "config.yaml").touch()
     for rank in (0, 1):
         process(rank).restore()
         assert torch.equal(torch.rand(3), expected[rank]), rank

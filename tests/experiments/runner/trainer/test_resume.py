@@ -38,7 +38,11 @@ def full(handle):
 
 @pytest.mark.parametrize(
     "signum, code",
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGUSR1, 138),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
     signum, code, typed, whole, tmp_path, interruptible
