@@ -36,14 +36,14 @@ PRETRAINED = {
 }
 VIT = "ViT-S/16"
 LENGTHS = {
-    SMOLLM2: [512, 1024, 2048, 4096],
+    SMOLLM2: [512, 1024, 4096],
     "MiniLM": [512],
     "Whisper-tiny encoder": [1500],
     VIT: [196, 784, 3136],
 }
 TIMINGS = [  # model, lengths, rounds, methods
-    (SMOLLM2, [512, 1024], 1, METHODS),
-    (SMOLLM2, [2048, 4096], 1, [name for name in METHODS if name != "favormix"]),
+    (SMOLLM2, [512], 1, METHODS),
+    (SMOLLM2, [1024, 4096], 1, [name for name in METHODS if name != "favormix"]),
     ("MiniLM", [512], 5, METHODS),
     ("Whisper-tiny encoder", [1500], 3, METHODS),
     (VIT, [196, 784, 3136], 2, METHODS),
