@@ -70,7 +70,10 @@ def decoder(name: str, method: Mechanism) -> nn.Module:
 
 @lru_cache(maxsize=8)
 def encoder(name: str, method: Mechanism) -> nn.Module:
-    model = AutoModel.from_pretrained(folder_of(name), dtype=torch.float32)
+    # dropout of weights, which only exact attention has, would slow it down in training
+    model = AutoModel.from_pretrained(
+        folder_of(name), dtype=torch.float32, attention_probs_dropout_prob=0.0
+    )
     return swap_and_fit(model, method, fitting_text(name))
 
 
