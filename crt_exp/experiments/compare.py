@@ -450,8 +450,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"crt_exp compare: error: {message}", file=sys.stderr)
         return 2
+    if not is_compared:
+        print(text, file=sys.stderr)
+        return 2
     print(text)
-    return 0 if is_compared else 2
+    return 0
 
 
 def report(results: Sequence[Result]) -> tuple[str, bool]:

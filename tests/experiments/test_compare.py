@@ -121,7 +121,7 @@ def test_other_data_are_not_compared(change, reason, tmp_path, capsys):
     ]
     assert compared(*places) == ({}, [reason])
     assert compare.main(places) == 2
-    assert f"not compared, {reason}" in capsys.readouterr().out
+    assert f"not compared, {reason}" in capsys.readouterr().err
 
 
 def test_refusals_are_one_line(tmp_path, capsys):

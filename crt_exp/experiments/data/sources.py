@@ -103,12 +103,19 @@ def data_root(folder: str | Path | None = None) -> Path | None:
 def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
     """Folder of a task's files: `data_dir`, else $CRT_DATA/name, else None.
 
-    data_dir: the option task.data_dir.
+    data_dir: the option task.data_dir. Raises DataError if $CRT_DATA is not a folder.
     """
     if data_dir:
         return Path(data_dir).expanduser()
     root = data_root()
-    return root and root / name
+    if root is None:
+        return None
+    if not root.is_dir():
+        raise DataError(
+            f"CRT_DATA={root}: no such folder; expected one with {name}; correct CRT_DATA, or run "
+            f"`python -m crt_exp data fetch NAME --dir {root}`"
+        )
+    return root / name
 
 
 def refuse_data_dir(data_dir: str | Path | None, by: str) -> None:

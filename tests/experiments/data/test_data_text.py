@@ -451,6 +451,7 @@ def test_ids_beyond_16_bits_and_empty_files(byte_pairs, tmp_path):
 def data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
+    (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
 
