@@ -9,8 +9,9 @@ import words
 import yaml
 from helpers.pages import BLOCKS, PAGES, ROOT, project
 
-from crt_exp.experiments.papers.results import SPEED, times
+from crt_exp.experiments.papers.results import SPEED, model_times
 from crt_exp.experiments.papers.swap import COMMON
+from crt_exp.experiments.papers.whole_models import BUILDS
 from crt_exp.experiments.report import mean_ci
 from crt_exp.experiments.report.rows import read_rows
 from crt_exp.registry import choices
@@ -155,17 +156,13 @@ def test_counts_of_verdicts_are_those_of_the_claims():
 
 
 def test_times_of_a_swap_are_those_of_the_page():
-    speed = read_rows("perf_speed", ROOT / "outputs/report")
-    measured = {}
-    for family, by_length in times(speed, " causal").items():
-        if 4096 in by_length:
-            measured[SPEED[family]] = f"{by_length[4096]:.2g}"
+    times = model_times(read_rows("whole_models", ROOT / "outputs/report"))
+    measured = {SPEED[family]: builds for family, builds in times.items()}
     for row in tables_of("SmolLM2-135M-Instruct"):
-        method = METHODS[row["SmolLM2-135M-Instruct"]]
-        name = method.split()[0]
-        actual = row.get("time of a layer", "")
-        expected = measured.get(name, "")
-        assert actual == expected
+        builds = measured.get(METHODS[row["SmolLM2-135M-Instruct"]].split()[0], {})
+        for build in BUILDS:
+            expected = f"{1 / builds[build]:.2f}" if build in builds else ""
+            assert row.get(f"speed, {build}", "") == expected
 
 
 def test_accuracies_of_maps_are_those_of_the_page():

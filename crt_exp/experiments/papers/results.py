@@ -440,7 +440,7 @@ def loss_against_time(shares: Mapping[str, float], times: Mapping[str, Mapping[s
         ends.append((family, max(builds.values()), y, shade))
     for build, filling in zip(whole_models.BUILDS, ("grey", "none")):
         ax.scatter([], [], edgecolors="grey", facecolors=filling, s=40, label=build)
-    ax.legend(fontsize=8, frameon=False, loc="center right")
+    ax.legend(fontsize=8, frameon=False, loc="upper left")
     ax.set(ylim=(-8, 118), title="SmolLM2, repeated passage of 4096 tokens")
     ax.set_xlim(left=0)
     ax.set_xlabel("time of its forward pass relative to exact attention")

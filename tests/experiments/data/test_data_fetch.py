@@ -26,7 +26,14 @@ from crt_exp.experiments.data.__main__ import (
     inspect,
     main,
 )
-from crt_exp.experiments.data.sources import SOURCES, File, Source, is_on_hub, task_folder, text_folder
+from crt_exp.experiments.data.sources import (
+    SOURCES,
+    File,
+    Source,
+    is_on_hub,
+    task_folder,
+    text_folder,
+)
 from crt_exp.registry import CONF
 
 ROWS = "".join(f"{i},{i * i},label{i % 3}\n" for i in range(5000)).encode()
@@ -232,7 +239,9 @@ def test_digest_of_rows_sees_the_fields_only(same, tmp_path):
 def test_a_data_folder_that_is_missing_is_refused(tmp_path, monkeypatch):
     """Before a task asks the hub."""
     monkeypatch.setenv("CRT_DATA", str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match="CRT_DATA=.*nowhere: no such folder; expected one with glue"):
+    with pytest.raises(
+        DataError, match="CRT_DATA=.*nowhere: no such folder; expected one with glue"
+    ):
         task_folder("glue")
 
 
