@@ -320,7 +320,7 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
     for family in ("window", "mixture"):
         increases = []
         for setting in (ADAPTED_NEW, ADAPTED_REPEATED):
-            increases.append(f"{loss(rows['adapt'], setting, LEARNED[family]).mean():.2f}")
+            increases.append(f"{mean_ci(loss(rows['adapt'], setting, LEARNED[family])):.2f}")
         adapted[family] = " and ".join(increases)
     near_tuned, favorpp_tuned, n = shared_medians(tuned, "near-far")
     mixed = shared_medians(swapped, "mixture", "FAVOR#")
@@ -331,14 +331,16 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
         "# Which attention to use",
         "**A pretrained model, without training: near-far attention.** Near-far attention increases the loss "
         f"of SmolLM2-135M on a repeated passage by {near:.3f} nats per token. A window increases this loss by "
-        f"{window:.1f}, FAVOR++ by {favorpp:.1f} (4096 tokens, 95% CI, n = 3 rows).",
+        f"{window:.1f}, FAVOR++ by {favorpp:.1f} (4096 tokens, 95% CI, n = 3 rows, one of which also "
+        "served for tuning).",
         "**After fine-tuning: near-far attention, after a test on your task.** Its median loss increase is "
         f"{near_tuned} of that of uniform attention, that of FAVOR++ {favorpp_tuned} ({n} settings). The share of "
-        f"near-far attention is {stsb} on STS-B and {qnli} on QNLI, where it is no better than uniform attention.",
+        f"near-far attention is {stsb} on STS-B. On QNLI it is no better than uniform attention ({qnli}).",
         "**A causal model with a state of constant size: a window with the first tokens.** At equal bytes of state, "
         f"a window increases the loss of SmolLM2 by {small_window:.2f} nats, the mixture by {mixture:.2f} (512 tokens, "
-        f"without training). After adapters, a window increases it by {adapted['window']} nats on new and repeated "
-        f"text, the mixture by {adapted['mixture']}.",
+        f"without training). After training adapters, the loss increases on new and repeated text by "
+        f"{adapted['window']} nats with a window, and by {adapted['mixture']} with the mixture (95% CI, windows "
+        "of 144 keys).",
         f"**Features in a pretrained model: the mixture.** On the {mixed[2]} settings that both have, without "
         f"training, its median share is {mixed[0]}, that of FAVOR# {mixed[1]}. After fine-tuning ({fitted[2]} "
         f"settings) the shares are {fitted[0]} and {fitted[1]}.",
@@ -347,7 +349,8 @@ def results_text(rows: Mapping[str, Rows], tested: Mapping[str, Sequence[CaseRes
         to_markdown(method_table(rows)).rstrip(),
         "Loss: the method's loss increase over exact attention, as a share of that of uniform attention; lower is "
         f"better. Median of the method against that of {REFERENCE} over the settings that both have (number of "
-        "settings): other rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
+        "settings). The loss is a cosine in MiniLM and ViT-S. Settings with short inputs have exact_until=0. Other "
+        "rows have other settings, so compare a method with FAVOR++ and not with another row. Time: a "
         "training step of one layer relative to exact attention, bidirectional / causal; below 1: faster than exact "
         "attention. Times: [perf_speed](perf_speed.md).",
         details("Loss without training, by setting", to_markdown(setting_table(SWAPPED, rows))),

@@ -24,7 +24,7 @@ LONG = 40  # maximum rows of a folded table; longer tables are left out
 NO_TABLE = "No table: the values need rows of other sweeps, methods or seeds."
 INTERVAL = (
     "Claim intervals are Holm-corrected over the page, and all other intervals are plain 95% CIs. A claim interval "
-    "excludes the threshold exactly where the claim is supported or contradicted."
+    "excludes the threshold where the claim is supported or contradicted."
 )
 
 
