@@ -22,8 +22,6 @@ from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_
 from crt_exp.validation import did_you_mean
 
 EXACT = Mechanism.of("exact").describe()
-# models whose positions are counted from the padding index
-PADDED_POSITIONS = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "longformer", "mpnet")
 WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
 
 
@@ -239,10 +237,27 @@ def quiet():
 
 
 def check_length(config, length: int, option: str) -> None:
-    """Raise ConfigError for sequences longer than the model's positions."""
-    most = getattr(config, "max_position_embeddings", None) or length
-    if config.model_type in PADDED_POSITIONS:
-        most -= config.pad_token_id + 1
+    """Raise ConfigError for sequences longer than the model's positions.
+
+    RoBERTa models count positions from the padding index.
+    """
+    from transformers import AutoModel
+
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or length < most - (getattr(config, "pad_token_id", None) or 0):
+        return
+    with (
+        buildable(f"{option}={length}"),
+        torch.device("meta"),
+    ):  # takes neither memory nor random numbers
+        model = AutoModel.from_config(config)
+    tables = [
+        module for name, module in model.named_modules() if name.endswith("position_embeddings")
+    ]
+    skipped = [
+        table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None
+    ]
+    most -= max(skipped, default=0)
     if length > most:
         raise ConfigError(
             f"{option}={length}: expected at most {most} tokens, the positions of the model"

@@ -366,9 +366,9 @@ ENCODER = {
 }
 
 
-@pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38)])
+@pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38), ("Data2VecText", 38)])
 def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
-    """RoBERTa's positions begin after the number of the padding."""
+    """In models such as RoBERTa, positions begin after the number of the padding."""
     config = getattr(transformers, f"{kind}Config")(**ENCODER)
     model = transformers.AutoModel.from_config(config).eval()
     input_ids = torch.full((1, longest), 7)
