@@ -120,8 +120,8 @@ class Bench:
         self.training = training
         self.seed = seed
         self.device = next(model.parameters()).device
-        # state dicts of the last fitted methods, by method and layers
-        self.fits: list[tuple[Any, list[dict[str, Tensor]]]] = []
+        # state dicts of the last fitted methods
+        self.fits: list[tuple[Mechanism, list[dict[str, Tensor]]]] = []
 
     def run(self, piece: Any) -> Any:
         """Return the model's output for a sample."""
@@ -136,9 +136,7 @@ class Bench:
         fit_attention(self.model, self.training)
 
     @contextmanager
-    def swapped(
-        self, attention: Mechanism | None, layers: Any = None
-    ) -> Iterator[dict[str, nn.Module]]:
+    def swapped(self, attention: Mechanism | None) -> Iterator[dict[str, nn.Module]]:
         """Context manager: swap the attention, fitted once, and yield its layers by path.
 
         None keeps the model's own attention.
@@ -147,29 +145,29 @@ class Bench:
             yield {}
             return
         with quiet():
-            attention.swap(self.model, layers, saved=False)
+            attention.swap(self.model, saved=False)
         try:
             states = swapped_states(self.model)
             if learns(self.model):
-                self._fit_once((attention, layers), states)
+                self._fit_once(attention, states)
             yield {state.path: state for state in states}
         finally:
             unswap_attention(self.model)
 
-    def _fit_once(self, key: tuple, states: list[nn.Module]) -> None:
+    def _fit_once(self, attention: Mechanism, states: list[nn.Module]) -> None:
         """Fit the layers, or restore the state of an earlier fit."""
         for fitted, saved in self.fits:
-            if fitted == key:
+            if fitted == attention:
                 for state, tensors in zip(states, saved, strict=True):
                     state.load_state_dict(tensors)
                 return
-        self.fit(key[0])
-        fitted = [copy.deepcopy(state.state_dict()) for state in states]
-        self.fits = [*self.fits, (key, fitted)][-MAX_CACHED:]
+        self.fit(attention)
+        tensors = [copy.deepcopy(state.state_dict()) for state in states]
+        self.fits = [*self.fits, (attention, tensors)][-MAX_CACHED:]
 
     @torch.no_grad()
     def record_calls(
-        self, piece: Any, record: Callable[[nn.Module, tuple, Tensor], Any], layers: Any = None
+        self, piece: Any, record: Callable[[nn.Module, tuple, Tensor], Any]
     ) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
@@ -181,7 +179,7 @@ class Bench:
         def hook(*call: Any) -> None:
             calls.append(record(*call))
 
-        with self.swapped(Mechanism.of("exact"), layers) as states, ExitStack() as stack:
+        with self.swapped(Mechanism.of("exact")) as states, ExitStack() as stack:
             for state in states.values():
                 stack.callback(state.register_forward_hook(hook).remove)
             return calls, self.run(piece)

@@ -336,13 +336,8 @@ TIMED: dict[str, Callable[[str, int], Timed]] = {
     "one_head": OneHead,
 }
 PRETRAINED = "pretrained"
-PASSES = (
-    "attention",
-    *MODELS,
-    "vit",
-    "vit_s",
-    PRETRAINED,
-)  # inference and training are timed separately
+# inference and training are timed separately
+PASSES = ("attention", *MODELS, "vit", "vit_s", PRETRAINED)
 
 
 def pretrained_work(model: str, method: str, length: int) -> Work:

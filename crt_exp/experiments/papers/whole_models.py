@@ -5,13 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.papers.perf_speed import mebibytes
 from crt_exp.experiments.report import (
     Page,
     PlannedRun,
     Rows,
     Tables,
+    filters_over,
     geometric_interval,
     label,
+    mean_table,
     panels,
     quoted_override,
     sweep,
@@ -129,16 +132,6 @@ def seconds_table(rows: Rows) -> pd.DataFrame:
     return frame.rename_axis("model, tokens")
 
 
-def memory_table(rows: Rows) -> pd.DataFrame:
-    table = {}
-    for length in (1024, 4096):
-        column = table.setdefault(f"{length} tokens", {})
-        for method in METHODS:
-            values = rows.values("mib", method, length=length)
-            column[label(method)] = f"{values.mean():.0f}" if len(values) else ""
-    return pd.DataFrame(table).rename_axis("method")
-
-
 def finding(rows: Rows) -> str:
     cells = {}
     for build in BUILDS:
@@ -154,6 +147,7 @@ def finding(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> Tables:
+    columns = filters_over("length", [1024, 4096], "{} tokens", metric="mib")
     return {
         "Forward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
             rows, "inference"
@@ -162,18 +156,18 @@ def tables(rows: Rows) -> Tables:
             rows, "training"
         ),
         "Exact attention: median seconds": seconds_table(rows),
-        "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients": memory_table(
-            rows
+        "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients": mean_table(
+            rows, columns, METHODS, format=mebibytes
         ),
     }
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
+    lengths = LENGTHS[SMOLLM2]
     for ax, (metric, name) in zip(axes, PASSES.items()):
         for method in ("nearfar", "favorpp", "window"):
             for build, style in zip(BUILDS, ("-", "--")):
-                lengths = [*LENGTHS[SMOLLM2]]
                 means = []
                 for length in lengths:
                     ratios = speedup(rows, method, metric, SMOLLM2, length, build)
@@ -189,7 +183,7 @@ def figure(rows: Rows):
                 )
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xscale("log")
-        ax.set_xticks(LENGTHS[SMOLLM2], LENGTHS[SMOLLM2])
+        ax.set_xticks(lengths, lengths)
         ax.minorticks_off()
         ax.set(title=f"SmolLM2-135M, {name}", xlabel="tokens")
         ax.set_ylabel("speed-up over exact attention (higher is faster)")
