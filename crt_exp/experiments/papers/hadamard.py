@@ -85,13 +85,17 @@ def report_runs() -> list[PlannedRun]:
     ]
 
 
+FRESH_SAMPLES = {"trig": "task.samples=2000 seed=2", "pos": "task.samples=400 seed=1"}
+
+
 def gaussian_runs() -> list[PlannedRun]:
     """Fresh samples at that setting with rows of Gaussian length, for the claims on them."""
-    features = []
-    for name in ["trig", "pos"]:
-        features += [f"{name} sampler={sampler}" for sampler in SAMPLER_OF.values()]
-    options = f"{REPORT} task.samples=400 task.ms=[16,512] seed=1"
-    return sweep(options, scale={1.5: ""}, features=features)
+    runs = []
+    for name, samples in FRESH_SAMPLES.items():
+        features = [f"{name} sampler={sampler}" for sampler in SAMPLER_OF.values()]
+        options = f"{REPORT} {samples} task.ms=[16,512]"
+        runs += sweep(options, scale={1.5: ""}, features=features)
+    return runs
 
 
 TIMED = {name: sampler_methods(name, " m=300") for name in ["trig", "pos"]}
@@ -168,18 +172,10 @@ CLAIMS = [  # rows, text, pair, thresholds, projections of each map, the report'
     ),
     (
         "sampler",
-        "orthogonal rows have less MSE than iid rows",
-        ("orthogonal", "iid"),
-        LESS,
-        {"trig": [FEW, LARGE]},
-        "",
-    ),
-    (
-        "sampler",
         "orthogonal and iid rows have equal MSE",
         ("orthogonal", "iid"),
         EQUAL,
-        {"pos": [FEW, LARGE]},
+        {"trig": [FEW, LARGE], "pos": [FEW, LARGE]},
         "",
     ),
     (
@@ -372,8 +368,8 @@ page = Page(
         "60 samples of our own.",
         "Their code differs from their text: blocks of d rows are divided by sqrt(m / d), and the factor sqrt(d) is "
         "commented out; a Hadamard block is the sum of three products H D; sine and cosine take 2 pi x.",
-        "Claims on rows of Gaussian length (Hadamard: k = 1) are ours, on 400 fresh samples: 60 earlier ones had "
-        "left them undecided. At scales of 1 and more uniform attention has less error than these.",
+        "Claims on rows of Gaussian length (Hadamard: k = 1) are ours, on 400 (FAVOR+) and 2,000 fresh "
+        "samples (trigonometric): earlier ones, which had left them undecided, are not used. At scales of 1 and more uniform attention has less error than these.",
         "Bias: 20,000 samples, standard errors up to 0.023. Times: one head, forward, m = 300, 5 processes.",
         "Equal means within a factor of 0.8 to 1.25; for the report's code chosen after the results were known.",
     ],
