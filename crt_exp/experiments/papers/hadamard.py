@@ -368,8 +368,9 @@ page = Page(
         "60 samples of our own.",
         "Their code differs from their text: blocks of d rows are divided by sqrt(m / d), and the factor sqrt(d) is "
         "commented out; a Hadamard block is the sum of three products H D; sine and cosine take 2 pi x.",
-        "Claims on rows of Gaussian length (Hadamard: k = 1) are ours, on 400 (FAVOR+) and 2,000 fresh "
-        "samples (trigonometric): earlier ones, which had left them undecided, are not used. At scales of 1 and more uniform attention has less error than these.",
+        "Claims on rows of Gaussian length (Hadamard: k = 1) are ours, on 400 (FAVOR+) and 2,000 fresh samples "
+        "(trigonometric): earlier ones, which had left them undecided, are not used. At scales of 1 and more uniform "
+        "attention has less error than these.",
         "Bias: 20,000 samples, standard errors up to 0.023. Times: one head, forward, m = 300, 5 processes.",
         "Equal means within a factor of 0.8 to 1.25; for the report's code chosen after the results were known.",
     ],
