@@ -18,6 +18,7 @@ UNDECIDED = "inconclusive"
 NOT_JUDGED = "measured, not judged"
 NOT_MEASURED = "not measured"
 WORDS = (SUPPORTED, CONTRADICTED, CONFLICT, UNDECIDED, NOT_JUDGED, NOT_MEASURED)
+LARGEST_EQUALITY = 0.25
 
 Samples = pd.Series | Sequence[float] | float
 
@@ -173,6 +174,17 @@ class CaseResult:
     def base_verdict(self) -> str:
         """The verdict without a note on scale or data."""
         return self.verdict.partition(" (")[0]
+
+    @property
+    def equality(self) -> str:
+        """For an undecided ratio, how far from 1 it is at most by its interval, if that is at most 25%."""
+        if self.base_verdict != UNDECIDED or self.check or not self.claim.log:
+            return ""
+        if self.claim.limit(self.case) != 0 or not self.estimate.half > 0:
+            return ""
+        low, high = self.ends
+        most = max(high, 1 / low) - 1
+        return f"equal within {most:.0%}" if most <= LARGEST_EQUALITY else ""
 
     @property
     def side(self) -> str:

@@ -190,7 +190,7 @@ def claims_table(results: Sequence[CaseResult]) -> str:
 def _claims_row(result: CaseResult) -> list[Any]:
     n = result.estimate.n
     p = f"{result.p:.2g}" if n > 1 and not np.isnan(result.p) else ""
-    notes = [result.check, theory(result), result.claim.reason]
+    notes = [result.check, result.equality, theory(result), result.claim.reason]
     return [
         result.claim.text,
         result.case,

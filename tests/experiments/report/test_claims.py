@@ -50,6 +50,15 @@ def test_equivalence_needs_both_sides(mean, verdict):
     assert verdicts(claim) == [verdict]
 
 
+def test_an_undecided_ratio_near_1_is_equal_within_its_interval():
+    near = np.linspace(-0.2, 0.2, 40)
+    far = np.linspace(-2, 2, 40)
+    claim = Claim("less", {"near": near, "far": far}, below=1, log=True)
+    near, far = judge([claim])
+    assert near.equality == f"equal within {near.ends[1] - 1:.0%}"
+    assert far.equality == ""
+
+
 def test_equal_samples_are_certain_and_infinite_ones_refused():
     assert mean_ci([0.0, 0.0]).p == 1
     assert mean_ci([1.0, 1.0]).p == 0
