@@ -162,24 +162,13 @@ def test_the_hybrid_s_share_of_flops_falls_with_d():
     assert shares.to_dict() == pytest.approx({4: 0.41, 8: 0.29, 16: 0.20, 64: 0.10}, abs=0.006)
 
 
-def test_hybrids_have_the_same_runs_at_both_equal_sizes():
-    frame = read("hrf_kernels")
-    where = {"dataset": "wine", "length": 1.0}
-    method = "angular m=8 sampler=iid"
-    one = by_sample(frame, "mse_of_groups", method, equal="projections", **where)
-    two = by_sample(frame, "mse_of_groups", method, equal="columns", **where)
-    assert one.equals(two)
-    claims = read_claims()
-    assert not claims["case"].str.contains("HRF-iid.*288").any()
-
-
 @pytest.mark.parametrize("dataset", ["wine", "boston"])
 def test_the_length_of_a_table_decides_whether_hybrids_have_less_error(dataset):
     frame = read("hrf_kernels")
     methods = "angular m=8 sampler=orthogonal", "trig m=16 sampler=orthogonal"
     ratios = {}
     for length in [0.5, 1.0, 1.5, 2.0]:
-        where = {"equal": "projections", "dataset": dataset, "length": length}
+        where = {"dataset": dataset, "length": length}
         ratios[length] = geometric_mean(log_ratio(frame, *methods, "mse_of_groups", **where))
     assert ratios[0.5] > 1 > ratios[2.0]
     row = committed(
