@@ -190,7 +190,7 @@ page = Page(
         "arms sweep 12 particles; return: share in the bowl. The paper has other robots and larger images.",
         "Policies rank 64 image patches (d = 4) and keep 8 (locomotion) or 2 (sweep). Evolution strategies: 20 "
         "generations of 32 members, 64 test rollouts. A sample is a seed.",
-        "The claim is judged by fresh seeds, 14 of locomotion and 48 of sweep, fixed from the spread of the first five.",
+        "Fresh seeds judge the claim: 14 of locomotion and 48 of sweep, fixed from the spread of the first five.",
         "Sizes and initial controllers were tuned with exact and uniform attention on other seeds. Eleven choices came "
         "after returns were seen: two versions of sweep discarded, seeds 5 to 11 of exact attention not shown. "
         "P-values ignore these choices.",
