@@ -337,8 +337,8 @@ page = Page(
     ],
     measured=[
         "Angles: 25 pairs, d = 64, 100 groups of 200 repetitions. Few repetitions underestimate errors of FAVOR+.",
-        "Tables: 40 samples of 300 pairs of rows, 20 repetitions each. The paper's scaling and the numbers of Table 1 are not "
-        "known.",
+        "Tables: 40 samples of 300 pairs of rows, 20 repetitions each. The paper's scaling and the numbers of Table 1 "
+        "are not known.",
         "Angles, tables and data sets of clusters are fresh samples: smaller earlier ones had left claims undecided, "
         "and they are not used.",
         "Equal cost of whole attention is ours: the paper counts the time of making features.",
