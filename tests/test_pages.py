@@ -10,7 +10,6 @@ import yaml
 from helpers.pages import BLOCKS, PAGES, ROOT, project
 
 from crt_exp.experiments.papers.results import SPEED, model_times
-from crt_exp.experiments.papers.swap import COMMON
 from crt_exp.experiments.papers.whole_models import BUILDS
 from crt_exp.experiments.report import mean_ci
 from crt_exp.experiments.report.rows import read_rows
@@ -138,7 +137,7 @@ def test_losses_of_a_swap_are_those_of_the_page():
     for row in table:
         method = METHODS[row["SmolLM2-135M-Instruct"]]
         for text, column in {"new text": "new text", "repeated": "repeated passage"}.items():
-            where = {"model": "SmolLM2-135M", "length": 4096, "text": text, **COMMON}
+            where = {"model": "SmolLM2-135M", "length": 4096, "text": text}
             mean = mean_ci(swap.values("above", method, **where))
             assert row[column] == f"{mean:.3f}", (method, column)
 

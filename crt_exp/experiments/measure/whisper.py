@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.adapt import descent
-from crt_exp.experiments.measure.bench import Bench, swap_and_fit
-from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
+from crt_exp.experiments.measure.bench import Bench, approximation_of, quiet, swap_and_fit
+from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole
@@ -165,21 +165,15 @@ class SwapEncoder(SwapMeasurement):
 
 @task_class
 class SwapSpeech(SwapEncoder):
-    """task=swap_speech: word error rate `wer` of a group of utterances after a swap.
-
-    With `dtype`, the whole model has that type and exact attention.
-    """
+    """task=swap_speech: word error rate `wer` of a group of utterances after a swap."""
 
     metric = "wer"
 
-    dtype: Literal[*DTYPES] | None
-
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        exact = load(self.model)
         group = self.group(seed)
-        with with_attention(mechanism, self.bench(), exact.model, self.dtype) as model:
-            wer = exact._replace(model=model).word_error_rate(group)
+        with self.bench().swapped(approximation_of(mechanism)), quiet():
+            wer = load(self.model).word_error_rate(group)
         yield {"wer": wer}
 
 
@@ -204,7 +198,7 @@ class Dictation(SwapEncoder):
             exact_nats.append(nats)
         swapped_nats = []
         correct = []
-        with with_attention(mechanism, self.bench(), recogniser.model):
+        with self.bench().swapped(approximation_of(mechanism)), quiet():
             for utterance, tokens in zip(group, transcripts):
                 nats, agrees = recogniser.score(utterance, tokens)
                 swapped_nats.append(nats)

@@ -16,7 +16,6 @@ import pandas as pd
 from crt_exp.experiments import drawing
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.papers import whole_models
-from crt_exp.experiments.papers.swap import COMMON
 from crt_exp.experiments.report import Rows, mean_ci, pages
 from crt_exp.experiments.report.claims import (
     CONFLICT,
@@ -128,7 +127,7 @@ def mixture_setting(name: str, model: str, **options) -> Setting:
 
 
 def smollm2_setting(text: str) -> Setting:
-    where = {"sweep": "pretrained", "length": 4096, **COMMON, "text": text}
+    where = {"sweep": "pretrained", "text": text}
     methods = {"near-far": "nearfar", "window": "window block=64 first=16"}
     name = f"SmolLM2, 4096 tokens, {text}"
     return Setting(name, "swap", "above", where, methods, above=True)
