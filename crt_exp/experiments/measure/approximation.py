@@ -35,23 +35,18 @@ from crt_exp.experiments.measure.kernel import KernelEstimate, fit_map, generato
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap, Statistics
 from crt_exp.features.base import Params
-from crt_exp.features.bounds import couples, ensemble_log_variance
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached_property
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
 
-DRAWS = 200  # samples of the projections, for sample variances
 PREDICTED = 256  # query-key pairs of a head over which closed forms are averaged
 MEANS = (
     "output_error",
     "uniform_error",
     "matrix_error",
     "negative_denominators",
-    "log_variance",
-    "log_variance_coupled",
-    "log_variance_sampled",
 )  # averaged over layers in the final record
 SMALL = -60.0  # minimum log relative MSE, nats
 ERRORS = {
@@ -69,7 +64,7 @@ class Approximation(SwapMeasurement):
     conf/task/approximation.yaml explains the options. Splits of the rows:
 
     - `heads`, one row per layer: mean |x + y|^2, and the log relative MSE of each map by closed forms.
-    - `layer`, one row per layer and m: errors and variances.
+    - `layer`, one row per layer and m: errors.
     - `depth`, one row per m: error of the hidden states after each layer.
     - `test`, the final row: means at the largest m.
 
@@ -83,7 +78,6 @@ class Approximation(SwapMeasurement):
         ms: Several[Count],
         samples: Count,
         rows: Count,
-        pairs: Whole,
         heads: Count,
         d: Count,
         scale: Positive,
@@ -96,7 +90,6 @@ class Approximation(SwapMeasurement):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
         self.ms = ms
-        self.pairs = pairs
         self.has_depth = model is not None or depth > 0
         if model is None:
             self.source = Synthetic(length or 1024, heads, d, scale, depth, turn)
@@ -179,37 +172,7 @@ class Approximation(SwapMeasurement):
         for name, values in errors.items():
             record[name] = _number(values.mean())
             record[f"{name}_heads"] = _numbers(values.mean(0))
-        if m and self.pairs:
-            record |= self.variances(mechanism, m, layer, i, seed)
         return record
-
-    def variances(
-        self, mechanism: Mechanism, m: int, layer: "LayerInputs", i: int, seed: int
-    ) -> Record:
-        """Return log Var(estimate) / SM^2 with m projections: median over random pairs.
-
-        Three variants share the pairs: the closed form for independent projections; the exact variance of coupled
-        projections, if known (`_coupled`); and the variance of DRAWS samples (`_sampled`).
-        """
-        phi = mechanism.map("softmax")
-        x, y = random_pairs(layer, self.pairs, generator(seed, i))
-        params = layer.fit(phi)
-        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
-        squared = 2 * estimate.logits
-        variants = {"": phi.log_mse(x, y, params, m) - squared}
-        if is_variance_known(phi, mechanism):
-            sampler = mechanism.sampler_part.name
-            log_variance = ensemble_log_variance(phi, x, y, params, m, sampler)
-            variants["_coupled"] = log_variance - squared
-        ratios = estimate.ratios(DRAWS, generator(seed, i, m))
-        variants["_sampled"] = ratios.var(0, keepdim=True).log()
-        medians = {}
-        by_head = {}
-        for variant, log_variance in variants.items():
-            heads = log_variance[0].median(-1).values
-            medians[f"log_variance{variant}"] = _number(heads.median())
-            by_head[f"log_variance{variant}_heads"] = _numbers(heads)
-        return medians | by_head
 
     def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> Record:
         """Return the mean error over samples of the hidden states after each layer."""
@@ -529,12 +492,6 @@ def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> TensorPa
     x = layer.x[:, :, i]
     y = layer.y_of_heads[:, :, j]
     return x.double(), y.double()
-
-
-def is_variance_known(phi: FeatureMap, mechanism: Mechanism) -> bool:
-    """Whether the exact variance of the mechanism's coupled projections is known."""
-    exact = getattr(mechanism.sampler, "keywords", {}).get("lengths", "chi") == "chi"
-    return mechanism.sampler_part.name in ("orthogonal", "simplex") and exact and couples(phi)
 
 
 def _number(value: Tensor | float) -> float | None:

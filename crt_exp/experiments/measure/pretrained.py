@@ -65,9 +65,6 @@ def load_pretrained(
 # ---- rows of text
 
 
-FitText = Literal["train", "code"]  # calibration text: WikiText-2's training split, or source code
-
-
 class Row(NamedTuple):
     """Token ids (1, L), and the positions (n,) of the predicted tokens."""
 
@@ -95,15 +92,12 @@ def plain_text(split: str) -> str:
     return "".join(lines)
 
 
-def encode(tokenizer: Any, text: str) -> Tensor:
-    """Return token ids (n,) without special tokens."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)
-
-
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
-    return encode(AutoTokenizer.from_pretrained(folder_of(model)), plain_text(split))
+    """Return the token ids (n,) of a split, without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(model))
+    ids = tokenizer(plain_text(split), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
 
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:
@@ -173,7 +167,7 @@ class SwapText(SwapMeasurement):
     kind: Literal[*ROWS]
     length: Count
     fit: Count
-    fit_text: FitText
+    fit_text: Literal["train", "code"]
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
@@ -223,23 +217,19 @@ class SwapSimilarity(SwapMeasurement):
 class SwapEmbeddings(SwapSimilarity):
     """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
 
-    The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` passages of `fit_text`.
+    The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` training passages.
     """
 
     model: FileName
     length: Count
     texts: Count
     fit: Count
-    fit_text: FitText
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         model, tokenizer = load_pretrained(self.model, AutoModel)
         passages = self.passages("valid", tokenizer)
         step = max(len(passages) // self.texts, 1)
         passages = passages[::step][: self.texts]
-        if self.fit_text == "code":
-            code = encode(tokenizer, plain_text("code"))[: self.fit * self.length]
-            return model, passages, code.view(self.fit, self.length)
         return model, passages, self.passages("train", tokenizer)[: self.fit]
 
     def passages(self, split: str, tokenizer: Any) -> Tensor:

@@ -1,14 +1,13 @@
 """Pretrained Whisper with another attention in its encoder.
 
-task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
-after the swap. The loss is that of the transcript by exact attention. It distinguishes methods whose word error rates
-saturate near 100%.
+task=dictation: loss without training. task=whisper: fine-tuned after the swap. The loss is that of the transcript by
+exact attention. It distinguishes methods whose word error rates saturate near 100%.
 """
 
 import random
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
@@ -127,12 +126,15 @@ def exact_transcript(model: str, subset: str, name: str) -> TensorPair:
 # ---- without training
 
 
-@dataclass(eq=False)
-class SwapEncoder(SwapMeasurement):
-    """A measurement on a group of utterances after a swap in the encoder.
+@task_class
+class Dictation(SwapMeasurement):
+    """task=dictation: loss increase on a group of utterances after a swap in the encoder.
 
-    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances.
+    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances. `above`: nats per
+    token minus those of exact attention. `agrees`: share of tokens that are the most likely ones.
     """
+
+    metric = "above"
 
     model: FileName
     subset: str
@@ -161,30 +163,6 @@ class SwapEncoder(SwapMeasurement):
         for utterance in utterances(self.subset)[-self.fit :]:
             training.append(exact.calibration_batch(utterance))
         return Bench(exact.model.get_encoder(), training=training)
-
-
-@task_class
-class SwapSpeech(SwapEncoder):
-    """task=swap_speech: word error rate `wer` of a group of utterances after a swap."""
-
-    metric = "wer"
-
-    @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        group = self.group(seed)
-        with self.bench().swapped(approximation_of(mechanism)), quiet():
-            wer = load(self.model).word_error_rate(group)
-        yield {"wer": wer}
-
-
-@task_class
-class Dictation(SwapEncoder):
-    """task=dictation: loss increase on a group of utterances after a swap.
-
-    `above`: nats per token minus those of exact attention. `agrees`: share of tokens that are the most likely ones.
-    """
-
-    metric = "above"
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
