@@ -25,8 +25,8 @@ CAUSAL = [f"{name} causal" for name in (*BOTH[:5], "chunked")]
 VIT = ["exact", "favorp", "favorpp", "uniform", FORMED]
 MEMORY = ["exact", FORMED, "favorpp"]
 GPU = "attention, GPU"
-ON_GPU = ["exact", "favorpp", "favorp", "uniform"]
-ON_GPU += ["exact causal", "favorpp causal", "favorp causal", "chunked causal"]
+ON_GPU = ["exact", "favorpp", "favorp", "uniform", "exact causal", "favorpp causal"]
+ON_GPU += ["favorp causal", "chunked causal"]
 ROUNDS = {
     "attention": {256: 4, 512: 4, 1024: 2, 2048: 2, 4096: 1, 16384: 1},
     "large": {256: 4, 1024: 2, 2048: 2},

@@ -9,7 +9,6 @@ import torch
 from crt_exp.attention import attention_reference
 from crt_exp.experiments.measure import speed
 from crt_exp.experiments.measure.speed import (
-    CHUNKED,
     FORMED,
     Memory,
     Speed,
