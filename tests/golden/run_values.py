@@ -113,7 +113,7 @@ RUNS = {
     "variance": ["task=variance task.pairs=20 task.sigmas=[0.3,0.9]"],
     "projections": ["task=projections task.length=32 task.ms=[8,16] task.samples=3"],
     "approximation": [
-        """task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8 task.pairs=4
+        """task=approximation task.length=64 task.ms=[16] task.samples=2 task.rows=8
         task.heads=2 task.d=16 task.depth=2 attention=favorpp"""
     ],
     "pointwise": [

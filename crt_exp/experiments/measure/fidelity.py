@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crt_exp.experiments.data import text as data
 from crt_exp.experiments.data.text import official_file
@@ -67,11 +66,6 @@ class HiddenStates(NamedTuple):
 
     states: list[Tensor]  # (1, L, D) each
     loss: float | None
-
-    @property
-    def embedding(self) -> Tensor:
-        """Mean over tokens of the last hidden states, (D,) float64."""
-        return self.states[-1][0].double().mean(0)
 
 
 class DocumentBench(TextBench):
@@ -158,7 +152,6 @@ class DocumentBench(TextBench):
         Returns:
             Arrays by name. `attention` (documents, calls): relative error of each layer's output for the exact model's
             queries, keys and values. `hidden` (documents, layers): relative error of the hidden states.
-            `cosine` (documents,): cosine similarity of the mean states.
             `above` (documents,): loss increase over exact attention in nats, for models that predict tokens.
         """
         with self.swapped(mechanism) as states:
@@ -178,8 +171,7 @@ class DocumentBench(TextBench):
         hidden_errors = []
         for state, expected in zip(swapped.states, exact.states):
             hidden_errors.append(float(relative_error(state, expected)))
-        cosine = F.cosine_similarity(swapped.embedding, exact.embedding, dim=0)
-        record = {"attention": layer_errors, "hidden": hidden_errors, "cosine": float(cosine)}
+        record = {"attention": layer_errors, "hidden": hidden_errors}
         if exact.loss is not None:
             record["above"] = swapped.loss - exact.loss
         return record
@@ -232,8 +224,8 @@ def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
 class Fidelity(SwapMeasurement):
     """task=fidelity: errors and loss of a pretrained language model after a swap.
 
-    conf/task/fidelity.yaml explains the options. Rows: lists over documents of `above`, `hidden_error`,
-    `attention_error` and `cosine`; both errors of each `layer`; then the means, with `cost` the mean of `above`. With
+    conf/task/fidelity.yaml explains the options. Rows: lists over documents of `above`, `hidden_error` and
+    `attention_error`; both errors of each `layer`; then the means, with `cost` the mean of `above`. With
     attention=exact the last row also has the `loss` of the model.
     """
 

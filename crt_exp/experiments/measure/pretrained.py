@@ -12,9 +12,6 @@ Notation: L tokens of a row, n predicted tokens, B documents.
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -45,10 +42,9 @@ from crt_exp.validation import Count, FileName
 APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents
 CHARACTERS = 1_500_000  # characters to read from a split
 FITTED = 1024  # maximum tokens of a calibration row
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# ---- load, swap
+# ---- models in folders
 
 
 def folder_of(model: str) -> Path:
@@ -66,36 +62,7 @@ def load_pretrained(
     return loaded, processor.from_pretrained(folder)
 
 
-@contextmanager
-def with_attention(
-    mechanism: Mechanism, bench: Bench, whole: nn.Module, dtype: str | None = None
-) -> Iterator[nn.Module]:
-    """Swap attention in the bench's model, calibrate it, and yield the whole model.
-
-    With `dtype`, yield a copy of that type with exact attention instead.
-    """
-    if dtype is not None:
-        yield in_type(whole, dtype)
-        return
-    with bench.swapped(approximation_of(mechanism)), quiet():
-        yield whole
-
-
-def in_type(model: nn.Module, dtype: str) -> nn.Module:
-    """Return a copy with parameters of type `dtype`.
-
-    Rotary frequencies are buffers and stay float32, as in a loaded model.
-    """
-    copy = deepcopy(model)
-    for parameter in copy.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])
-    return copy
-
-
 # ---- rows of text
-
-
-FitText = Literal["train", "code"]  # calibration text: WikiText-2's training split, or source code
 
 
 class Row(NamedTuple):
@@ -125,15 +92,12 @@ def plain_text(split: str) -> str:
     return "".join(lines)
 
 
-def encode(tokenizer: Any, text: str) -> Tensor:
-    """Return token ids (n,) without special tokens."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)
-
-
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
-    return encode(AutoTokenizer.from_pretrained(folder_of(model)), plain_text(split))
+    """Return the token ids (n,) of a split, without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(model))
+    ids = tokenizer(plain_text(split), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
 
 
 def passage(model: str, split: str, seed: int, length: int) -> Tensor:
@@ -168,42 +132,33 @@ ROWS = {"new": new_row, "repeated": repeated_row}
 # ---- a language model
 
 
-class Prediction(NamedTuple):
-    """Loss in nats and most likely token at each predicted position of a row, (n,)."""
-
-    nats: Tensor
-    tokens: Tensor
-
-
 @lru_cache(maxsize=4)
-def exact_prediction(model: str, kind: str, length: int, seed: int) -> tuple[Row, Prediction]:
-    """Return a row and its prediction with exact attention."""
+def exact_losses(model: str, kind: str, length: int, seed: int) -> tuple[Row, Tensor]:
+    """Return a row and its losses (n,) with exact attention."""
     row = ROWS[kind](model, length, seed)
-    return row, predict_row(load_pretrained(model)[0], row)
+    return row, token_losses(load_pretrained(model)[0], row)
 
 
 @torch.no_grad()
-def predict_row(model: nn.Module, row: Row) -> Prediction:
+def token_losses(model: nn.Module, row: Row) -> Tensor:
+    """Return the loss of each predicted token of a row in nats, (n,) float64."""
     states = model.base_model(input_ids=row.ids, use_cache=False).last_hidden_state
     states = states[0, row.positions - 1]
     labels = row.ids[0, row.positions]
     head = model.get_output_embeddings()
-    nats = []
-    tokens = []
+    losses = []
     for part, wanted in zip(states.split(TOKENS_PER_BLOCK), labels.split(TOKENS_PER_BLOCK)):
-        logits = head(part).float()
-        nats.append(F.cross_entropy(logits, wanted, reduction="none").double())
-        tokens.append(logits.argmax(-1))
-    return Prediction(torch.cat(nats), torch.cat(tokens))
+        loss = F.cross_entropy(head(part).float(), wanted, reduction="none")
+        losses.append(loss.double())
+    return torch.cat(losses)
 
 
 @task_class
 class SwapText(SwapMeasurement):
     """task=swap_text: loss of a language model on one row of text after a swap.
 
-    The row is number `seed` of its kind. Records `nats` per token, the increase `above` over exact attention, and the
-    share of tokens `agrees` with equal predictions. With `dtype`, the whole model has that type and exact attention.
-    Attention is fitted to `fit` rows of `fit_text`.
+    The row is number `seed` of its kind. `above` is the loss increase over exact attention in nats per token. Attention
+    is fitted to `fit` rows of `fit_text`.
     """
 
     metric = "above"
@@ -211,23 +166,18 @@ class SwapText(SwapMeasurement):
     model: FileName
     kind: Literal[*ROWS]
     length: Count
-    dtype: Literal[*DTYPES] | None
     fit: Count
-    fit_text: FitText
+    fit_text: Literal["train", "code"]
 
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        row, exact = exact_prediction(self.model, self.kind, self.length, seed)
-        swapped = exact
-        if not mechanism.is_exact or self.dtype:
+        row, exact = exact_losses(self.model, self.kind, self.length, seed)
+        losses = exact
+        if not mechanism.is_exact:
             bench = self.bench(row)
-            with with_attention(mechanism, bench, bench.model, self.dtype) as model:
-                swapped = predict_row(model, row)
-        yield {
-            "nats": float(swapped.nats.mean()),
-            "above": float((swapped.nats - exact.nats).mean()),
-            "agrees": float((swapped.tokens == exact.tokens).float().mean()),
-        }
+            with bench.swapped(mechanism), quiet():
+                losses = token_losses(bench.model, row)
+        yield {"above": float((losses - exact).mean())}
 
     def bench(self, row: Row) -> TextBench:
         length = min(self.length, FITTED)
@@ -257,7 +207,8 @@ class SwapSimilarity(SwapMeasurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         model, samples, training = self.load()
         exact = self.embed(model, samples)
-        with with_attention(mechanism, Bench(model, training=[training]), model):
+        bench = Bench(model, training=[training])
+        with bench.swapped(approximation_of(mechanism)), quiet():
             cosine = F.cosine_similarity(self.embed(model, samples), exact)
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 
@@ -266,23 +217,19 @@ class SwapSimilarity(SwapMeasurement):
 class SwapEmbeddings(SwapSimilarity):
     """task=swap_embeddings: cosine of an encoder's mean states to exact attention's.
 
-    The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` passages of `fit_text`.
+    The input is `texts` passages of `length` tokens of WikiText-2. Attention is fitted to `fit` training passages.
     """
 
     model: FileName
     length: Count
     texts: Count
     fit: Count
-    fit_text: FitText
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         model, tokenizer = load_pretrained(self.model, AutoModel)
         passages = self.passages("valid", tokenizer)
         step = max(len(passages) // self.texts, 1)
         passages = passages[::step][: self.texts]
-        if self.fit_text == "code":
-            code = encode(tokenizer, plain_text("code"))[: self.fit * self.length]
-            return model, passages, code.view(self.fit, self.length)
         return model, passages, self.passages("train", tokenizer)[: self.fit]
 
     def passages(self, split: str, tokenizer: Any) -> Tensor:

@@ -1,14 +1,12 @@
 """Retrieval of single distant keys: synthetic heads and trained models.
 
-task=far_key: heads in which each query gives most of its weight to one key. task=swap_recall: a model trained on
-associative recall. task=swap_copying: a model that copies passages. Dense baselines reproduce the output of other
-methods, not their cost.
+task=far_key: heads in which each query gives most of its weight to one key. task=swap_copying: a model that copies
+passages. Dense baselines reproduce the output of other methods, not their cost.
 
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,19 +21,16 @@ from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
-from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, TensorPair, seeded
+from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
     approximation_of,
-    fit_attention,
     next_token_labels,
 )
 from crt_exp.experiments.measure.pretrained import load_pretrained
-from crt_exp.experiments.models import language
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
-from crt_exp.experiments.tasks.sequences import recall_row
 from crt_exp.mechanism import Mechanism
 from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes, rows_at
@@ -45,12 +40,10 @@ from crt_exp.validation import Count, FileName, Positive, Several, Whole, split_
 
 # methods of task=far_key, in addition to nearfar and the dense baselines
 CAUSAL = {"uniform": uniform_attention, "window": window_attention}
-CALIBRATION = 4  # calibration rows of task=swap_recall
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
 # last keys that a query always attends to; keys of a page
 NEAR = 64
 PAGE = 16
-LLOYD = 10  # iterations of k-means
 # CELLS clusters at length AT; the number grows as the square root of the length
 CELLS = 64
 AT = 512
@@ -67,7 +60,7 @@ class FarKey(Measurement):
     normal, or in normal `clusters` with 64% of the variance between clusters. near-far has a number of clusters
     proportional to sqrt(length).
 
-    methods: uniform, window, nearfar or a dense baseline (a key of BASELINES), with options in text.
+    methods: uniform, window, nearfar or a dense baseline (a key of RANKS), with options in text.
     """
 
     metric = "error"
@@ -93,14 +86,14 @@ class FarKey(Measurement):
 
     def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
         name, options = split_words(method)
-        if name in BASELINES:
-            return BASELINES[name](**options)(*heads)
+        if name in RANKS:
+            return DenseBaseline(name, **options)(*heads)
         if name in CAUSAL:
             return CAUSAL[name](*heads, causal=True, **options)
         if name == "nearfar":
             sizes = Sizes(cells=clusters_at(self.length), **options)
             return near_far_attention(*heads, sizes, causal=True)
-        raise unknown("method", name, [*CAUSAL, "nearfar", *BASELINES])
+        raise unknown("method", name, [*CAUSAL, "nearfar", *RANKS])
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
@@ -142,46 +135,8 @@ class FarKey(Measurement):
         return low * unit
 
 
-# ---- a model that was trained to recall
-
-
-@task_class
-class SwapRecall(SwapMeasurement):
-    """task=swap_recall: accuracy of a run of task=recall after a swap.
-
-    `accuracy` is the share of correct values over all pairs in `evaluated` rows of `length` tokens. There is no
-    training. The seed selects rows, not projections.
-    """
-
-    metric = "accuracy"
-    lower_is_better = False
-
-    start: FileName
-    length: Count
-    pairs: Count
-    evaluated: Count
-
-    @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        saved = language.load(self.start, "start")
-        symbols = saved.symbols["values"]
-        calibration = []
-        for i in range(CALIBRATION):
-            tokens, _ = self.tokens_and_labels("train", i, symbols)
-            calibration.append(tokens[None])
-        model = fit_attention(saved.build(replace(mechanism, seed=0)), calibration)
-        correct = []
-        for i in range(self.evaluated):
-            tokens, labels = self.tokens_and_labels("test", 1000 * seed + i, symbols)
-            queried = labels >= 0
-            logits = model(tokens[None], chosen=queried[None])[:, :symbols]
-            correct.append(logits.argmax(-1) == labels[queried])
-        yield {"accuracy": float(torch.cat(correct).double().mean())}
-
-    def tokens_and_labels(self, split: str, row: int, symbols: int) -> TensorPair:
-        arrays = recall_row(split, row, self.length, symbols, self.pairs, self.pairs)
-        tokens, labels = map(torch.from_numpy, arrays)
-        return tokens, labels
+def clusters_at(length: int) -> int:
+    return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
 
 
 # ---- a model that copies: passages that are repeated
@@ -239,158 +194,71 @@ class SwapCopying(SwapMeasurement):
         copied /= len(test)
         yield {"new": new, "copied": copied, "gain": new - copied}
 
-    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseSwap | None":
+    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseBaseline | None":
         if self.baseline is None:
             return approximation_of(replace(mechanism, seed=0))
         name, options = split_words(self.baseline)
-        if name not in BASELINES:
-            raise unknown("task.baseline", name, BASELINES)
-        return DenseSwap(name, BASELINES[name](**options))
+        if name not in RANKS:
+            raise unknown("task.baseline", name, RANKS)
+        return DenseBaseline(name, **options)
 
 
 # ---- dense baselines
 
 
+def page_bounds(q: Tensor, k: Tensor) -> Tensor:
+    """Bound the logits of pages of keys, after Quest (Tang et al., 2024)."""
+    page = k.unflatten(2, (-1, PAGE))
+    positive = q.clamp(min=0) @ page.amax(3).mT
+    negative = q.clamp(max=0) @ page.amin(3).mT
+    return (positive + negative).repeat_interleave(PAGE, -1)
+
+
+def key_logits(q: Tensor, k: Tensor) -> Tensor:
+    """Return exact logits: an oracle."""
+    return q @ k.mT
+
+
+RANKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "largest": key_logits,
+    "pages": page_bounds,
+}  # (queries, keys) -> rank of each key, (1, H, R, L)
+
+
 @dataclass(frozen=True)
-class DenseBaseline(ABC):
-    """Attention that retrieves keys by dense computations.
+class DenseBaseline:
+    """Attention that retrieves keys by dense computations; a bench swaps it like a `Mechanism`.
 
-    A call takes queries q (1, H, R, d) at the last R positions of keys k (1, H, L, d), and values v (1, H, L, dv), with
-    scale 1.
-
-    keys: number of keys that a query retrieves in addition to the last `near` and the first `first` keys.
+    name: a key of RANKS. keys: number of keys of largest rank that a query retrieves in addition to the last NEAR and
+    the first `first` keys.
     """
 
+    name: str
     keys: int
-    near: int = NEAR
     first: int = 0
 
-    @abstractmethod
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output (1, H, R, dv)."""
+        """Return the output (1, H, R, dv) for queries (1, H, R, d) at the last positions.
 
-    def masks(self, q: Tensor, k: Tensor) -> TensorPair:
-        """Return masks (R, L) of the keys always attended to, and of other past keys."""
+        Keys are k (1, H, L, d), values v (1, H, L, dv); the scale is 1.
+        """
         positions = torch.arange(k.shape[2])
         queries = positions[len(positions) - q.shape[2] :]
         distance = queries.unsqueeze(1) - positions
         past = distance >= 0
-        close = past & ((distance < self.near) | (positions < self.first))
-        return close, past & ~close
-
-    def attend_top(self, q: Tensor, k: Tensor, v: Tensor, rank: Tensor) -> Tensor:
-        """Softmax over near keys and the `keys` far keys of largest rank (1, H, R, L)."""
-        close, far = self.masks(q, k)
+        close = past & ((distance < NEAR) | (positions < self.first))
+        far = past & ~close
+        rank = RANKS[self.name](q, k)
         count = min(self.keys, rank.shape[-1])
         best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
         retrieved = torch.zeros_like(rank, dtype=torch.bool)
         retrieved = retrieved.scatter(-1, best, True)
         seen = close | (retrieved & far)
-        logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
+        logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
         return logits.softmax(-1) @ v
 
-
-class LargestWeights(DenseBaseline):
-    """Oracle: near keys and the keys with the largest weights."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend_top(q, k, v, q @ k.mT)
-
-
-class Pages(DenseBaseline):
-    """After Quest (Tang et al., 2024): pages of keys, ranked by a bound on logits."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        page = k.unflatten(2, (-1, PAGE))
-        positive = q.clamp(min=0) @ page.amax(3).mT
-        negative = q.clamp(max=0) @ page.amin(3).mT
-        rank = (positive + negative).repeat_interleave(PAGE, -1)
-        return self.attend_top(q, k, v, rank)
-
-
-class Clusters(DenseBaseline):
-    """After Multipole Attention (Kim et al., 2025): keys of clusters, for R = L.
-
-    A query attends to the keys of the clusters whose centroids rank first, up to `keys` keys. Other clusters contribute
-    by centroid, size and mean value so far. Clusters use the whole sequence, including the future, so the result is
-    optimistic.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        length = q.shape[2]
-        K = clusters_at(length)
-        centres, cluster = kmeans(k, K)
-        member = F.one_hot(cluster, K).to(k)  # (1, H, L, K)
-        N, V = self.past_clusters(member, v)
-        rank = (q @ centres.mT).masked_fill(N == 0, -torch.inf)
-        order = rank.argsort(-1, descending=True)
-        total = N.gather(-1, order).cumsum(-1)
-        retrieved = torch.zeros_like(rank, dtype=torch.bool)
-        retrieved = retrieved.scatter(-1, order, total <= self.keys)
-        close, far = self.masks(q, k)
-        in_retrieved = retrieved.double() @ member.double().mT > 0
-        seen = close | (in_retrieved & far)
-        key_logits = (q @ k.mT).masked_fill(~seen, -torch.inf)
-        left_out = retrieved | (N == 0)
-        cluster_logits = (rank + N.log()).masked_fill(left_out, -torch.inf)
-        weights = torch.cat([key_logits, cluster_logits], -1).softmax(-1)
-        means = weights[..., None, length:] @ V
-        return weights[..., :length] @ v + means.squeeze(-2)
-
-    def past_clusters(self, member: Tensor, v: Tensor) -> TensorPair:
-        """Return sizes (1, H, L, K) and mean values (1, H, L, K, dv) of the far past."""
-        distant = member.clone()
-        distant[:, :, : self.first] = 0
-        distant = delay(distant, self.near)
-        N = distant.cumsum(2)
-        values = delay(v, self.near).unsqueeze(3)
-        sums = (distant.unsqueeze(-1) * values).cumsum(2)
-        return N, sums / N.clamp(min=1).unsqueeze(-1)
-
-
-def delay(t: Tensor, steps: int) -> Tensor:
-    """Shift t (1, H, L, n) by some positions, so that near keys are excluded."""
-    zeros = torch.zeros_like(t[:, :, :steps])
-    return torch.cat([zeros, t[:, :, :-steps]], 2)
-
-
-def kmeans(k: Tensor, K: int) -> TensorPair:
-    """Return centroids (1, H, K, d) of keys (1, H, L, d), and assignments (1, H, L)."""
-    initial = torch.linspace(0, k.shape[2] - 1, K).round().long()
-    centres = k[:, :, initial]
-    for _ in range(LLOYD):
-        nearest = torch.cdist(k, centres).argmin(-1)
-        member = F.one_hot(nearest, K).to(k)
-        N = member.sum(2).unsqueeze(-1)
-        means = member.mT @ k / N.clamp(min=1)
-        centres = torch.where(N > 0, means, centres)
-    return centres, torch.cdist(k, centres).argmin(-1)
-
-
-def clusters_at(length: int) -> int:
-    return 8 * round(CELLS * (length / AT) ** 0.5 / 8)
-
-
-BASELINES: dict[str, type[DenseBaseline]] = {
-    "largest": LargestWeights,
-    "pages": Pages,
-    "clusters": Clusters,
-}
-
-
-@dataclass(frozen=True)
-class DenseSwap:
-    """A dense baseline, in place of the `Mechanism` that a bench swaps.
-
-    name: label in tables.
-    """
-
-    name: str
-    baseline: DenseBaseline
-
     def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        maker = partial(DenseLayer, self.baseline)
-        return swap_layers(model, maker, self.name, layers, saved=saved)
+        return swap_layers(model, partial(DenseLayer, self), self.name, layers, saved=saved)
 
 
 class DenseLayer(AttentionLayer):

@@ -345,15 +345,6 @@ def pretrained_work(model: str, method: str, length: int) -> Work:
     return Work(whole.forward, whole.backward, whole.model)
 
 
-def attention_memory(method: str, length: int) -> float:
-    warm = attention_work(method, 256)
-    work = attention_work(method, length)
-    warm.backward(warm.forward())  # libraries and threads
-    outputs = 4 * inputs(length)[3].nbytes  # memory of the output and of three gradients
-    peak = peak_increase(lambda: work.backward(work.forward()))
-    return peak - outputs / 2**20
-
-
 def training_memory(method: str, length: int) -> float:
     vit_step(method, 64)()  # libraries and threads
     return vit_step(method, length).peak_increase()
@@ -365,9 +356,6 @@ def pretrained_memory(model: str, method: str, length: int) -> float:
     for parameter in work.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return peak_increase(lambda: work.forward().backward())
-
-
-MEMORY = {"attention": attention_memory, "vit_ti": training_memory}
 
 
 # ---- the tasks
@@ -449,15 +437,14 @@ class Speed(Measurement):
 class Memory(Measurement):
     """task=memory: peak memory in MiB, `mib`, of the run's attention or of `method`.
 
-    attention: a forward and backward pass, in addition to inputs, output and gradients. pretrained: the same of the
-    model `model`, in addition to weights and gradients. vit_ti: a training step, in addition to weights, gradients and
-    optimiser state. Run the task in a separate process, because allocators keep
-    memory that earlier calls freed.
+    pretrained: a forward and backward pass of the model `model`, in addition to weights and gradients. vit_ti: a
+    training step, in addition to weights, gradients and optimiser state. Run the task in a separate process, because
+    allocators keep memory that earlier calls freed.
     """
 
     metric = "mib"
 
-    what: Literal[*MEMORY, PRETRAINED]
+    what: Literal["vit_ti", PRETRAINED]
     length: Count
     method: str | None = None
     model: FileName | None = None
@@ -470,7 +457,7 @@ class Memory(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)
         if self.model is None:
-            mib = MEMORY[self.what](method, self.length)
+            mib = training_memory(method, self.length)
         else:
             mib = pretrained_memory(self.model, method, self.length)
         yield {"length": self.length, "mib": mib}

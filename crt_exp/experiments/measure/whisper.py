@@ -1,17 +1,16 @@
 """Pretrained Whisper with another attention in its encoder.
 
-task=swap_speech: word error rate without training. task=dictation: loss without training. task=whisper: fine-tuned
-after the swap. The loss is that of the transcript by exact attention. It distinguishes methods whose word error rates
-saturate near 100%.
+task=dictation: loss without training. task=whisper: fine-tuned after the swap. The loss is that of the transcript by
+exact attention. It distinguishes methods whose word error rates saturate near 100%.
 """
 
 import random
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +22,8 @@ from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.adapt import descent
-from crt_exp.experiments.measure.bench import Bench, swap_and_fit
-from crt_exp.experiments.measure.pretrained import DTYPES, load_pretrained, with_attention
+from crt_exp.experiments.measure.bench import Bench, approximation_of, quiet, swap_and_fit
+from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole
@@ -127,12 +126,15 @@ def exact_transcript(model: str, subset: str, name: str) -> TensorPair:
 # ---- without training
 
 
-@dataclass(eq=False)
-class SwapEncoder(SwapMeasurement):
-    """A measurement on a group of utterances after a swap in the encoder.
+@task_class
+class Dictation(SwapMeasurement):
+    """task=dictation: loss increase on a group of utterances after a swap in the encoder.
 
-    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances.
+    The group has number `seed` and `count` utterances. Attention is fitted to `fit` other utterances. `above`: nats per
+    token minus those of exact attention. `agrees`: share of tokens that are the most likely ones.
     """
+
+    metric = "above"
 
     model: FileName
     subset: str
@@ -162,36 +164,6 @@ class SwapEncoder(SwapMeasurement):
             training.append(exact.calibration_batch(utterance))
         return Bench(exact.model.get_encoder(), training=training)
 
-
-@task_class
-class SwapSpeech(SwapEncoder):
-    """task=swap_speech: word error rate `wer` of a group of utterances after a swap.
-
-    With `dtype`, the whole model has that type and exact attention.
-    """
-
-    metric = "wer"
-
-    dtype: Literal[*DTYPES] | None
-
-    @torch.no_grad()
-    def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        exact = load(self.model)
-        group = self.group(seed)
-        with with_attention(mechanism, self.bench(), exact.model, self.dtype) as model:
-            wer = exact._replace(model=model).word_error_rate(group)
-        yield {"wer": wer}
-
-
-@task_class
-class Dictation(SwapEncoder):
-    """task=dictation: loss increase on a group of utterances after a swap.
-
-    `above`: nats per token minus those of exact attention. `agrees`: share of tokens that are the most likely ones.
-    """
-
-    metric = "above"
-
     @torch.no_grad()
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         recogniser = load(self.model)
@@ -204,7 +176,7 @@ class Dictation(SwapEncoder):
             exact_nats.append(nats)
         swapped_nats = []
         correct = []
-        with with_attention(mechanism, self.bench(), recogniser.model):
+        with self.bench().swapped(approximation_of(mechanism)), quiet():
             for utterance, tokens in zip(group, transcripts):
                 nats, agrees = recogniser.score(utterance, tokens)
                 swapped_nats.append(nats)

@@ -5,7 +5,6 @@ from crt_exp.experiments.report import (
     PlannedRun,
     Rows,
     Tables,
-    filters_over,
     line_plot,
     mean_ci,
     mean_table,
@@ -13,15 +12,6 @@ from crt_exp.experiments.report import (
     sweep,
 )
 
-LABELS = {
-    "exact": "exact",
-    "uniform": "uniform",
-    "favorpp m=64 learn=projections": "FAVOR++ (projections learned)",
-    "favorsharp m=32 learn=parameters": "FAVOR# (parameters learned)",
-    "hedgehog m=32": "Hedgehog",
-    "favormix m=64 learn=parameters": "mixture (parameters learned)",
-    "window block=4 first=2": "window",
-}
 SMOLLM2 = {
     "exact": "exact",
     "uniform": "uniform",
@@ -31,39 +21,8 @@ SMOLLM2 = {
     "favormix m=256 learn=parameters": "mixture (parameters learned)",
     "window block=64 first=16": "window",
 }
-MODELS = ["copying", "causal", "vision"]
 TEXTS = {"new": "new text", "repeated": "repeated passages"}
-STAGES = {
-    "swapped": "without training",
-    "transferred": "attention transfer",
-    "transfer, LoRA": "transfer, then LoRA",
-    "LoRA": "LoRA alone",
-}
 STEPS = {0: "without training", 40: "after transfer", 140: "after adapters"}
-
-
-def small_runs() -> list[PlannedRun]:
-    """Five seeds; 12 of exact, uniform and FAVOR++ attention in two of the models."""
-    runs = []
-    for model in MODELS:
-        for method in LABELS:
-            compared = method.split()[0] in ("exact", "uniform", "favorpp")
-            seeds = 12 if compared and model != "copying" else 5
-            axes = {"task.model": [model], "attention": [method], "seed": range(seeds)}
-            runs += sweep("task=adapt", **axes)
-    return runs
-
-
-def full_runs() -> list[PlannedRun]:
-    runs = []
-    for model, steps in {"copying": 2000, "causal": 20000, "vision": 20000}.items():
-        runs += sweep(
-            f"task=adapt task.transfer=500 task.lora=500 task.steps={steps}",
-            **{"task.model": [model]},
-            attention=[*LABELS],
-            seed=range(8),
-        )
-    return runs
 
 
 def smollm2_runs(options: str = "") -> list[PlannedRun]:
@@ -98,12 +57,7 @@ def tables(rows: Rows) -> Tables:
             columns[f"{name}, {words}"] = {"metric": "above", "text": text, "step": step}
     columns["minutes on one core"] = {"metric": "minutes", "step": 140}
     title = "SmolLM2-135M: loss increase over the pretrained checkpoint (nats per token, positive is worse)"
-    tables = {title: mean_table(rows, columns, SMOLLM2, spec=".2f")}
-    for model in MODELS:
-        columns = filters_over("stage", STAGES, metric="loss", model=model)
-        table = mean_table(rows, columns, LABELS, spec=".2f").rename(columns=STAGES)
-        tables[f"Small model, {model}: loss (nats, lower is better)"] = table
-    return tables
+    return {title: mean_table(rows, columns, SMOLLM2, spec=".2f")}
 
 
 def figure(rows: Rows):
@@ -122,26 +76,21 @@ page = Page(
     "adapt",
     title="Attention transfer and adapters after a swap",
     finding=finding,
-    small={
-        "adapt": small_runs(),
-        "adapt-smollm2": smollm2_runs(),
-    },
+    small={"adapt-smollm2": smollm2_runs()},
     full={
-        "adapt": full_runs(),
         "adapt-smollm2": smollm2_runs(
             "task.tested=24 task.captured=16 task.transfer=200 task.steps=[0,200,300,600]"
         ),
     },
-    columns=["model", "text", "method", "stage", "step"],
-    metrics=["loss", "above", "minutes"],
+    columns=["model", "text", "method", "step"],
+    metrics=["above", "minutes"],
     measured=[
         "Limit: measured again, a loss after LoRA differs in its second digit.",
         "SmolLM2-135M: 40 steps of attention transfer, then 100 of adapters of rank 8, each on one row of 2048 tokens. "
         "Samples are 6 validation rows; one training seed. Features have 256 columns.",
         "Learning rates are not tuned; uniform attention has a smaller one, because its loss rose at 3e-3. Exact "
         "attention gets the same adapters, which also learn the text.",
-        "Small models have 4 layers, width 128 and 5 or 12 seeds. They train for 400 steps, transfer takes 30, LoRA 10 "
-        "(alone 40). Learned FAVOR++ is no longer unbiased.",
+        "Learned FAVOR++ is no longer unbiased.",
     ],
     tables=tables,
     figure=figure,

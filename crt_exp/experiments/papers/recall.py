@@ -1,10 +1,9 @@
-"""Single far keys: synthetic heads, a model of pairs, and a model that copies."""
+"""Single far keys: synthetic heads, and a model that copies."""
 
 import pandas as pd
 
 from crt_exp.experiments.report import (
     Page,
-    PlannedRun,
     Rows,
     Tables,
     filters_over,
@@ -36,19 +35,11 @@ MODELS = {
 }
 DENSE = {
     "pages keys=64": "pages, 64 keys",
-    "clusters keys=64": "clusters, 64 keys",
-    "clusters keys=0": "cluster means",
     "largest keys=64": "64 largest weights",
 }
-PAIRED = ["exact", "uniform", WINDOW, "favorpp m=256", NEARFAR.format(64)]
 KEYS = {"iid": "", "in 32 clusters": "task.clusters=32"}
 LENGTHS = [512, 2048, 8192, 16384]
 
-
-PAIRS = (
-    "task=recall attention=exact task.symbols=256 task.rows=512000 task.evaluated=16 trainer.eval_every=1000000 "
-    "trainer.select=last"
-)
 COPY = (
     "task=mlm attention=exact task.causal=true task.repeat=1.0 trainer.betas=[0.9,0.98] "
     "trainer.eval_every=1000000 trainer.save_every=500 trainer.log_every=50 trainer.select=last "
@@ -56,18 +47,6 @@ COPY = (
 )
 DRAWN = f"task.text=[{WIKITEXT2},outputs/texts/drawn-14000.tokens]"
 
-PAIR_STAGES = {}
-for block, pairs, queries, batch, steps, rate in [
-    (16, 2, 6, 256, 400, "2e-3"),
-    (32, 4, 12, 128, 400, "2e-3"),
-    (64, 8, 24, 64, 500, "2e-3"),
-    (128, 16, 48, 32, 500, "2e-3"),
-    (256, 32, 64, 16, 500, "2e-3"),
-    (512, 64, 128, 8, 500, "2e-3"),
-    (2048, 64, 128, 4, 300, "5e-4"),
-    (8192, 64, 256, 2, 150, "5e-4"),
-]:
-    PAIR_STAGES[block] = f"task.pairs={pairs} task.queries={queries} {stage(batch, steps, rate)}"
 COPY_STAGES = {
     128: f"{DRAWN} task.model=outputs/texts/llama-2048 {stage(32, 1500, '2e-3')}",
     256: f"{DRAWN} {stage(16, 900, '1.5e-3')}",
@@ -79,18 +58,6 @@ DENSE_OPTIONS = {}
 for name in DENSE:
     baseline = quoted_override("task.baseline", f"{name} first=16")
     DENSE_OPTIONS[name] = f"attention=exact {baseline}"
-
-
-def pair_runs() -> list[PlannedRun]:
-    runs = []
-    for length, pairs, evaluated in [(2048, 64, 4), (8192, 64, 2), (2048, 1, 16), (8192, 1, 8)]:
-        runs += sweep(
-            f"task=swap_recall task.start={{runs}}/pairs/8192_0 task.evaluated={evaluated}",
-            **{"task.pairs": [pairs], "task.length": [length]},
-            attention=PAIRED,
-            seed=range(8),
-        )
-    return runs
 
 
 def copying_table(rows: Rows) -> pd.DataFrame:
@@ -129,12 +96,6 @@ def tables(rows: Rows) -> Tables:
         columns = filters_over("length", LENGTHS, "L = {}", metric="error", keys=keys)
         title = f"Heads, keys {keys}: relative error of the output (lower is better)"
         tables[title] = mean_table(rows, columns, HEADS, spec=".3f")
-    columns = {}
-    for pairs in (64, 1):
-        title = f"{pairs} pairs, L = " + "{}"
-        columns |= filters_over("length", (2048, 8192), title, metric="accuracy", pairs=pairs)
-    title = "A model of pairs, without training: accuracy, %"
-    tables[title] = mean_table(rows, columns, MODELS, 100, ".1f")
     return tables
 
 
@@ -163,25 +124,20 @@ page = Page(
             **{"task.length": LENGTHS},
             seed=range(10),
         ),
-        "recall/pairs": pair_runs(),
         "copying": [
             *sweep(SWAP, **{"task.length": [2048]}, attention=[*MODELS], seed=range(5)),
             *sweep(SWAP, **{"task.length": [2048]}, method=DENSE_OPTIONS, seed=range(5)),
         ],
     },
-    models={
-        "pairs": staged_sweep("pairs", PAIRS, PAIR_STAGES),
-        "copying-model": staged_sweep("copying-model", COPY, COPY_STAGES),
-    },
-    columns=["keys", "pairs", "length", "method"],
-    metrics=["error", "accuracy", "new", "copied", "gain"],
+    models={"copying-model": staged_sweep("copying-model", COPY, COPY_STAGES)},
+    columns=["keys", "length", "method"],
+    metrics=["error", "new", "copied", "gain"],
     measured=[
         "Limit: these rows have larger errors of near-far attention than the present code.",
         "Heads: 4 causal heads, d = 32, 10 seeds. Each of the last 256 queries gives 0.9 of its weight to one key at "
         "least 96 tokens back. Pages have 16 keys; pages and largest weights are computed densely.",
-        "Pairs: one model of two layers, trained with exact attention up to 8192 tokens; 8 seeds of test rows.",
         "Copying: one Llama of 4 layers, trained with exact attention; 5 seeds of 4 test rows of 2048 tokens whose "
-        "second half repeats the first. Clusters use future keys.",
+        "second half repeats the first.",
     ],
     tables=tables,
     figure=figure,

@@ -3,7 +3,6 @@
 from crt_exp.experiments.intervals import (
     geometric_interval,
     geometric_mean_ci,
-    interval_or_range,
     mean_ci,
 )
 from crt_exp.experiments.report.claims import Claim, control_checks
@@ -14,6 +13,7 @@ from crt_exp.experiments.report.sweeps import (
     HOME,
     PlannedRun,
     quoted_override,
+    seeds_from,
     staged_sweep,
     sweep,
 )
@@ -32,13 +32,13 @@ __all__ = [
     "filters_over",
     "geometric_interval",
     "geometric_mean_ci",
-    "interval_or_range",
     "label",
     "line_plot",
     "mean_ci",
     "mean_table",
     "panels",
     "quoted_override",
+    "seeds_from",
     "share",
     "staged_sweep",
     "sweep",

@@ -15,13 +15,13 @@ Tables = dict[str, pd.DataFrame]  # by title
 def label(method: str, labels: Mapping[str, str] | None = None) -> str:
     """Format a method as in the papers.
 
-    >>> label("favorpp m=256")
-    'FAVOR++, m = 256'
+    >>> label("favorpp m=256"), label("favorpp causal")
+    ('FAVOR++, m = 256', 'FAVOR++, causal')
     """
     if labels and method in labels:
         return labels[method]
     name, *options = method.split(" ")
-    if not all("=" in option for option in options):
+    if not all("=" in option or option == "causal" for option in options):
         return method
     words = [LABELS.get(name, name)]
     for option in options:
@@ -30,6 +30,8 @@ def label(method: str, labels: Mapping[str, str] | None = None) -> str:
             words.append("redrawn every step")
         elif key == "redraw_every":
             words.append(f"redrawn every {value} steps")
+        elif option == "causal":
+            words.append(option)
         else:
             words.append(f"{key} = {value}")
     return ", ".join(words)

@@ -63,10 +63,10 @@ def reader(monkeypatch, letters):
         g = torch.Generator().manual_seed(len(split))
         texts[split] = torch.randint(1, 97, (28_000,), generator=g)
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    for cached in (pretrained.exact_prediction, adapt.exact_predictions):
+    for cached in (pretrained.exact_losses, adapt.exact_losses):
         cached.cache_clear()
     yield model
-    for cached in (pretrained.exact_prediction, adapt.exact_predictions):
+    for cached in (pretrained.exact_losses, adapt.exact_losses):
         cached.cache_clear()
 
 

@@ -1,83 +1,13 @@
-"""What a swap loses and light training brings back, of small models, language models and Whisper: rows, methods that
-are exact where nothing is lost, seeds, and who is evaluated."""
-
-from dataclasses import replace
+"""What a swap loses and light training brings back, of language models and Whisper: rows, methods that are exact where
+nothing is lost, seeds, and who is evaluated."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from crt_exp.experiments.data.text import IGNORED
-from crt_exp.experiments.measure import adapt
-from crt_exp.experiments.measure.adapt import Adapt, AdaptPretrained, training_rows
+from crt_exp.experiments.measure.adapt import AdaptPretrained, training_rows
 from crt_exp.experiments.measure.whisper import Whisper
 from crt_exp.mechanism import Mechanism
-
-
-@pytest.fixture
-def at_home(tmp_path, monkeypatch):
-    """A folder of its own, models of few numbers, and characters that need no file."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adapt, "WIDTH", 16)
-    monkeypatch.setattr(adapt, "LAYERS", 2)
-    for name, setting in adapt.SETTINGS.items():
-        monkeypatch.setitem(adapt.SETTINGS, name, replace(setting, tested=4))
-    monkeypatch.setattr(adapt, "characters", lambda split: torch.arange(500) % 40)
-    noise = torch.Generator().manual_seed(0)
-    labels = torch.arange(40) % 10
-    drawn = {}
-    for split in ("train", "test"):
-        drawn[split] = torch.randn(40, 1, 28, 28, generator=noise), labels
-    monkeypatch.setattr(adapt, "digits", drawn.get)
-    adapt.exact_weights.cache_clear()
-    yield
-    adapt.exact_weights.cache_clear()
-
-
-@pytest.mark.parametrize("setting", adapt.SETTINGS)
-def test_rows_of_the_test_are_no_rows_of_training(setting, at_home):
-    rows = adapt.SETTINGS[setting].rows
-    ids, labels = rows("train", 3, 4)
-    again, _ = rows("train", 3, 4)
-    assert torch.equal(ids, again)
-    assert (labels != IGNORED).any()
-    assert labels.shape == (ids.shape[:1] if setting == "vision" else ids.shape)
-    if setting == "causal":
-        return
-    assert not torch.equal(ids, rows("test", 3, 4)[0])
-
-
-SIZES = {"steps": 2, "lora_lr": 5e-3, "rank": 4}
-STAGES = ["swapped", "transferred", "transfer, LoRA", "LoRA"]
-
-
-def losses(setting, method, **steps):
-    task = Adapt(setting, **SIZES, **steps)
-    return {row["stage"]: row["loss"] for row in task.rows(Mechanism.parse(method), 0)}
-
-
-@pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
-def test_a_method_at_each_stage(setting, at_home):
-    """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
-    adapted; and a measurement is the same whatever was drawn before, adapters too."""
-    model = adapt.SETTINGS[setting].model()
-    model.load_state_dict(adapt.exact_weights(setting, 0, 2, 3e-3), strict=False)
-    loss = adapt.SETTINGS[setting].test_loss(model, 0)
-    exact = losses(setting, "exact", transfer=1, lora=1)
-    assert [*exact] == STAGES
-    assert exact["swapped"] == exact["transferred"] == pytest.approx(loss)
-    window = losses(setting, "window block=4 first=2", transfer=1, lora=2)
-    assert window["transferred"] == window["swapped"] != window["LoRA"]
-    torch.randn(7)
-    assert losses(setting, "window block=4 first=2", transfer=1, lora=2) == window
-    hedgehog = losses(setting, "hedgehog m=8", transfer=2, lora=1)
-    assert hedgehog["transferred"] != hedgehog["swapped"]
-    actual = [*losses(setting, "uniform", transfer=1, lora=1)]
-    assert actual == STAGES[:2]
-
-
-# ---- a pretrained language model
-
 
 LANGUAGE = {
     "model": "",

@@ -9,7 +9,6 @@ import torch
 from crt_exp.attention import attention_reference
 from crt_exp.experiments.measure import speed
 from crt_exp.experiments.measure.speed import (
-    CHUNKED,
     FORMED,
     Memory,
     Speed,
@@ -100,16 +99,11 @@ def peak(what, length, run, method):
 
 @pytest.mark.slow
 def test_peaks_of_memory():
-    """Each in a process of its own, since allocators keep what earlier calls freed: of chunks, linear in the length;
-    of attention that forms its matrices, those of all layers and heads above that which does not."""
-    asked = [
-        *(("attention", length, "uniform", CHUNKED) for length in (1024, 4096)),
-        *(("vit_ti", 576, "exact", method) for method in (FORMED, None)),
-    ]
+    """Each in a process of its own, since allocators keep what earlier calls freed: attention that forms its matrices
+    has those of all layers and heads above that which does not."""
+    asked = [("vit_ti", 576, "exact", method) for method in (FORMED, None)]
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        short, long, formed, fused = pool.map(peak, *zip(*asked))
-    assert short > 16
-    assert long == pytest.approx(4 * short, rel=0.25)  # MiB of features, and more
+        formed, fused = pool.map(peak, *zip(*asked))
     matrices = 12 * 3 * 577**2 * 4 / 2**20
     assert matrices < formed - fused < 2 * matrices, (formed, fused)
 

@@ -23,7 +23,7 @@ MISTAKES = {
     "features=favor++": "favor++ is an attention: attention=favor++",
     # a prefix of several choices, or of one
     "task=swap": "unknown task 'swap'; did you mean swap_copying, swap_embeddings, swap_images, "
-    "swap_loss, swap_recall, swap_speech or swap_text?",
+    "swap_loss or swap_text?",
     "experiment=hrf_con": "did you mean hrf_conformer_960h?",
     "task=libri": "unknown task 'libri'; did you mean librispeech?",
     # an option of another choice of the group
