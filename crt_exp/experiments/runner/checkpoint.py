@@ -260,7 +260,7 @@ class TrainingState:
 
     Args:
         keep: Number of checkpoints to keep in addition to the best.
-        per_epoch: Steps of an epoch. None: unknown.
+        per_epoch: Steps of an epoch.
 
     Attributes:
         progress: The run's progress.
@@ -273,7 +273,7 @@ class TrainingState:
     run: RunDirectory
     distributed: Distributed
     keep: int
-    per_epoch: int | None
+    per_epoch: int
     adapters: Adapters | None = None
     progress: Progress = field(default_factory=Progress)
     saved: int = 0
@@ -289,9 +289,7 @@ class TrainingState:
     def epoch(self) -> float:
         """Completed epochs, as a fraction."""
         progress = self.progress
-        if not self.per_epoch:
-            return progress.epoch
-        return round(progress.epoch + progress.position / self.per_epoch, 4)
+        return round(progress.epoch + progress.position / max(1, self.per_epoch), 4)
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""

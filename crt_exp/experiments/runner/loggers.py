@@ -129,13 +129,9 @@ class ProgressLine:
             f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
         )
 
-    def evaluating(self, split: str, read: int, whole: int | None) -> None:
-        """Print the number of evaluated micro-batches.
-
-        whole: the total of this process. None: unknown.
-        """
-        total = f" of {whole}" if whole else ""
-        self._print(f"evaluating {split}: {read}{total} batches")
+    def evaluating(self, split: str, read: int) -> None:
+        """Print the number of evaluated micro-batches."""
+        self._print(f"evaluating {split}: {read} batches")
 
     def _print(self, text: str) -> None:
         if self.shown and time.monotonic() >= self.last + EVERY:

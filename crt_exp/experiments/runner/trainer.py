@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,28 +44,21 @@ from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
 
-def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
-    """Return the steps of an epoch (None: streamed) and of the run.
+def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int, int]:
+    """Return the steps of an epoch and of the run.
 
     Raises ConfigError if task and config are incompatible.
     """
-    plan = Plan(config.batch, config.accumulate, world=processes)
-    rows = task.length("train")
-    per_epoch = task.epoch_steps(plan)
-    if per_epoch is None and rows is not None:
-        per_epoch = rows // config.batch
-    if config.steps == 0:
-        return per_epoch, 0
-    if per_epoch is None and config.steps is None:
+    per_epoch = task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
+    total = config.steps
+    if total is None:
+        total = round(config.epochs * per_epoch)
+    if config.steps != 0 and (per_epoch == 0 or total == 0):
         raise ConfigError(
-            "trainer.steps=null: expected a number, because the task streams its training data"
+            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with "
+            f"{task.length('train')} training rows; expected a smaller batch (trainer.steps=0 evaluates only)"
         )
-    if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(
-            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
-            "rows; expected a smaller batch (trainer.steps=0 evaluates only)"
-        )
-    return per_epoch, config.steps or round(config.epochs * per_epoch)
+    return per_epoch, total
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -160,8 +152,7 @@ class Trainer:
         """Continue from the state in the run directory, up to the final record."""
         self.training_state.restore()
         self.progress = self.training_state.progress
-        rows = self.task.length("train")
-        batch = rows / (self.per_epoch or 1) if rows else self.config.batch  # samples of a step
+        batch = self.task.length("train") / max(1, self.per_epoch)  # samples of a step
         self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
         with self.signals:
             self.module.train()
@@ -197,10 +188,8 @@ class Trainer:
         return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
 
     def _step(self) -> None:
-        """Take one optimiser step, or end the epoch if it has no more batches."""
+        """Take one optimiser step."""
         batches = self._next_batches()
-        if batches is None:
-            return
         before = rng_state()
         self.rate = schedule(
             self.config.schedule, self.progress.step, self.total, self.config.warmup
@@ -222,11 +211,8 @@ class Trainer:
         with torch.no_grad():
             self.task.updated(self.module, self.progress.step)
 
-    def _next_batches(self) -> list[Any] | None:
-        """Return the micro-batches of the next step; None at the end of an epoch.
-
-        Only epochs of unknown length give None.
-        """
+    def _next_batches(self) -> list[Any]:
+        """Return the micro-batches of the next step."""
         p = self.progress
         config = self.config
         world = self.distributed
@@ -245,20 +231,7 @@ class Trainer:
                 (send_to_device(b, world.device, non_blocking=True) for b in batches),
                 config.prefetch,
             )
-        batches = list(islice(self.feed, config.accumulate))
-        if len(batches) == config.accumulate:
-            return batches
-        if p.position == 0:
-            raise ValueError(
-                f"trainer.batch={config.batch}: expected at most the rows of the training split"
-            )
-        self._next_epoch()
-        return None
-
-    def _next_epoch(self) -> None:
-        self.progress.epoch += 1
-        self.progress.position = 0
-        self.feed = None
+        return [next(self.feed) for _ in range(config.accumulate)]
 
     def _forward_backward(self, batches: list[Any]) -> Tensor:
         """Compute gradients of the step's mean loss; return this process's share."""
@@ -330,7 +303,9 @@ class Trainer:
         progress.loss += loss
         progress.losses += 1
         if progress.position == self.per_epoch:
-            self._next_epoch()
+            progress.epoch += 1
+            progress.position = 0
+            self.feed = None
         self.line.step(loss)
         if progress.step % self.config.log_every == 0:
             grad_norm = norm if math.isfinite(norm) else None

@@ -108,11 +108,8 @@ class TrainingTask(BaseTask):
     predicted: Sequence[Prediction] = ()
 
     @abstractmethod
-    def length(self, split: str) -> int | None:
-        """Number of rows of a split; None if the split is streamed.
-
-        A streamed training split needs `trainer.steps`.
-        """
+    def length(self, split: str) -> int:
+        """Number of rows of a split."""
 
     @abstractmethod
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -157,13 +154,12 @@ class TrainingTask(BaseTask):
     def check_adapters(self) -> None:
         """Raise ConfigError if the task does not support frozen weights (trainer.adapt)."""
 
-    def epoch_steps(self, plan: Plan) -> int | None:
-        """Optimiser steps of an epoch if micro-batches differ in their number of rows.
+    def epoch_steps(self, plan: Plan) -> int:
+        """Optimiser steps of an epoch.
 
-        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the
-        training split // trainer.batch.
+        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`.
         """
-        return None
+        return self.length("train") // plan.batch
 
     def updated(self, model: nn.Module, step: int) -> None:
         """Update state that follows the weights, such as a sampler's tables.
@@ -243,7 +239,7 @@ class Reader:
     `task.evaluate(model, "validation", Reader(task, batch=32))`.
 
     Args:
-        progress: callback before each micro-batch, with the split, the micro-batches read and their total or None.
+        progress: callback before each micro-batch, with the split and the micro-batches read.
         limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
             if this limit left rows unread.
         world: number of processes.
@@ -257,7 +253,7 @@ class Reader:
         device: torch.device | str = "cpu",
         rank: int = 0,
         world: int = 1,
-        progress: Callable[[str, int, int | None], None] | None = None,
+        progress: Callable[[str, int], None] | None = None,
         limit: int | None = None,
     ):
         self.task = task
@@ -274,24 +270,13 @@ class Reader:
         """Yield micro-batches of at most `batch` rows, in row order."""
         from accelerate.utils import send_to_device
 
-        whole = self._whole(split) if self.progress else None
         for read, item in enumerate(self.task.batches(split, self.plan)):
             if self.limit is not None and read == self.limit.batches:
                 self.limit.partial = True
                 return
             if self.progress:
-                self.progress(split, read, whole)
+                self.progress(split, read)
             yield send_to_device(item, self.device, non_blocking=True)
-
-    def _whole(self, split: str) -> int | None:
-        """Micro-batches of this process, at most `limit`; None if unknown."""
-        plan = self.plan
-        rows = self.task.length(split)
-        limit = self.limit and self.limit.batches
-        if rows is None or self.task.epoch_steps(plan) is not None:
-            return limit
-        share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
-        return min(-(-share // plan.batch), limit or share)
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""

@@ -84,7 +84,6 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
             "Toy",
             9,
             [
-                "task.streamed=true",
                 "trainer.steps=30",
                 "trainer.eval_every=4",
                 "trainer.prefetch=0",

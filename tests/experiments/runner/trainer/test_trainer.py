@@ -268,7 +268,6 @@ BAD = [
     ("trainer.precision=fp16 trainer.cpu=true", "trainer.precision=fp16: expected a GPU"),
     ("trainer=fsdp trainer.precision=fp16", "use bf16"),
     ("trainer=fsdp", "trainer.strategy=fsdp: expected several processes; start with torchrun"),
-    ("task.streamed=true", "trainer.steps=null: expected a number"),
     (
         "attention=generalized attention.phi.kernel_epsilon=-1",
         "kernel_epsilon=-1: expected a number >= 0",
