@@ -194,6 +194,33 @@ def own_options(node: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key[0] != "_"}
 
 
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of a nested dictionary."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from leaves(value, name)
+    else:
+        yield prefix, node
+
+
+def differences(old: Any, new: Any) -> dict[str, str]:
+    """The dotted keys in which two configurations differ, each with both values.
+
+    An absent key equals null.
+
+    >>> differences({"lr": 1, "seed": {"a": None}}, {"lr": 2})
+    {'lr': 'lr (it was 1, now 2)'}
+    """
+    old = dict(leaves(old))
+    new = dict(leaves(new))
+    result = {}
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            result[key] = f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+    return result
+
+
 def construct(node: dict[str, Any], **options: Any) -> Any:
     """Call the `_target_` of a node with its keys. No other value is imported."""
     return import_object(node["_target_"])(**own_options(node), **options)

@@ -23,10 +23,9 @@ import numpy as np
 
 from crt_exp.experiments.intervals import Interval, mean_ci, paired_shares_interval, scale_of
 from crt_exp.experiments.predictions import ANSWERS, read_predictions
-from crt_exp.experiments.runner.configuration import leaves
 from crt_exp.experiments.runner.run import FREE_KEYS, METRICS, PARTIAL, read_records
 from crt_exp.experiments.runner.sweep_table import DATA
-from crt_exp.registry import ConfigError, json_object, read_yaml, user_message
+from crt_exp.registry import ConfigError, json_object, leaves, read_yaml, user_message
 
 if TYPE_CHECKING:
     from pandas import DataFrame

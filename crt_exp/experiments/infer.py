@@ -67,13 +67,13 @@ from crt_exp.experiments.data.speech import (
 from crt_exp.experiments.data.text import numbered_lines
 from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
+    CONFIG,
     TRANSDUCER,
     check_numbers,
-    description_in,
     folder_of,
     trained_length,
 )
-from crt_exp.registry import ConfigError, own_names, user_message
+from crt_exp.registry import ConfigError, json_object, own_names, user_message
 from crt_exp.swap.pretrained import from_pretrained
 from crt_exp.swap.saved import KEY
 from crt_exp.validation import Count, NotNegative, Several, check, parse_arguments
@@ -178,7 +178,7 @@ def kind_of_run(arguments: Sequence[str]) -> str:
         raise ConfigError("run: missing, expected the directory of a run")
     expected = f"a run of task={TASKS}"
     folder = folder_of(run, "run", f"the directory of {expected}")
-    config = description_in(folder, f"run={run}")
+    config = json_object(folder / CONFIG)
     match config:
         case {"architectures": [str(name)]}:  # a model of transformers, such as BertForMaskedLM
             kind = name.rpartition("For")[2]
@@ -314,7 +314,7 @@ def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:
     auto = getattr(transformers, f"AutoModelFor{head}")
 
     def load() -> Any:
-        if KEY in description_in(folder, f"run={options.run}"):
+        if KEY in json_object(folder / CONFIG):
             return from_pretrained(auto, folder)
         return auto.from_pretrained(folder, trust_remote_code=False)
 

@@ -17,11 +17,11 @@ from crt_exp.experiments.data.sources import check_network, reason_of
 from crt_exp.experiments.models import folder
 from crt_exp.experiments.models.folder import check_numbers, whole_folder
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, differences
 from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
 from crt_exp.validation import did_you_mean
 
-EXACT = Mechanism.of("exact").describe()
+EXACT = {"attention": "exact"}  # `Mechanism.describe` of exact attention, without nulls
 WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
 
 
@@ -108,10 +108,11 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        changed = differing_keys(saved_attention(config), mechanism.describe())
+        changed = differences(saved_attention(config), mechanism.describe())
         if changed:
             raise ConfigError(
-                f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
+                f"{origin.option}={origin.name}: trained with another attention "
+                f"({', '.join(changed.values())}); "
                 f"use that attention, or task.init=uptrain task.model={origin.name}"
             )
     if origin.weights:
@@ -143,33 +144,12 @@ def saved_attention(config) -> dict[str, Any]:
     return check_record(saved, config.name_or_path)["mechanisms"][0].get("described", {})
 
 
-def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The keys in which two `Mechanism.describe` results differ, with both values."""
-    old = dict(leaves(old))
-    new = dict(leaves(new))
-    changes = []
-    for key in sorted(old | new):
-        if old.get(key) != new.get(key):
-            name = "features.m" if key == "m" else key.removesuffix("._target_")
-            changes.append(f"{name} (it was {old.get(key)}, now {new.get(key)})")
-    return changes
-
-
 def check_exact(named: str, described: dict[str, Any]) -> None:
     """Raise ConfigError for weights that were saved with other than exact attention."""
-    if changed := differing_keys(described, EXACT):
+    if changed := differences(described, EXACT):
         raise ConfigError(
-            f"{named}: expected exact attention; different keys: {', '.join(changed)}"
+            f"{named}: expected exact attention; different keys: {', '.join(changed.values())}"
         )
-
-
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of nested dictionaries."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:

@@ -74,6 +74,17 @@ def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
             raise DataError(f"{named}: {name} holds NaN; the run diverged")
 
 
+def mismatch(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that is missing, unexpected or of another shape; None if all fit."""
+    expected_shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected_shapes.keys() | shapes.keys()):
+        shape = shapes.get(name, "none")
+        if shape != expected_shapes.get(name, "none"):
+            return f"{name} has shape {shape}, expected {expected_shapes.get(name, 'none')}"
+    return None
+
+
 def check_shapes(
     make: Callable[[], nn.Module], layers: int, tensors: Mapping[str, Tensor], named: str
 ) -> None:
@@ -91,12 +102,9 @@ def check_shapes(
             state = make().state_dict()
     except RuntimeError:  # overflow of the number of elements
         raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
-    for name, tensor in state.items():
-        actual = tuple(tensors[name].shape) if name in tensors else "not"
-        if actual != tuple(tensor.shape):
-            raise ConfigError(
-                f"{named}: {name} is {actual}, expected {tuple(tensor.shape)} from {CONFIG}"
-            )
+    used = {name: tensor for name, tensor in tensors.items() if name in state}
+    if wrong := mismatch(state, used):
+        raise ConfigError(f"{named}: {wrong} from {CONFIG}")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -105,20 +113,10 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
     The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
     """
     state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
-    for name, tensor in state.items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run"
-            )
-    model.load_state_dict({name: tensors[name] for name in state}, strict=False)
-
-
-def description_in(folder: Path, named: str) -> dict[str, Any]:
-    """Read the config.json of a folder. Raises DataError."""
-    try:
-        return json_object(folder / CONFIG)
-    except ConfigError as error:
-        raise DataError(f"{named}: {folder}: not readable: {error}") from None
+    weights = {name: tensor for name, tensor in tensors.items() if name in state}
+    if wrong := mismatch(state, weights):
+        raise ConfigError(f"{source}: {wrong}; use the task.sizes of that run")
+    model.load_state_dict(weights, strict=False)
 
 
 def trained_length(folder: str | Path) -> int | None:
@@ -179,7 +177,7 @@ def open_folder(
     named = f"{option}={run}"
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:
-        config = description_in(folder, named)
+        config = json_object(folder / CONFIG)
         if (actual := config.pop("kind", None)) != kind:
             raise DataError(f"{named}: {CONFIG} has kind={actual}; expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)

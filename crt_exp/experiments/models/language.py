@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.state import make_room
-from crt_exp.experiments.models.folder import check_shapes, open_folder, save_folder
+from crt_exp.experiments.models.folder import check_shapes, mismatch, open_folder, save_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap.swap import LayerMaker
@@ -431,13 +431,9 @@ def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Me
     expected = model.state_dict()
     if not same:
         expected = without_attention(expected)
-    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    for name in sorted(saved_shapes.keys() | shapes.keys()):
-        if saved_shapes.get(name) != shapes.get(name):
-            raise ConfigError(
-                f"{source.named}: {name}: saved {saved_shapes.get(name)}, expected {shapes.get(name)}; use "
-                "the sizes, length and positions of that run"
-            )
+    if wrong := mismatch(expected, saved):
+        raise ConfigError(
+            f"{source.named}: {wrong}; use the sizes, length and positions of that run"
+        )
     model.load_state_dict(saved, strict=same)
     return same

@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import reason_of
-from crt_exp.experiments.models.encoders import EXACT, buildable, differing_keys, quiet
+from crt_exp.experiments.models.encoders import EXACT, buildable, quiet
 from crt_exp.experiments.models.folder import (
     CONFIG,
     MODEL,
     check_numbers,
+    mismatch,
     refuse_adapters,
     save_tensors,
     whole_folder,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError, json_object
+from crt_exp.registry import ConfigError, differences, json_object
 from crt_exp.swap.saved import fetched
 from crt_exp.validation import did_you_mean
 
@@ -252,7 +253,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             content = json_object(config)
             if not isinstance(own := content.get("crt_exp", {}), dict):
                 raise DataError(f"{config}: crt_exp: expected keys with values")
-            attention = {} if own.get("described", EXACT) == EXACT else own
+            attention = own if differences(own.get("described", EXACT), EXACT) else {}
             description = VisionDescription.read(content, config)
             return Checkpoint(named, folder, description, attention)
     refuse_adapters(path, named)
@@ -388,15 +389,12 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
 
     The error names the keys that differ.
     """
-    changed = (
-        differing_keys(checkpoint.attention["described"], mechanism.describe())
-        if checkpoint.attention
-        else []
-    )
-    if changed:
+    if not checkpoint.attention:
+        return
+    if changed := differences(checkpoint.attention["described"], mechanism.describe()):
         raise ConfigError(
             f"{checkpoint.named}: trained with another attention; these keys differ: "
-            f"{', '.join(changed)}. Use that attention, or only the weights: "
+            f"{', '.join(changed.values())}. Use that attention, or only the weights: "
             f"task.init={checkpoint.path / 'model.safetensors'}"
         )
 
@@ -435,13 +433,8 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
     make_room(model, noise)
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
-    wrong = sorted(set(own) ^ set(noise)) or [
-        name for name in own if own[name].shape != noise[name].shape
-    ]
-    if wrong:
-        raise DataError(
-            f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not match the model: {wrong[0]}"
-        )
+    if wrong := mismatch(own, noise):
+        raise DataError(f"{checkpoint.named}: {file} does not match the model: {wrong}")
     model.load_state_dict(noise, strict=False)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.models.folder import mismatch
 from crt_exp.experiments.runner.distributed import (
     Distributed,
     rng_state,
@@ -192,22 +193,11 @@ def load_model(
     """
     make_room(model, tensors)
     own = model.state_dict()
-    expected = tensor_shapes(own, absent)
-    shapes = tensor_shapes(tensors, absent)
-    names = sorted(expected.keys() | shapes.keys())
-    mismatched = [name for name in names if expected.get(name) != shapes.get(name)]
-    if mismatched:
-        name = mismatched[0]
-        raise CheckpointError(
-            f"{source}: {name} has shape {shapes.get(name, 'none')}, expected "
-            f"{expected.get(name, 'none')}; {len(mismatched)} tensors differ"
-        )
+    expected = {name: tensor for name, tensor in own.items() if name not in absent}
+    if wrong := mismatch(expected, tensors):
+        raise CheckpointError(f"{source}: {wrong}")
     shards = {name: sharded_like(own[name], tensor) for name, tensor in tensors.items()}
     model.load_state_dict(shards, strict=not absent)
-
-
-def tensor_shapes(tensors: dict[str, Tensor], absent: Collection[str]) -> dict[str, tuple]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in absent}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
@@ -25,6 +24,7 @@ from crt_exp.registry import (
     check_node,
     choices,
     construct,
+    leaves,
     read_yaml,
     subclass_of,
     uses,
@@ -150,16 +150,6 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
         )
     except OmegaConfBaseException as error:
         raise explain_error(error) from None
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            name = f"{prefix}.{key}" if prefix else str(key)
-            yield from leaves(value, name)
-    else:
-        yield prefix, node
 
 
 def same_ending(config: dict[str, Any], key: str) -> list[str]:

@@ -26,12 +26,14 @@ from omegaconf import DictConfig, OmegaConf
 import crt_exp
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import world_size
-from crt_exp.experiments.runner.configuration import leaves, overrides
+from crt_exp.experiments.runner.configuration import overrides
 from crt_exp.experiments.runner.loggers import Logger
 from crt_exp.registry import (
     ConfigError,
+    differences,
     import_object,
     instantiate,
+    leaves,
     present_path,
     read_json,
     read_yaml,
@@ -134,7 +136,7 @@ class RunDirectory:
         inputs = input_states(config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
             before = read_json(path.read_bytes(), path)
-            changed = different_keys(before, inputs)
+            changed = differences(before, inputs)
             if changed:
                 raise ConfigError(
                     f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
@@ -156,7 +158,7 @@ class RunDirectory:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
             )
-        # absent keys equal null; interpolations in the saved file are not resolved
+        # interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / CONFIG)))
         for key in old:
             if key.endswith("._target_"):
@@ -164,10 +166,9 @@ class RunDirectory:
         new = CONSTANTS | dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
         old = CONSTANTS | old
         changed = []
-        for key in different_keys(old, new):
+        for key, change in differences(old, new).items():
             if not f"{key}.".startswith(FREE_KEYS):
-                values = f"it was {old.get(key, 'absent')}, now {new.get(key, 'absent')}"
-                changed.append(f"{key} ({values})")
+                changed.append(change)
         if changed:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
@@ -209,11 +210,6 @@ class RunDirectory:
 
 
 # ---- files
-
-
-def different_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted; an absent key equals null."""
-    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
 
 
 def names_in(folder: Path) -> set[str]:

@@ -19,13 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
     choice,
-    leaves,
     mechanism_part,
     override_key,
 )
 from crt_exp.experiments.runner.exit_handling import fail
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
-from crt_exp.registry import ConfigError, uses
+from crt_exp.registry import ConfigError, leaves, uses
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
