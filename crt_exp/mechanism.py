@@ -31,7 +31,6 @@ from crt_exp.registry import (
     import_object,
     import_path,
     is_known,
-    is_map,
     known_names,
     own_options,
     read_yaml,
@@ -180,7 +179,7 @@ class Mechanism:
         'favorpp m=64 sampler=givens'
         """
         name = from_import_path("attention", canonical("attention", name))
-        of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
+        of_map = FEATURES.is_one(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
                 raise ConfigError(
@@ -231,24 +230,20 @@ class Mechanism:
         return cls._build(name and what, node, parts, m, seed)
 
     @classmethod
-    def from_config(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
-        """Build the mechanism of a composed run configuration (a DictConfig).
+    def from_config(
+        cls, config: dict[str, Any], choice: Callable[[str], str | None]
+    ) -> "Mechanism":
+        """Build the mechanism of the configuration of a run, as plain values.
 
         `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
         with its sampler.
         """
-        from omegaconf import OmegaConf
-
-        if cfg.get("attention") is None:
+        node = config.get("attention")
+        if node is None:
             node, _ = read_preset(BASE)
-        else:
-            node = OmegaConf.to_container(cfg.attention)
-        parts = {}
-        for group in PARTS:
-            content = OmegaConf.to_container(cfg[group], resolve=True)
-            parts[group] = Component(group, choice(group), content)
+        parts = {group: Component(group, choice(group), dict(config[group])) for group in PARTS}
         m = parts["features"].content.pop("m")
-        return cls._build(choice("attention"), resolve_references(node), parts, m, cfg.seed)
+        return cls._build(choice("attention"), node, parts, m, config["seed"])
 
     @classmethod
     def _build(
@@ -613,7 +608,7 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Component(group, choice, node)
-    if is_map(target):
+    if FEATURES.is_one(target):
         check_options(group, target, changes)
         target = target(**changes)
     elif changes:

@@ -6,7 +6,7 @@ The files of conf/ define the names, for the library and for the command line: "
 
 import json
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -226,13 +226,6 @@ def construct(node: dict[str, Any], **options: Any) -> Any:
     return import_object(node["_target_"])(**own_options(node), **options)
 
 
-def instantiate(node: Any) -> Any:
-    """Build the object that a node of a composed configuration describes."""
-    from omegaconf import OmegaConf
-
-    return construct(OmegaConf.to_container(node, resolve=True))
-
-
 # ---- the node of a file: a `_target_` with its keys
 
 
@@ -241,16 +234,22 @@ class Group:
     """What the `_target_` of a configuration group must be, and which keys it takes."""
 
     what: str
-    is_one: Callable[[Any], bool]
-    supplied: tuple[str, ...] = ()  # parameters that the run supplies
+    base: str = ""  # class of which it is a subclass, imported when needed because torch is slow
+    takes: tuple[str, ...] = ()  # parameters that it must have, and that the run supplies
+    supplied: tuple[str, ...] = ()  # further parameters that the run supplies
     # further keys, if all parts are present
     extra: dict[str, Parameter] = field(default_factory=dict)
     parts: dict[str, "Group"] = field(default_factory=dict)  # keys with a `_target_` of their own
     optional: bool = False
 
+    def is_one(self, target: Any) -> bool:
+        if self.base:
+            return isinstance(target, type) and issubclass(target, import_object(self.base))
+        return callable(target) and set(self.takes) <= parameters(target).keys()
+
     def options(self, target: Any) -> dict[str, Parameter]:
         """The parameters of a class that a file may set."""
-        apart = (*self.supplied, *self.parts)
+        apart = (*self.takes, *self.supplied, *self.parts)
         return {key: parameter for key, parameter in parameters(target).items() if key not in apart}
 
 
@@ -281,33 +280,19 @@ def uses(attention: dict[str, Any]) -> frozenset[str]:
     return frozenset({"sampler", "m"}) if attention["phi"].get("projection", True) else frozenset()
 
 
-def takes(*names: str) -> Callable[[Any], bool]:
-    return lambda target: callable(target) and set(names) <= parameters(target).keys()
-
-
-def subclass_of(path: str) -> Callable[[Any], bool]:
-    """Return a check for subclasses; `path` is imported when it is called, because torch is slow."""
-
-    def check(target: Any) -> bool:
-        return isinstance(target, type) and issubclass(target, import_object(path))
-
-    return check
-
-
-is_map = subclass_of("crt_exp.features.base.FeatureMap")
-FEATURES = Group("a FeatureMap", is_map, ("kernel",))
+FEATURES = Group("a FeatureMap", base="crt_exp.features.base.FeatureMap", supplied=("kernel",))
 SAMPLER = Group(
     "a function of m, d, generator and batch",
-    takes("m", "d", "generator", "batch"),
-    ("m", "d", "generator", "batch", "dtype"),
+    takes=("m", "d", "generator", "batch"),
+    supplied=("dtype",),
 )
 SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
 ATTENTION = Group(
     f"a module made of {', '.join(SIZES)} (hand on **options)",
-    takes(*SIZES),
-    ("sampler", "m", *SIZES),
-    {"kernel": Parameter(str, False)},
-    {"phi": FEATURES},
+    takes=SIZES,
+    supplied=("sampler", "m"),
+    extra={"kernel": Parameter(str, False)},
+    parts={"phi": FEATURES},
     optional=True,
 )
 

@@ -30,7 +30,7 @@ from crt_exp.experiments.runner.exit_handling import (
     fail,
     report_errors,
 )
-from crt_exp.experiments.runner.fit import build, fit
+from crt_exp.experiments.runner.fit import execute
 from crt_exp.experiments.runner.run import agree_on_start
 from crt_exp.experiments.runner.sweep import show, use_sweeper
 from crt_exp.optional import HideBeforeTransformers
@@ -69,8 +69,7 @@ def run(cfg) -> float | None:
     Only the first process returns a metric; the others return None.
     """
     with report_errors(), own_names(folders()):
-        task, mechanism = build(cfg)
-        return fit(cfg, task, mechanism)
+        return execute(cfg)
 
 
 def show_sweep() -> bool:

@@ -16,7 +16,7 @@ from crt_exp import swap_attention
 from crt_exp.attention import Window
 from crt_exp.experiments.measure.advise import mechanisms
 from crt_exp.experiments.runner.command_line import compose
-from crt_exp.experiments.runner.configuration import load_task
+from crt_exp.experiments.runner.configuration import load_task, plain_config
 from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import CONF, ConfigError, choices, json_object, own_names, read_yaml
@@ -146,7 +146,9 @@ def test_options_reach_the_layer_from_numpy_too():
 )
 def test_what_the_command_line_composes_is_written_and_saved(typed, text):
     cfg = compose(typed)
-    made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
+    made = Mechanism.from_config(
+        plain_config(cfg), {"attention": None, **cfg.hydra.runtime.choices}.get
+    )
     assert str(made) == text
     assert parsed(text) == made
     assert Mechanism.from_saved(made.to_saved(), "run") == made

@@ -23,34 +23,47 @@ from crt_exp.experiments.runner.configuration import (
 from crt_exp.experiments.runner.loggers import CURVES, draw_curves
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import check_direction, description
-from crt_exp.registry import ConfigError, import_object, instantiate
+from crt_exp.registry import ConfigError, construct, import_object
 
 
-def build(cfg: DictConfig) -> tuple[Any, Any]:
-    """Create task and mechanism of a composed configuration. Raises ConfigError."""
-    check_composed(cfg)  # before the imports of tasks, which take seconds
+def execute(cfg: DictConfig) -> float | None:
+    """Execute a run, print its summary and return the final metric.
+
+    Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
+    ConfigError, and Stopped after a signal or a divergence.
+    """
+    config = check_composed(cfg)  # before the imports of tasks, which take seconds
     from crt_exp.experiments.tasks.base import Measurement
     from crt_exp.mechanism import Mechanism
 
     if is_sweep():
-        check_direction(
-            import_object(cfg.task._target_), HydraConfig.get().sweeper.get("direction")
-        )
-    task = instantiate(cfg.task)
-    mechanism = Mechanism.from_config(cfg, choice)
+        task_class = import_object(config["task"]["_target_"])
+        check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
+    task = construct(config["task"])
+    mechanism = Mechanism.from_config(config, choice)
     if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
         with errors_of("features"):
             mechanism.map()
+    run = run_training
     unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
     if isinstance(task, Measurement):
+        run = run_measurement
         unused += overrides_of("trainer")
     if unused:
         raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
-    if isinstance(task, Measurement):
-        check_measurement(task, mechanism)
-    else:
-        check_training(cfg, task, mechanism)
-    return task, mechanism
+    if task.stand_in and rank() == 0:
+        print(task.stand_in, flush=True)
+    records = run(config, task, mechanism)
+    if not records:
+        return None
+    last = records[-1]
+    notes = [task.summary(records)]
+    if PARTIAL in last:
+        notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
+    if task.stand_in:
+        notes.append(task.stand_in)
+    print(f"{'; '.join(notes)}  [{output_directory()}]")
+    return last[task.metric]
 
 
 @contextmanager
@@ -68,8 +81,10 @@ def overrides_of(node: str) -> list[str]:
     return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
 
 
-def check_measurement(task: Any, mechanism: Any) -> None:
-    """Raise ConfigError for several processes, or a mechanism that is not measurable."""
+def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
+    """Return the records of a task that only measures."""
+    from accelerate.utils import set_seed
+
     if world_size() > 1:
         raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
     if not (mechanism.estimates or mechanism.is_exact or task.measures_whole(mechanism)):
@@ -77,67 +92,12 @@ def check_measurement(task: Any, mechanism: Any) -> None:
             f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
             "features=..., attention=favorpp or attention=exact"
         )
-
-
-def check_training(cfg: DictConfig, task: Any, mechanism: Any) -> None:
-    from crt_exp.experiments.runner.trainer import planned_steps
-
-    config = instantiate(cfg.trainer)
-    config.check_processes(world_size())
-    if config.strategy == "fsdp" and not inside_torchrun():
-        raise ConfigError(
-            "trainer.strategy=fsdp: expected several processes; start with torchrun "
-            "--nproc_per_node=N -m crt_exp, or use trainer=default"
-        )
-    if config.strategy == "fsdp" and world_size() > 1:
-        task.check_shards()
-    if config.adapt:
-        task.check_adapters()
-    elif overrides_of("trainer.lora"):
-        unused = " ".join(overrides_of("trainer.lora"))
-        raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
-    planned_steps(config, task, world_size())
-    if choice("attention"):
-        with errors_of("attention"):
-            mechanism.layer(2, 8)
-
-
-def fit(cfg: DictConfig, task: Any, mechanism: Any) -> float | None:
-    """Execute the rest of a run, print its summary and return the final metric.
-
-    Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
-    Stopped after a signal or a divergence.
-    """
-    from crt_exp.experiments.tasks.base import Measurement
-
-    if task.stand_in and rank() == 0:
-        print(task.stand_in, flush=True)
-    if isinstance(task, Measurement):
-        records = run_measurement(cfg, task, mechanism)
-    else:
-        records = run_training(cfg, task, mechanism)
-    if not records:
-        return None
-    last = records[-1]
-    notes = [task.summary(records)]
-    if PARTIAL in last:
-        notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
-    if task.stand_in:
-        notes.append(task.stand_in)
-    print(f"{'; '.join(notes)}  [{output_directory()}]")
-    return last[task.metric]
-
-
-def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
-    """Return the records of a task that only measures."""
-    from accelerate.utils import set_seed
-
-    with RunDirectory(cfg, task, output_directory()) as run:
-        set_seed(cfg.seed)
+    with RunDirectory(config, task, output_directory()) as run:
+        set_seed(config["seed"])
         if is_finished(run.records):
             return run.records
         task.directory = run.directory
-        for record in task.records(mechanism, cfg.seed, done=list(run.records)):
+        for record in task.records(mechanism, config["seed"], done=list(run.records)):
             if record.get("final"):
                 record |= description(task, mechanism)
                 # all files are written before the final record marks the run as done
@@ -146,21 +106,38 @@ def run_measurement(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
     return run.records
 
 
-def run_training(cfg: DictConfig, task: Any, mechanism: Any) -> list[dict]:
+def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that trains; empty except on the first process."""
     from accelerate.utils import set_seed
 
     from crt_exp.experiments.runner.distributed import Distributed
-    from crt_exp.experiments.runner.trainer import Trainer
+    from crt_exp.experiments.runner.trainer import Trainer, planned_steps
 
-    config = instantiate(cfg.trainer)
+    trainer = construct(config["trainer"])
+    trainer.check_processes(world_size())
+    if trainer.strategy == "fsdp" and not inside_torchrun():
+        raise ConfigError(
+            "trainer.strategy=fsdp: expected several processes; start with torchrun "
+            "--nproc_per_node=N -m crt_exp, or use trainer=default"
+        )
+    if trainer.strategy == "fsdp" and world_size() > 1:
+        task.check_shards()
+    if trainer.adapt:
+        task.check_adapters()
+    elif overrides_of("trainer.lora"):
+        unused = " ".join(overrides_of("trainer.lora"))
+        raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
+    planned_steps(trainer, task, world_size())
+    if choice("attention"):
+        with errors_of("attention"):
+            mechanism.layer(2, 8)
     with (
-        Distributed(config.precision, config.cpu) as distributed,
-        RunDirectory(cfg, task, output_directory(), distributed.main) as run,
+        Distributed(trainer.precision, trainer.cpu) as distributed,
+        RunDirectory(config, task, output_directory(), distributed.main) as run,
     ):
-        set_seed(cfg.seed)
+        set_seed(config["seed"])
         if not distributed.broadcast(is_finished(run.records)):
-            Trainer(config, task, mechanism, run, distributed, cfg.seed).fit()
+            Trainer(trainer, task, mechanism, run, distributed, config["seed"]).fit()
         if distributed.main and not (run.directory / CURVES).is_file():
             draw_curves(run.records, task.metric, run.directory)
     return run.records

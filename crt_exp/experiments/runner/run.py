@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import crt_exp
 from crt_exp.atomic_write import atomic_path
@@ -30,9 +30,9 @@ from crt_exp.experiments.runner.configuration import overrides
 from crt_exp.experiments.runner.loggers import Logger
 from crt_exp.registry import (
     ConfigError,
+    construct,
     differences,
     import_object,
-    instantiate,
     leaves,
     present_path,
     read_json,
@@ -88,7 +88,7 @@ class RunDirectory:
         ConfigError: On entry, if the directory is in use or does not match the configuration.
     """
 
-    cfg: DictConfig
+    config: dict[str, Any]
     task: Any
     directory: Path
     main: bool = True
@@ -131,9 +131,8 @@ class RunDirectory:
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
         self.existed = self._continues()
-        config = OmegaConf.to_container(self.cfg, resolve=True)
         path = self.directory / INPUTS
-        inputs = input_states(config["task"], self.task.inputs())
+        inputs = input_states(self.config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
             before = read_json(path.read_bytes(), path)
             changed = differences(before, inputs)
@@ -143,18 +142,18 @@ class RunDirectory:
                     f"delete {path} if only their times differ"
                 )
         self.records = read_records(self.metrics)
-        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.config))
         write_json(path, inputs)
-        write_json(self.directory / "versions.json", versions(self.cfg.seed))
-        logger = instantiate(self.cfg.logger)
-        logger.begin_run(self.directory, config)
+        write_json(self.directory / "versions.json", versions(self.config["seed"]))
+        logger = construct(self.config["logger"])
+        logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
 
     def _continues(self) -> bool:
         """Return whether there is an earlier run that may be continued."""
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed at its start leaves a .tmp file
-        if self.cfg.resume != "auto":
+        if self.config["resume"] != "auto":
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
             )
@@ -163,7 +162,7 @@ class RunDirectory:
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
-        new = CONSTANTS | dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
+        new = CONSTANTS | dict(leaves(self.config))
         old = CONSTANTS | old
         changed = []
         for key, change in differences(old, new).items():
