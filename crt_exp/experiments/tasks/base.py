@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, dataclass_transform
 
@@ -106,6 +106,10 @@ class TrainingTask(BaseTask):
     test: str | None = "test"
     predictions: bool = False
     predicted: Sequence[Prediction] = ()
+    # further metrics of the summary
+    reported: Sequence[str] = ()
+    # batches of 8 rows that fill statistics of causal features
+    calibration: int = 0
 
     @abstractmethod
     def length(self, split: str) -> int:
@@ -147,6 +151,14 @@ class TrainingTask(BaseTask):
         if "images" in batch:
             return batch["images"]
         return {key: batch[key] for key in batch if key not in ("labels", "rows")}
+
+    def calibrate(self, model: nn.Module) -> None:
+        """Fit statistics of causal features to weights of another attention."""
+        from crt_exp.swap.calibration import fill_statistics, learns
+
+        if self.calibration and learns(model):
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(model, [self.model_inputs(batch) for batch in batches])
 
     def check_shards(self) -> None:
         """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""
@@ -212,11 +224,12 @@ class TrainingTask(BaseTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        value = last[self.metric]
-        if value is None:
-            value = math.nan
+        metrics = []
+        for key in (self.metric, *self.reported):
+            value = math.nan if last[key] is None else last[key]
+            metrics.append(f"{key} {value:.4f}")
         name = type(self).__name__.lower()
-        return f"{name}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
+        return f"{name}: {', '.join(metrics)} ({last['split']}, step {last['step']})"
 
 
 Task = TrainingTask

@@ -52,6 +52,7 @@ class Books(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
 
     compatible_runs = "a run of task=books with the same tokenizer"
+    reported = ("word_perplexity", "unigram_word_perplexity")
 
     def __post_init__(self):
         if self.text is None:
@@ -164,12 +165,3 @@ class Books(SymbolTask):
     def unigram(self) -> np.ndarray:
         counts = self.train_text.counts(self.predictable) + 1.0
         return counts / counts.sum()
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        words = last["word_perplexity"]
-        unigram = last["unigram_word_perplexity"]
-        return (
-            f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
-            f"{last['split']}, step {last['step']})"
-        )

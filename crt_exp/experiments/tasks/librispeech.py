@@ -99,6 +99,7 @@ class LibriSpeech(Task):
 
     metric = "wer"
     lower_is_better = True
+    reported = ("cer",)
 
     def __post_init__(self):
         digits = self.corpus == "fsdd"
@@ -321,7 +322,3 @@ class LibriSpeech(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save <run>/model."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return f"librispeech: WER {last['wer']:.2%}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})"

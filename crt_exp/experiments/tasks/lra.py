@@ -24,7 +24,7 @@ from crt_exp.experiments.data.plan import by_length, pad_rows, row_sample, with_
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
-from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask, without_labels
+from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count
 
@@ -101,7 +101,7 @@ class LRA(SequenceTask):
         )
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(**without_labels(batch)).float()
+        return model(**self.model_inputs(batch)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.outputs(model, batch), batch["labels"])
@@ -154,6 +154,7 @@ class Pixels(SymbolTask):
     evaluated: Count | None
 
     metric = "bits_per_dim"
+    reported = ("unigram_bits_per_dim",)
     counted = "dimensions"
     compatible_runs = "a run of task=pixels of the same size and channels"
     causal = True

@@ -8,7 +8,6 @@ Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries 
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +25,6 @@ from crt_exp.experiments.models import encoders
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
-from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.validation import Count, FileName, Files, Whole
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
@@ -108,6 +106,7 @@ class MLM(Task):
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("accuracy",)
 
     def __post_init__(self):
         self.check_options()
@@ -254,13 +253,8 @@ class MLM(Task):
             self.calibrate(model)
         return MaskedModel(model, self.call)
 
-    def calibrate(self, model: nn.Module) -> None:
-        """Fit statistics of causal features: the weights come from another attention."""
-        if self.calibration and learns(model):
-            batches = islice(self.batches("train", Plan(8)), self.calibration)
-            fill_statistics(
-                model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches]
-            )
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        return {"input_ids": batch["input_ids"], **self.call}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
@@ -288,14 +282,6 @@ class MLM(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoders.save_model(model.model, inner, self.tokenizer, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        which = "next" if self.causal else "masked"
-        return (
-            f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
-            f"({last['split']}, step {last['step']})"
-        )
 
 
 def repeat_first_half(ids: Tensor, share: float, draws: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ class PTB(Task):
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("unigram_perplexity",)
 
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
@@ -281,13 +282,6 @@ class PTB(Task):
             "keys": body["embedding.weight"].norm(dim=-1).cpu().numpy(),
         }
         draw_lengths(lengths, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (
-            f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
-            f"{self.softmax} ({last['split']}, step {last['step']})"
-        )
 
 
 def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:

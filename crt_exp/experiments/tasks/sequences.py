@@ -12,7 +12,6 @@ Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +33,6 @@ from crt_exp.experiments.models.language import (
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.swap.calibration import fill_statistics, learns
 from crt_exp.validation import Count, Files, Whole
 
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -83,6 +81,7 @@ class SymbolTask(SequenceTask):
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("unigram_perplexity", "accuracy")
     counted = "tokens"  # name of the number of symbols in the metrics
     compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
@@ -135,16 +134,10 @@ class SymbolTask(SequenceTask):
             self.calibrate(model)
         return model
 
-    def calibrate(self, model: nn.Module) -> None:
-        """Fit statistics of causal features: the weights come from another attention."""
-        if self.calibration and learns(model):
-            batches = islice(self.batches("train", Plan(8)), self.calibration)
-            fill_statistics(model, [without_labels(batch) for batch in batches])
-
     def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (n, V) in float32 and labels (n,) at the predicted positions."""
         chosen = batch["labels"] != IGNORED
-        logits = model(**without_labels(batch), chosen=chosen)
+        logits = model(**self.model_inputs(batch), chosen=chosen)
         return logits.float(), batch["labels"][chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -190,11 +183,6 @@ class SymbolTask(SequenceTask):
         language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 
-def without_labels(batch: Batch) -> dict[str, Tensor]:
-    """Arguments of the model in a batch."""
-    return {key: part for key, part in batch.items() if key != "labels"}
-
-
 # ---- task=recall
 
 
@@ -214,6 +202,7 @@ class Recall(SymbolTask):
 
     metric = "accuracy"
     lower_is_better = False
+    reported = ()
     counted = "queries"
     causal = True
     length_option = "block"

@@ -147,10 +147,3 @@ class TrEMBL(SymbolTask):
                 f"{split}_{key}": value for key, value in protein.length_statistics(lengths).items()
             }
         return result
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (
-            f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
-            f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})"
-        )

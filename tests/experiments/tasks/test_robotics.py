@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from crt_exp.experiments.evolution import (
     Player,
-    Search,
     centered_ranks,
     directions,
     environments,
@@ -41,7 +40,7 @@ from crt_exp.experiments.evolution.environments import (  # noqa: E402
     heights,
 )
 
-PLAN = Search(
+PLAN = dict(
     generations=3,
     population=4,
     rollouts=2,
@@ -51,7 +50,6 @@ PLAN = Search(
     evaluated=2,
     tested=3,
     together=2,
-    workers=1,
 )
 POLICY = ImplicitPolicy(1, 4, 1, 2, patch=2, d=4, heads=1, top=1)
 
@@ -163,17 +161,18 @@ def test_ranks_take_the_place_of_returns():
 @pytest.mark.slow
 def test_it_learns_where_to_look():
     """What it attends to is where the goal is: without attention it cannot know."""
-    plan = Search(20, 16, 4, 0.5, 0.1, 100, 1, 16, 16, 1)
+    plan = PLAN | {"generations": 20, "population": 16, "rollouts": 4, "sigma": 0.5}
+    plan |= {"evaluate_every": 100, "evaluated": 1, "tested": 16, "together": 16}
     returns = []
     for attends in (True, False):
         policy = ImplicitPolicy(1, 4, 1, 2, 2, 4, 1, 1, attends)
-        *_, last = evolve(plan, player(policy), 0, 0, None)
+        *_, last = evolve(plan, 1, player(policy), 0, 0, None)
         returns.append(last["return"])
     assert returns[0] > returns[1] + 1
 
 
 def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
-    records = list(evolve(PLAN, player(), 5, 0, tmp_path))
+    records = list(evolve(PLAN, 1, player(), 5, 0, tmp_path))
     actual = [r["split"] for r in records]
     assert actual == ["train", "train", "validation", "train", "test"]
     seeds = []
@@ -193,11 +192,11 @@ def test_seeds_are_recorded_and_never_shared_by_splits(tmp_path):
 
 @pytest.mark.parametrize("stop", [1, 3])
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
-    whole = list(evolve(PLAN, player(), 0, 0, tmp_path / "whole"))
-    run = evolve(PLAN, player(), 0, 0, tmp_path / "cut")
+    whole = list(evolve(PLAN, 1, player(), 0, 0, tmp_path / "whole"))
+    run = evolve(PLAN, 1, player(), 0, 0, tmp_path / "cut")
     first = [next(run) for _ in range(stop)]
     run.close()
-    actual = first + list(evolve(PLAN, player(), 0, stop, tmp_path / "cut"))
+    actual = first + list(evolve(PLAN, 1, player(), 0, stop, tmp_path / "cut"))
     assert actual == whole
     states = [restored(tmp_path / name, 5) for name in ("whole", "cut")]
     assert torch.equal(states[0].theta, states[1].theta)
@@ -205,13 +204,13 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, stop):
 
 
 def test_a_damaged_state_is_set_aside(tmp_path, capsys):
-    whole = list(evolve(PLAN, player(), 0, 0, tmp_path))
+    whole = list(evolve(PLAN, 1, player(), 0, 0, tmp_path))
     (tmp_path / "checkpoints/step-3/evolution.safetensors").write_bytes(b"")
-    actual = list(evolve(PLAN, player(), 0, 3, tmp_path))
+    actual = list(evolve(PLAN, 1, player(), 0, 3, tmp_path))
     assert actual == whole[3:]
     assert "checkpoints/step-3: damaged" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="restore the file"):
-        next(evolve(PLAN, player(), 0, 2, tmp_path))  # a state without its records
+        next(evolve(PLAN, 1, player(), 0, 2, tmp_path))  # a state without its records
 
 
 @pytest.mark.slow
@@ -224,7 +223,7 @@ def test_two_processes_are_one():
 
 def test_a_return_that_is_not_finite_ends_the_run():
     with pytest.raises(ValueError, match="a return is not finite"):
-        list(evolve(PLAN, player(world=NotFinite), 0, 0, None))
+        list(evolve(PLAN, 1, player(world=NotFinite), 0, 0, None))
 
 
 class NotFinite(Field):
