@@ -77,25 +77,14 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
         _OWN.reset(before)
 
 
-UNKNOWN_USER = "~NAME of a path names no user; write $HOME or the whole path"
-
-
 def user_message(error: Exception) -> str | None:
     """Return what to tell the user about an error; None for a bug, which keeps its traceback."""
     if isinstance(error, RuntimeError) and "home directory" in str(error):
-        return UNKNOWN_USER  # of expanduser()
+        return "~NAME of a path names no user; write $HOME or the whole path"  # of expanduser()
     message = explain(error)
     if message is None and isinstance(error, RuntimeError | ImportError):
         return None
     return message or str(error)
-
-
-def written_folder(name: str | Path, key: str) -> Path:
-    """The path of a folder that is written, with a leading ~ expanded. Raises ConfigError."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key}={name}: {UNKNOWN_USER}") from None
 
 
 def own_folders() -> tuple[Path, ...]:

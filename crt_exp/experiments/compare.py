@@ -23,9 +23,17 @@ import numpy as np
 
 from crt_exp.experiments.intervals import Interval, mean_ci, paired_shares_interval, scale_of
 from crt_exp.experiments.predictions import ANSWERS, read_predictions
-from crt_exp.experiments.runner.run import FREE_KEYS, METRICS, PARTIAL, read_records
+from crt_exp.experiments.runner.run import (
+    CONFIG,
+    FREE_KEYS,
+    METRICS,
+    PARTIAL,
+    is_finished,
+    read_records,
+    saved_overrides,
+)
 from crt_exp.experiments.runner.sweep_table import DATA
-from crt_exp.registry import ConfigError, json_object, leaves, read_yaml, user_message
+from crt_exp.registry import ConfigError, leaves, read_yaml, user_message
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -54,14 +62,10 @@ class Run:
     def load(cls, directory: Path) -> "Run":
         """Load the files of a run. Raises ConfigError for an unfinished run."""
         records = read_records(directory / METRICS)
-        if not records or not records[-1].get("final"):
+        if not is_finished(records):
             raise ConfigError(f"{directory}: unfinished; continue the run with resume=auto")
-        config = dict(leaves(read_yaml(directory / "config.yaml")))
-        overrides = {}
-        for override in json_object(directory / "versions.json")["overrides"]:
-            key, _, value = override.lstrip("+~").partition("=")
-            overrides[key] = value
-        return cls(directory, config, overrides, records)
+        config = dict(leaves(read_yaml(directory / CONFIG)))
+        return cls(directory, config, saved_overrides(directory), records)
 
     @property
     def final(self) -> dict[str, Any]:

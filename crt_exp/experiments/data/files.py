@@ -14,7 +14,6 @@ import numpy as np
 from filelock import FileLock
 
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.registry import written_folder
 
 if TYPE_CHECKING:  # pandas is imported at the first table, because the import takes half a second
     import pandas as pd
@@ -198,7 +197,7 @@ def cached_folder(directory: str | Path, key: str, write: Callable[[Path], None]
 
     The key must contain everything that determines the content. Raises DataError if the directory is not writable.
     """
-    folder = written_folder(directory, "task.cache_dir") / key
+    folder = Path(directory).expanduser() / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder.parent}.lock"):

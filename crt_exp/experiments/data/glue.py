@@ -220,7 +220,8 @@ def label_of(task: GlueTask, text: str, place: str) -> int | float:
 def from_copy(name: str, split: str) -> Examples:
     task = TASKS[name]
     part = task.splits[split].replace("dev", "validation")
-    rows = load_rows(HUB, name, part, None, how_to_fetch(task.source))
+    hub = {"name": HUB, "config": name, "data_files": None}
+    rows = load_rows(hub, part, otherwise=how_to_fetch(task.source))
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
         raise DataError(
             f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files"

@@ -116,7 +116,7 @@ def read_hub(hub: LabelledHub, target: str) -> dict[str, tuple[str, pd.DataFrame
     for part in PARTS:
         if hub[part] is None:
             continue
-        rows = load_rows(hub["name"], hub["config"], hub[part], hub["data_files"])
+        rows = load_rows(hub, hub[part])
         cells = rows.to_pandas()
         names = getattr(rows.features.get(target), "names", None)
         if names is not None:  # -1: no label

@@ -18,7 +18,6 @@ from typing import Any, TypedDict
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.registry import written_folder
 from crt_exp.validation import FileName, did_you_mean
 
 
@@ -95,9 +94,8 @@ def select(name: str) -> list[Source]:
 
 def data_root(folder: str | Path | None = None) -> Path | None:
     """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
-    key = "--dir" if folder else "CRT_DATA"
     folder = folder or os.environ.get("CRT_DATA")
-    return written_folder(folder, key) if folder else None
+    return Path(folder).expanduser() if folder else None
 
 
 def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -238,7 +236,7 @@ def check_network() -> None:
 def from_hub(
     load: Callable[[], Any],
     name: str,
-    otherwise: str = "Or give text files of your own.",
+    otherwise: str = "Or give files of your own.",
     files: Any = None,
 ) -> Any:
     """Return `load()`; turn its errors into one DataError.
@@ -267,16 +265,31 @@ def from_hub(
 
 
 def load_rows(
-    name: str, config: str | None, split: str, files: Any, otherwise: str = "Or give other files."
+    hub: Hub,
+    split: str,
+    columns: Sequence[str] = (),
+    otherwise: str = "Or give files of your own.",
 ) -> Any:
-    """Split of a Hugging Face data set, or of local files. Raises DataError.
+    """Split of a Hugging Face data set, or of local files.
 
-    files, otherwise: see `from_hub`.
+    Args:
+        columns: keys of `hub` that name columns.
+        otherwise: see `from_hub`.
+
+    Raises:
+        DataError: the split is unavailable, or lacks a column.
     """
     from datasets import load_dataset
 
-    load = partial(load_dataset, name, config, data_files=files, split=split)
-    return from_hub(load, name, otherwise, files)
+    name = hub["name"]
+    files = hub["data_files"]
+    load = partial(load_dataset, name, hub["config"], data_files=files, split=split)
+    rows = from_hub(load, name, otherwise, files)
+    for key in columns:
+        if hub[key] not in rows.column_names:
+            known = ", ".join(rows.column_names)
+            raise DataError(f"task.hub.{key}={hub[key]}: expected a column of {name}: {known}")
+    return rows
 
 
 def reason_of(error: Exception) -> str:

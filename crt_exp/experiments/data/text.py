@@ -23,7 +23,7 @@ from torch import Tensor
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.files import cached, files_ending, key_of
-from crt_exp.experiments.data.sources import SOURCES, load_rows, missing_file, text_folder
+from crt_exp.experiments.data.sources import SOURCES, Hub, load_rows, missing_file, text_folder
 
 Paths = str | Path | Sequence[str | Path]
 IGNORED = -100  # label of tokens that the loss ignores
@@ -161,19 +161,14 @@ class HubText(NamedTuple):
     key: str
 
     @classmethod
-    def load(
-        cls, name: str, config: str | None, split: str, column: str, data_files: Any = None
-    ) -> "HubText":
-        """Load the column.
+    def load(cls, hub: Hub) -> "HubText":
+        """Load the column `hub["column"]` of the split `hub["split"]`.
 
         Raises DataError if the set or the column is unavailable, and for rows that are not text.
         """
-        data = load_rows(name, config, split, data_files, "Or give text files of your own.")
-        if column not in data.column_names:
-            raise DataError(
-                f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}"
-            )
-        check_text(data, column, f"{name} {data_files or ''}".strip())
+        column = hub["column"]
+        data = load_rows(hub, hub["split"], ["column"])
+        check_text(data, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
         return cls(data[column], f"{data._fingerprint} {column}")
 
 

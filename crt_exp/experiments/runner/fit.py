@@ -21,7 +21,7 @@ from crt_exp.experiments.runner.configuration import (
     overrides,
 )
 from crt_exp.experiments.runner.loggers import CURVES, draw_curves
-from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
+from crt_exp.experiments.runner.run import PARTIAL, RunDirectory, is_finished
 from crt_exp.experiments.runner.sweep import check_direction, description
 from crt_exp.registry import ConfigError, construct, import_object
 
@@ -141,8 +141,3 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
         if distributed.main and not (run.directory / CURVES).is_file():
             draw_curves(run.records, task.metric, run.directory)
     return run.records
-
-
-def is_finished(records: list[dict]) -> bool:
-    """Return whether nothing is left to run."""
-    return bool(records and records[-1].get("final"))

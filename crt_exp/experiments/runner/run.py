@@ -33,6 +33,7 @@ from crt_exp.registry import (
     construct,
     differences,
     import_object,
+    json_object,
     leaves,
     present_path,
     read_json,
@@ -49,26 +50,17 @@ FREE_KEYS = (
     "trainer.keep.",
     "trainer.cpu.",
     "trainer.save_minutes.",
-    "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
     "task.cache_dir.",
     "task.predictions.",
     "task.workers.",
 )
-# keys that only runs of earlier versions have, and the values that they have now as constants
-CONSTANTS = {
-    "task.bad": "error",
-    "task.coding": "onehot",
-    "task.environment": "Ant-v5",
-    "task.exact_lr": 3e-3,
-    "task.strokes": 3,
-    "task.unreadable": "error",
-}
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory
 LOCK = ".lock"
 CONFIG = "config.yaml"
 INPUTS = "inputs.json"
 METRICS = "metrics.jsonl"
+VERSIONS = "versions.json"
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # of file systems without locks
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
@@ -144,7 +136,7 @@ class RunDirectory:
         self.records = read_records(self.metrics)
         write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.config))
         write_json(path, inputs)
-        write_json(self.directory / "versions.json", versions(self.config["seed"]))
+        write_json(self.directory / VERSIONS, versions(self.config["seed"]))
         logger = construct(self.config["logger"])
         logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
@@ -162,10 +154,8 @@ class RunDirectory:
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
-        new = CONSTANTS | dict(leaves(self.config))
-        old = CONSTANTS | old
         changed = []
-        for key, change in differences(old, new).items():
+        for key, change in differences(old, dict(leaves(self.config))).items():
             if not f"{key}.".startswith(FREE_KEYS):
                 changed.append(change)
         if changed:
@@ -234,6 +224,20 @@ def read_records(path: Path) -> list[dict]:
     if rest:
         write_atomic(path, b"".join(line + b"\n" for line in lines))
     return records
+
+
+def is_finished(records: list[dict]) -> bool:
+    """Return whether nothing is left to run."""
+    return bool(records and records[-1].get("final"))
+
+
+def saved_overrides(directory: Path) -> dict[str, str]:
+    """Return the overrides of a run by key. Raises ConfigError."""
+    values = {}
+    for text in json_object(directory / VERSIONS)["overrides"]:
+        key, _, value = text.lstrip("+~").partition("=")
+        values[key] = value
+    return values
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

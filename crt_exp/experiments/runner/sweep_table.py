@@ -4,8 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crt_exp.experiments.intervals import OVER, recorded_interval, student_interval
-from crt_exp.experiments.runner.run import PARTIAL, read_records
-from crt_exp.registry import json_object
+from crt_exp.experiments.runner.run import (
+    METRICS,
+    PARTIAL,
+    VERSIONS,
+    is_finished,
+    read_records,
+    saved_overrides,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,12 +52,12 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
     from pandas import DataFrame
 
     rows = []
-    for path in directory.glob("**/versions.json"):
+    for path in directory.glob(f"**/{VERSIONS}"):
         if path.stat().st_mtime < began:  # of an earlier sweep
             continue
-        records = read_records(path.with_name("metrics.jsonl"))
-        if records and records[-1].get("final"):
-            rows.append(final_row(path, directory, records[-1]))
+        records = read_records(path.with_name(METRICS))
+        if is_finished(records):
+            rows.append(final_row(path.parent, directory, records[-1]))
     runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
     keys = [key for key in runs if key not in ("run", COLUMNS, *RECORD)]
     if COLUMNS in runs:
@@ -64,12 +70,9 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
     return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
 
 
-def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
-    """Return name, overrides and final record of the run whose versions.json is given."""
-    row = {"run": str(versions.parent.relative_to(directory))}
-    for override in json_object(versions)["overrides"]:
-        key, _, value = override.lstrip("+~").partition("=")
-        row[key] = value
+def final_row(run: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
+    """Return name, overrides and final record of a run."""
+    row = {"run": str(run.relative_to(directory)), **saved_overrides(run)}
     row["value"] = last[last["metric"]]
     for key in RECORD:
         if key in last:

@@ -141,7 +141,7 @@ class MLM(Task):
         if self.hub["name"] is not None or self.text is not None:
             if self.text is None:
                 refuse_data_dir(self.data_dir, "task.hub.name")
-                texts["train"] = data.HubText.load(**self.hub)
+                texts["train"] = data.HubText.load(self.hub)
             else:
                 refuse_data_dir(self.data_dir, "task.text")
                 texts["train"] = data.text_files(self.text)

@@ -307,7 +307,9 @@ def test_a_set_of_the_hub(tmp_path):
         actual = speech.audio_of(utterance, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
-    with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
+    with pytest.raises(
+        DataError, match="task.hub.text=sentence: expected a column of parquet: audio, text"
+    ):
         list(speech.hub_utterances(hub | {"text": "sentence"}, "train"))
 
 

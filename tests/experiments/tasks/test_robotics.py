@@ -344,8 +344,7 @@ def test_a_run_and_its_continuation(typed, tmp_path, task):
     assert records[-1]["final"]
     (tmp_path / "run/metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:3]))
     config = tmp_path / "run/config.yaml"
-    saved = config.read_text().replace("ArmSweeping", "Sweep")
-    config.write_text(saved.replace("  particles:", "  strokes: 3\n  particles:"))
+    config.write_text(config.read_text().replace("ArmSweeping", "Sweep"))
     names = [word.replace("arm_sweeping", "sweep") for word in run]  # as in earlier versions
     code, out, err = typed(*names, "resume=auto")
     again = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
