@@ -322,7 +322,7 @@ def test_what_cannot_be_loaded(tmp_path):
     fields = json.loads(saved)
     cases = [
         (fields | {"kind": "bert"}, "run=.*kind=bert"),
-        ("{", "not readable"),
+        ("{", "config.json, from line 1 on: not valid JSON"),
         (fields | {"attention": {"name": "favorq"}}, r"cannot be restored: attention\.m: missing"),
     ]
     for wrong, words in cases:
@@ -330,7 +330,9 @@ def test_what_cannot_be_loaded(tmp_path):
         with pytest.raises((DataError, ConfigError), match=words):
             language.load(tmp_path, "run")
     config.write_text(saved.replace('"length": 32', '"length": 33'))
-    with pytest.raises(ConfigError, match=r"place.weight is \(32, 16\), expected \(33, 16\)"):
+    with pytest.raises(
+        ConfigError, match=r"place.weight has shape \(32, 16\), expected \(33, 16\)"
+    ):
         language.load(tmp_path, "run").build()
     config.write_text(saved)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"0" * 40)

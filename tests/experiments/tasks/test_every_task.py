@@ -374,7 +374,7 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
         "glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)
     )
     assert code == 2
-    assert "features.m (it was 8, now 16)" in err
+    assert "m (it was 8, now 16)" in err
     assert len(err.splitlines()) == 1
     assert f"task.init=uptrain task.model={before}/model" in err
     assert not (tmp_path / "wrong").exists()
