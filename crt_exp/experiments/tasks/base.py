@@ -108,8 +108,8 @@ class TrainingTask(BaseTask):
     predicted: Sequence[Prediction] = ()
     # further metrics of the summary
     reported: Sequence[str] = ()
-    # batches of 8 rows that fill statistics of causal features
-    calibration: int = 0
+    # batches of 8 rows that `calibrate` reads; an option of tasks that call it
+    calibration: int
 
     @abstractmethod
     def length(self, split: str) -> int:
