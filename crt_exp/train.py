@@ -32,7 +32,7 @@ from crt_exp.experiments.runner.exit_handling import (
 )
 from crt_exp.experiments.runner.fit import execute
 from crt_exp.experiments.runner.run import agree_on_start
-from crt_exp.experiments.runner.sweep import show, use_sweeper
+from crt_exp.experiments.runner.sweep import BASIC, PLUGINS, UsedOptionsSweeper, show
 from crt_exp.optional import HideBeforeTransformers
 from crt_exp.registry import CONF, ConfigError, own_names
 
@@ -42,7 +42,8 @@ def main() -> None:
     import hydra
 
     sys.meta_path.insert(0, HideBeforeTransformers)
-    agree_on_start()
+    if world_size() > 1:
+        agree_on_start()
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])
         if text := check_command_line(sys.argv[1:]):
@@ -50,7 +51,7 @@ def main() -> None:
             return
     except ConfigError as error:
         fail(error)
-    use_sweeper()
+    PLUGINS[BASIC] = UsedOptionsSweeper  # Hydra's basic sweeper
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between two runs of a sweep

@@ -353,7 +353,10 @@ def parameters(target: Any) -> dict[str, Parameter]:
         return by_name
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     for maker in (target, *owners[1:-1]):  # the last owner is object
-        hints = annotations(maker)
+        function = maker.__init__ if isinstance(maker, type) else maker
+        hints = {}
+        with suppress(NameError):  # an annotation needs an import for type checkers only
+            hints = get_type_hints(function, include_extras=True)
         signature = inspect.signature(maker).parameters.values()
         for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
@@ -362,15 +365,6 @@ def parameters(target: Any) -> dict[str, Parameter]:
         if all(p.kind is not p.VAR_KEYWORD for p in signature):
             break
     return by_name
-
-
-def annotations(maker: Any) -> dict[str, Any]:
-    """The type hints of a callable; {} if one needs an import for type checkers only."""
-    try:
-        function = maker.__init__ if isinstance(maker, type) else maker
-        return get_type_hints(function, include_extras=True)
-    except NameError:
-        return {}
 
 
 def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:

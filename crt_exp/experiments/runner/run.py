@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 
 import crt_exp
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import world_size
 from crt_exp.experiments.runner.configuration import overrides
 from crt_exp.experiments.runner.loggers import Logger
 from crt_exp.registry import (
@@ -296,13 +295,12 @@ def input_files(path: Path) -> Iterator[Path]:
 
 def agree_on_start() -> None:
     """Share the first process's start time, so that all use one run directory."""
-    if world_size() > 1:
-        from torch.distributed import rendezvous
+    from torch.distributed import rendezvous
 
-        store, own, _ = next(iter(rendezvous("env://")))
-        if own == 0:
-            store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-        os.environ[STARTED] = store.get(STARTED).decode()
+    store, own, _ = next(iter(rendezvous("env://")))
+    if own == 0:
+        store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+    os.environ[STARTED] = store.get(STARTED).decode()
 
 
 PACKAGES = [

@@ -141,11 +141,6 @@ def last_line(error: BaseException) -> str:
     return lines[-1]
 
 
-def use_sweeper() -> None:
-    """Let Hydra build `UsedOptionsSweeper` as its basic sweeper."""
-    PLUGINS[BASIC] = UsedOptionsSweeper
-
-
 def without_unused(
     jobs: Sequence[Sequence[str]], compose: Callable[[list[str]], DictConfig]
 ) -> tuple[list[list[str]], list[str]]:

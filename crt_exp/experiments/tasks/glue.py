@@ -82,13 +82,15 @@ class GLUE(Task):
             self.test = "test"
         else:
             self.glue_task = glue.TASKS[self.dataset]
-            self.refuse_own_options()
+            for name in OWN:
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
         self.metric = self.glue_task.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.glue_task.names)) or {0: "score"}
         self.config = encoders.load_config(
             self.origin,
-            num_labels=self.glue_task.outputs,
+            num_labels=len(names),
             id2label=names,
             label2id={name: i for i, name in names.items()},
         )
@@ -139,11 +141,6 @@ class GLUE(Task):
             )
         return labelled_text.read_labelled(tables, self.columns, target, self.kind, shares)
 
-    def refuse_own_options(self) -> None:
-        for name in OWN:
-            if getattr(self, name) is not None:
-                raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
-
     def inputs(self) -> list[Path | None]:
         if self.final == "test":
             return []  # options with the annotation FileName name the files
@@ -189,7 +186,7 @@ class GLUE(Task):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         self.predicted = []
         metrics = self.evaluate_part(model, split, reader)
-        if self.glue_task.two_devs and split == "dev":
+        if split == "dev" and "dev_mm" in self.glue_task.splits:
             mismatched = self.evaluate_part(model, "dev_mm", reader)
             metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
         return metrics | {
