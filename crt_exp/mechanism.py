@@ -271,10 +271,7 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        if self.features is None:
-            return False
-        features = self._map("softmax") if self.features.is_node else self.features.content
-        return features.estimates
+        return self.features is not None and self.map(own_kernel=True).estimates
 
     @property
     def own_kernel(self) -> bool:
@@ -296,7 +293,7 @@ class Mechanism:
         >>> Mechanism.of("favor", m=16).columns
         32
         """
-        return self._map("softmax").width(self.m) if self.draws else None
+        return self.map(own_kernel=True).width(self.m) if self.draws else None
 
     @property
     def is_exact(self) -> bool:
@@ -307,22 +304,16 @@ class Mechanism:
         """Return the mechanism with m projections; unchanged if it samples none."""
         return replace(self, m=whole_number(m, "m")) if self.draws else self
 
-    def map(self, kernel: str = "softmax") -> FeatureMap:
+    def map(self, kernel: str = "softmax", *, own_kernel: bool = False) -> FeatureMap:
         """Return the feature map of a kernel, "softmax" or "gaussian".
 
-        Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
+        own_kernel: whether a feature map with its own kernel may take the place. Raises ConfigError if the mechanism
+        has no feature map, or one with its own kernel that may not.
         """
-        if self.own_kernel:
+        if self.own_kernel and not own_kernel:
             raise ConfigError(
                 f"features={self.features.name}: has its own kernel; expected a softmax feature map"
             )
-        return self._map(kernel)
-
-    def kernel_map(self) -> FeatureMap:
-        """Return the feature map for kernel regression: its own kernel, or Gaussian."""
-        return self._map("gaussian")
-
-    def _map(self, kernel: str) -> FeatureMap:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
@@ -346,7 +337,7 @@ class Mechanism:
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
-        return self._map("softmax").noise(
+        return self.map(own_kernel=True).noise(
             self.m, lambda part: self.sampler(part.m, d, generator, batch=batch)
         )
 

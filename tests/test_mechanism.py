@@ -75,9 +75,8 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
 @pytest.mark.parametrize("name", choices("features"))
 def test_every_map_alone_is_read_from_what_it_writes(name):
     made = Mechanism.of(features=name, m=12, sampler="simplex")
-    kernel_map = Mechanism.kernel_map if made.own_kernel else Mechanism.map
     assert Mechanism.parse(str(made)) == made
-    assert kernel_map(made) == kernel_map(parsed(str(made)))
+    assert made.map(own_kernel=True) == parsed(str(made)).map(own_kernel=True)
     if name not in choices("attention"):
         assert parsed(f"{name} m=12 sampler=simplex") == made
 

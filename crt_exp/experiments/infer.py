@@ -128,15 +128,12 @@ class TokenChoice:
             logits = transformers.TopPLogitsWarper(self.top_p)(None, logits)
         return logits.softmax(-1)
 
-    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
-        probabilities = self.probabilities(logits)
-        sums = probabilities.cumsum(-1)
-        places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-        # rounding could select a symbol of probability 0
-        last = torch.where(probabilities > 0, places, 0).amax(-1)
-        drawn = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
-        return drawn[:, 0].minimum(last)
+    def draw(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Logits (B, V) -> symbols (B,), each by a generator of its own on the CPU."""
+        drawn = []
+        for row, generator in zip(self.probabilities(logits).cpu(), generators):
+            drawn.append(torch.multinomial(row, 1, generator=generator))
+        return torch.cat(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,8 +445,7 @@ def generate(
     ended = set()
     for _ in range(count):
         logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
-        numbers = [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
-        drawn = choice.draw(logits, torch.stack(numbers).to(device))
+        drawn = choice.draw(logits, generators).to(device)
         columns.append(drawn.tolist())
         ended |= {i for i, symbol in enumerate(columns[-1]) if symbol == end}
         if len(ended) == len(seeds):

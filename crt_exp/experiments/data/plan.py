@@ -232,14 +232,14 @@ def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     return result
 
 
-def with_key_mask(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """tokens (B, L), and key_mask (B, L), True = token, if there is padding."""
-    if min(lengths) == tokens.shape[1]:
-        return {"tokens": tokens}
-    return {
-        "tokens": tokens,
-        "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None],
-    }
+def token_batch(rows: Sequence[np.ndarray], pad: int) -> dict[str, Tensor]:
+    """tokens (B, L) of `pad_rows`, and key_mask (B, L), True = token, if there is padding."""
+    batch = {"tokens": pad_rows(rows, pad)}
+    lengths = torch.tensor([len(row) for row in rows])
+    longest = batch["tokens"].shape[1]
+    if lengths.min() < longest:
+        batch["key_mask"] = torch.arange(longest) < lengths[:, None]
+    return batch
 
 
 def row_sample(rows: int, count: int | None) -> np.ndarray:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
-from crt_exp.experiments.data.plan import pad_rows, with_key_mask
+from crt_exp.experiments.data.plan import pad_rows, token_batch
 from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table
 from crt_exp.registry import ConfigError
@@ -366,9 +366,7 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
     Labels are -100 at padding.
     """
-    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {
-        "labels": pad_rows(labels, IGNORED)
-    }
+    return token_batch(inputs, PAD) | {"labels": pad_rows(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -104,18 +104,11 @@ def override(key: str, value: Any) -> str:
 # ---- keys and groups
 
 
-class SweepOptions(TypedDict):
-    """Options of a sweep (-m)."""
-
-    fail: Literal["go_on", "stop"]
-
-
 TOP = {
     "seed": Parameter(
         Annotated[int, Field(ge=0, le=2**32 - 1)], True
     ),  # the range of NumPy's seeds
     "resume": Parameter(Literal["never", "auto"], True),
-    "sweep": Parameter(SweepOptions, True),
 }
 GROUPS = {
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),

@@ -43,7 +43,7 @@ from crt_exp.validation import files_of_options
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
     "resume.",
-    "sweep.",
+    "sweep.",  # only runs of earlier versions have the key
     "logger.",
     "trainer.prefetch.",
     "trainer.keep.",

@@ -37,13 +37,11 @@ class Sweep:
 
     Attributes:
         failures: one line for each failed run.
-        left: number of runs that were not started.
     """
 
     directory: Path
     began: float
     failures: list[str] = field(default_factory=list)
-    left: int = 0
 
 
 _started: list[Sweep] = []
@@ -79,12 +77,11 @@ def check_direction(task_class: type, asked: Any) -> None:
 class UsedOptionsSweeper(BasicSweeper):
     """Hydra's basic sweeper, without overrides that the mechanism of a run does not use.
 
-    A failed run does not end the sweep, except with sweep.fail=stop. Then a batch has one run by default.
+    A failed run does not end the sweep.
     """
 
     def setup(self, **options: Any) -> None:
         super().setup(**options)
-        self.stops = self.config.sweep.fail == "stop"
         self.launch = self.launcher.launch
         self.launcher.launch = self.launch_and_record
 
@@ -107,8 +104,6 @@ class UsedOptionsSweeper(BasicSweeper):
                 sweep.failures.append(self.failure_line(job, result._return_value))
                 result.status = JobStatus.COMPLETED  # else Hydra would raise the first error
                 result.return_value = None
-        if self.stops and sweep.failures:
-            sweep.left = sum(map(len, self.overrides)) - initial_job_idx - len(jobs)
         return results
 
     def failure_line(self, job: Sequence[str], error: BaseException) -> str:
@@ -117,14 +112,9 @@ class UsedOptionsSweeper(BasicSweeper):
         varied = [override for override in job if any(override not in other for other in jobs)]
         return f"  {' '.join(varied)}: {last_line(error)}"
 
-    def is_done(self) -> bool:
-        return self.stops and bool(_started[-1].failures) or super().is_done()
-
     def split_arguments(
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        if self.stops and max_batch_size is None:
-            max_batch_size = 1
         (jobs,) = BasicSweeper.split_arguments(overrides, None)
         jobs, notes = without_unused(jobs, self._compose)
         for note in notes:
@@ -237,7 +227,5 @@ def show() -> bool:
         if sweep.failures:
             has_failed = True
             lines = [f"crt_exp: {len(sweep.failures)} runs of the sweep failed:", *sweep.failures]
-            if sweep.left:
-                lines.append(f"sweep.fail=stop: {sweep.left} runs were not started")
             print("\n".join(lines), file=sys.stderr, flush=True)
     return has_failed

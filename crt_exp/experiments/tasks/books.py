@@ -18,7 +18,7 @@ from torch import nn
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.corpora import PARTS, Rows, TokenText
-from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
+from crt_exp.experiments.data.plan import bucketed, pad_rows, token_batch
 from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
@@ -95,7 +95,12 @@ class Books(SymbolTask):
                 f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
                 "use a longer text, or a smaller value"
             )
-        self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
+        self.places = {}
+        for split, data in self.data.items():
+            count = len(data)
+            if split != "train" and self.evaluated is not None:
+                count = min(count, self.evaluated)
+            self.places[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
 
     # ---- text
 
@@ -117,10 +122,6 @@ class Books(SymbolTask):
 
     # ---- rows
 
-    def some(self, rows: int, split: str) -> np.ndarray:
-        few = rows if split == "train" or self.evaluated is None else min(rows, self.evaluated)
-        return np.linspace(0, rows - 1, few).round().astype(np.int64)
-
     def length(self, split: str) -> int:
         return len(self.places[split])
 
@@ -141,8 +142,7 @@ class Books(SymbolTask):
                 row_tokens, row_labels = row
                 tokens.append(row_tokens)
                 labels.append(row_labels)
-            batch = with_key_mask(pad_rows(tokens, self.end), [len(row) for row in tokens])
-            yield batch | {"labels": pad_rows(labels, IGNORED)}
+            yield token_batch(tokens, self.end) | {"labels": pad_rows(labels, IGNORED)}
 
     @cached_property
     def masking(self) -> Masking:

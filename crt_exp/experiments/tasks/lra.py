@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from crt_exp.experiments.data import arena, check_classes, images
 from crt_exp.experiments.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
 from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import by_length, pad_rows, row_sample, with_key_mask
+from crt_exp.experiments.data.plan import by_length, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
@@ -86,8 +86,8 @@ class LRA(SequenceTask):
         for examples in by_length(lengths, split, plan, group_lengths=True):
             part = data.take(examples)
             rows = [row[: self.row_length] for row in part.rows]
-            batch = with_key_mask(pad_rows(rows, self.arena.symbols), [len(row) for row in rows])
-            yield batch | {"labels": torch.from_numpy(part.labels)}
+            labels = torch.from_numpy(part.labels)
+            yield token_batch(rows, self.arena.symbols) | {"labels": labels}
 
     # ---- model
 

@@ -187,7 +187,7 @@ class UCI(Measurement):
         if mechanism.sampler is None:
             return {}
         x = torch.tensor(self.divide(seed, 0)[0][0]) * sigma
-        phi = mechanism.kernel_map()
+        phi = mechanism.map("gaussian", own_kernel=True)
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
     def summary(self, records: list[dict]) -> str:
@@ -258,7 +258,7 @@ class UCI(Measurement):
             )
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
-        phi = mechanism.kernel_map()
+        phi = mechanism.map("gaussian", own_kernel=True)
         scale = {"length_scale": 1 / sigma} if phi.own_kernel else {"gamma": gamma}
         return kind(phi, mechanism.sampler, phi.width(mechanism.m), random_state=seed, **scale)
 
