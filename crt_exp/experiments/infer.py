@@ -52,8 +52,8 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, images
-from crt_exp.experiments.data.files import IMAGES, files_ending, read_text_table
-from crt_exp.experiments.data.labelled_text import check_cells, text_columns
+from crt_exp.experiments.data.files import IMAGES, check_cells, files_ending, read_text_table
+from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
     AudioPart,

@@ -27,6 +27,7 @@ from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.data.text import (
     IGNORED,
+    PARTS,
     SPECIAL,
     bert_tokenizer,
     content_key,
@@ -42,7 +43,6 @@ from crt_exp.experiments.data.vocabularies import new_tokenizer
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 OFFICIAL = ("ptb", "wikitext2")
-PARTS = {"train": "train", "validation": "valid", "test": "test"}
 HELD_OUT = 0.05  # share of lines for validation, and again for test
 COUNTED = 2**24  # tokens per call of bincount
 

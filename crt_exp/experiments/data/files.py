@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,29 @@ def read_text_table(path: Path, named: str) -> "pd.DataFrame":
     if ".tsv" in path.name.lower():
         options["quoting"] = csv.QUOTE_NONE
     return read_table(path, named, **options).fillna("")
+
+
+def check_columns(
+    cells: "pd.DataFrame", columns: Iterable[str], named: str, instead: str = ""
+) -> None:
+    """Raise DataError if a column is missing; `instead` ends the advice."""
+    for column in columns:
+        if column not in cells:
+            present = ", ".join(cells.columns[:20]) or "no column"
+            raise DataError(
+                f"{named}: no column {column}; its header has {present}; rename a column{instead}"
+            )
+
+
+def check_cells(cells: "pd.DataFrame", columns: Iterable[str], named: str) -> None:
+    """Raise DataError for a missing column and for the first empty cell."""
+    check_columns(cells, columns, named)
+    for column in columns:
+        empty = cells[column] == ""
+        if empty.any():
+            raise DataError(
+                f"{named}: row {empty.idxmax()}, column {column} is empty; fill it in, or remove the row"
+            )
 
 
 def open_text(path: Path):

@@ -17,10 +17,10 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.corpora import PARTS, Rows, TokenText
+from crt_exp.experiments.data.corpora import Rows, TokenText
 from crt_exp.experiments.data.plan import bucketed, pad_rows, token_batch
-from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
-from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
+from crt_exp.experiments.data.sources import stand_in
+from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, split_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
 from crt_exp.experiments.tasks.sequences import SymbolTask
@@ -108,14 +108,8 @@ class Books(SymbolTask):
         """Files of each split; only "train" if the other splits are held out of it."""
         if (self.validation_text is None) != (self.test_text is None):
             raise ConfigError("task.validation_text, task.test_text: set both or neither")
-        if self.text is None:
-            return {
-                split: [official_file("wikitext2", part, self.data_dir)]
-                for split, part in PARTS.items()
-            }
-        refuse_data_dir(self.data_dir, "task.text")
         named = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
-        return {split: text_files(paths) for split, paths in named.items() if paths is not None}
+        return split_files(named, self.data_dir)
 
     def inputs(self) -> list[Path]:
         return list(chain.from_iterable(self.files().values()))

@@ -137,18 +137,12 @@ class MLM(Task):
 
     def named_texts(self) -> dict[str, data.Text]:
         """Text of each split that has one."""
-        texts: dict[str, data.Text] = {}
-        if self.hub["name"] is not None or self.text is not None:
-            if self.text is None:
-                refuse_data_dir(self.data_dir, "task.hub.name")
-                texts["train"] = data.HubText.load(self.hub)
-            else:
-                refuse_data_dir(self.data_dir, "task.text")
-                texts["train"] = data.text_files(self.text)
-        else:
-            for split, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
-                texts[split] = [data.official_file("wikitext2", name, self.data_dir, self.source)]
-        if self.validation_text:
+        named = {"train": self.text, "validation": self.validation_text}
+        if self.hub["name"] is None:
+            return data.split_files(named, self.data_dir, self.source)
+        refuse_data_dir(self.data_dir, "task.hub.name")
+        texts = {"train": data.HubText.load(self.hub)}
+        if self.validation_text is not None:
             texts["validation"] = data.text_files(self.validation_text)
         return texts
 
