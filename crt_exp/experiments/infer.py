@@ -69,7 +69,6 @@ from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
     CONFIG,
     TRANSDUCER,
-    check_numbers,
     folder_of,
     trained_length,
 )
@@ -316,7 +315,6 @@ def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:
         return auto.from_pretrained(folder, trust_remote_code=False)
 
     model = encoders.load_or_explain(load, origin, "weights").eval().to(options.device)
-    check_numbers(model.named_parameters(), f"run={options.run}")
     length = trained_length(folder) or model.config.max_position_embeddings
     return model, tokenizer, length
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.sources import check_network, reason_of
 from crt_exp.experiments.models import folder
-from crt_exp.experiments.models.folder import check_numbers, whole_folder
+from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, differences
 from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
@@ -130,7 +130,6 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         )  # a head for other classes has other shapes
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
-        check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
     else:
         model = auto.from_config(config).float()
     take_record(model)  # the record of the attention that the weights were saved with

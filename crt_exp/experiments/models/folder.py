@@ -6,7 +6,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path
     )
-
-
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
-    """Raise DataError naming the first tensor that holds NaN."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DataError(f"{named}: {name} holds NaN; the run diverged")
 
 
 def mismatch(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
@@ -181,7 +174,6 @@ def open_folder(
         if (actual := config.pop("kind", None)) != kind:
             raise DataError(f"{named}: {CONFIG} has kind={actual}; expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)
-        check_numbers(tensors.items(), named)
         yield folder, config, tensors
     except ConfigError:
         raise

@@ -23,7 +23,6 @@ from crt_exp.experiments.models.encoders import EXACT, buildable, quiet
 from crt_exp.experiments.models.folder import (
     CONFIG,
     MODEL,
-    check_numbers,
     mismatch,
     refuse_adapters,
     save_tensors,
@@ -331,9 +330,7 @@ def build(
             check_attention(checkpoint, mechanism)
             theirs = checkpoint.description and checkpoint.description.classes
             check_classes(checkpoint.named, theirs, description.classes, new_head)
-            weights = checkpoint.weights()
-            check_numbers(weights.items(), checkpoint.named)
-            load_weights(model, weights, checkpoint.named, new_head)
+            load_weights(model, checkpoint.weights(), checkpoint.named, new_head)
     if not mechanism.is_exact:
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:

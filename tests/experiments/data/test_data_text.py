@@ -167,8 +167,8 @@ def test_bad_text_is_refused(tokenizer, tmp_path):
 
 def hub_text(file, kind="text", split="train"):
     """A text column of a file in a format of the hub."""
-    files = file and {split: str(file)}
-    return {"name": kind, "config": None, "data_files": files, "split": split, "column": "text"}
+    options = {"name": kind, "config": None, "split": split, "column": "text"}
+    return options | {"data_files": file and str(file)}
 
 
 def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
