@@ -38,7 +38,7 @@ from crt_exp.registry import (
     read_json,
     read_yaml,
 )
-from crt_exp.validation import files_of_options
+from crt_exp.validation import files_named, parameters
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
@@ -264,8 +264,9 @@ def input_states(options: dict[str, Any], inputs: Iterable[Path | None]) -> dict
     """
     places: list[tuple[str, str | Path]] = []
     if "_target_" in options:
-        target = import_object(options["_target_"])
-        places += files_of_options("task", target, options)
+        task_class = import_object(options["_target_"])
+        for name, parameter in parameters(task_class).items():
+            places += files_named(f"task.{name}", options.get(name), parameter.hint)
     for path in inputs:
         if path is not None:
             places.append(("data", path))

@@ -350,6 +350,7 @@ def constant(*vectors: Any) -> bool:
     return any(np.ptp(values) == 0 for values in vectors)
 
 
+# of predictions, classes (n,) or scores (n,), and labels
 METRICS: dict[str, Callable[[Any, Any], float]] = {
     "accuracy": accuracy,
     "f1": f1,
@@ -357,11 +358,6 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
     "spearman": spearman,
     "pearson": pearson,
 }
-
-
-def metric_values(names: Iterable[str], predictions: Any, labels: Any) -> dict[str, float]:
-    """Values of some metrics. predictions: classes (n,), or scores (n,)."""
-    return {name: METRICS[name](predictions, labels) for name in names}
 
 
 def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:

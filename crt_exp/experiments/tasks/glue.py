@@ -26,12 +26,12 @@ from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
+    METRICS,
     Batch,
     Plan,
     Reader,
     Task,
     jackknife_values,
-    metric_values,
     task_class,
 )
 from crt_exp.features.base import NotFinite
@@ -218,7 +218,7 @@ class GLUE(Task):
             )
         predicted = self.named_predictions(split, numbers, labels, answers)
         self.predicted = [*self.predicted, *predicted]
-        metrics = metric_values(self.glue_task.metrics, answers, labels)
+        metrics = {name: METRICS[name](answers, labels) for name in self.glue_task.metrics}
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == self.final and len(rows) == self.length(split)
         if self.parts and is_whole:

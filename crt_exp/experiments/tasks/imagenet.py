@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.experiments.data import DataError, check_classes
+from crt_exp.experiments.data import check_classes
 from crt_exp.experiments.data import images as data
 from crt_exp.experiments.data.loading import (
     Generator,
@@ -105,10 +105,7 @@ class ImageTask(Task):
         part = self.splits[split]
         micro = Micro(part.read, transform, finish, plan.rng)
         asked = listed_batches(part, split, plan, repeats)
-        for batch in by_workers(micro, asked, self.workers):
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
+        yield from by_workers(micro, asked, self.workers)
 
     def evaluated_names(self, split: str, plan: Plan) -> list[str]:
         """Names of the images of an evaluation over all processes, in the order of reading."""

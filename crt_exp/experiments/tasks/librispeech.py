@@ -220,13 +220,10 @@ class LibriSpeech(Task):
         )
         drawing = plan if training else None
         make = partial(self.batch, data, drawing)
-        for batch in by_workers(make, asked, self.workers):
-            if isinstance(batch, str):
-                raise speech.BadAudio(batch)
-            yield batch
+        yield from by_workers(make, asked, self.workers)
 
-    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch | str:
-        """Batch of CPU tensors, or the message of BadAudio: an error that leaves a worker loses its words.
+    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch:
+        """Batch of CPU tensors; raises BadAudio.
 
         plan: that of training, which draws speeds and masks for each row; None in evaluation.
         """
@@ -235,10 +232,7 @@ class LibriSpeech(Task):
         for row in map(int, rows):
             rng = plan and plan.rng(row)
             speed = self.speeds[rng.integers(len(self.speeds))] if rng else 1.0
-            try:
-                samples = speech.audio_of(data.utterances[row], self.rate, speed)
-            except speech.BadAudio as error:
-                return str(error)
+            samples = speech.audio_of(data.utterances[row], self.rate, speed)
             audio.append(speech.as_int16(samples))
             if rng and (self.augment["bands"] or self.augment["spans"]):
                 masks.append(self.draw_masks(rng, len(samples)))
