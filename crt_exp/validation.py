@@ -53,6 +53,9 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]  # such as that of a dropout
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # the range of NumPy's seeds
 Complex = Annotated[
     complex, Strict(False)
 ]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted

@@ -75,7 +75,7 @@ from crt_exp.experiments.models.folder import (
 from crt_exp.registry import ConfigError, json_object, own_names, user_message
 from crt_exp.swap.pretrained import from_pretrained
 from crt_exp.swap.saved import KEY
-from crt_exp.validation import Count, NotNegative, Several, check, parse_arguments
+from crt_exp.validation import Count, NotNegative, Seed, Several, check, parse_arguments
 
 LIKELIEST = 5  # classes printed for an image, tokens printed for a mask
 QUIET = 0.2  # seconds of the quietest part of the audio, where a segment ends
@@ -141,7 +141,7 @@ class SequenceOptions(TokenChoice):
     prompt: str = ""
     n: Count = 1
     length: Count | None = None
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    seed: Seed = 0
     device: Literal["cpu", "cuda"] = "cpu"
     output: str | None = None
     names: str | None = None

@@ -19,10 +19,9 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, warn
@@ -31,7 +30,7 @@ from crt_exp.experiments.data.plan import pad_rows, token_batch
 from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Whole
+from crt_exp.validation import Count, Rate, Whole
 
 # ambiguous, rare and unknown amino acids in UniProt
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
@@ -407,7 +406,7 @@ class FamilyOptions(TypedDict):
     longest: Count
     nearest: Count
     farthest: Count
-    copied: Annotated[float, Field(ge=0, lt=1)]
+    copied: Rate
     seed: Whole
 
 

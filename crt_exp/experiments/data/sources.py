@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.validation import FileName, did_you_mean
+
+Place = Literal["auto", "files", "hub"]  # option task.source
 
 
 @dataclass(frozen=True)

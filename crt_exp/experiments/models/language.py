@@ -11,10 +11,9 @@ Notation: B batch, L symbols of a sequence, V vocabulary size, H heads, d dimens
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +25,6 @@ from crt_exp.swap.swap import LayerMaker
 from crt_exp.validation import Count, check_options
 
 KIND = "language_model"
-Dropout = Annotated[float, Field(ge=0, lt=1)]
 Positions = Literal["learned", "rotary", "none"]
 
 

@@ -6,14 +6,13 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import Field
 
 from crt_exp.registry import (
     ATTENTION,
@@ -31,6 +30,7 @@ from crt_exp.registry import (
 from crt_exp.validation import (
     Count,
     Parameter,
+    Seed,
     check_options,
     either,
     format_value,
@@ -105,9 +105,7 @@ def override(key: str, value: Any) -> str:
 
 
 TOP = {
-    "seed": Parameter(
-        Annotated[int, Field(ge=0, le=2**32 - 1)], True
-    ),  # the range of NumPy's seeds
+    "seed": Parameter(Seed, True),
     "resume": Parameter(Literal["never", "auto"], True),
 }
 GROUPS = {

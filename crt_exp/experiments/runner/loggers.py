@@ -16,7 +16,7 @@ CURVES = "curves.png"
 
 
 class Logger:
-    """A copy of the records of a run; this one copies nothing."""
+    """A copy of the records of a run; logger=none copies nothing."""
 
     def begin_run(self, directory: Path, config: dict) -> None:
         """Begin or continue the run in `directory`."""
@@ -26,10 +26,6 @@ class Logger:
 
     def finish_run(self, failed: bool) -> None:
         """End the run."""
-
-
-class NoLogger(Logger):
-    """logger=none: only metrics.jsonl."""
 
 
 @dataclass

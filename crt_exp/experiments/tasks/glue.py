@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
-from crt_exp.experiments.data.sources import refuse_data_dir, task_folder
+from crt_exp.experiments.data.sources import Place, refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
 from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
@@ -55,7 +55,7 @@ class GLUE(Task):
 
     dataset: Literal[*glue.TASKS]
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     model: FileName
     init: Annotated[str, Files(("scratch", "uptrain"))]
     max_length: Count

@@ -25,16 +25,15 @@ from crt_exp.experiments.data.loading import (
     listed_batches,
     seeded_globals,
 )
-from crt_exp.experiments.data.sources import SOURCES, is_on_hub, refuse_data_dir, task_folder
+from crt_exp.experiments.data.sources import SOURCES, Place, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, NotNegative
+from crt_exp.validation import Count, Files, NotNegative, Rate, Share
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
-Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, le=1)]
 NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
 
@@ -51,7 +50,7 @@ class ImageTask(Task):
     init: Annotated[str, Files(("scratch", "pretrained"))]
     dataset: str
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     hub: data.ImageHub
     workers: Workers
 
@@ -158,8 +157,8 @@ class ImageNet(ImageTask):
     new_head: bool
     crop: Part
     augment: ImageAugment
-    smoothing: Annotated[float, Field(ge=0, lt=1)]
-    drop_path: Annotated[float, Field(ge=0, lt=1)]
+    smoothing: Rate
+    drop_path: Rate
     layer_decay: Part
     predictions: bool = True
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
-from crt_exp.experiments.data.sources import is_on_hub, stand_in, task_folder
+from crt_exp.experiments.data.sources import Place, is_on_hub, stand_in, task_folder
 from crt_exp.experiments.data.vocabularies import LETTERS, Symbols
 from crt_exp.experiments.models import conformer_transducer
 from crt_exp.experiments.models.conformer_transducer import (
@@ -33,9 +33,8 @@ from crt_exp.experiments.models.folder import take_weights
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, warn
+from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
 
-Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = (
     "audio",
     "samples",
@@ -79,7 +78,7 @@ class LibriSpeech(Task):
     """
 
     corpus: Literal["librispeech", "fsdd", "table"]
-    source: Literal["auto", "files", "hub"]
+    source: Place
     data_dir: str | None
     subsets: Subsets
     strings: Strings

@@ -17,11 +17,11 @@ from crt_exp.experiments.data.loading import Generator
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.models.vision import MEAN, STD, VisionDescription, check_patch
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
-from crt_exp.experiments.tasks.imagenet import ImageTask, Part, Share
+from crt_exp.experiments.tasks.imagenet import ImageTask, Part
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files
+from crt_exp.validation import Count, FileName, Files, Share
 
 
 class MAESizes(TypedDict):

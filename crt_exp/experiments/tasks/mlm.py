@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,22 +19,15 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data import text as data
-from crt_exp.experiments.data.sources import Hub, refuse_data_dir
+from crt_exp.experiments.data.sources import Hub, Place, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
-from crt_exp.validation import Count, FileName, Files, Whole
+from crt_exp.validation import Count, FileName, Files, Share, Whole
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
-GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
 
 
 class MaskedModel(nn.Module):
@@ -90,7 +83,7 @@ class MLM(Task):
     text: FileName | Sequence[FileName] | None
     validation_text: FileName | Sequence[FileName] | None
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     hub: TextHub
     model: FileName | None
     init: Annotated[str, Files(("scratch", "uptrain"))]
@@ -102,7 +95,7 @@ class MLM(Task):
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
-    repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repeat: Share = 0.0
 
     metric = "perplexity"
     lower_is_better = True
@@ -209,12 +202,8 @@ class MLM(Task):
     def new_config(self):
         import transformers
 
-        kind = transformers.BertConfig
-        names = {}
-        if self.causal:
-            kind = transformers.GPT2Config
-            names = GPT2_NAMES
-        known = [*kind().to_dict(), *names]
+        kind = transformers.GPT2Config if self.causal else transformers.BertConfig
+        known = [*kind().to_dict(), *kind.attribute_map, "intermediate_size"]
         for key in self.sizes:
             if key not in known:
                 raise unknown("key", f"task.sizes.{key}", [f"task.sizes.{name}" for name in known])
@@ -223,13 +212,11 @@ class MLM(Task):
             number = getattr(self.tokenizer, f"{mark}_token_id")
             if number is not None:
                 options[f"{mark}_token_id"] = number
-        sizes = {
-            "max_position_embeddings": max(512, self.block),
-            "vocab_size": len(self.tokenizer),
-            **self.sizes,
-        }
-        for key, value in sizes.items():
-            options[names.get(key, key)] = value
+        options["max_position_embeddings"] = max(512, self.block)
+        options["vocab_size"] = len(self.tokenizer)
+        options |= self.sizes
+        if self.causal:  # a name that GPT-2 does not share
+            options["n_inner"] = options.pop("intermediate_size", None)
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**options)
             if config.hidden_size % config.num_attention_heads:

@@ -13,12 +13,11 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.atomic_write import write_rows
 from crt_exp.experiments.data import corpora, full_tensor
-from crt_exp.experiments.data.sources import stand_in
+from crt_exp.experiments.data.sources import Place, stand_in
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.models import lstm
@@ -35,7 +34,7 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.validation import Count, Files, NotNegative, Positive
+from crt_exp.validation import Count, Files, NotNegative, Positive, Rate
 
 
 class Sampling(TypedDict):
@@ -77,11 +76,11 @@ class PTB(Task):
 
     corpus: Annotated[str, Files(("ptb", "wikitext2"))]
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     init: Annotated[str, Files(("scratch",))]
     width: Count
     layers: Count
-    dropout: Annotated[float, Field(ge=0, lt=1)]
+    dropout: Rate
     bptt: Count
     softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
     sampling: Sampling

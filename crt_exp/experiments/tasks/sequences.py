@@ -25,7 +25,6 @@ from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.language import (
     PRESETS,
-    Dropout,
     LanguageDescription,
     LanguageModel,
     Positions,
@@ -33,7 +32,7 @@ from crt_exp.experiments.models.language import (
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, Whole
+from crt_exp.validation import Count, Files, Rate, Whole
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
@@ -48,7 +47,7 @@ class SequenceTask(Task):
     preset: Literal[*PRESETS] | None
     sizes: dict[str, Any]
     positions: Positions | None
-    dropout: Dropout
+    dropout: Rate
     checkpointing: bool
 
     # name of the option that sets the length of the longest row

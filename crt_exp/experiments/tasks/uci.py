@@ -30,7 +30,7 @@ from crt_exp.experiments.intervals import (
     interval_text,
     student_interval,
 )
-from crt_exp.experiments.predictions import Prediction, read_predictions, write_predictions
+from crt_exp.experiments.predictions import Prediction, write_predictions
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
@@ -103,44 +103,34 @@ class UCI(Measurement):
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def records(
-        self, mechanism: Mechanism, seed: int, done: list[dict] = ()
-    ) -> Iterator[dict[str, Any]]:
-        """Yield a record for each split and projection set, then the mean and its CI.
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield a row for each split and projection set, then the mean and its CI.
 
         The 95% CI is over splits.
         """
-        tests = [r for r in done if r["split"] == "split"]
         draws = 1 if mechanism.is_exact and not self.baseline else self.draws
-        steps = range(len(tests), self.repeats * draws)
-        predicted = self.saved_predictions(len(tests))
-        for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
+        scores = []
+        predicted: list[Prediction] = []
+        steps = tqdm(
+            range(self.repeats * draws),
+            desc=f"{self.table.name}: {mechanism}",
+            disable=None,
+            leave=False,
+        )
+        for step in steps:
             repeat, draw = divmod(step, draws)
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
-            scores, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
-            if self.predictions and self.directory:
-                tested = self.divided_rows(seed, repeat)[2]
-                for row, answer in zip(tested, answers):
-                    key = {"repeat": repeat, "draw": draw, "example": row}
-                    predicted.append(key | self.named_answer(row, answer))
-                write_predictions(predicted, self.directory)
-            tests.append(
-                {
-                    "step": step,
-                    "epoch": 0,
-                    "split": "split",
-                    "repeat": repeat,
-                    "draw": draw,
-                    **scores,
-                }
-            )
-            yield tests[-1]
-        scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
+            row, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
+            for number, answer in zip(self.divided_rows(seed, repeat)[2], answers):
+                key = {"repeat": repeat, "draw": draw, "example": number}
+                predicted.append(key | self.named_answer(number, answer))
+            scores.append(row[self.metric])
+            yield {"split": "split", "repeat": repeat, "draw": draw, **row}
+        if self.predictions and self.directory:
+            write_predictions(predicted, self.directory)
+        scores = np.reshape(scores, (self.repeats, draws))
         means = scores.mean(1)
         yield {
-            "step": len(tests),
-            "epoch": 0,
-            "split": "test",
             self.metric: float(means.mean()),
             f"{self.metric}_std": float(means.std(ddof=1)) if self.repeats > 1 else None,
             **self.interval(means),
@@ -149,8 +139,7 @@ class UCI(Measurement):
             f"{self.metric}_percent": (100 * scores).mean(1).tolist(),
             "rows": len(self.table),
             "columns": self.features.shape[1],
-            **self.bias(mechanism, seed, tests[-1]["sigma"]),
-            "final": True,
+            **self.bias(mechanism, seed, row["sigma"]),
         }
 
     def interval(self, means: np.ndarray) -> dict[str, float | str | None]:
@@ -164,16 +153,6 @@ class UCI(Measurement):
         else:
             ends = student_interval(means, self.metric, overlap=test / train)
         return interval_record(self.metric, ends, over)
-
-    def saved_predictions(self, steps: int) -> list[Prediction]:
-        """Predictions of the first steps of an interrupted run."""
-        if not (steps and self.predictions and self.directory):
-            return []
-        saved = read_predictions(self.directory)
-        if saved is None:
-            return []
-        step = saved["repeat"].astype(int) * self.draws + saved["draw"].astype(int)
-        return saved[step < steps].to_dict("records")
 
     def named_answer(self, row: int, answer: Any) -> Prediction:
         label = self.table.target[row]
