@@ -1,7 +1,6 @@
-"""Loggers: Weights & Biases, progress lines and curves.png."""
+"""Loggers: Weights & Biases, and curves.png."""
 
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,7 +10,6 @@ from typing import Any, Literal
 from crt_exp.experiments.runner.configuration import directory_override, is_sweep
 from crt_exp.registry import ConfigError
 
-EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
 
 
@@ -93,46 +91,6 @@ class WandbLogger(Logger):
                 f"W&B run saved offline; upload with `wandb sync {Path(self.run.dir).parent}`",
                 file=sys.stderr,
             )
-
-
-@dataclass
-class ProgressLine:
-    """Prints step, loss, metric, samples/s and time left every EVERY seconds.
-
-    Args:
-        total: Steps of the run.
-        at: Step of this process.
-        batch: Samples of a step.
-        shown: Whether this process prints.
-    """
-
-    total: int
-    at: int
-    batch: float
-    shown: bool
-    metric: str = ""
-
-    def __post_init__(self):
-        self.first = self.at
-        self.began = self.last = time.monotonic()
-
-    def step(self, loss: float) -> None:
-        self.at += 1
-        elapsed = time.monotonic() - self.began  # includes evaluations and checkpoints
-        seconds = elapsed / (self.at - self.first)
-        left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
-        self._print(
-            f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
-        )
-
-    def evaluating(self, split: str, read: int) -> None:
-        """Print the number of evaluated micro-batches."""
-        self._print(f"evaluating {split}: {read} batches")
-
-    def _print(self, text: str) -> None:
-        if self.shown and time.monotonic() >= self.last + EVERY:
-            self.last = time.monotonic()
-            print(f"step {self.at} of {self.total}, {text}", file=sys.stderr, flush=True)
 
 
 def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crt_exp.attention.base import same_step
 from crt_exp.experiments.data import full_tensor
@@ -27,7 +28,6 @@ from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.checkpoint import TrainingState
 from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
-from crt_exp.experiments.runner.loggers import ProgressLine
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import description
@@ -38,7 +38,7 @@ from crt_exp.experiments.runner.trainer_config import (
     make_optimizer,
     schedule,
 )
-from crt_exp.experiments.tasks.base import Plan, Reader, Task
+from crt_exp.experiments.tasks.base import PROGRESS, Plan, Reader, Task
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
@@ -113,6 +113,7 @@ class Trainer:
             self.adapters,
         )
         self.rate = 0.0
+        self.score = ""  # of the last evaluation
         self.stopping = False
         self.overdue = False
         self.feed: Iterator[Any] | None = None
@@ -152,9 +153,15 @@ class Trainer:
         """Continue from the state in the run directory, up to the final record."""
         self.training_state.restore()
         self.progress = self.training_state.progress
-        batch = self.task.length("train") / max(1, self.per_epoch)  # samples of a step
-        self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
-        with self.signals:
+        self.bar = tqdm(
+            desc="training",
+            total=self.total,
+            initial=self.progress.step,
+            unit=" steps",
+            disable=not self.distributed.main,
+            **PROGRESS,
+        )
+        with self.signals, self.bar:
             self.module.train()
             while not self._between_steps():
                 self._step()
@@ -306,7 +313,8 @@ class Trainer:
             progress.epoch += 1
             progress.position = 0
             self.feed = None
-        self.line.step(loss)
+        self.bar.set_postfix_str(f"loss {loss:.4g}{self.score}", refresh=False)
+        self.bar.update()
         if progress.step % self.config.log_every == 0:
             grad_norm = norm if math.isfinite(norm) else None
             self._record(
@@ -364,7 +372,7 @@ class Trainer:
         self._record(self.task.validation, **metrics)
         value = metrics[metric]
         formatted = "nan" if value is None else f"{value:.4f}"
-        self.line.metric = f", {metric} {formatted}"
+        self.score = f", {metric} {formatted}"
         if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
             progress.best = {
                 "step": progress.step,
@@ -399,7 +407,7 @@ class Trainer:
                     self.seed,
                     world.device,
                     *shard,
-                    self.line.evaluating,
+                    world.rank == 0,
                     config.evaluate,
                 )
                 result = self.task.evaluate(self.scored, split, reader)

@@ -11,12 +11,14 @@ from typing import Any, dataclass_transform
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import checked
 
+PROGRESS = {"delay": 10, "mininterval": 10}  # seconds before and between lines of progress
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
 
@@ -252,7 +254,7 @@ class Reader:
     `task.evaluate(model, "validation", Reader(task, batch=32))`.
 
     Args:
-        progress: callback before each micro-batch, with the split and the micro-batches read.
+        progress: print the number of micro-batches read.
         limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
             if this limit left rows unread.
         world: number of processes.
@@ -266,7 +268,7 @@ class Reader:
         device: torch.device | str = "cpu",
         rank: int = 0,
         world: int = 1,
-        progress: Callable[[str, int], None] | None = None,
+        progress: bool = False,
         limit: int | None = None,
     ):
         self.task = task
@@ -283,12 +285,18 @@ class Reader:
         """Yield micro-batches of at most `batch` rows, in row order."""
         from accelerate.utils import send_to_device
 
-        for read, item in enumerate(self.task.batches(split, self.plan)):
+        batches = tqdm(
+            self.task.batches(split, self.plan),
+            f"evaluating {split}",
+            unit=" batches",
+            leave=False,
+            disable=not self.progress,
+            **PROGRESS,
+        )
+        for read, item in enumerate(batches):
             if self.limit is not None and read == self.limit.batches:
                 self.limit.partial = True
                 return
-            if self.progress:
-                self.progress(split, read)
             yield send_to_device(item, self.device, non_blocking=True)
 
     def sum(self, *values: Any) -> list[float]:
