@@ -256,6 +256,8 @@ def from_hub(
     try:
         return load()
     except Exception as error:  # each library has its own errors
+        if "trust_remote_code" in str(error):
+            raise DataError(f"{name}: needs the code of its repository, which is not run") from None
         if files:
             while error.__cause__:  # "An error occurred while generating the dataset"
                 error = error.__cause__
@@ -263,7 +265,7 @@ def from_hub(
         else:
             problem = f"not readable from the Hugging Face hub: {reason_of(error)}."
             problem += " Check the name and the network."
-        raise DataError(f"{name}: {problem} {otherwise}") from None
+        raise DataError(f"{name}: {problem} {otherwise}".strip()) from None
 
 
 def load_rows(
@@ -295,5 +297,5 @@ def load_rows(
 
 
 def reason_of(error: Exception) -> str:
-    """First line of an error message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """First line of an error message, at most 300 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

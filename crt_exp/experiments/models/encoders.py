@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import check_network, reason_of
+from crt_exp.experiments.data.sources import from_hub, reason_of
 from crt_exp.experiments.models import folder
 from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
@@ -174,25 +174,11 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
 
 def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     """Call `load` and turn its errors into a DataError that states the fix."""
-    from safetensors import SafetensorError
-
-    if not (local := Path(origin.name).is_dir()):
-        check_network()
-    try:
-        with quiet():
-            return load()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
-        source = f"{origin.option}={origin.name}: its {what}"
-        if "trust_remote_code" in str(error):
-            raise DataError(
-                f"{source} needs the code of its repository (auto_map), which is not run"
-            ) from None
-        fix = (
-            ""
-            if local
-            else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
-        )
-        raise DataError(f"{source} is not readable: {reason_of(error)[:300]}{fix}") from None
+    name = f"{origin.option}={origin.name}: its {what}"
+    local = origin.name if Path(origin.name).is_dir() else None
+    fix = f"Or `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+    with quiet():
+        return from_hub(load, name, "" if local else fix, local)
 
 
 @contextmanager
@@ -253,7 +239,7 @@ def buildable(option: str, library: str = "transformers") -> Iterator[None]:
         raise
     except Exception as error:  # exception types differ between models and libraries
         raise ConfigError(
-            f"{option}: {library} cannot build the model: {reason_of(error)[:300]}"
+            f"{option}: {library} cannot build the model: {reason_of(error)}"
         ) from None
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, sources
 from crt_exp.experiments.data.sources import reason_of
 from crt_exp.experiments.models.encoders import EXACT, buildable, quiet
 from crt_exp.experiments.models.folder import (
@@ -274,9 +275,7 @@ def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
     try:
         return load_state_dict(file, use_ema=False, weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
-        raise DataError(
-            f"{named}: {file}: not readable as weights: {reason_of(error)[:300]}"
-        ) from None
+        raise DataError(f"{named}: {file}: not readable as weights: {reason_of(error)}") from None
 
 
 def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
@@ -291,7 +290,7 @@ def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
             # reads files of all versions of transformers
             theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     except Exception as error:
-        raise DataError(f"{named}: weights are not readable: {reason_of(error)[:300]}") from None
+        raise DataError(f"{named}: weights are not readable: {reason_of(error)}") from None
     weights = {}
     for name, tensor in theirs.items():
         for old, new in MAE_NAMES.items():
@@ -349,16 +348,13 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
     config = timm.get_pretrained_cfg(name)
     theirs = tuple(str(number) for number in range(config.num_classes or 0))
     check_classes(f"task.model={name}", theirs, description.classes, new_head)
-    try:
-        with quiet():
-            model = timm.create_model(
-                name, pretrained=True, drop_path_rate=drop_path, **description.arguments()
-            )
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"task.init=pretrained: no weights of task.model={name} ({reason_of(error)[:300]}); `hf "
-            f"download timm/{name} --local-dir DIR`, task.init=DIR"
-        ) from None
+    options = description.arguments() | {"pretrained": True, "drop_path_rate": drop_path}
+    with quiet():
+        model = sources.from_hub(
+            partial(timm.create_model, name, **options),
+            f"task.init=pretrained: weights of task.model={name}",
+            f"Or `hf download timm/{name} --local-dir DIR`, then task.init=DIR",
+        )
     if new_head and config.num_classes:
         model.reset_classifier(len(description.classes))
     return model

@@ -1,7 +1,7 @@
 """Atomic checkpoints `<root>/step-N/` and the training state in them.
 
 A checkpoint has tensors as safetensors (`model`, `optimizer`), other state as JSON (`state`), and `manifest.json` with
-size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
+the SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
 """
 
 import hashlib
@@ -37,7 +37,6 @@ from crt_exp.experiments.runner.run import (
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # subfolder of the run directory
 
@@ -65,8 +64,8 @@ def save(
         digests = {}
         for name, content in files.items():
             write_atomic(temporary / name, content)
-            digests[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": digests})
+            digests[name] = {"sha256": hashlib.sha256(content).hexdigest()}
+        write_json(temporary / MANIFEST, {"step": step, "files": digests})
         shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
@@ -90,12 +89,10 @@ def damage(path: Path) -> str | None:
     """Return what is wrong with the files of a checkpoint, or None if it is intact.
 
     Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
-    CheckpointError if the checkpoint cannot be read, or has the format of another version: it may be intact.
+    CheckpointError if the checkpoint cannot be read: it may be intact.
     """
     try:
         return _first_difference(path)
-    except CheckpointError:
-        raise
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
@@ -109,13 +106,8 @@ def _first_difference(path: Path) -> str | None:
         return f"{MANIFEST} is missing"
     content = (path / MANIFEST).read_bytes()
     try:
-        manifest = json.loads(content)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path}: its format is {manifest['format']}, this version reads {FORMAT}; use the "
-                "version of crt_exp that wrote it, or another hydra.run.dir"
-            )
-        digests = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+        files = json.loads(content)["files"]
+        digests = {name: entry["sha256"] for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not a manifest: {error}"
     for name, digest in digests.items():

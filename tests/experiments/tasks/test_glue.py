@@ -286,7 +286,7 @@ def test_incomplete_folders_and_weights_of_another_architecture(task_of, tmp_pat
     save_file({"something.weight": torch.zeros(2)}, folder / "model.safetensors", {"format": "pt"})
     for gone, words in (
         (None, "wrong weights for BertFor"),
-        ("model.safetensors", "its weights is not readable"),
+        ("model.safetensors", "its weights: not readable"),
         ("vocab.txt", "/bert: no tokenizer; expected tokenizer.json"),
         ("config.json", "config.json"),
     ):
