@@ -211,9 +211,7 @@ class Mechanism:
         for key, value in (choices | {"m": m} | options).items():
             part = key.partition(".")[0]
             if value is not None and part in ("features", "sampler", "m") and part not in used:
-                is_plain = isinstance(value, int | float | str | list)
-                text = format_value(value) if is_plain else definition_of(value).__name__
-                unused.append(f"{key}={text}")
+                unused.append(f"{key}={format_value(value)}")
         if unused:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])

@@ -202,13 +202,8 @@ def classify(options: ImageOptions) -> int:
             bad.append(error)
             continue
         probabilities = classifier.model(pixels[None])[0].float().softmax(-1)
-        likely = probabilities.topk(min(LIKELIEST, len(classifier.classes)))
-        row = {"image": file}
-        for rank, i in enumerate(likely.indices.tolist(), 1):
-            row[f"class{rank}"] = classifier.classes[i]
-            row[f"probability{rank}"] = round(float(probabilities[i]), 3)
-        rows.append(row)
-    print(pd.DataFrame(rows).to_csv(index=False), end="")
+        rows.append({"image": file} | likeliest("class", probabilities, classifier.classes))
+    print(pd.DataFrame(rows).to_csv(index=False, float_format="%.3f"), end="")
     return exit_code(bad, files, options.input)
 
 
@@ -275,6 +270,7 @@ def label_texts(options: TextOptions) -> None:
 def fill_masks(options: TextOptions) -> None:
     """Write a row for each mask: text, number of the mask, top tokens and their probabilities."""
     model, tokenizer, length = load_encoder(options, MASKED)
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     table, (column,) = read_texts(options.input, ["text"])
     rows = []
     for number, text in table[column].items():
@@ -286,16 +282,20 @@ def fill_masks(options: TextOptions) -> None:
             raise DataError(f"{named} has no {tokenizer.mask_token}; write it in place of a word")
         if len(ids) > length:
             raise DataError(f"{named} has {len(ids)} tokens; expected at most {length}")
-        probabilities = model(**tokens).logits[0, masks].float().softmax(-1)
-        likely = probabilities.topk(min(LIKELIEST, probabilities.shape[-1]))
-        for i in range(len(masks)):
-            row = {column: text, "mask": i + 1}
-            words = tokenizer.convert_ids_to_tokens(likely.indices[i].tolist())
-            for rank, word in enumerate(words, 1):
-                row[f"token{rank}"] = word
-                row[f"probability{rank}"] = float(likely.values[i, rank - 1])
-            rows.append(row)
+        probabilities = model(**tokens).logits[0, masks].float().softmax(-1)[:, : len(words)]
+        for i, chances in enumerate(probabilities, 1):
+            rows.append({column: text, "mask": i} | likeliest("token", chances, words))
     write_table(pd.DataFrame(rows), options.output)
+
+
+def likeliest(name: str, probabilities: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Columns of the most probable entries (V,): their names and probabilities."""
+    row: dict[str, Any] = {}
+    likely = probabilities.topk(min(LIKELIEST, len(names)))
+    for rank, (i, probability) in enumerate(zip(likely.indices.tolist(), likely.values), 1):
+        row[f"{name}{rank}"] = names[i]
+        row[f"probability{rank}"] = float(probability)
+    return row
 
 
 def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:

@@ -99,24 +99,21 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
     Draws nothing if both have fewer than two records.
     """
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from crt_exp.experiments.drawing import save_figure
 
-    loss = []
-    scores = []
-    for record in records:
-        if record["split"] == "train":
-            loss.append((record["step"], record.get("loss")))
-        elif not record.get("final"):
-            scores.append((record["step"], record.get(metric)))
-    loss = [point for point in loss if point[1] is not None]
-    scores = [point for point in scores if point[1] is not None]
-    if max(len(loss), len(scores)) < 2:
+    frame = DataFrame(records, columns=["step", "split", "final", "loss", metric])
+    train = frame["split"] == "train"
+    curves = {
+        "training loss": frame[train].set_index("step")["loss"],
+        f"validation {metric}": frame[~train & frame["final"].isna()].set_index("step")[metric],
+    }
+    if max(curve.count() for curve in curves.values()) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*zip(*loss), lw=1)
-    left.set(title="training loss", xlabel="step")
-    right.plot(*zip(*scores), marker="o", ms=3, lw=1)
-    right.set(title=f"validation {metric}", xlabel="step")
+    for ax, (title, curve) in zip(figure.subplots(1, 2), curves.items()):
+        curve = curve.dropna().astype(float)
+        ax.plot(curve.index, curve, marker="o", ms=3, lw=1)
+        ax.set(title=title, xlabel="step")
     save_figure(figure, directory / CURVES)

@@ -24,6 +24,7 @@ from crt_exp.estimators.kernel_regression import (
     KernelRegressionRegressor,
 )
 from crt_exp.experiments.data import tabular
+from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.intervals import (
     binomial_interval,
     interval_record,
@@ -31,15 +32,15 @@ from crt_exp.experiments.intervals import (
     student_interval,
 )
 from crt_exp.experiments.predictions import Prediction, write_predictions
-from crt_exp.experiments.tasks.base import Measurement
+from crt_exp.experiments.tasks.base import Measurement, task_class
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import unknown
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.validation import Count, FileName, Positive, Several, checked, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, split_words
 
 
-@checked("task")
+@task_class
 class UCI(Measurement):
     """Kernel regression on one table, with the Gaussian kernel.
 
@@ -56,48 +57,45 @@ class UCI(Measurement):
     lower_is_better = False
     accepts_own_kernel = True
 
-    def __init__(
-        self,
-        dataset: str,
-        scaling: Literal["standard", "minmax", "none"],
-        split: tuple[Positive, Positive, Positive],
-        repeats: Count,
-        sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
-        draws: Count = 1,
-        data_dir: str | None = None,
-        csv: FileName | None = None,
-        target: str | None = None,
-        kind: tabular.Kind | None = None,
-        baseline: str | None = None,
-        predictions: bool = True,
-    ):
-        if abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split={list(split)}: expected three fractions with sum 1")
-        if (data_dir if csv else target or kind) is not None:
-            raise ValueError("task.target, task.kind: only for task.csv=FILE; task.data_dir is not")
-        self.table, self.note = (
-            tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
-        )
+    dataset: str
+    scaling: Literal["standard", "minmax", "none"]
+    split: tuple[Positive, Positive, Positive]
+    repeats: Count
+    sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]]  # squares stay finite
+    draws: Count = 1
+    data_dir: str | None = None
+    csv: FileName | None = None
+    target: str | None = None
+    kind: tabular.Kind | None = None
+    baseline: str | None = None
+    predictions: bool = True
+
+    def __post_init__(self):
+        if abs(sum(self.split) - 1) > 1e-9:
+            raise ValueError(f"task.split={list(self.split)}: expected three fractions with sum 1")
+        self.note = ""
+        self.file = None
+        if self.csv:
+            refuse_data_dir(self.data_dir, "task.csv")
+            self.table, self.note = tabular.read_own(self.csv, self.target, self.kind)
+        elif self.target or self.kind:
+            raise ValueError("task.target, task.kind: only for task.csv=FILE")
+        else:
+            self.table = tabular.load(self.dataset, self.data_dir)
+            self.file = tabular.file_of(self.dataset, self.data_dir)
         # float64, because float32 rounds a date of 12 digits before scaling
         self.features = self.table.encode()
-        if scaling == "none" and np.isnan(self.features).any():
+        if self.scaling == "none" and np.isnan(self.features).any():
             raise ValueError(
                 f"task.scaling=none: values are missing ({self.note}); set standard or minmax"
             )
-        self.file = None if csv else tabular.file_of(dataset, data_dir)
-        self.scaling = scaling
-        self.split = split
-        self.repeats = repeats
-        self.draws = draws
-        self.predictions = predictions
-        self.sigmas = list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
-        self.baseline, self.options = split_words(baseline) if baseline else (None, {})
-        if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
-            raise unknown("task.baseline (classification only)", self.baseline, [*BASELINES])
-        if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
+        self.method, self.options = split_words(self.baseline) if self.baseline else (None, {})
+        if self.method and (self.method not in BASELINES or self.metric == "r2"):
+            raise unknown("task.baseline (classification only)", self.method, [*BASELINES])
+        if not 1 <= round(self.split[0] * len(self.table)) <= len(self.table) - 2:
             raise ValueError(
-                f"task.split={list(split)}: a part of the {len(self.table)} rows is empty"
+                f"task.split={list(self.split)}: a part of the {len(self.table)} rows is empty"
             )
 
     def inputs(self) -> list[Path | None]:
@@ -231,8 +229,8 @@ class UCI(Measurement):
             KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         )
         gamma = sigma**2 / 2
-        if self.baseline:
-            return BASELINES[self.baseline](
+        if self.method:
+            return BASELINES[self.method](
                 gamma=gamma, n_components=self.options.get("m"), random_state=seed
             )
         if not mechanism.estimates:
