@@ -1,6 +1,7 @@
 """task=locomotion and task=arm_sweeping: policies with implicit attention, evolution strategies, their worlds."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -369,9 +370,9 @@ def test_what_is_refused(typed, tmp_path, options, words):
 
 
 def test_without_the_extra_one_line_names_it(typed, tmp_path, monkeypatch):
-    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
     check_refused(
         typed("task=locomotion", "logger=none", f"hydra.run.dir={tmp_path / 'run'}"),
-        ["task=locomotion: gymnasium and mujoco missing", "pip install 'crt_exp[robotics]'"],
+        ["gymnasium", "pip install 'gymnasium'"],
         tmp_path / "run",
     )
