@@ -43,15 +43,16 @@ from crt_exp.validation import files_named, parameters
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
     "resume.",
-    "sweep.",  # only runs of earlier versions have the key
     "logger.",
     "trainer.prefetch.",
     "trainer.keep.",
     "trainer.cpu.",
     "trainer.save_minutes.",
     "task.cache_dir.",
-    "task.predictions.",
     "task.workers.",
+    # keys that only runs of earlier versions have
+    "sweep.",
+    "task.predictions.",
 )
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory

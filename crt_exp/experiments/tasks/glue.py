@@ -71,7 +71,8 @@ class GLUE(Task):
     target: str | None = None
     kind: Kind | None = None
     split: tuple[Positive, Positive, Positive] | None = None
-    predictions: bool = True
+
+    predictions = True
 
     def __post_init__(self):
         self.validation = "dev"

@@ -160,9 +160,9 @@ class ImageNet(ImageTask):
     smoothing: Rate
     drop_path: Rate
     layer_decay: Part
-    predictions: bool = True
 
     metric = "accuracy"
+    predictions = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -275,10 +275,9 @@ class ImageNet(ImageTask):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
         answers = reader.gather(answers)
         self.predicted = []
-        if self.predictions:
-            for name, (label, answer) in zip(self.evaluated_names(split, reader.plan), answers):
-                row = {"label": self.classes[label], "prediction": self.classes[answer]}
-                self.predicted.append({"example": name, **row})
+        for name, (label, answer) in zip(self.evaluated_names(split, reader.plan), answers):
+            row = {"label": self.classes[label], "prediction": self.classes[answer]}
+            self.predicted.append({"example": name, **row})
         return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

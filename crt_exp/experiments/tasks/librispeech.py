@@ -94,9 +94,9 @@ class LibriSpeech(Task):
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
     init: Annotated[str, Files(("scratch",))]
-    predictions: bool = True
 
     metric = "wer"
+    predictions = True
     lower_is_better = True
     reported = ("cer",)
 

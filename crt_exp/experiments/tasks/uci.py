@@ -68,7 +68,6 @@ class UCI(Measurement):
     target: str | None = None
     kind: tabular.Kind | None = None
     baseline: str | None = None
-    predictions: bool = True
 
     def __post_init__(self):
         if abs(sum(self.split) - 1) > 1e-9:
@@ -124,7 +123,7 @@ class UCI(Measurement):
                 predicted.append(key | self.named_answer(number, answer))
             scores.append(row[self.metric])
             yield {"split": "split", "repeat": repeat, "draw": draw, **row}
-        if self.predictions and self.directory:
+        if self.directory:
             write_predictions(predicted, self.directory)
         scores = np.reshape(scores, (self.repeats, draws))
         means = scores.mean(1)
