@@ -18,11 +18,11 @@ from helpers.stopping import stopped_and_continued
 from helpers.task_options import SHORT, TASKS, composed_task
 from omegaconf import OmegaConf
 
-from crt_exp import swap_attention
+from crt_exp import swap_attention, train
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.sources import select
 from crt_exp.experiments.models import conformer_transducer, language, lstm, vision
-from crt_exp.experiments.runner import checkpoint, fit
+from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.tasks.base import Plan, Reader
 from crt_exp.experiments.tasks.mlm import MaskedModel
@@ -468,7 +468,7 @@ def untrained(typed, monkeypatch):
     """The lines that a run prints whose training and evaluation are left out."""
 
     def run(*args):
-        monkeypatch.setattr(fit, "run_training", lambda *_: [defaultdict(float, split="test")])
+        monkeypatch.setattr(train, "run_training", lambda *_: [defaultdict(float, split="test")])
         code, out, err = typed(*args, "logger=none", "trainer.steps=0")
         assert code == 0, err
         return out.splitlines()

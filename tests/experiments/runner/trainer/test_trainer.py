@@ -13,7 +13,8 @@ from helpers.toy import FILES, OVERSHOT, PLAIN, assert_close, checkpoints, recor
 from omegaconf import OmegaConf
 from torch import nn
 
-from crt_exp.experiments.runner import checkpoint, fit
+from crt_exp import train
+from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.trainer import Trainer
 from crt_exp.experiments.tasks.base import PROGRESS, Plan, Reader
 from crt_exp.features.base import NotFinite
@@ -153,7 +154,7 @@ def test_a_run_is_not_done_without_its_picture(typed, tmp_path, monkeypatch):
     before = threading.enumerate()
     with monkeypatch.context() as patch:
         patch.setattr(
-            Trainer, "fit", lambda self: (whole(self), patch.setattr(fit, "draw_curves", refuse))
+            Trainer, "fit", lambda self: (whole(self), patch.setattr(train, "draw_curves", refuse))
         )
         code, _, err = typed("trainer.steps=3")
     assert code == 2, err
