@@ -78,7 +78,10 @@ def main() -> None:
     except KeyboardInterrupt:  # between two runs of a sweep
         fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
-        has_failed = show_sweep()
+        try:
+            has_failed = show()
+        except (ConfigError, OSError) as error:
+            fail(error)
     if has_failed:
         sys.exit(FAILED_RUN_CODE)
     if world_size() > 1:
@@ -92,14 +95,6 @@ def run(cfg: DictConfig) -> float | None:
     """
     with report_errors(), own_names(folders()):
         return execute(cfg)
-
-
-def show_sweep() -> bool:
-    """Print the table of a finished sweep; return whether a run failed."""
-    try:
-        return show()
-    except (ConfigError, OSError) as error:
-        fail(error)
 
 
 def execute(cfg: DictConfig) -> float | None:

@@ -340,7 +340,8 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
         if keys != [name for name in frames[1] if name not in ANSWERS]:
             raise NotComparable("predictions.csv.gz has other columns")
         both = frames[0].merge(frames[1], on=keys, suffixes=("_1", "_2"))
-        both = of_test_split(both, first.first)
+        if "split" in both:  # several are recorded
+            both = both[both["split"] == first.first.final["split"]]
         pairs.append(both.assign(seed=seed))
     joined = concat(pairs, ignore_index=True)
     different = joined["label_1"] != joined["label_2"]
@@ -351,13 +352,6 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
     if joined["example"].nunique() < 2:
         raise NotComparable("less than two common test examples")
     return joined.rename(columns={"label_1": "label"})
-
-
-def of_test_split(frame: "DataFrame", run: Run) -> "DataFrame":
-    """Return the predictions of the split of the final record, where several are recorded."""
-    if "split" not in frame:
-        return frame
-    return frame[frame["split"] == run.final["split"]]
 
 
 def mcnemar(one: np.ndarray, two: np.ndarray) -> Comparison:

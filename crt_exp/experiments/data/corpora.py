@@ -350,17 +350,14 @@ def prepare(options: Sequence[str]) -> None:
     for option in options:
         for name in re.split(r"[\[\],]", option.partition("=")[2]):
             place = Path(name)
-            if place.parent == FOLDER and not place.exists():
-                prepare_one(place)
-
-
-def prepare_one(place: Path) -> None:
-    kind, _, number = place.stem.partition("-")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        part = Path(folder) / place.name
-        MAKE[kind](part, int(number))
-        part.replace(place)
+            if place.parent != FOLDER or place.exists():
+                continue
+            kind, _, number = place.stem.partition("-")
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+                part = Path(folder) / place.name
+                MAKE[kind](part, int(number))
+                part.replace(place)
 
 
 def write_held_out(file: Path, every: int) -> None:

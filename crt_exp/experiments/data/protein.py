@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -345,13 +345,6 @@ def next_token_batch(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tens
         inputs.append(np.append(BEGIN, target[:-1]))
         targets.append(target)
     return batch_of(inputs, targets)
-
-
-def masked_batch(
-    rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
-) -> dict[str, Tensor]:
-    """Batch with BERT's masking of each row, by a generator of the row's own."""
-    return batch_of(*zip(*map(masking.mask_row, rows, generators)))
 
 
 def letter_masking() -> Masking:

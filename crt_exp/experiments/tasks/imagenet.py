@@ -106,11 +106,6 @@ class ImageTask(Task):
         asked = listed_batches(part, split, plan, repeats)
         yield from by_workers(micro, asked, self.workers)
 
-    def evaluated_names(self, split: str, plan: Plan) -> list[str]:
-        """Names of the images of an evaluation over all processes, in the order of reading."""
-        rows = plan.evaluated(self.length(split))
-        return self.splits[split].names(evaluation_order(self.length(split))[rows])
-
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
         return parameter.dim() >= 2 and name.split(".")[-1] not in TOKENS
@@ -275,7 +270,9 @@ class ImageNet(ImageTask):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
         answers = reader.gather(answers)
         self.predicted = []
-        for name, (label, answer) in zip(self.evaluated_names(split, reader.plan), answers):
+        rows = self.length(split)
+        order = evaluation_order(rows)[reader.plan.evaluated(rows)]
+        for name, (label, answer) in zip(self.splits[split].names(order), answers):
             row = {"label": self.classes[label], "prediction": self.classes[answer]}
             self.predicted.append({"example": name, **row})
         return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}

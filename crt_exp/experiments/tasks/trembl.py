@@ -117,7 +117,8 @@ class TrEMBL(SymbolTask):
             if self.causal:
                 yield protein.next_token_batch(rows, self.max_length)
             else:
-                yield protein.masked_batch(rows, map(plan.rng, numbers), self.masking)
+                masked = map(self.masking.mask_row, rows, map(plan.rng, numbers))
+                yield protein.batch_of(*zip(*masked))
 
     # ---- metrics
 
