@@ -67,14 +67,25 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     )
 
 
-def mismatch(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that is missing, unexpected or of another shape; None if all fit."""
-    expected_shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected_shapes.keys() | shapes.keys()):
-        shape = shapes.get(name, "none")
-        if shape != expected_shapes.get(name, "none"):
-            return f"{name} has shape {shape}, expected {expected_shapes.get(name, 'none')}"
+def without(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors whose names do not contain a part, such as ".swapped."."""
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def mismatch(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], more: bool = False
+) -> str | None:
+    """The first tensor that is missing, unexpected or of another shape; None if all fit.
+
+    more: whether there may be unexpected tensors.
+    """
+    names = expected.keys() if more else expected.keys() | tensors.keys()
+    for name in sorted(names):
+        shapes = []
+        for source in (tensors, expected):
+            shapes.append(tuple(source[name].shape) if name in source else "none")
+        if shapes[0] != shapes[1]:
+            return f"{name} has shape {shapes[0]}, expected {shapes[1]}"
     return None
 
 
@@ -95,8 +106,7 @@ def check_shapes(
             state = make().state_dict()
     except RuntimeError:  # overflow of the number of elements
         raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
-    used = {name: tensor for name, tensor in tensors.items() if name in state}
-    if wrong := mismatch(state, used):
+    if wrong := mismatch(state, tensors, more=True):
         raise ConfigError(f"{named}: {wrong} from {CONFIG}")
 
 
@@ -105,9 +115,8 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
 
     The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
-    weights = {name: tensor for name, tensor in tensors.items() if name in state}
-    if wrong := mismatch(state, weights):
+    weights = without(tensors, ".swapped.")
+    if wrong := mismatch(without(model.state_dict(), ".swapped."), weights):
         raise ConfigError(f"{source}: {wrong}; use the task.sizes of that run")
     model.load_state_dict(weights, strict=False)
 

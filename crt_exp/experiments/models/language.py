@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.state import make_room
-from crt_exp.experiments.models.folder import check_shapes, mismatch, open_folder, save_folder
+from crt_exp.experiments.models.folder import (
+    check_shapes,
+    mismatch,
+    open_folder,
+    save_folder,
+    without,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap.swap import LayerMaker
@@ -411,10 +417,6 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
         return saved
 
 
-def without_attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if ".attention." not in name}
-
-
 def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Mechanism) -> bool:
     """Load saved weights into a model; return whether its attention is the same.
 
@@ -424,11 +426,11 @@ def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Me
     same = mechanism.describe() == source.mechanism.describe()
     saved = source.untied()
     if not same:
-        saved = without_attention(saved)
+        saved = without(saved, ".attention.")
     make_room(model, saved)
     expected = model.state_dict()
     if not same:
-        expected = without_attention(expected)
+        expected = without(expected, ".attention.")
     if wrong := mismatch(expected, saved):
         raise ConfigError(
             f"{source.named}: {wrong}; use the sizes, length and positions of that run"

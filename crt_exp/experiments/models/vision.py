@@ -28,6 +28,7 @@ from crt_exp.experiments.models.folder import (
     refuse_adapters,
     save_tensors,
     whole_folder,
+    without,
 )
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, differences, json_object
@@ -233,8 +234,7 @@ class Checkpoint(NamedTuple):
         config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
             return mae_weights(self.path, self.named)
-        tensors = tensors_of(self.path, self.named)
-        return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
+        return without(tensors_of(self.path, self.named), ".swapped.")
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
@@ -441,8 +441,8 @@ def save_model(
     directory: Path,
 ) -> None:
     """Write `<directory>/model` atomically from the model's weights. Raises OSError."""
-    noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
-    weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
+    weights = without(tensors, ".swapped.")
+    noise = {name: tensors[name] for name in tensors.keys() - weights.keys()}
     with whole_folder(directory) as folder:
         (folder / "config.json").write_text(
             json.dumps(description.written(mechanism), indent=1) + "\n"
