@@ -13,9 +13,9 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
+from pandas import DataFrame
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import write_rows
 from crt_exp.experiments.data import corpora, full_tensor
 from crt_exp.experiments.data.sources import Place, stand_in
 from crt_exp.experiments.data.text import IGNORED
@@ -290,8 +290,8 @@ def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
     """
     edges = np.linspace(0.0, 1.001 * max(map(np.max, lengths.values())), 61)
     counts = {name: np.histogram(part, edges)[0] for name, part in lengths.items()}
-    columns = (column.tolist() for column in (edges[:-1], edges[1:], *counts.values()))
-    write_rows(directory / "lengths.csv", [["from", "to", *counts], *zip(*columns)])
+    table = DataFrame({"from": edges[:-1], "to": edges[1:], **counts})
+    table.to_csv(directory / "lengths.csv", index=False)
     figure, axes = new_figure(1, 2, figsize=(7, 3), layout="constrained")
     for ax, (name, part) in zip(axes, counts.items()):
         ax.stairs(part, edges, fill=True)
