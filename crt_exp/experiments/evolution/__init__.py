@@ -339,9 +339,5 @@ def restored(directory: Path | None, done: int) -> State | None:
     if path is None:
         return None
     counts = checkpoint.load_state(path)
-    if done < counts["records"]:
-        raise checkpoint.CheckpointError(
-            f"{path}: expected {counts['records']} records in metrics.jsonl, found "
-            f"{done}; restore the file, or move {path.parent} away to start over"
-        )
+    checkpoint.check_records(path, counts, done)
     return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

@@ -151,6 +151,15 @@ def load_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_bytes())
 
 
+def check_records(path: Path, state: dict[str, Any], records: int) -> None:
+    """Raise CheckpointError if metrics.jsonl lacks records that precede a checkpoint."""
+    if records < state["records"]:
+        raise CheckpointError(
+            f"{path}: expected {state['records']} records in metrics.jsonl, found {records}; "
+            f"restore the file, or move {path.parent} away to start over"
+        )
+
+
 # ---- tensors
 
 
@@ -333,11 +342,7 @@ class TrainingState:
             return
         state = load_state(path)
         records = self.distributed.broadcast(len(self.run.records))
-        if records < state["records"]:
-            raise CheckpointError(
-                f"{path}: expected {state['records']} records in metrics.jsonl, found {records}; "
-                f"restore the file, or move {self.root} away to start over"
-            )
+        check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:
