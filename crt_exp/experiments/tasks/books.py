@@ -59,7 +59,6 @@ class Books(SymbolTask):
             self.stand_in = stand_in("books", "WikiText-2", "text=DIR", "pg19")
         self.causal = self.direction == "unidirectional"
         apart = self.rows == "apart"
-        self.load()
         files = self.files()
         if self.saved is not None and "tokenizer" in self.saved.symbols:
             tokenizer = fast_tokenizer(self.saved.symbols["tokenizer"])
@@ -82,7 +81,6 @@ class Books(SymbolTask):
             for split, own in files.items()
         }
         texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
-        self.train_text = texts["train"]
         self.data = {}
         for split, text in texts.items():
             if apart:
@@ -157,5 +155,5 @@ class Books(SymbolTask):
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        counts = self.train_text.counts(self.predictable) + 1.0
+        counts = self.data["train"].text.counts(self.predictable) + 1.0
         return counts / counts.sum()

@@ -166,7 +166,6 @@ class Pixels(SymbolTask):
         self.size = self.size or (32 if self.inputs() else 8)
         self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels
-        self.load()
         self.describe(
             VALUES + 1,
             self.row_length,

@@ -84,9 +84,10 @@ class SymbolTask(SequenceTask):
     counted = "tokens"  # name of the number of symbols in the metrics
     compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
-    def load(self) -> None:
-        """Load the model of task.init into `saved`; raises DataError."""
-        self.saved = None if self.init == "scratch" else language.load(self.init, "task.init")
+    @cached_property
+    def saved(self) -> language.SavedLanguageModel | None:
+        """The model of task.init; raises DataError."""
+        return None if self.init == "scratch" else language.load(self.init, "task.init")
 
     def describe(self, symbols: int, length: int, vocabulary: Mapping[str, Any]) -> None:
         """Set the model description from task.init, or from the options.
@@ -220,7 +221,6 @@ class Recall(SymbolTask):
                 f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
                 f"{self.pairs} pairs and {self.asked} queries"
             )
-        self.load()
         if self.saved is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
         self.describe(

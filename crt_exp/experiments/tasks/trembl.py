@@ -57,7 +57,6 @@ class TrEMBL(SymbolTask):
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
-        self.load()
         split_by = {} if self.dataset == "generated" else {"split": "letters"}
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
         self.masking = protein.letter_masking()
