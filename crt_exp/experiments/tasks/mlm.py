@@ -215,8 +215,8 @@ class MLM(Task):
         options["max_position_embeddings"] = max(512, self.block)
         options["vocab_size"] = len(self.tokenizer)
         options |= self.sizes
-        if self.causal:  # a name that GPT-2 does not share
-            options["n_inner"] = options.pop("intermediate_size", None)
+        if self.causal and "intermediate_size" in options:  # the name that GPT-2 does not share
+            options["n_inner"] = options.pop("intermediate_size")
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**options)
             if config.hidden_size % config.num_attention_heads:
