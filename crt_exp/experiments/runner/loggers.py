@@ -103,7 +103,10 @@ def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> 
 
     from crt_exp.experiments.drawing import save_figure
 
-    frame = DataFrame(records, columns=["step", "split", "final", "loss", metric])
+    columns = dict.fromkeys(
+        ["step", "split", "final", "loss", metric]
+    )  # the metric may be the loss
+    frame = DataFrame(records, columns=[*columns])
     train = frame["split"] == "train"
     curves = {
         "training loss": frame[train].set_index("step")["loss"],
