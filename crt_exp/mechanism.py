@@ -31,7 +31,6 @@ from crt_exp.registry import (
     import_object,
     import_path,
     is_known,
-    is_map,
     known_names,
     own_options,
     read_yaml,
@@ -180,7 +179,7 @@ class Mechanism:
         'favorpp m=64 sampler=givens'
         """
         name = from_import_path("attention", canonical("attention", name))
-        of_map = is_map(name) or isinstance(name, FeatureMap) or is_known("features", name)
+        of_map = FEATURES.is_one(name) or isinstance(name, FeatureMap) or is_known("features", name)
         if of_map and not is_known("attention", name):
             if features is not None:
                 raise ConfigError(
@@ -212,9 +211,7 @@ class Mechanism:
         for key, value in (choices | {"m": m} | options).items():
             part = key.partition(".")[0]
             if value is not None and part in ("features", "sampler", "m") and part not in used:
-                is_plain = isinstance(value, int | float | str | list)
-                text = format_value(value) if is_plain else definition_of(value).__name__
-                unused.append(f"{key}={text}")
+                unused.append(f"{key}={format_value(value)}")
         if unused:
             raise ConfigError(f"attention={what}: does not use {' '.join(unused)}; remove it")
         node = apply_changes(f"attention {what}", node, changes[""])
@@ -231,24 +228,20 @@ class Mechanism:
         return cls._build(name and what, node, parts, m, seed)
 
     @classmethod
-    def from_config(cls, cfg: Any, choice: Callable[[str], str | None]) -> "Mechanism":
-        """Build the mechanism of a composed run configuration (a DictConfig).
+    def from_config(
+        cls, config: dict[str, Any], choice: Callable[[str], str | None]
+    ) -> "Mechanism":
+        """Build the mechanism of the configuration of a run, as plain values.
 
         `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
         with its sampler.
         """
-        from omegaconf import OmegaConf
-
-        if cfg.get("attention") is None:
+        node = config.get("attention")
+        if node is None:
             node, _ = read_preset(BASE)
-        else:
-            node = OmegaConf.to_container(cfg.attention)
-        parts = {}
-        for group in PARTS:
-            content = OmegaConf.to_container(cfg[group], resolve=True)
-            parts[group] = Component(group, choice(group), content)
+        parts = {group: Component(group, choice(group), dict(config[group])) for group in PARTS}
         m = parts["features"].content.pop("m")
-        return cls._build(choice("attention"), resolve_references(node), parts, m, cfg.seed)
+        return cls._build(choice("attention"), node, parts, m, config["seed"])
 
     @classmethod
     def _build(
@@ -276,10 +269,7 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        if self.features is None:
-            return False
-        features = self._map("softmax") if self.features.is_node else self.features.content
-        return features.estimates
+        return self.features is not None and self.map(own_kernel=True).estimates
 
     @property
     def own_kernel(self) -> bool:
@@ -301,7 +291,7 @@ class Mechanism:
         >>> Mechanism.of("favor", m=16).columns
         32
         """
-        return self._map("softmax").width(self.m) if self.draws else None
+        return self.map(own_kernel=True).width(self.m) if self.draws else None
 
     @property
     def is_exact(self) -> bool:
@@ -312,22 +302,16 @@ class Mechanism:
         """Return the mechanism with m projections; unchanged if it samples none."""
         return replace(self, m=whole_number(m, "m")) if self.draws else self
 
-    def map(self, kernel: str = "softmax") -> FeatureMap:
+    def map(self, kernel: str = "softmax", *, own_kernel: bool = False) -> FeatureMap:
         """Return the feature map of a kernel, "softmax" or "gaussian".
 
-        Raises ConfigError if the mechanism has no feature map, or one with its own kernel.
+        own_kernel: whether a feature map with its own kernel may take the place. Raises ConfigError if the mechanism
+        has no feature map, or one with its own kernel that may not.
         """
-        if self.own_kernel:
+        if self.own_kernel and not own_kernel:
             raise ConfigError(
                 f"features={self.features.name}: has its own kernel; expected a softmax feature map"
             )
-        return self._map(kernel)
-
-    def kernel_map(self) -> FeatureMap:
-        """Return the feature map for kernel regression: its own kernel, or Gaussian."""
-        return self._map("gaussian")
-
-    def _map(self, kernel: str) -> FeatureMap:
         if "phi" in self.options:
             return construct(self.options["phi"])
         if self.features is None:
@@ -351,7 +335,7 @@ class Mechanism:
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
-        return self._map("softmax").noise(
+        return self.map(own_kernel=True).noise(
             self.m, lambda part: self.sampler(part.m, d, generator, batch=batch)
         )
 
@@ -613,7 +597,7 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
         return Component(group, choice, node)
-    if is_map(target):
+    if FEATURES.is_one(target):
         check_options(group, target, changes)
         target = target(**changes)
     elif changes:

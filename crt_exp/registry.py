@@ -6,7 +6,7 @@ The files of conf/ define the names, for the library and for the command line: "
 
 import json
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -77,25 +77,14 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
         _OWN.reset(before)
 
 
-UNKNOWN_USER = "~NAME of a path names no user; write $HOME or the whole path"
-
-
 def user_message(error: Exception) -> str | None:
     """Return what to tell the user about an error; None for a bug, which keeps its traceback."""
     if isinstance(error, RuntimeError) and "home directory" in str(error):
-        return UNKNOWN_USER  # of expanduser()
+        return "~NAME of a path names no user; write $HOME or the whole path"  # of expanduser()
     message = explain(error)
     if message is None and isinstance(error, RuntimeError | ImportError):
         return None
     return message or str(error)
-
-
-def written_folder(name: str | Path, key: str) -> Path:
-    """The path of a folder that is written, with a leading ~ expanded. Raises ConfigError."""
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key}={name}: {UNKNOWN_USER}") from None
 
 
 def own_folders() -> tuple[Path, ...]:
@@ -194,16 +183,36 @@ def own_options(node: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key[0] != "_"}
 
 
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted names and values of a nested dictionary."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            yield from leaves(value, name)
+    else:
+        yield prefix, node
+
+
+def differences(old: Any, new: Any) -> dict[str, str]:
+    """The dotted keys in which two configurations differ, each with both values.
+
+    An absent key equals null.
+
+    >>> differences({"lr": 1, "seed": {"a": None}}, {"lr": 2})
+    {'lr': 'lr (it was 1, now 2)'}
+    """
+    old = dict(leaves(old))
+    new = dict(leaves(new))
+    result = {}
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            result[key] = f"{key} (it was {old.get(key, 'absent')}, now {new.get(key, 'absent')})"
+    return result
+
+
 def construct(node: dict[str, Any], **options: Any) -> Any:
     """Call the `_target_` of a node with its keys. No other value is imported."""
     return import_object(node["_target_"])(**own_options(node), **options)
-
-
-def instantiate(node: Any) -> Any:
-    """Build the object that a node of a composed configuration describes."""
-    from omegaconf import OmegaConf
-
-    return construct(OmegaConf.to_container(node, resolve=True))
 
 
 # ---- the node of a file: a `_target_` with its keys
@@ -214,16 +223,22 @@ class Group:
     """What the `_target_` of a configuration group must be, and which keys it takes."""
 
     what: str
-    is_one: Callable[[Any], bool]
-    supplied: tuple[str, ...] = ()  # parameters that the run supplies
+    base: str = ""  # class of which it is a subclass, imported when needed because torch is slow
+    takes: tuple[str, ...] = ()  # parameters that it must have, and that the run supplies
+    supplied: tuple[str, ...] = ()  # further parameters that the run supplies
     # further keys, if all parts are present
     extra: dict[str, Parameter] = field(default_factory=dict)
     parts: dict[str, "Group"] = field(default_factory=dict)  # keys with a `_target_` of their own
     optional: bool = False
 
+    def is_one(self, target: Any) -> bool:
+        if self.base:
+            return isinstance(target, type) and issubclass(target, import_object(self.base))
+        return callable(target) and set(self.takes) <= parameters(target).keys()
+
     def options(self, target: Any) -> dict[str, Parameter]:
         """The parameters of a class that a file may set."""
-        apart = (*self.supplied, *self.parts)
+        apart = (*self.takes, *self.supplied, *self.parts)
         return {key: parameter for key, parameter in parameters(target).items() if key not in apart}
 
 
@@ -254,33 +269,19 @@ def uses(attention: dict[str, Any]) -> frozenset[str]:
     return frozenset({"sampler", "m"}) if attention["phi"].get("projection", True) else frozenset()
 
 
-def takes(*names: str) -> Callable[[Any], bool]:
-    return lambda target: callable(target) and set(names) <= parameters(target).keys()
-
-
-def subclass_of(path: str) -> Callable[[Any], bool]:
-    """Return a check for subclasses; `path` is imported when it is called, because torch is slow."""
-
-    def check(target: Any) -> bool:
-        return isinstance(target, type) and issubclass(target, import_object(path))
-
-    return check
-
-
-is_map = subclass_of("crt_exp.features.base.FeatureMap")
-FEATURES = Group("a FeatureMap", is_map, ("kernel",))
+FEATURES = Group("a FeatureMap", base="crt_exp.features.base.FeatureMap", supplied=("kernel",))
 SAMPLER = Group(
     "a function of m, d, generator and batch",
-    takes("m", "d", "generator", "batch"),
-    ("m", "d", "generator", "batch", "dtype"),
+    takes=("m", "d", "generator", "batch"),
+    supplied=("dtype",),
 )
 SIZES = ("heads", "d", "kv_heads", "causal", "cross", "scaling", "seed", "layer")
 ATTENTION = Group(
     f"a module made of {', '.join(SIZES)} (hand on **options)",
-    takes(*SIZES),
-    ("sampler", "m", *SIZES),
-    {"kernel": Parameter(str, False)},
-    {"phi": FEATURES},
+    takes=SIZES,
+    supplied=("sampler", "m"),
+    extra={"kernel": Parameter(str, False)},
+    parts={"phi": FEATURES},
     optional=True,
 )
 

@@ -19,10 +19,26 @@ if __name__ == "__main__":
     sys.exit()
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from crt_exp.experiments.data import world_size
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from crt_exp.experiments.data import inside_torchrun, rank, world_size
 from crt_exp.experiments.runner.command_line import check_command_line, with_file_names
-from crt_exp.experiments.runner.configuration import folders
+from crt_exp.experiments.runner.configuration import (
+    check_composed,
+    choice,
+    folders,
+    is_sweep,
+    mechanism_part,
+    output_directory,
+    override_key,
+    overrides,
+)
 from crt_exp.experiments.runner.exit_handling import (
     FAILED_RUN_CODE,
     Stopped,
@@ -30,19 +46,25 @@ from crt_exp.experiments.runner.exit_handling import (
     fail,
     report_errors,
 )
-from crt_exp.experiments.runner.fit import build, fit
-from crt_exp.experiments.runner.run import agree_on_start
-from crt_exp.experiments.runner.sweep import show, use_sweeper
+from crt_exp.experiments.runner.loggers import CURVES, draw_curves
+from crt_exp.experiments.runner.run import PARTIAL, RunDirectory, agree_on_start, is_finished
+from crt_exp.experiments.runner.sweep import (
+    BASIC,
+    PLUGINS,
+    UsedOptionsSweeper,
+    check_direction,
+    description,
+    show,
+)
 from crt_exp.optional import HideBeforeTransformers
-from crt_exp.registry import CONF, ConfigError, own_names
+from crt_exp.registry import CONF, ConfigError, construct, import_object, own_names
 
 
 def main() -> None:
     """Run the command line, in one process or in every process of torchrun."""
-    import hydra
-
     sys.meta_path.insert(0, HideBeforeTransformers)
-    agree_on_start()
+    if world_size() > 1:
+        agree_on_start()
     try:
         sys.argv[1:] = with_file_names(sys.argv[1:])
         if text := check_command_line(sys.argv[1:]):
@@ -50,32 +72,143 @@ def main() -> None:
             return
     except ConfigError as error:
         fail(error)
-    use_sweeper()
+    PLUGINS[BASIC] = UsedOptionsSweeper  # Hydra's basic sweeper
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between two runs of a sweep
         fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
-        has_failed = show_sweep()
+        try:
+            has_failed = show()
+        except (ConfigError, OSError) as error:
+            fail(error)
     if has_failed:
         sys.exit(FAILED_RUN_CODE)
     if world_size() > 1:
         exit_process()
 
 
-def run(cfg) -> float | None:
+def run(cfg: DictConfig) -> float | None:
     """Run one composed configuration; return the task's metric for Hydra sweeps.
 
     Only the first process returns a metric; the others return None.
     """
     with report_errors(), own_names(folders()):
-        task, mechanism = build(cfg)
-        return fit(cfg, task, mechanism)
+        return execute(cfg)
 
 
-def show_sweep() -> bool:
-    """Print the table of a finished sweep; return whether a run failed."""
+def execute(cfg: DictConfig) -> float | None:
+    """Execute a run, print its summary and return the final metric.
+
+    Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
+    ConfigError, and Stopped after a signal or a divergence.
+    """
+    config = check_composed(cfg)  # before the imports of tasks, which take seconds
+    from crt_exp.experiments.tasks.base import Measurement
+    from crt_exp.mechanism import Mechanism
+
+    if is_sweep():
+        task_class = import_object(config["task"]["_target_"])
+        check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
+    task = construct(config["task"])
+    mechanism = Mechanism.from_config(config, choice)
+    if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
+        with errors_of("features"):
+            mechanism.map()
+    run = run_training
+    unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
+    if isinstance(task, Measurement):
+        run = run_measurement
+        unused += overrides_of("trainer")
+    if unused:
+        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
+    if task.stand_in and rank() == 0:
+        print(task.stand_in, flush=True)
+    records = run(config, task, mechanism)
+    if not records:
+        return None
+    last = records[-1]
+    notes = [task.summary(records)]
+    if PARTIAL in last:
+        notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
+    if task.stand_in:
+        notes.append(task.stand_in)
+    print(f"{'; '.join(notes)}  [{output_directory()}]")
+    return last[task.metric]
+
+
+@contextmanager
+def errors_of(group: str) -> Iterator[None]:
+    """Prefix a constructor's ValueError with the choice that caused it."""
     try:
-        return show()
-    except (ConfigError, OSError) as error:
-        fail(error)
+        yield
+    except ValueError as error:
+        prefix = f"{group}={choice(group)}: "
+        raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
+
+
+def overrides_of(node: str) -> list[str]:
+    """Return the overrides of a node of the configuration and of keys below it."""
+    return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
+
+
+def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
+    """Return the records of a task that only measures."""
+    from accelerate.utils import set_seed
+
+    if world_size() > 1:
+        raise ConfigError(f"task={choice('task')}: supports one process only; remove torchrun")
+    if not (mechanism.estimates or mechanism.is_exact or task.measures_whole(mechanism)):
+        raise ConfigError(
+            f"task={choice('task')}: attention={mechanism.name} has no feature map; expected "
+            "features=..., attention=favorpp or attention=exact"
+        )
+    with RunDirectory(config, task, output_directory()) as run:
+        set_seed(config["seed"])
+        if is_finished(run.records):
+            return run.records
+        task.directory = run.directory
+        for record in task.records(mechanism, config["seed"], done=list(run.records)):
+            if record.get("final"):
+                record |= description(task, mechanism)
+                # all files are written before the final record marks the run as done
+                task.save_results([*run.records, record], run.directory)
+            run.log(**record)
+    return run.records
+
+
+def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
+    """Return the records of a task that trains; empty except on the first process."""
+    from accelerate.utils import set_seed
+
+    from crt_exp.experiments.runner.distributed import Distributed
+    from crt_exp.experiments.runner.trainer import Trainer, planned_steps
+
+    trainer = construct(config["trainer"])
+    trainer.check_processes(world_size())
+    if trainer.strategy == "fsdp" and not inside_torchrun():
+        raise ConfigError(
+            "trainer.strategy=fsdp: expected several processes; start with torchrun "
+            "--nproc_per_node=N -m crt_exp, or use trainer=default"
+        )
+    if trainer.strategy == "fsdp" and world_size() > 1:
+        task.check_shards()
+    if trainer.adapt:
+        task.check_adapters()
+    elif overrides_of("trainer.lora"):
+        unused = " ".join(overrides_of("trainer.lora"))
+        raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
+    planned_steps(trainer, task, world_size())
+    if choice("attention"):
+        with errors_of("attention"):
+            mechanism.layer(2, 8)
+    with (
+        Distributed(trainer.precision, trainer.cpu) as distributed,
+        RunDirectory(config, task, output_directory(), distributed.main) as run,
+    ):
+        set_seed(config["seed"])
+        if not distributed.broadcast(is_finished(run.records)):
+            Trainer(trainer, task, mechanism, run, distributed, config["seed"]).fit()
+        if distributed.main and not (run.directory / CURVES).is_file():
+            draw_curves(run.records, task.metric, run.directory)
+    return run.records

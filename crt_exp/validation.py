@@ -53,6 +53,9 @@ Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(ge=0, lt=1)]  # such as that of a dropout
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # the range of NumPy's seeds
 Complex = Annotated[
     complex, Strict(False)
 ]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
@@ -353,7 +356,10 @@ def parameters(target: Any) -> dict[str, Parameter]:
         return by_name
     owners = [cls for cls in getattr(target, "__mro__", ()) if "__init__" in vars(cls)]
     for maker in (target, *owners[1:-1]):  # the last owner is object
-        hints = annotations(maker)
+        function = maker.__init__ if isinstance(maker, type) else maker
+        hints = {}
+        with suppress(NameError):  # an annotation needs an import for type checkers only
+            hints = get_type_hints(function, include_extras=True)
         signature = inspect.signature(maker).parameters.values()
         for p in signature:
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
@@ -362,15 +368,6 @@ def parameters(target: Any) -> dict[str, Parameter]:
         if all(p.kind is not p.VAR_KEYWORD for p in signature):
             break
     return by_name
-
-
-def annotations(maker: Any) -> dict[str, Any]:
-    """The type hints of a callable; {} if one needs an import for type checkers only."""
-    try:
-        function = maker.__init__ if isinstance(maker, type) else maker
-        return get_type_hints(function, include_extras=True)
-    except NameError:
-        return {}
 
 
 def check_values(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
@@ -399,40 +396,30 @@ def check_options(prefix: str, target: Any, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{names[key]}: missing, expected {describe(parameter.hint)}")
 
 
-def files_named(value: Any, hint: Any) -> Iterator[str]:
-    """Yield the strings of a value that name files, by its annotation.
+def files_named(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
+    """Yield key and name of the files that a value names, by its annotation.
 
-    >>> [*files_named(["a.txt", "b"], list[FileName] | None)], [*files_named("a.txt", str)]
-    (['a.txt', 'b'], [])
+    >>> [*files_named("text", ["a.txt", "b"], list[FileName] | None)], [*files_named("text", "a.txt", str)]
+    ([('text', 'a.txt'), ('text', 'b')], [])
     """
     bare, *marks = split_annotation(hint)
     kind = get_origin(bare) or bare
     options = get_args(bare)
     for mark in marks:
         if isinstance(mark, Files) and isinstance(value, str) and value not in mark.words:
-            yield value
+            yield key, value
     if kind in (Union, types.UnionType):
         for option in options:
-            yield from files_named(value, option)
+            yield from files_named(key, value, option)
+    elif isinstance(value, Mapping) and is_typeddict(kind):
+        for name, parameter in parameters(kind).items():
+            yield from files_named(f"{key}.{name}", value.get(name), parameter.hint)
     elif isinstance(value, Mapping) and kind is dict and options:
         for entry in value.values():
-            yield from files_named(entry, options[1])
+            yield from files_named(key, entry, options[1])
     elif isinstance(value, Sequence) and not isinstance(value, str) and options:
         for entry in value:
-            yield from files_named(entry, options[0])
-
-
-def files_of_options(
-    prefix: str, target: Any, values: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Yield key and name of the files that the options of a class or a TypedDict name."""
-    for name, parameter in parameters(target).items():
-        value = values.get(name)
-        if is_typeddict(parameter.hint) and isinstance(value, Mapping):
-            yield from files_of_options(f"{prefix}.{name}", parameter.hint, value)
-        else:
-            for file in files_named(value, parameter.hint):
-                yield f"{prefix}.{name}", file
+            yield from files_named(key, entry, options[0])
 
 
 def checked(prefix: str) -> Callable[[type], type]:

@@ -74,13 +74,12 @@ def typed(monkeypatch, capsys, tmp_path):
             return done.returncode, done.stdout, done.stderr
         from accelerate.utils import memory
 
-        from crt_exp.experiments.runner import fit
-        from crt_exp.train import main
+        from crt_exp import train
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["crt_exp", *args])
         monkeypatch.setattr(
-            fit,
+            train,
             "draw_curves",
             lambda records, metric, directory: (directory / "curves.png").touch(),
         )
@@ -89,7 +88,7 @@ def typed(monkeypatch, capsys, tmp_path):
         code = 0
         _ = capsys.readouterr()
         try:
-            main()
+            train.main()
         except SystemExit as stop:
             code = stop.code or 0
         return code, *capsys.readouterr()

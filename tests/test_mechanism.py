@@ -16,7 +16,7 @@ from crt_exp import swap_attention
 from crt_exp.attention import Window
 from crt_exp.experiments.measure.advise import mechanisms
 from crt_exp.experiments.runner.command_line import compose
-from crt_exp.experiments.runner.configuration import load_task
+from crt_exp.experiments.runner.configuration import load_task, plain_config
 from crt_exp.features import OPRF, PosRF, Sum
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import CONF, ConfigError, choices, json_object, own_names, read_yaml
@@ -75,9 +75,8 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
 @pytest.mark.parametrize("name", choices("features"))
 def test_every_map_alone_is_read_from_what_it_writes(name):
     made = Mechanism.of(features=name, m=12, sampler="simplex")
-    kernel_map = Mechanism.kernel_map if made.own_kernel else Mechanism.map
     assert Mechanism.parse(str(made)) == made
-    assert kernel_map(made) == kernel_map(parsed(str(made)))
+    assert made.map(own_kernel=True) == parsed(str(made)).map(own_kernel=True)
     if name not in choices("attention"):
         assert parsed(f"{name} m=12 sampler=simplex") == made
 
@@ -146,7 +145,9 @@ def test_options_reach_the_layer_from_numpy_too():
 )
 def test_what_the_command_line_composes_is_written_and_saved(typed, text):
     cfg = compose(typed)
-    made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
+    made = Mechanism.from_config(
+        plain_config(cfg), {"attention": None, **cfg.hydra.runtime.choices}.get
+    )
     assert str(made) == text
     assert parsed(text) == made
     assert Mechanism.from_saved(made.to_saved(), "run") == made

@@ -6,7 +6,7 @@ from helpers.seeds import seeded
 
 from crt_exp import samplers
 from crt_exp.attention import Generalized, Linformer, Reformer, attention
-from crt_exp.experiments.runner.configuration import check_top
+from crt_exp.experiments.runner.configuration import check_plain
 from crt_exp.features import AngularHybrid, Hedgehog, Moments, PosRF
 from crt_exp.features.complex_exponential import _for_dimension
 from crt_exp.features.statistics import check_kernel
@@ -85,7 +85,7 @@ CALLS = {
         "lengths='unit': expected chi, sqrt_d",
     ),
     "key of the configuration": (
-        lambda: check_top({"tsk": "glue"}),
+        lambda: check_plain({"tsk": "glue"}),
         ConfigError,
         "tsk.*did you mean task",
     ),

@@ -57,7 +57,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
     mechanism = Mechanism.of(features=features)
     if not mechanism.own_kernel and not mechanism.estimates:
         raise ConfigError(NO_KERNEL.format(features))
-    return mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
+    return mechanism.map(kernel, own_kernel=True)
 
 
 @cache

@@ -23,10 +23,17 @@ import numpy as np
 
 from crt_exp.experiments.intervals import Interval, mean_ci, paired_shares_interval, scale_of
 from crt_exp.experiments.predictions import ANSWERS, read_predictions
-from crt_exp.experiments.runner.configuration import leaves
-from crt_exp.experiments.runner.run import FREE_KEYS, METRICS, PARTIAL, read_records
+from crt_exp.experiments.runner.run import (
+    CONFIG,
+    FREE_KEYS,
+    METRICS,
+    PARTIAL,
+    is_finished,
+    read_records,
+    saved_overrides,
+)
 from crt_exp.experiments.runner.sweep_table import DATA
-from crt_exp.registry import ConfigError, json_object, read_yaml, user_message
+from crt_exp.registry import ConfigError, leaves, read_yaml, user_message
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -55,14 +62,10 @@ class Run:
     def load(cls, directory: Path) -> "Run":
         """Load the files of a run. Raises ConfigError for an unfinished run."""
         records = read_records(directory / METRICS)
-        if not records or not records[-1].get("final"):
+        if not is_finished(records):
             raise ConfigError(f"{directory}: unfinished; continue the run with resume=auto")
-        config = dict(leaves(read_yaml(directory / "config.yaml")))
-        overrides = {}
-        for override in json_object(directory / "versions.json")["overrides"]:
-            key, _, value = override.lstrip("+~").partition("=")
-            overrides[key] = value
-        return cls(directory, config, overrides, records)
+        config = dict(leaves(read_yaml(directory / CONFIG)))
+        return cls(directory, config, saved_overrides(directory), records)
 
     @property
     def final(self) -> dict[str, Any]:
@@ -337,7 +340,8 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
         if keys != [name for name in frames[1] if name not in ANSWERS]:
             raise NotComparable("predictions.csv.gz has other columns")
         both = frames[0].merge(frames[1], on=keys, suffixes=("_1", "_2"))
-        both = of_test_split(both, first.first)
+        if "split" in both:  # several are recorded
+            both = both[both["split"] == first.first.final["split"]]
         pairs.append(both.assign(seed=seed))
     joined = concat(pairs, ignore_index=True)
     different = joined["label_1"] != joined["label_2"]
@@ -348,13 +352,6 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
     if joined["example"].nunique() < 2:
         raise NotComparable("less than two common test examples")
     return joined.rename(columns={"label_1": "label"})
-
-
-def of_test_split(frame: "DataFrame", run: Run) -> "DataFrame":
-    """Return the predictions of the split of the final record, where several are recorded."""
-    if "split" not in frame:
-        return frame
-    return frame[frame["split"] == run.final["split"]]
 
 
 def mcnemar(one: np.ndarray, two: np.ndarray) -> Comparison:

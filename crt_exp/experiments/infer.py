@@ -52,8 +52,8 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, images
-from crt_exp.experiments.data.files import IMAGES, files_ending, read_text_table
-from crt_exp.experiments.data.labelled_text import check_cells, text_columns
+from crt_exp.experiments.data.files import IMAGES, check_cells, files_ending, read_text_table
+from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
     SHORTEST,
     AudioPart,
@@ -67,16 +67,15 @@ from crt_exp.experiments.data.speech import (
 from crt_exp.experiments.data.text import numbered_lines
 from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
+    CONFIG,
     TRANSDUCER,
-    check_numbers,
-    description_in,
     folder_of,
     trained_length,
 )
-from crt_exp.registry import ConfigError, own_names, user_message
+from crt_exp.registry import ConfigError, json_object, own_names, user_message
 from crt_exp.swap.pretrained import from_pretrained
 from crt_exp.swap.saved import KEY
-from crt_exp.validation import Count, NotNegative, Several, check, parse_arguments
+from crt_exp.validation import Count, NotNegative, Seed, Several, check, parse_arguments
 
 LIKELIEST = 5  # classes printed for an image, tokens printed for a mask
 QUIET = 0.2  # seconds of the quietest part of the audio, where a segment ends
@@ -128,15 +127,12 @@ class TokenChoice:
             logits = transformers.TopPLogitsWarper(self.top_p)(None, logits)
         return logits.softmax(-1)
 
-    def draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Logits (B, V) and uniform numbers (B,) in [0, 1) -> symbols (B,)."""
-        probabilities = self.probabilities(logits)
-        sums = probabilities.cumsum(-1)
-        places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-        # rounding could select a symbol of probability 0
-        last = torch.where(probabilities > 0, places, 0).amax(-1)
-        drawn = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)
-        return drawn[:, 0].minimum(last)
+    def draw(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Logits (B, V) -> symbols (B,), each by a generator of its own on the CPU."""
+        drawn = []
+        for row, generator in zip(self.probabilities(logits).cpu(), generators):
+            drawn.append(torch.multinomial(row, 1, generator=generator))
+        return torch.cat(drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +141,7 @@ class SequenceOptions(TokenChoice):
     prompt: str = ""
     n: Count = 1
     length: Count | None = None
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    seed: Seed = 0
     device: Literal["cpu", "cuda"] = "cpu"
     output: str | None = None
     names: str | None = None
@@ -178,7 +174,7 @@ def kind_of_run(arguments: Sequence[str]) -> str:
         raise ConfigError("run: missing, expected the directory of a run")
     expected = f"a run of task={TASKS}"
     folder = folder_of(run, "run", f"the directory of {expected}")
-    config = description_in(folder, f"run={run}")
+    config = json_object(folder / CONFIG)
     match config:
         case {"architectures": [str(name)]}:  # a model of transformers, such as BertForMaskedLM
             kind = name.rpartition("For")[2]
@@ -206,13 +202,8 @@ def classify(options: ImageOptions) -> int:
             bad.append(error)
             continue
         probabilities = classifier.model(pixels[None])[0].float().softmax(-1)
-        likely = probabilities.topk(min(LIKELIEST, len(classifier.classes)))
-        row = {"image": file}
-        for rank, i in enumerate(likely.indices.tolist(), 1):
-            row[f"class{rank}"] = classifier.classes[i]
-            row[f"probability{rank}"] = round(float(probabilities[i]), 3)
-        rows.append(row)
-    print(pd.DataFrame(rows).to_csv(index=False), end="")
+        rows.append({"image": file} | likeliest("class", probabilities, classifier.classes))
+    print(pd.DataFrame(rows).to_csv(index=False, float_format="%.3f"), end="")
     return exit_code(bad, files, options.input)
 
 
@@ -279,6 +270,7 @@ def label_texts(options: TextOptions) -> None:
 def fill_masks(options: TextOptions) -> None:
     """Write a row for each mask: text, number of the mask, top tokens and their probabilities."""
     model, tokenizer, length = load_encoder(options, MASKED)
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     table, (column,) = read_texts(options.input, ["text"])
     rows = []
     for number, text in table[column].items():
@@ -290,16 +282,20 @@ def fill_masks(options: TextOptions) -> None:
             raise DataError(f"{named} has no {tokenizer.mask_token}; write it in place of a word")
         if len(ids) > length:
             raise DataError(f"{named} has {len(ids)} tokens; expected at most {length}")
-        probabilities = model(**tokens).logits[0, masks].float().softmax(-1)
-        likely = probabilities.topk(min(LIKELIEST, probabilities.shape[-1]))
-        for i in range(len(masks)):
-            row = {column: text, "mask": i + 1}
-            words = tokenizer.convert_ids_to_tokens(likely.indices[i].tolist())
-            for rank, word in enumerate(words, 1):
-                row[f"token{rank}"] = word
-                row[f"probability{rank}"] = float(likely.values[i, rank - 1])
-            rows.append(row)
+        probabilities = model(**tokens).logits[0, masks].float().softmax(-1)[:, : len(words)]
+        for i, chances in enumerate(probabilities, 1):
+            rows.append({column: text, "mask": i} | likeliest("token", chances, words))
     write_table(pd.DataFrame(rows), options.output)
+
+
+def likeliest(name: str, probabilities: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Columns of the most probable entries (V,): their names and probabilities."""
+    row: dict[str, Any] = {}
+    likely = probabilities.topk(min(LIKELIEST, len(names)))
+    for rank, (i, probability) in enumerate(zip(likely.indices.tolist(), likely.values), 1):
+        row[f"{name}{rank}"] = names[i]
+        row[f"probability{rank}"] = float(probability)
+    return row
 
 
 def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:
@@ -314,12 +310,11 @@ def load_encoder(options: TextOptions, head: str) -> tuple[Any, Any, int]:
     auto = getattr(transformers, f"AutoModelFor{head}")
 
     def load() -> Any:
-        if KEY in description_in(folder, f"run={options.run}"):
+        if KEY in json_object(folder / CONFIG):
             return from_pretrained(auto, folder)
         return auto.from_pretrained(folder, trust_remote_code=False)
 
     model = encoders.load_or_explain(load, origin, "weights").eval().to(options.device)
-    check_numbers(model.named_parameters(), f"run={options.run}")
     length = trained_length(folder) or model.config.max_position_embeddings
     return model, tokenizer, length
 
@@ -448,8 +443,7 @@ def generate(
     ended = set()
     for _ in range(count):
         logits = model(tokens, pasts=pasts)[:, -1].index_fill(-1, banned, -torch.inf)
-        numbers = [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
-        drawn = choice.draw(logits, torch.stack(numbers).to(device))
+        drawn = choice.draw(logits, generators).to(device)
         columns.append(drawn.tolist())
         ended |= {i for i, symbol in enumerate(columns[-1]) if symbol == end}
         if len(ended) == len(seeds):

@@ -15,6 +15,7 @@ import transformers
 from helpers import hostile
 from helpers.small_bert import sentence, write_model, write_text
 from helpers.small_speech import tone, write_digits
+from helpers.task_options import composed_task
 
 from crt_exp import Mechanism, from_pretrained
 from crt_exp.experiments import infer
@@ -22,9 +23,8 @@ from crt_exp.experiments.data import images
 from crt_exp.experiments.data.plan import Plan
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.models.conformer_transducer import greedy
-from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.tasks.trembl import VOCABULARY
-from crt_exp.registry import instantiate, own_names
+from crt_exp.registry import own_names
 
 PROTEINS = """task=trembl task.max_length=16 task.validation_share=0.1 task.test_share=0.1 task.cache_dir=null
     task.generated.sequences=150 task.generated.shortest=8 task.generated.longest=16 task.generated.nearest=2
@@ -52,7 +52,7 @@ def called(capsys):
 def export(line, mechanism, folder, change=lambda model: None):
     """The task and the model of an untrained run."""
     torch.manual_seed(0)
-    task = instantiate(compose(line.split()).task)
+    task = composed_task(line.split())
     model = task.build(Mechanism.parse(mechanism)).eval()
     change(model)
     task.export(model, model.state_dict(), folder)

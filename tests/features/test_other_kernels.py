@@ -104,13 +104,15 @@ def test_every_kernel_of_conf_is_under_the_laws():
             own.append(name)
     assert own
     assert not {*own} & {*map_names()}
-    actual = {Mechanism.of(features=name).kernel_map() for name in own}
+    actual = {Mechanism.of(features=name).map("gaussian", own_kernel=True) for name in own}
     assert actual <= {*OTHER_KERNELS}
-    actual = Mechanism.of(features="matern", **{"features.nu": 2.5}).kernel_map()
+    actual = Mechanism.of(features="matern", **{"features.nu": 2.5}).map(
+        "gaussian", own_kernel=True
+    )
     expected = MaternRF(nu=2.5)
     assert actual == expected
     assert Mechanism.of(features="matern").estimates
-    assert Mechanism.of(features="pos").kernel_map().kernel == "gaussian"
+    assert Mechanism.of(features="pos").map("gaussian", own_kernel=True).kernel == "gaussian"
     for name in own:
         with pytest.raises(ConfigError, match="has its own kernel"):
             Mechanism.of("favorp", features=name).layer(2, 8)

@@ -37,7 +37,7 @@ def cases(name: str) -> dict:
 
 def _features(name: str, sampler: str, kernel: str) -> dict:
     mechanism = Mechanism.of(features=name, sampler=sampler, m=M)
-    phi = mechanism.kernel_map() if mechanism.own_kernel else mechanism.map(kernel)
+    phi = mechanism.map(kernel, own_kernel=True)
     g = torch.Generator().manual_seed(0)
     x, y = (0.4 * torch.randn(2, n, D, generator=g, dtype=torch.float64) + 0.1 for n in (5, 7))
     noise = mechanism.noise(D, torch.Generator().manual_seed(1))

@@ -5,7 +5,9 @@ DATA stands for the folder of their data.
 
 from omegaconf import OmegaConf
 
-from crt_exp.registry import CONF
+from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.runner.configuration import plain_config
+from crt_exp.registry import CONF, construct
 
 
 def options_of(name):
@@ -13,6 +15,11 @@ def options_of(name):
     node = OmegaConf.load(CONF / "task" / f"{name}.yaml")
     options = OmegaConf.to_container(node.get("task", node), resolve=True)
     return {key: value for key, value in options.items() if not key.startswith("_")}
+
+
+def composed_task(words):
+    """The task of a command line."""
+    return construct(plain_config(compose(words))["task"])
 
 
 ENCODER = [

@@ -31,8 +31,7 @@ class Network(nn.Module):
 
 
 class Toy(Task):
-    """poison: the row whose input is not finite; pause: seconds that a micro-batch takes;
-    streamed: the length is not known."""
+    """poison: the row whose input is not finite; pause: seconds that a micro-batch takes."""
 
     metric = "accuracy"
 
@@ -45,7 +44,6 @@ class Toy(Task):
         noise=0.1,
         poison=None,
         pause=0.0,
-        streamed=False,
         weighted=False,
         test=True,
     ):
@@ -62,12 +60,11 @@ class Toy(Task):
         self.dropout = dropout
         self.noise = noise
         self.pause = pause
-        self.streamed = streamed
         self.weighted = weighted
         self.test = "test" if test else None
 
     def length(self, split):
-        return None if self.streamed and split == "train" else len(self.data[split][1])
+        return len(self.data[split][1])
 
     def build(self, mechanism):
         return Network(self.dim, self.width, self.dropout)

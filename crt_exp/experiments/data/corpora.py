@@ -27,6 +27,7 @@ from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.data.text import (
     IGNORED,
+    PARTS,
     SPECIAL,
     bert_tokenizer,
     content_key,
@@ -42,7 +43,6 @@ from crt_exp.experiments.data.vocabularies import new_tokenizer
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 OFFICIAL = ("ptb", "wikitext2")
-PARTS = {"train": "train", "validation": "valid", "test": "test"}
 HELD_OUT = 0.05  # share of lines for validation, and again for test
 COUNTED = 2**24  # tokens per call of bincount
 
@@ -350,17 +350,14 @@ def prepare(options: Sequence[str]) -> None:
     for option in options:
         for name in re.split(r"[\[\],]", option.partition("=")[2]):
             place = Path(name)
-            if place.parent == FOLDER and not place.exists():
-                prepare_one(place)
-
-
-def prepare_one(place: Path) -> None:
-    kind, _, number = place.stem.partition("-")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        part = Path(folder) / place.name
-        MAKE[kind](part, int(number))
-        part.replace(place)
+            if place.parent != FOLDER or place.exists():
+                continue
+            kind, _, number = place.stem.partition("-")
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+                part = Path(folder) / place.name
+                MAKE[kind](part, int(number))
+                part.replace(place)
 
 
 def write_held_out(file: Path, every: int) -> None:

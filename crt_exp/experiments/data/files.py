@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import numpy as np
 from filelock import FileLock
 
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.registry import written_folder
 
 if TYPE_CHECKING:  # pandas is imported at the first table, because the import takes half a second
     import pandas as pd
@@ -121,6 +120,29 @@ def read_text_table(path: Path, named: str) -> "pd.DataFrame":
     return read_table(path, named, **options).fillna("")
 
 
+def check_columns(
+    cells: "pd.DataFrame", columns: Iterable[str], named: str, instead: str = ""
+) -> None:
+    """Raise DataError if a column is missing; `instead` ends the advice."""
+    for column in columns:
+        if column not in cells:
+            present = ", ".join(cells.columns[:20]) or "no column"
+            raise DataError(
+                f"{named}: no column {column}; its header has {present}; rename a column{instead}"
+            )
+
+
+def check_cells(cells: "pd.DataFrame", columns: Iterable[str], named: str) -> None:
+    """Raise DataError for a missing column and for the first empty cell."""
+    check_columns(cells, columns, named)
+    for column in columns:
+        empty = cells[column] == ""
+        if empty.any():
+            raise DataError(
+                f"{named}: row {empty.idxmax()}, column {column} is empty; fill it in, or remove the row"
+            )
+
+
 def open_text(path: Path):
     open_file = gzip.open if path.suffix == ".gz" else open
     return open_file(path, "rt", encoding="utf-8-sig")
@@ -198,7 +220,7 @@ def cached_folder(directory: str | Path, key: str, write: Callable[[Path], None]
 
     The key must contain everything that determines the content. Raises DataError if the directory is not writable.
     """
-    folder = written_folder(directory, "task.cache_dir") / key
+    folder = Path(directory).expanduser() / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder.parent}.lock"):

@@ -8,8 +8,8 @@ Notation: n examples of a split, B of a batch, L tokens of the longest example o
 
 import random
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +49,18 @@ class GlueTask:
     hub_columns: tuple[str, ...] = ()  # if they differ from `columns`
     headless: tuple[str, ...] = ()  # columns of files without a header line
     metrics: tuple[str, ...] = ("accuracy",)
-    two_devs: bool = False  # matched and mismatched
+    # file name of each split; test labels are not published
+    splits: Mapping[str, str] = field(default_factory=lambda: {"train": "train", "dev": "dev"})
     broken: float = 0.0  # share of broken rows in the published files
 
     @property
     def source(self) -> str:
         return f"glue/{self.folder}"
 
-    @property
-    def outputs(self) -> int:
-        """Width of the model's head: the number of classes, or 1 for a score."""
-        return len(self.names) or 1
-
-    @property
-    def splits(self) -> dict[str, str]:
-        """File name without suffix of each split; test labels are not published."""
-        devs = (
-            {"dev": "dev_matched", "dev_mm": "dev_mismatched"} if self.two_devs else {"dev": "dev"}
-        )
-        return {"train": "train", **devs}
-
 
 ENTAILMENT = ("entailment", "not_entailment")
 NLI = ("entailment", "neutral", "contradiction")
+MATCHED = {"train": "train", "dev": "dev_matched", "dev_mm": "dev_mismatched"}
 TASKS = {
     "cola": GlueTask(
         "CoLA",
@@ -101,7 +90,7 @@ TASKS = {
     ),
     "stsb": GlueTask("STS-B", "score", spelled=(), metrics=("spearman", "pearson")),
     "mnli": GlueTask(
-        "MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), two_devs=True
+        "MNLI", "gold_label", NLI, NLI, hub_columns=("premise", "hypothesis"), splits=MATCHED
     ),
     "qnli": GlueTask("QNLI", "label", ENTAILMENT, ENTAILMENT, columns=("question", "sentence")),
     "rte": GlueTask("RTE", "label", ENTAILMENT, ENTAILMENT),
@@ -220,7 +209,8 @@ def label_of(task: GlueTask, text: str, place: str) -> int | float:
 def from_copy(name: str, split: str) -> Examples:
     task = TASKS[name]
     part = task.splits[split].replace("dev", "validation")
-    rows = load_rows(HUB, name, part, None, how_to_fetch(task.source))
+    hub = {"name": HUB, "config": name, "data_files": None}
+    rows = load_rows(hub, part, otherwise=how_to_fetch(task.source))
     if task.names != tuple(getattr(rows.features["label"], "names", ())):
         raise DataError(
             f"{HUB} ({name}): expected the classes {', '.join(task.names) or 'scores'}; use the files"

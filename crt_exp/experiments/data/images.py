@@ -185,14 +185,7 @@ def load_hub(hub: ImageHub) -> dict[str, Images]:
     splits = {}
     classes: tuple[str, ...] = ()
     for split, name in (("train", hub["split"]), ("val", hub["validation"])):
-        rows = load_rows(
-            hub["name"], hub["config"], name, hub["data_files"], "Or give a folder, task.data_dir."
-        )
-        if absent := {hub["image"], hub["label"]} - {*rows.column_names}:
-            raise DataError(
-                f"{hub['name']}: no column {absent.pop()}; set task.hub.image and task.hub.label "
-                f"(columns: {', '.join(rows.column_names)})"
-            )
+        rows = load_rows(hub, name, ("image", "label"))
         labels = np.array(rows[hub["label"]])
         names = getattr(rows.features[hub["label"]], "names", None) or map(
             str, range(max(labels) + 1)

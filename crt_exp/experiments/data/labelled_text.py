@@ -5,7 +5,7 @@ test, a share of the rows is held out. Rows that share a text stay in one part, 
 Notation: n rows.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from crt_exp.experiments.data import DataError, check_classes, warn
-from crt_exp.experiments.data.files import read_text_table
+from crt_exp.experiments.data.files import check_cells, check_columns, read_text_table
 from crt_exp.experiments.data.glue import Examples, GlueTask
 from crt_exp.experiments.data.sources import Hub, load_rows
 from crt_exp.experiments.data.tabular import Kind, numbers_of, target_of
@@ -116,7 +116,7 @@ def read_hub(hub: LabelledHub, target: str) -> dict[str, tuple[str, pd.DataFrame
     for part in PARTS:
         if hub[part] is None:
             continue
-        rows = load_rows(hub["name"], hub["config"], hub[part], hub["data_files"])
+        rows = load_rows(hub, hub[part])
         cells = rows.to_pandas()
         names = getattr(rows.features.get(target), "names", None)
         if names is not None:  # -1: no label
@@ -138,29 +138,6 @@ def text_columns(
         columns = ["text_a", "text_b"] if "text_a" in cells else ["text"]
     check_columns(cells, columns, named, instead)
     return list(columns)
-
-
-def check_columns(
-    cells: pd.DataFrame, columns: Iterable[str], named: str, instead: str = ""
-) -> None:
-    """Raise DataError if a column is missing; `instead` ends the advice."""
-    for column in columns:
-        if column not in cells:
-            present = ", ".join(cells.columns[:20]) or "no column"
-            raise DataError(
-                f"{named}: no column {column}; its header has {present}; rename a column{instead}"
-            )
-
-
-def check_cells(cells: pd.DataFrame, columns: Iterable[str], named: str) -> None:
-    """Raise DataError for a missing column and for the first empty cell."""
-    check_columns(cells, columns, named)
-    for column in columns:
-        empty = cells[column] == ""
-        if empty.any():
-            raise DataError(
-                f"{named}: row {empty.idxmax()}, column {column} is empty; fill it in, or remove the row"
-            )
 
 
 def check_range(targets: np.ndarray, named: str) -> None:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from crt_exp.experiments.data import images
+from crt_exp.experiments.data import DataError, images
 from crt_exp.experiments.data.plan import Plan
 from crt_exp.registry import ConfigError
 
@@ -53,24 +53,29 @@ def evaluation_order(n: int) -> np.ndarray:
 
 
 class MappedDataset(Dataset):
-    """What a function makes of each key."""
+    """What a function makes of each key; a DataError is an item, because a worker would change its message."""
 
     def __init__(self, make: Callable[[Any], Any]):
         self.make = make
 
     def __getitem__(self, key: Any) -> Any:
-        return self.make(key)
+        try:
+            return self.make(key)
+        except DataError as error:
+            return error
 
 
-def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | None) -> DataLoader:
-    """Apply `make` to each item in order, in worker processes.
+def by_workers(
+    make: Callable[[Any], Any], asked: Iterable[Any], workers: int | None
+) -> Iterator[Any]:
+    """Apply `make` to each item in order, in worker processes. Raises its DataError.
 
     workers: number of processes; 0: in this process; None: one per core, at most 8.
     """
     if workers is None:  # the processes of a run share the machine's cores
         workers = max(1, min(8, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     own = torch.Generator()  # else each epoch would draw from the global one
-    return DataLoader(
+    loader = DataLoader(
         MappedDataset(make),
         sampler=asked,
         batch_size=None,
@@ -78,6 +83,10 @@ def by_workers(make: Callable[[Any], Any], asked: Iterable[Any], workers: int | 
         worker_init_fn=leave_signals,
         generator=own,
     )
+    for item in loader:
+        if isinstance(item, DataError):
+            raise item
+        yield item
 
 
 @dataclass(eq=False)
@@ -96,16 +105,13 @@ class Micro:
     finish: Callable[[Tensor, Tensor, list[Generator]], dict[str, Tensor]]
     rng: Callable[[int], Generator]
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor] | str:
-        """Batch of the rows, or the message of Unreadable: an error that leaves a worker loses it."""
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """Batch of the rows; raises Unreadable."""
         pixels = []
         labels = []
         draws = []
         for number, source, label in rows:
-            try:
-                image = self.read(source)
-            except images.Unreadable as error:
-                return str(error)
+            image = self.read(source)
             draw = self.rng(number)
             with seeded_globals(draw):
                 pixels.append(self.transform(image))

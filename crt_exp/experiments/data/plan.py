@@ -47,21 +47,20 @@ class Plan:
     def rows(self, n: int, split: str, repeats: int = 1) -> Iterator[np.ndarray]:
         """Yield the row numbers of each micro-batch of this process.
 
-        The "train" split is shuffled. Other splits yield every row once, in order, or those of a sample within the
-        limit.
+        The "train" split is a new permutation each epoch, the same on every process; its last n mod batch rows are left
+        out. Other splits yield every row once, in order, or those of a sample within the limit. Joined in rank order,
+        the rows are those of the evaluation.
 
         Args:
             n: rows of the split.
             repeats: copies of each training row, numbered row, row + n, row + 2n, ..., so that `rng` differs between
                 copies. The epoch keeps its length and covers n / repeats of the rows.
         """
-        return self.shuffled(n, repeats) if split == "train" else self.ordered(n)
-
-    def shuffled(self, n: int, repeats: int = 1) -> Iterator[np.ndarray]:
-        """Yield rows of a new permutation each epoch, the same on every process.
-
-        The last n mod batch rows of the permutation are left out.
-        """
+        if split != "train":
+            mine = self._share(self.evaluated(n), self.rank)
+            for i in range(0, len(mine), self.batch):
+                yield mine[i : i + self.batch]
+            return
         order = np.random.default_rng([self.seed, self.epoch]).permutation(n)
         if repeats > 1:
             order = (order[:, None] + n * np.arange(repeats)).reshape(-1)
@@ -69,12 +68,6 @@ class Plan:
         for step in range(self.start, n // self.batch):
             mine = order[step * self.batch + self.rank * share :][:share]
             yield from mine.reshape(self.micro, -1)
-
-    def ordered(self, n: int) -> Iterator[np.ndarray]:
-        """Yield consecutive blocks; joined in rank order they are the rows of the evaluation."""
-        mine = self._share(self.evaluated(n), self.rank)
-        for i in range(0, len(mine), self.batch):
-            yield mine[i : i + self.batch]
 
     def evaluated(self, n: int) -> np.ndarray:
         """Rows of an evaluation of n rows over all processes, sorted."""
@@ -239,14 +232,14 @@ def pad_rows(rows: Sequence[np.ndarray], pad: int) -> Tensor:
     return result
 
 
-def with_key_mask(tokens: Tensor, lengths: Sequence[int]) -> dict[str, Tensor]:
-    """tokens (B, L), and key_mask (B, L), True = token, if there is padding."""
-    if min(lengths) == tokens.shape[1]:
-        return {"tokens": tokens}
-    return {
-        "tokens": tokens,
-        "key_mask": torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None],
-    }
+def token_batch(rows: Sequence[np.ndarray], pad: int) -> dict[str, Tensor]:
+    """tokens (B, L) of `pad_rows`, and key_mask (B, L), True = token, if there is padding."""
+    batch = {"tokens": pad_rows(rows, pad)}
+    lengths = torch.tensor([len(row) for row in rows])
+    longest = batch["tokens"].shape[1]
+    if lengths.min() < longest:
+        batch["key_mask"] = torch.arange(longest) < lengths[:, None]
+    return batch
 
 
 def row_sample(rows: int, count: int | None) -> np.ndarray:

@@ -12,26 +12,25 @@ import gzip
 import hashlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.files import cached_folder, files_ending, key_of
-from crt_exp.experiments.data.plan import pad_rows, with_key_mask
+from crt_exp.experiments.data.plan import pad_rows, token_batch
 from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import IGNORED, Masking, flag_table
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Whole
+from crt_exp.validation import Count, Rate, Whole
 
 # ambiguous, rare and unknown amino acids in UniProt
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
@@ -348,13 +347,6 @@ def next_token_batch(rows: Sequence[np.ndarray], longest: int) -> dict[str, Tens
     return batch_of(inputs, targets)
 
 
-def masked_batch(
-    rows: Sequence[np.ndarray], generators: Iterable[np.random.Generator], masking: Masking
-) -> dict[str, Tensor]:
-    """Batch with BERT's masking of each row, by a generator of the row's own."""
-    return batch_of(*zip(*map(masking.mask_row, rows, generators)))
-
-
 def letter_masking() -> Masking:
     """BERT's masking of letters: 80% MASK, 10% a random letter, 10% unchanged."""
     special = flag_table(TOKENS, range(len(LETTERS), TOKENS))
@@ -366,9 +358,7 @@ def batch_of(inputs: Sequence[np.ndarray], labels: Sequence[np.ndarray]) -> dict
 
     Labels are -100 at padding.
     """
-    return with_key_mask(pad_rows(inputs, PAD), [len(row) for row in inputs]) | {
-        "labels": pad_rows(labels, IGNORED)
-    }
+    return token_batch(inputs, PAD) | {"labels": pad_rows(labels, IGNORED)}
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -409,7 +399,7 @@ class FamilyOptions(TypedDict):
     longest: Count
     nearest: Count
     farthest: Count
-    copied: Annotated[float, Field(ge=0, lt=1)]
+    copied: Rate
     seed: Whole
 
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError, warn
-from crt_exp.registry import written_folder
 from crt_exp.validation import FileName, did_you_mean
+
+Place = Literal["auto", "files", "hub"]  # option task.source
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,8 @@ def select(name: str) -> list[Source]:
 
 def data_root(folder: str | Path | None = None) -> Path | None:
     """Folder that holds uci/, glue/ and others: `folder`, else $CRT_DATA, else None."""
-    key = "--dir" if folder else "CRT_DATA"
     folder = folder or os.environ.get("CRT_DATA")
-    return written_folder(folder, key) if folder else None
+    return Path(folder).expanduser() if folder else None
 
 
 def task_folder(name: str, data_dir: str | Path | None = None) -> Path | None:
@@ -238,7 +238,7 @@ def check_network() -> None:
 def from_hub(
     load: Callable[[], Any],
     name: str,
-    otherwise: str = "Or give text files of your own.",
+    otherwise: str = "Or give files of your own.",
     files: Any = None,
 ) -> Any:
     """Return `load()`; turn its errors into one DataError.
@@ -256,6 +256,8 @@ def from_hub(
     try:
         return load()
     except Exception as error:  # each library has its own errors
+        if "trust_remote_code" in str(error):
+            raise DataError(f"{name}: needs the code of its repository, which is not run") from None
         if files:
             while error.__cause__:  # "An error occurred while generating the dataset"
                 error = error.__cause__
@@ -263,22 +265,37 @@ def from_hub(
         else:
             problem = f"not readable from the Hugging Face hub: {reason_of(error)}."
             problem += " Check the name and the network."
-        raise DataError(f"{name}: {problem} {otherwise}") from None
+        raise DataError(f"{name}: {problem} {otherwise}".strip()) from None
 
 
 def load_rows(
-    name: str, config: str | None, split: str, files: Any, otherwise: str = "Or give other files."
+    hub: Hub,
+    split: str,
+    columns: Sequence[str] = (),
+    otherwise: str = "Or give files of your own.",
 ) -> Any:
-    """Split of a Hugging Face data set, or of local files. Raises DataError.
+    """Split of a Hugging Face data set, or of local files.
 
-    files, otherwise: see `from_hub`.
+    Args:
+        columns: keys of `hub` that name columns.
+        otherwise: see `from_hub`.
+
+    Raises:
+        DataError: the split is unavailable, or lacks a column.
     """
     from datasets import load_dataset
 
-    load = partial(load_dataset, name, config, data_files=files, split=split)
-    return from_hub(load, name, otherwise, files)
+    name = hub["name"]
+    files = hub["data_files"]
+    load = partial(load_dataset, name, hub["config"], data_files=files, split=split)
+    rows = from_hub(load, name, otherwise, files)
+    for key in columns:
+        if hub[key] not in rows.column_names:
+            known = ", ".join(rows.column_names)
+            raise DataError(f"task.hub.{key}={hub[key]}: expected a column of {name}: {known}")
+    return rows
 
 
 def reason_of(error: Exception) -> str:
-    """First line of an error message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """First line of an error message, at most 300 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

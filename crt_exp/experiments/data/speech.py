@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.files import AUDIO, files_ending, read_text_table
+from crt_exp.experiments.data.files import AUDIO, check_cells, files_ending, read_text_table
 from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
 from crt_exp.experiments.data.text import numbered_lines
 
@@ -142,14 +142,13 @@ def read_table(path: Path):
     audio: path relative to the table's folder. Without a column split, a hash of the path assigns 10% each to
     validation and test. Raises DataError.
     """
-    table = read_text_table(path, str(path))
-    cells = table.reindex(columns=["audio", "text", *table.columns.intersection(["split"])])
-    broken = cells.isna() | cells.apply(
-        lambda column: column.astype("str").str.contains("[\n\t]", na=True)
-    )
-    if broken.to_numpy().any():
-        row = broken.any(axis=1).idxmax()
-        raise DataError(f"{path}, row {row}: expected one line of text in columns audio and text")
+    cells = read_text_table(path, str(path))
+    check_cells(cells, ["audio", "text"], str(path))
+    broken = cells.text.str.contains("\n")
+    if broken.any():
+        raise DataError(
+            f"{path}, row {broken.idxmax()}: expected one line of text; check its quotes"
+        )
     if "split" not in cells:
         cells["split"] = [
             by_hash(os.path.relpath(path.parent / name, path.parent)) for name in cells.audio
@@ -240,17 +239,7 @@ def hub_utterances(hub: SpeechHub, split: str) -> Iterator[Utterance]:
     """Utterances of a hub split, downloaded once by `datasets`. Raises DataError."""
     from datasets import Audio
 
-    rows = load_rows(
-        hub["name"],
-        hub["config"],
-        hub[split],
-        hub["data_files"],
-        "Or give files: task.source=files task.data_dir=DIR.",
-    )
-    if absent := {hub["audio"], hub["text"]} - set(rows.column_names):
-        raise DataError(
-            f"{hub['name']} has no column {absent.pop()!r}; it has {', '.join(rows.column_names)}"
-        )
+    rows = load_rows(hub, hub[split], ("audio", "text"))
     try:
         rows = rows.cast_column(hub["audio"], Audio(decode=False))
     except Exception as error:  # of pyarrow

@@ -191,7 +191,8 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
     Raises DataError with file, column and row. Raises ConfigError for an unknown target.
     """
     path = Path(path).expanduser()
-    frame = read_cells(path)
+    # a question mark is a missing value, too
+    frame = read_table(path, f"task.csv={path}", na_values="?").dropna(how="all")
     if target not in frame:
         raise unknown(f"task.target of {path}", str(target), list(frame.columns[:50]))
     notes: list[str] = []
@@ -211,14 +212,6 @@ def read_own(path: str | Path, target: str | None, kind: Kind | None = None) -> 
         )
     name = path.stem.removesuffix(".csv")
     return Table(name, tuple(features), goal, classes, str(path)), "; ".join(notes)
-
-
-def read_cells(path: Path) -> pd.DataFrame:
-    """All cells as strings, NaN for pandas' words of missing values and for a question mark.
-
-    Rows without a value are left out.
-    """
-    return read_table(path, f"task.csv={path}", na_values="?").dropna(how="all")
 
 
 def numbers_of(texts: pd.Series, mixed: bool) -> pd.Series | None:

@@ -10,7 +10,7 @@ import json
 import os
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,9 +23,21 @@ from torch import Tensor
 from crt_exp.atomic_write import atomic_path
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data.files import cached, files_ending, key_of
-from crt_exp.experiments.data.sources import SOURCES, load_rows, missing_file, text_folder
+from crt_exp.experiments.data.sources import (
+    SOURCES,
+    Hub,
+    load_rows,
+    missing_file,
+    refuse_data_dir,
+    text_folder,
+)
 
 Paths = str | Path | Sequence[str | Path]
+PARTS = {
+    "train": "train",
+    "validation": "valid",
+    "test": "test",
+}  # splits, and their official names
 IGNORED = -100  # label of tokens that the loss ignores
 SUFFIXES = (".txt", ".tokens", ".raw")
 GROUP = 256  # strings per call of the tokenizer, which are parallel
@@ -116,12 +128,31 @@ def official_file(
 
     data_dir: default $CRT_DATA/NAME. source: auto, files or hub. Raises DataError.
     """
-    place = ("train", "valid", "test").index(split)
+    place = [*PARTS.values()].index(split)
     folder = text_folder(source, name, data_dir)
     path = folder / Path(SOURCES[name].files[place].path).name if folder else None
     if path is None or not path.is_file():
         raise missing_file(name, path, place)
     return path
+
+
+def split_files(
+    texts: Mapping[str, Paths | None], data_dir: str | Path | None, source: str = "auto"
+) -> dict[str, list[Path]]:
+    """Files of the splits that have a text of their own.
+
+    Without a text for training, the splits are those of WikiText-2. Raises DataError.
+    """
+    files = {}
+    if texts["train"] is None:
+        for split, part in PARTS.items():
+            files[split] = [official_file("wikitext2", part, data_dir, source)]
+    else:
+        refuse_data_dir(data_dir, "task.text")
+    for split, paths in texts.items():
+        if paths is not None:
+            files[split] = text_files(paths)
+    return files
 
 
 def lines_of(text: "Text", unknown: str = "[UNK]") -> Iterator[str]:
@@ -161,19 +192,14 @@ class HubText(NamedTuple):
     key: str
 
     @classmethod
-    def load(
-        cls, name: str, config: str | None, split: str, column: str, data_files: Any = None
-    ) -> "HubText":
-        """Load the column.
+    def load(cls, hub: Hub) -> "HubText":
+        """Load the column `hub["column"]` of the split `hub["split"]`.
 
         Raises DataError if the set or the column is unavailable, and for rows that are not text.
         """
-        data = load_rows(name, config, split, data_files, "Or give text files of your own.")
-        if column not in data.column_names:
-            raise DataError(
-                f"task.hub.column={column}: expected a column of {name}: {', '.join(data.column_names)}"
-            )
-        check_text(data, column, f"{name} {data_files or ''}".strip())
+        column = hub["column"]
+        data = load_rows(hub, hub["split"], ["column"])
+        check_text(data, column, f"{hub['name']} {hub['data_files'] or ''}".strip())
         return cls(data[column], f"{data._fingerprint} {column}")
 
 

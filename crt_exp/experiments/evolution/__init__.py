@@ -19,11 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import joblib
 import numpy as np
 import torch
+from pydantic import Field
 from scipy.stats import rankdata
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from crt_exp.experiments.runner.exit_handling import Stopped
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 from crt_exp.samplers.threads import threads
+from crt_exp.validation import Count, Positive, Whole
 
 CHECKPOINTS = "checkpoints"  # subfolder of the run directory
 SPLITS = {
@@ -150,30 +152,27 @@ def in_processes(calls: Sequence[tuple], workers: int) -> list[list[float]]:
 # ---- evolution strategies
 
 
-@dataclass(frozen=True)
-class Search:
+class Strategy(TypedDict):
     """Options of the evolution strategy.
 
-    Args:
+    Attributes:
         population: Members of a generation, an even number.
         rollouts: Rollouts of each member.
         evaluate_every: Generations between evaluations of theta.
         evaluated: Rollouts of an evaluation.
         tested: Rollouts of the test at the end.
         together: Members that a process plays at once.
-        workers: Number of processes.
     """
 
-    generations: int
-    population: int
-    rollouts: int
-    sigma: float
-    lr: float
-    evaluate_every: int
-    evaluated: int
-    tested: int
-    together: int
-    workers: int
+    generations: Whole
+    population: Annotated[int, Field(ge=2, multiple_of=2)]
+    rollouts: Count
+    sigma: Positive
+    lr: Positive
+    evaluate_every: Count
+    evaluated: Count
+    tested: Count
+    together: Count
 
 
 @dataclass
@@ -236,7 +235,7 @@ def ascend(state: State, g: Tensor, lr: float) -> None:
 
 
 def evolve(
-    plan: Search, player: Player, seed: int, done: int, directory: Path | None
+    plan: Strategy, workers: int, player: Player, seed: int, done: int, directory: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a run: generations, evaluations and the final test.
 
@@ -246,11 +245,11 @@ def evolve(
     if player.policy is not None:
         if state.generation == 0:
             save_state(directory, state)
-        for number in range(state.generation, plan.generations):
-            records = [train_generation(plan, player, state, seed, number)]
-            if (number + 1) % plan.evaluate_every == 0:
+        for number in range(state.generation, plan["generations"]):
+            records = [train_generation(plan, workers, player, state, seed, number)]
+            if (number + 1) % plan["evaluate_every"] == 0:
                 records.append(
-                    evaluate(plan, player, state, seed, "validation", plan.evaluated, number + 1)
+                    evaluate(plan, player, state, seed, "validation", plan["evaluated"], number + 1)
                 )
             for record in records:
                 state.records += 1
@@ -258,7 +257,7 @@ def evolve(
                     yield record
             state.generation = number + 1
             save_state(directory, state)
-    yield {**evaluate(plan, player, state, seed, "test", plan.tested), "final": True}
+    yield {**evaluate(plan, player, state, seed, "test", plan["tested"]), "final": True}
 
 
 def initial_state(player: Player, seed: int) -> State:
@@ -269,16 +268,16 @@ def initial_state(player: Player, seed: int) -> State:
 
 
 def train_generation(
-    plan: Search, player: Player, state: State, seed: int, number: int
+    plan: Strategy, workers: int, player: Player, state: State, seed: int, number: int
 ) -> dict[str, Any]:
     """Take the step of a generation and return its record."""
-    eps = directions(seed, number, plan.population // 2, len(state.theta))
-    seeds = seeds_of("train", seed, number, plan.rollouts)
-    thetas = members(state.theta, eps, plan.sigma)
-    returns = play_all(player, thetas, seeds, plan.together, plan.workers)
+    eps = directions(seed, number, plan["population"] // 2, len(state.theta))
+    seeds = seeds_of("train", seed, number, plan["rollouts"])
+    thetas = members(state.theta, eps, plan["sigma"])
+    returns = play_all(player, thetas, seeds, plan["together"], workers)
     ranks = centered_ranks(np.mean(returns, 1))
-    ascend(state, gradient(ranks, eps, plan.sigma), plan.lr)
-    state.rollouts += plan.population * plan.rollouts
+    ascend(state, gradient(ranks, eps, plan["sigma"]), plan["lr"])
+    state.rollouts += plan["population"] * plan["rollouts"]
     return {
         "step": number + 1,
         "epoch": 0,
@@ -293,7 +292,7 @@ def train_generation(
 
 
 def evaluate(
-    plan: Search,
+    plan: Strategy,
     player: Player,
     state: State,
     seed: int,
@@ -304,8 +303,8 @@ def evaluate(
     """Evaluate theta on rollouts that are equal at all steps."""
     seeds = seeds_of(split, seed, 0, count)
     groups = []
-    for start in range(0, count, plan.together):
-        group = seeds[start : start + plan.together]
+    for start in range(0, count, plan["together"]):
+        group = seeds[start : start + plan["together"]]
         groups += play_all(player, state.theta[None], group, 1, 1)
     returns = np.concatenate(groups)
     return {
@@ -340,9 +339,5 @@ def restored(directory: Path | None, done: int) -> State | None:
     if path is None:
         return None
     counts = checkpoint.load_state(path)
-    if done < counts["records"]:
-        raise checkpoint.CheckpointError(
-            f"{path}: expected {counts['records']} records in metrics.jsonl, found "
-            f"{done}; restore the file, or move {path.parent} away to start over"
-        )
+    checkpoint.check_records(path, counts, done)
     return State(**checkpoint.load_tensors(path / "evolution.safetensors"), **counts)

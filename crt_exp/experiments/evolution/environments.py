@@ -3,13 +3,10 @@
 x and y are horizontal, z is up. Units: metres, seconds, radians.
 """
 
-import importlib.util
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-
-from crt_exp.registry import ConfigError
 
 # time steps of the servo commands and of the physics
 SERVO = 0.05
@@ -40,15 +37,6 @@ class Environment(Protocol):
 
     def step(self, action: np.ndarray) -> tuple[Observation, float, bool]:
         """Take an action (A,) in [-1, 1]; return observation, reward and end flag."""
-
-
-def need(task: str, *packages: str) -> None:
-    """Raise ConfigError, naming the extra, if a package is not installed."""
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ConfigError(
-            f"task={task}: {' and '.join(absent)} missing; pip install 'crt_exp[robotics]'"
-        )
 
 
 # ---- an Ant on stepping stones ---------------------------------------------------------------------------------------
@@ -106,7 +94,6 @@ class SteppingStones:
     lead = np.array([[[0, 0], [AIM, -AIM], [AHEAD, AHEAD]]])
 
     def __init__(self, size: int = 16, seconds: float = 12.0):
-        need("locomotion", "gymnasium", "mujoco")
         self.size = size
         self.decisions = round(seconds / (PERIOD / 2))
         self.model, self.data = body()
@@ -295,7 +282,6 @@ class SweepingArms:
     lead = initial_controller()
 
     def __init__(self, particles: int = 12, size: int = 16):
-        need("arm_sweeping", "mujoco")
         self.particles = particles
         self.size = size
         self.model, self.data = table(particles)

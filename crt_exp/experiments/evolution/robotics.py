@@ -9,16 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field
 
-from crt_exp.experiments.evolution import Player, Search, evolve
+from crt_exp.experiments.evolution import Player, Strategy, evolve
 from crt_exp.experiments.evolution.environments import Environment, SteppingStones, SweepingArms
 from crt_exp.experiments.models.implicit_policy import ImplicitPolicy
 from crt_exp.experiments.tasks.base import Measurement, task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.validation import Count, Positive, Whole
+from crt_exp.validation import Count, Positive
 
 PARTICLES = 256  # maximum: the time grows with the cube, and a stroke takes 2 s with 200 particles, minutes with 800
 Looks = Literal["attention", "average", "random"]
-Even = Annotated[int, Field(ge=2, multiple_of=2)]
 
 
 class Policy(TypedDict):
@@ -30,20 +29,6 @@ class Policy(TypedDict):
     top: Count
 
 
-class Strategy(TypedDict):
-    """Options of `Search`."""
-
-    generations: Whole
-    population: Even
-    rollouts: Count
-    sigma: Positive
-    lr: Positive
-    evaluate_every: Count
-    evaluated: Count
-    tested: Count
-    together: Count
-
-
 @dataclass(eq=False)
 class Robotics(Measurement):
     """A task that trains a policy by evolution strategies.
@@ -53,7 +38,7 @@ class Robotics(Measurement):
     Args:
         looks: "attention", or a control: "average" of all patches, or "random" actions.
         policy: Sizes of ImplicitPolicy.
-        strategy: Options of Search.
+        strategy: Options of the evolution strategy.
         workers: Number of processes, without effect on results.
         size: Pixels of a side of the image.
 
@@ -73,7 +58,6 @@ class Robotics(Measurement):
     size: Count
 
     def __post_init__(self):
-        self.plan = Search(**self.strategy, workers=self.workers)
         world = self.world(**self.options)  # raises errors before anything is written
         self.model = ImplicitPolicy(
             world.channels,
@@ -104,7 +88,8 @@ class Robotics(Measurement):
     def records(
         self, mechanism: Mechanism, seed: int, done: list[dict] = ()
     ) -> Iterator[dict[str, Any]]:
-        return evolve(self.plan, self.player(mechanism), seed, len(done), self.directory)
+        player = self.player(mechanism)
+        return evolve(self.strategy, self.workers, player, seed, len(done), self.directory)
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]

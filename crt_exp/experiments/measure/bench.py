@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import LinearAttention
+from crt_exp.experiments.data.text import SHARE
 from crt_exp.experiments.measure import TensorPair, seeded
 from crt_exp.experiments.measure.times import (
     NO_WARMUP_MS,
@@ -46,7 +47,6 @@ MASKED = "masked"
 NEXT = "next"
 HEADS = {"ForMaskedLM": MASKED, "ForPreTraining": MASKED, "ForCausalLM": NEXT, "LMHeadModel": NEXT}
 IGNORED = -100  # label of a token without loss, as in torch and transformers
-SHARE = 0.15  # fraction of tokens that are masked
 MIN_CONTEXT = 16  # tokens after which a model can detect that a passage is repeated
 REPEATED = 4  # rows that are also evaluated as repeated passages
 SHORTEST = 128  # tokens of the shortest timed input

@@ -24,7 +24,6 @@ from crt_exp.experiments.drawing import (
     save_figure,
 )
 from crt_exp.experiments.intervals import interval
-from crt_exp.registry import written_folder
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -141,7 +140,7 @@ class Advice:
 
     def save(self, directory: str | Path) -> None:
         """Write advise.csv, advise.md and advise.png to a folder."""
-        folder = written_folder(directory, "directory")
+        folder = Path(directory).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         table = self.table
         paragraphs = [

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import check_network, reason_of
+from crt_exp.experiments.data.sources import from_hub, reason_of
 from crt_exp.experiments.models import folder
-from crt_exp.experiments.models.folder import check_numbers, whole_folder
+from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, differences
 from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
 from crt_exp.validation import did_you_mean
 
-EXACT = Mechanism.of("exact").describe()
+EXACT = {"attention": "exact"}  # `Mechanism.describe` of exact attention, without nulls
 WANTED = "a folder with config.json and model.safetensors, the directory of a run of task=mlm, or a name of the hub"
 
 
@@ -108,10 +108,11 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        changed = differing_keys(saved_attention(config), mechanism.describe())
+        changed = differences(saved_attention(config), mechanism.describe())
         if changed:
             raise ConfigError(
-                f"{origin.option}={origin.name}: trained with another attention ({', '.join(changed)}); "
+                f"{origin.option}={origin.name}: trained with another attention "
+                f"({', '.join(changed.values())}); "
                 f"use that attention, or task.init=uptrain task.model={origin.name}"
             )
     if origin.weights:
@@ -129,7 +130,6 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
         )  # a head for other classes has other shapes
         check_complete(model, info, origin)
         model.__dict__["made_anew"] = sorted(info["missing_keys"])
-        check_numbers(model.named_parameters(), f"{origin.option}={origin.name}")
     else:
         model = auto.from_config(config).float()
     take_record(model)  # the record of the attention that the weights were saved with
@@ -143,33 +143,12 @@ def saved_attention(config) -> dict[str, Any]:
     return check_record(saved, config.name_or_path)["mechanisms"][0].get("described", {})
 
 
-def differing_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The keys in which two `Mechanism.describe` results differ, with both values."""
-    old = dict(leaves(old))
-    new = dict(leaves(new))
-    changes = []
-    for key in sorted(old | new):
-        if old.get(key) != new.get(key):
-            name = "features.m" if key == "m" else key.removesuffix("._target_")
-            changes.append(f"{name} (it was {old.get(key)}, now {new.get(key)})")
-    return changes
-
-
 def check_exact(named: str, described: dict[str, Any]) -> None:
     """Raise ConfigError for weights that were saved with other than exact attention."""
-    if changed := differing_keys(described, EXACT):
+    if changed := differences(described, EXACT):
         raise ConfigError(
-            f"{named}: expected exact attention; different keys: {', '.join(changed)}"
+            f"{named}: expected exact attention; different keys: {', '.join(changed.values())}"
         )
-
-
-def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values of nested dictionaries."""
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
@@ -195,25 +174,11 @@ def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:
 
 def load_or_explain(load: Callable[[], Any], origin: Origin, what: str) -> Any:
     """Call `load` and turn its errors into a DataError that states the fix."""
-    from safetensors import SafetensorError
-
-    if not (local := Path(origin.name).is_dir()):
-        check_network()
-    try:
-        with quiet():
-            return load()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
-        source = f"{origin.option}={origin.name}: its {what}"
-        if "trust_remote_code" in str(error):
-            raise DataError(
-                f"{source} needs the code of its repository (auto_map), which is not run"
-            ) from None
-        fix = (
-            ""
-            if local
-            else f"; `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
-        )
-        raise DataError(f"{source} is not readable: {reason_of(error)[:300]}{fix}") from None
+    name = f"{origin.option}={origin.name}: its {what}"
+    local = origin.name if Path(origin.name).is_dir() else None
+    fix = f"Or `hf download {origin.name} --local-dir DIR`, then {origin.option}=DIR"
+    with quiet():
+        return from_hub(load, name, "" if local else fix, local)
 
 
 @contextmanager
@@ -274,7 +239,7 @@ def buildable(option: str, library: str = "transformers") -> Iterator[None]:
         raise
     except Exception as error:  # exception types differ between models and libraries
         raise ConfigError(
-            f"{option}: {library} cannot build the model: {reason_of(error)[:300]}"
+            f"{option}: {library} cannot build the model: {reason_of(error)}"
         ) from None
 
 

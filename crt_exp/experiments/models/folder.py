@@ -6,7 +6,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,26 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     )
 
 
-def check_numbers(tensors: Iterable[tuple[str, Tensor]], named: str) -> None:
-    """Raise DataError naming the first tensor that holds NaN."""
-    for name, tensor in tensors:
-        if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise DataError(f"{named}: {name} holds NaN; the run diverged")
+def without(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """The tensors whose names do not contain a part, such as ".swapped."."""
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def mismatch(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], more: bool = False
+) -> str | None:
+    """The first tensor that is missing, unexpected or of another shape; None if all fit.
+
+    more: whether there may be unexpected tensors.
+    """
+    names = expected.keys() if more else expected.keys() | tensors.keys()
+    for name in sorted(names):
+        shapes = []
+        for source in (tensors, expected):
+            shapes.append(tuple(source[name].shape) if name in source else "none")
+        if shapes[0] != shapes[1]:
+            return f"{name} has shape {shapes[0]}, expected {shapes[1]}"
+    return None
 
 
 def check_shapes(
@@ -91,12 +106,8 @@ def check_shapes(
             state = make().state_dict()
     except RuntimeError:  # overflow of the number of elements
         raise ConfigError(f"{named}: {CONFIG} describes a model that is too large") from None
-    for name, tensor in state.items():
-        actual = tuple(tensors[name].shape) if name in tensors else "not"
-        if actual != tuple(tensor.shape):
-            raise ConfigError(
-                f"{named}: {name} is {actual}, expected {tuple(tensor.shape)} from {CONFIG}"
-            )
+    if wrong := mismatch(state, tensors, more=True):
+        raise ConfigError(f"{named}: {wrong} from {CONFIG}")
 
 
 def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> None:
@@ -104,21 +115,10 @@ def take_weights(model: nn.Module, tensors: dict[str, Tensor], source: str) -> N
 
     The random projections of the model stay. Raises ConfigError for a weight that is missing or has another shape.
     """
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." not in name}
-    for name, tensor in state.items():
-        if name not in tensors or tensors[name].shape != tensor.shape:
-            raise ConfigError(
-                f"{source}: {name}: expected shape {tuple(tensor.shape)}; use the task.sizes of that run"
-            )
-    model.load_state_dict({name: tensors[name] for name in state}, strict=False)
-
-
-def description_in(folder: Path, named: str) -> dict[str, Any]:
-    """Read the config.json of a folder. Raises DataError."""
-    try:
-        return json_object(folder / CONFIG)
-    except ConfigError as error:
-        raise DataError(f"{named}: {folder}: not readable: {error}") from None
+    weights = without(tensors, ".swapped.")
+    if wrong := mismatch(without(model.state_dict(), ".swapped."), weights):
+        raise ConfigError(f"{source}: {wrong}; use the task.sizes of that run")
+    model.load_state_dict(weights, strict=False)
 
 
 def trained_length(folder: str | Path) -> int | None:
@@ -179,11 +179,10 @@ def open_folder(
     named = f"{option}={run}"
     folder = folder_of(run, option, f"the directory of a run of {task}")
     try:
-        config = description_in(folder, named)
+        config = json_object(folder / CONFIG)
         if (actual := config.pop("kind", None)) != kind:
             raise DataError(f"{named}: {CONFIG} has kind={actual}; expected a run of {task}")
         tensors = load_file(folder / WEIGHTS)
-        check_numbers(tensors.items(), named)
         yield folder, config, tensors
     except ConfigError:
         raise

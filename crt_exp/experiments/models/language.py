@@ -11,22 +11,26 @@ Notation: B batch, L symbols of a sequence, V vocabulary size, H heads, d dimens
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from crt_exp.attention.state import make_room
-from crt_exp.experiments.models.folder import check_shapes, open_folder, save_folder
+from crt_exp.experiments.models.folder import (
+    check_shapes,
+    mismatch,
+    open_folder,
+    save_folder,
+    without,
+)
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 from crt_exp.swap.swap import LayerMaker
 from crt_exp.validation import Count, check_options
 
 KIND = "language_model"
-Dropout = Annotated[float, Field(ge=0, lt=1)]
 Positions = Literal["learned", "rotary", "none"]
 
 
@@ -413,10 +417,6 @@ def load(run: str | Path, option: str) -> SavedLanguageModel:
         return saved
 
 
-def without_attention(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if ".attention." not in name}
-
-
 def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Mechanism) -> bool:
     """Load saved weights into a model; return whether its attention is the same.
 
@@ -426,18 +426,14 @@ def load_weights(model: LanguageModel, source: SavedLanguageModel, mechanism: Me
     same = mechanism.describe() == source.mechanism.describe()
     saved = source.untied()
     if not same:
-        saved = without_attention(saved)
+        saved = without(saved, ".attention.")
     make_room(model, saved)
     expected = model.state_dict()
     if not same:
-        expected = without_attention(expected)
-    saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    for name in sorted(saved_shapes.keys() | shapes.keys()):
-        if saved_shapes.get(name) != shapes.get(name):
-            raise ConfigError(
-                f"{source.named}: {name}: saved {saved_shapes.get(name)}, expected {shapes.get(name)}; use "
-                "the sizes, length and positions of that run"
-            )
+        expected = without(expected, ".attention.")
+    if wrong := mismatch(expected, saved):
+        raise ConfigError(
+            f"{source.named}: {wrong}; use the sizes, length and positions of that run"
+        )
     model.load_state_dict(saved, strict=same)
     return same

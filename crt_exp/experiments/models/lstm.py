@@ -8,16 +8,15 @@ Notation: B text columns, T words of each in a batch, n words with a label, D wi
 """
 
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.models.folder import check_shapes, open_folder, save_folder
-from crt_exp.validation import Count, check_options
+from crt_exp.validation import Count, Rate, check_options
 
 KIND = "word_lstm"
 SPREAD = (
@@ -33,7 +32,7 @@ class WordLSTM(nn.Module):
         words: Count,
         width: Count,
         layers: Count,
-        dropout: Annotated[float, Field(ge=0, lt=1)],
+        dropout: Rate,
     ):
         super().__init__()
         self.embedding = nn.Embedding(words, width)

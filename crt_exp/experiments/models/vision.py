@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, sources
 from crt_exp.experiments.data.sources import reason_of
-from crt_exp.experiments.models.encoders import EXACT, buildable, differing_keys, quiet
+from crt_exp.experiments.models.encoders import EXACT, buildable, quiet
 from crt_exp.experiments.models.folder import (
     CONFIG,
     MODEL,
-    check_numbers,
+    mismatch,
     refuse_adapters,
     save_tensors,
     whole_folder,
+    without,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError, json_object
+from crt_exp.registry import ConfigError, differences, json_object
 from crt_exp.swap.saved import fetched
 from crt_exp.validation import did_you_mean
 
@@ -232,8 +234,7 @@ class Checkpoint(NamedTuple):
         config = self.path / CONFIG
         if config.is_file() and json_object(config).get("model_type") == "vit_mae":
             return mae_weights(self.path, self.named)
-        tensors = tensors_of(self.path, self.named)
-        return {name: tensor for name, tensor in tensors.items() if ".swapped." not in name}
+        return without(tensors_of(self.path, self.named), ".swapped.")
 
 
 def checkpoint_of(init: str) -> Checkpoint | None:
@@ -252,7 +253,7 @@ def checkpoint_of(init: str) -> Checkpoint | None:
             content = json_object(config)
             if not isinstance(own := content.get("crt_exp", {}), dict):
                 raise DataError(f"{config}: crt_exp: expected keys with values")
-            attention = {} if own.get("described", EXACT) == EXACT else own
+            attention = own if differences(own.get("described", EXACT), EXACT) else {}
             description = VisionDescription.read(content, config)
             return Checkpoint(named, folder, description, attention)
     refuse_adapters(path, named)
@@ -274,9 +275,7 @@ def tensors_of(path: Path, named: str) -> dict[str, Tensor]:
     try:
         return load_state_dict(file, use_ema=False, weights_only=True)
     except Exception as error:  # safetensors, zipfile and pickle raise their own exceptions
-        raise DataError(
-            f"{named}: {file}: not readable as weights: {reason_of(error)[:300]}"
-        ) from None
+        raise DataError(f"{named}: {file}: not readable as weights: {reason_of(error)}") from None
 
 
 def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
@@ -291,7 +290,7 @@ def mae_weights(folder: Path, named: str) -> dict[str, Tensor]:
             # reads files of all versions of transformers
             theirs = ViTMAEModel.from_pretrained(folder, dtype=torch.float32).state_dict()
     except Exception as error:
-        raise DataError(f"{named}: weights are not readable: {reason_of(error)[:300]}") from None
+        raise DataError(f"{named}: weights are not readable: {reason_of(error)}") from None
     weights = {}
     for name, tensor in theirs.items():
         for old, new in MAE_NAMES.items():
@@ -330,9 +329,7 @@ def build(
             check_attention(checkpoint, mechanism)
             theirs = checkpoint.description and checkpoint.description.classes
             check_classes(checkpoint.named, theirs, description.classes, new_head)
-            weights = checkpoint.weights()
-            check_numbers(weights.items(), checkpoint.named)
-            load_weights(model, weights, checkpoint.named, new_head)
+            load_weights(model, checkpoint.weights(), checkpoint.named, new_head)
     if not mechanism.is_exact:
         mechanism.swap(model)
     if checkpoint is not None and checkpoint.attention:
@@ -351,16 +348,13 @@ def from_hub(description: VisionDescription, new_head: bool, drop_path: float) -
     config = timm.get_pretrained_cfg(name)
     theirs = tuple(str(number) for number in range(config.num_classes or 0))
     check_classes(f"task.model={name}", theirs, description.classes, new_head)
-    try:
-        with quiet():
-            model = timm.create_model(
-                name, pretrained=True, drop_path_rate=drop_path, **description.arguments()
-            )
-    except (OSError, RuntimeError) as error:
-        raise DataError(
-            f"task.init=pretrained: no weights of task.model={name} ({reason_of(error)[:300]}); `hf "
-            f"download timm/{name} --local-dir DIR`, task.init=DIR"
-        ) from None
+    options = description.arguments() | {"pretrained": True, "drop_path_rate": drop_path}
+    with quiet():
+        model = sources.from_hub(
+            partial(timm.create_model, name, **options),
+            f"task.init=pretrained: weights of task.model={name}",
+            f"Or `hf download timm/{name} --local-dir DIR`, then task.init=DIR",
+        )
     if new_head and config.num_classes:
         model.reset_classifier(len(description.classes))
     return model
@@ -388,15 +382,12 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
 
     The error names the keys that differ.
     """
-    changed = (
-        differing_keys(checkpoint.attention["described"], mechanism.describe())
-        if checkpoint.attention
-        else []
-    )
-    if changed:
+    if not checkpoint.attention:
+        return
+    if changed := differences(checkpoint.attention["described"], mechanism.describe()):
         raise ConfigError(
             f"{checkpoint.named}: trained with another attention; these keys differ: "
-            f"{', '.join(changed)}. Use that attention, or only the weights: "
+            f"{', '.join(changed.values())}. Use that attention, or only the weights: "
             f"task.init={checkpoint.path / 'model.safetensors'}"
         )
 
@@ -435,13 +426,8 @@ def load_noise(model: nn.Module, checkpoint: Checkpoint) -> None:
     noise = tensors_of(file, checkpoint.named) if file.is_file() else {}
     make_room(model, noise)
     own = {name: tensor for name, tensor in model.state_dict().items() if ".swapped." in name}
-    wrong = sorted(set(own) ^ set(noise)) or [
-        name for name in own if own[name].shape != noise[name].shape
-    ]
-    if wrong:
-        raise DataError(
-            f"{checkpoint.named}: {checkpoint.path / ATTENTION} does not match the model: {wrong[0]}"
-        )
+    if wrong := mismatch(own, noise):
+        raise DataError(f"{checkpoint.named}: {file} does not match the model: {wrong}")
     model.load_state_dict(noise, strict=False)
 
 
@@ -455,8 +441,8 @@ def save_model(
     directory: Path,
 ) -> None:
     """Write `<directory>/model` atomically from the model's weights. Raises OSError."""
-    noise = {name: tensor for name, tensor in tensors.items() if ".swapped." in name}
-    weights = {name: tensor for name, tensor in tensors.items() if name not in noise}
+    weights = without(tensors, ".swapped.")
+    noise = {name: tensors[name] for name in tensors.keys() - weights.keys()}
     with whole_folder(directory) as folder:
         (folder / "config.json").write_text(
             json.dumps(description.written(mechanism), indent=1) + "\n"

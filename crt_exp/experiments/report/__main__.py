@@ -17,7 +17,7 @@ from pathlib import Path
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.report import pages, rendering
 from crt_exp.experiments.report.rows import FOLDER, has_rows
-from crt_exp.registry import ConfigError, own_names, written_folder
+from crt_exp.registry import ConfigError, own_names
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def make_pages(args: argparse.Namespace) -> None:
     """Render the page that the arguments name, or all; with --run, make its rows first."""
-    out = args.out and written_folder(args.out, "--out")
+    out = args.out and Path(args.out).expanduser()
     if args.page is None:
         render_all(out or pages.folder_of(args.size), args.size)
         return

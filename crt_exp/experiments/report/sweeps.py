@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from crt_exp.experiments.data.corpora import prepare
 from crt_exp.experiments.report.rows import ORIGIN
-from crt_exp.experiments.runner.command_line import with_folders
+from crt_exp.experiments.runner.command_line import search_path
 from crt_exp.experiments.runner.configuration import override
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE
 from crt_exp.experiments.runner.run import PARTIAL, read_records, versions, write_atomic
-from crt_exp.registry import CONF, ConfigError, json_object, own_folders
+from crt_exp.registry import CONF, ConfigError, json_object
 from crt_exp.validation import split_words, to_text
 
 HOME = "{runs}"  # placeholder in overrides for the folder of the page's runs
@@ -205,7 +205,7 @@ def _launch(
         "hydra.mode=MULTIRUN",
         f"hydra/launcher={launcher}",
         f"hydra.sweep.dir={folder.absolute()}",
-        *with_folders(own_folders()),
+        *search_path(),
     ]
     directory = str(CONF.resolve())
     with initialize_config_dir(version_base="1.3", config_dir=directory, job_name="crt_exp"):
@@ -252,7 +252,7 @@ def _run_in_processes(
     jobs: Sequence[tuple[PlannedRun, list[str]]], folder: Path, launcher: str
 ) -> Iterator[str]:
     """Execute runs one after another, each in a new process."""
-    own = with_folders(own_folders())
+    own = search_path()
     for run, overrides in jobs:
         place = override("hydra.run.dir", folder / run.name)
         command = [sys.executable, "-m", "crt_exp", *overrides, *own, place]

@@ -1,7 +1,7 @@
 """Atomic checkpoints `<root>/step-N/` and the training state in them.
 
 A checkpoint has tensors as safetensors (`model`, `optimizer`), other state as JSON (`state`), and `manifest.json` with
-size and SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
+the SHA-256 of each file. It is written under a temporary name and renamed. Nothing is pickled.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import full_tensor
+from crt_exp.experiments.models.folder import mismatch
 from crt_exp.experiments.runner.distributed import (
     Distributed,
     rng_state,
@@ -36,7 +37,6 @@ from crt_exp.experiments.runner.run import (
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
 
-FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"  # subfolder of the run directory
 
@@ -64,8 +64,8 @@ def save(
         digests = {}
         for name, content in files.items():
             write_atomic(temporary / name, content)
-            digests[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "files": digests})
+            digests[name] = {"sha256": hashlib.sha256(content).hexdigest()}
+        write_json(temporary / MANIFEST, {"step": step, "files": digests})
         shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
@@ -89,12 +89,10 @@ def damage(path: Path) -> str | None:
     """Return what is wrong with the files of a checkpoint, or None if it is intact.
 
     Damage is a file that is missing or differs from its checksum, or a manifest that names no files. Raises
-    CheckpointError if the checkpoint cannot be read, or has the format of another version: it may be intact.
+    CheckpointError if the checkpoint cannot be read: it may be intact.
     """
     try:
         return _first_difference(path)
-    except CheckpointError:
-        raise
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); the checkpoints stay, try again"
@@ -108,13 +106,8 @@ def _first_difference(path: Path) -> str | None:
         return f"{MANIFEST} is missing"
     content = (path / MANIFEST).read_bytes()
     try:
-        manifest = json.loads(content)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path}: its format is {manifest['format']}, this version reads {FORMAT}; use the "
-                "version of crt_exp that wrote it, or another hydra.run.dir"
-            )
-        digests = {name: entry["sha256"] for name, entry in manifest["files"].items()}
+        files = json.loads(content)["files"]
+        digests = {name: entry["sha256"] for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} is not a manifest: {error}"
     for name, digest in digests.items():
@@ -158,6 +151,15 @@ def load_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_bytes())
 
 
+def check_records(path: Path, state: dict[str, Any], records: int) -> None:
+    """Raise CheckpointError if metrics.jsonl lacks records that precede a checkpoint."""
+    if records < state["records"]:
+        raise CheckpointError(
+            f"{path}: expected {state['records']} records in metrics.jsonl, found {records}; "
+            f"restore the file, or move {path.parent} away to start over"
+        )
+
+
 # ---- tensors
 
 
@@ -192,22 +194,11 @@ def load_model(
     """
     make_room(model, tensors)
     own = model.state_dict()
-    expected = tensor_shapes(own, absent)
-    shapes = tensor_shapes(tensors, absent)
-    names = sorted(expected.keys() | shapes.keys())
-    mismatched = [name for name in names if expected.get(name) != shapes.get(name)]
-    if mismatched:
-        name = mismatched[0]
-        raise CheckpointError(
-            f"{source}: {name} has shape {shapes.get(name, 'none')}, expected "
-            f"{expected.get(name, 'none')}; {len(mismatched)} tensors differ"
-        )
+    expected = {name: tensor for name, tensor in own.items() if name not in absent}
+    if wrong := mismatch(expected, tensors):
+        raise CheckpointError(f"{source}: {wrong}")
     shards = {name: sharded_like(own[name], tensor) for name, tensor in tensors.items()}
     model.load_state_dict(shards, strict=not absent)
-
-
-def tensor_shapes(tensors: dict[str, Tensor], absent: Collection[str]) -> dict[str, tuple]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in absent}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
@@ -260,7 +251,7 @@ class TrainingState:
 
     Args:
         keep: Number of checkpoints to keep in addition to the best.
-        per_epoch: Steps of an epoch. None: unknown.
+        per_epoch: Steps of an epoch.
 
     Attributes:
         progress: The run's progress.
@@ -273,7 +264,7 @@ class TrainingState:
     run: RunDirectory
     distributed: Distributed
     keep: int
-    per_epoch: int | None
+    per_epoch: int
     adapters: Adapters | None = None
     progress: Progress = field(default_factory=Progress)
     saved: int = 0
@@ -289,9 +280,7 @@ class TrainingState:
     def epoch(self) -> float:
         """Completed epochs, as a fraction."""
         progress = self.progress
-        if not self.per_epoch:
-            return progress.epoch
-        return round(progress.epoch + progress.position / self.per_epoch, 4)
+        return round(progress.epoch + progress.position / max(1, self.per_epoch), 4)
 
     def save(self) -> None:
         """Write a checkpoint and remove old ones, on the first process."""
@@ -353,11 +342,7 @@ class TrainingState:
             return
         state = load_state(path)
         records = self.distributed.broadcast(len(self.run.records))
-        if records < state["records"]:
-            raise CheckpointError(
-                f"{path}: expected {state['records']} records in metrics.jsonl, found {records}; "
-                f"restore the file, or move {self.root} away to start over"
-            )
+        check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
         if self.scaler and state["scaler"]:

@@ -134,13 +134,13 @@ def compose(overrides: list[str]):
         hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF.resolve())),
     ):
         return hydra.compose(
-            "config", overrides=[*with_folders(own_folders()), *overrides], return_hydra_config=True
+            "config", overrides=[*search_path(), *overrides], return_hydra_config=True
         )
 
 
-def with_folders(folders: Iterable[Path]) -> list[str]:
-    """Return the override that adds folders to Hydra's search path."""
-    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in folders]
+def search_path() -> list[str]:
+    """Return the override that adds the folders of `own_names` to Hydra's search path."""
+    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in own_folders()]
     return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
 
 

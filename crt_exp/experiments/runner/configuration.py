@@ -4,17 +4,15 @@ Keys, types and bounds of a group are those of the constructor that `_target_` n
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import Field
 
 from crt_exp.registry import (
     ATTENTION,
@@ -25,13 +23,14 @@ from crt_exp.registry import (
     check_node,
     choices,
     construct,
+    leaves,
     read_yaml,
-    subclass_of,
     uses,
 )
 from crt_exp.validation import (
     Count,
     Parameter,
+    Seed,
     check_options,
     either,
     format_value,
@@ -105,18 +104,9 @@ def override(key: str, value: Any) -> str:
 # ---- keys and groups
 
 
-class SweepOptions(TypedDict):
-    """Options of a sweep (-m)."""
-
-    fail: Literal["go_on", "stop"]
-
-
 TOP = {
-    "seed": Parameter(
-        Annotated[int, Field(ge=0, le=2**32 - 1)], True
-    ),  # the range of NumPy's seeds
+    "seed": Parameter(Seed, True),
     "resume": Parameter(Literal["never", "auto"], True),
-    "sweep": Parameter(SweepOptions, True),
 }
 GROUPS = {
     "features": replace(FEATURES, extra={"m": Parameter(Count, True)}),
@@ -124,15 +114,15 @@ GROUPS = {
     "attention": ATTENTION,
     "trainer": Group(
         "a TrainerConfig",
-        subclass_of("crt_exp.experiments.runner.trainer_config.TrainerConfig"),
+        base="crt_exp.experiments.runner.trainer_config.TrainerConfig",
     ),
     "logger": Group(
         "a subclass of Logger, see runner/loggers.py",
-        subclass_of("crt_exp.experiments.runner.loggers.Logger"),
+        base="crt_exp.experiments.runner.loggers.Logger",
     ),
     "task": Group(  # last: some tasks import large libraries
         "a subclass of Measurement or Task, see tasks/base.py",
-        subclass_of("crt_exp.experiments.tasks.base.BaseTask"),
+        base="crt_exp.experiments.tasks.base.BaseTask",
     ),
 }
 
@@ -152,16 +142,6 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
         raise explain_error(error) from None
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values."""
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            name = f"{prefix}.{key}" if prefix else str(key)
-            yield from leaves(value, name)
-    else:
-        yield prefix, node
-
-
 def same_ending(config: dict[str, Any], key: str) -> list[str]:
     """Return the dotted keys of a configuration whose last part is `key`."""
     return [name for name, _ in leaves(config) if name.rpartition(".")[2] == key]
@@ -178,19 +158,31 @@ def explain_error(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(text)
 
 
-def check_composed(cfg: DictConfig) -> None:
-    """Check a composed configuration with the classes that it names.
+def check_composed(cfg: DictConfig) -> dict[str, Any]:
+    """Check a composed configuration with the classes that it names; return it as plain values.
 
-    Raises ConfigError for the first unknown, missing or invalid key, and for unused choices.
+    Raises ConfigError for the first unknown, missing or invalid key, and for choices that the attention does not use.
     """
     config = plain_config(cfg)
     check_plain(config)
-    check_unused(config.get("attention"))
+    if attention := config.get("attention"):
+        absent = {"features", "sampler", "m"} - uses(attention)
+        if unused := [o for o in overrides() if mechanism_part(o) in absent]:
+            raise ConfigError(
+                f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
+            )
+    return config
 
 
 def check_plain(config: dict[str, Any]) -> None:
     """Check keys and values with the classes that `_target_` names. Raises ConfigError."""
-    check_top(config)
+    for key in config:
+        if key not in TOP and key not in GROUPS:
+            elsewhere = [name for name in same_ending(config, key) if name != key]
+            if elsewhere:
+                raise ConfigError(f"unknown key {key!r}; did you mean {either(elsewhere)}?")
+            raise unknown("key", key, [*TOP, *GROUPS])
+    check_options("", TOP, {key: value for key, value in config.items() if key in TOP})
     for name, group in GROUPS.items():
         node = config.get(name)
         unchosen = (
@@ -202,29 +194,6 @@ def check_plain(config: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})"
             )
-
-
-def check_top(config: dict[str, Any]) -> None:
-    for key in config:
-        if key not in TOP and key not in GROUPS:
-            elsewhere = [name for name in same_ending(config, key) if name != key]
-            if elsewhere:
-                raise ConfigError(f"unknown key {key!r}; did you mean {either(elsewhere)}?")
-            raise unknown("key", key, [*TOP, *GROUPS])
-    check_options("", TOP, {key: value for key, value in config.items() if key in TOP})
-
-
-def check_unused(attention: dict[str, Any] | None) -> None:
-    """Raise ConfigError for choices that the attention does not use."""
-    unused = [
-        o
-        for o in overrides()
-        if attention and mechanism_part(o) in {"features", "sampler", "m"} - uses(attention)
-    ]
-    if unused:
-        raise ConfigError(
-            f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
-        )
 
 
 # ---- the configuration in a run directory

@@ -1,7 +1,6 @@
-"""Loggers: Weights & Biases, progress lines and curves.png."""
+"""Loggers: Weights & Biases, and curves.png."""
 
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,12 +10,11 @@ from typing import Any, Literal
 from crt_exp.experiments.runner.configuration import directory_override, is_sweep
 from crt_exp.registry import ConfigError
 
-EVERY = 10.0  # seconds between lines of progress
 CURVES = "curves.png"
 
 
 class Logger:
-    """A copy of the records of a run; this one copies nothing."""
+    """A copy of the records of a run; logger=none copies nothing."""
 
     def begin_run(self, directory: Path, config: dict) -> None:
         """Begin or continue the run in `directory`."""
@@ -26,10 +24,6 @@ class Logger:
 
     def finish_run(self, failed: bool) -> None:
         """End the run."""
-
-
-class NoLogger(Logger):
-    """logger=none: only metrics.jsonl."""
 
 
 @dataclass
@@ -99,74 +93,30 @@ class WandbLogger(Logger):
             )
 
 
-@dataclass
-class ProgressLine:
-    """Prints step, loss, metric, samples/s and time left every EVERY seconds.
-
-    Args:
-        total: Steps of the run.
-        at: Step of this process.
-        batch: Samples of a step.
-        shown: Whether this process prints.
-    """
-
-    total: int
-    at: int
-    batch: float
-    shown: bool
-    metric: str = ""
-
-    def __post_init__(self):
-        self.first = self.at
-        self.began = self.last = time.monotonic()
-
-    def step(self, loss: float) -> None:
-        self.at += 1
-        elapsed = time.monotonic() - self.began  # includes evaluations and checkpoints
-        seconds = elapsed / (self.at - self.first)
-        left = time.strftime("%H:%M:%S", time.gmtime(seconds * (self.total - self.at)))
-        self._print(
-            f"loss {loss:.4g}{self.metric}, {self.batch / seconds:.3g} samples/s, {left} left"
-        )
-
-    def evaluating(self, split: str, read: int, whole: int | None) -> None:
-        """Print the number of evaluated micro-batches.
-
-        whole: the total of this process. None: unknown.
-        """
-        total = f" of {whole}" if whole else ""
-        self._print(f"evaluating {split}: {read}{total} batches")
-
-    def _print(self, text: str) -> None:
-        if self.shown and time.monotonic() >= self.last + EVERY:
-            self.last = time.monotonic()
-            print(f"step {self.at} of {self.total}, {text}", file=sys.stderr, flush=True)
-
-
 def draw_curves(records: list[dict[str, Any]], metric: str, directory: Path) -> None:
     """Draw curves.png: training loss and validation metric by step.
 
     Draws nothing if both have fewer than two records.
     """
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from crt_exp.experiments.drawing import save_figure
 
-    loss = []
-    scores = []
-    for record in records:
-        if record["split"] == "train":
-            loss.append((record["step"], record.get("loss")))
-        elif not record.get("final"):
-            scores.append((record["step"], record.get(metric)))
-    loss = [point for point in loss if point[1] is not None]
-    scores = [point for point in scores if point[1] is not None]
-    if max(len(loss), len(scores)) < 2:
+    columns = dict.fromkeys(
+        ["step", "split", "final", "loss", metric]
+    )  # the metric may be the loss
+    frame = DataFrame(records, columns=[*columns])
+    train = frame["split"] == "train"
+    curves = {
+        "training loss": frame[train].set_index("step")["loss"],
+        f"validation {metric}": frame[~train & frame["final"].isna()].set_index("step")[metric],
+    }
+    if max(curve.count() for curve in curves.values()) < 2:
         return
     figure = Figure((8, 3.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*zip(*loss), lw=1)
-    left.set(title="training loss", xlabel="step")
-    right.plot(*zip(*scores), marker="o", ms=3, lw=1)
-    right.set(title=f"validation {metric}", xlabel="step")
+    for ax, (title, curve) in zip(figure.subplots(1, 2), curves.items()):
+        curve = curve.dropna().astype(float)
+        ax.plot(curve.index, curve, marker="o", ms=3, lw=1)
+        ax.set(title=title, xlabel="step")
     save_figure(figure, directory / CURVES)

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,11 @@ def replay(
     """Run one micro-batch forward and backward; append the first problem to `names`."""
     hooks = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_hook(output_hook(name, names)))
+        what = f"output of {name or 'the model'} ({type(module).__name__})"
+        hooks.append(module.register_forward_hook(partial(record, names, what)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            hooks.append(parameter.register_hook(gradient_hook(name, names)))
+            hooks.append(parameter.register_hook(partial(record, names, f"gradient of {name}")))
     try:
         value = loss(model, batch)
         if not names and not finite(value):
@@ -77,21 +79,11 @@ def replay(
             hook.remove()
 
 
-def output_hook(name: str, names: list[str]):
-    def hook(module, args, output):
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if not names and not all(map(finite, tensors)):
-            names.append(f"output of {name or 'the model'} ({type(module).__name__})")
-
-    return hook
-
-
-def gradient_hook(name: str, names: list[str]):
-    def hook(gradient):
-        if not names and not finite(gradient):
-            names.append(f"gradient of {name}")
-
-    return hook
+def record(names: list[str], what: str, *args: Any) -> None:
+    """Hook that appends `what` if names is empty and its last argument is not finite."""
+    tensors = [leaf for leaf in tree_leaves(args[-1]) if isinstance(leaf, Tensor)]
+    if not names and not all(map(finite, tensors)):
+        names.append(what)
 
 
 def finite(tensor: Tensor) -> bool:

@@ -21,52 +21,46 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import crt_exp
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import world_size
-from crt_exp.experiments.runner.configuration import leaves, overrides
+from crt_exp.experiments.runner.configuration import overrides
 from crt_exp.experiments.runner.loggers import Logger
 from crt_exp.registry import (
     ConfigError,
+    construct,
+    differences,
     import_object,
-    instantiate,
+    json_object,
+    leaves,
     present_path,
     read_json,
     read_yaml,
 )
-from crt_exp.validation import files_of_options
+from crt_exp.validation import files_named, parameters
 
 # prefixes of keys (with a trailing dot) that may differ between a run and its continuation
 FREE_KEYS = (
     "resume.",
-    "sweep.",
     "logger.",
     "trainer.prefetch.",
     "trainer.keep.",
     "trainer.cpu.",
     "trainer.save_minutes.",
-    "trainer.find_unused_parameters.",  # only runs of earlier versions have the key
     "task.cache_dir.",
-    "task.predictions.",
     "task.workers.",
+    # keys that only runs of earlier versions have
+    "sweep.",
+    "task.predictions.",
 )
-# keys that only runs of earlier versions have, and the values that they have now as constants
-CONSTANTS = {
-    "task.bad": "error",
-    "task.coding": "onehot",
-    "task.environment": "Ant-v5",
-    "task.exact_lr": 3e-3,
-    "task.strokes": 3,
-    "task.unreadable": "error",
-}
 PARTIAL = "evaluated_batches"  # key in records of evaluations limited by trainer.evaluate
 # files of the run directory
 LOCK = ".lock"
 CONFIG = "config.yaml"
 INPUTS = "inputs.json"
 METRICS = "metrics.jsonl"
+VERSIONS = "versions.json"
 NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}  # of file systems without locks
 STARTED = "CRT_EXP_STARTED"  # environment variable: start time in the name of the run directory, for all processes
 
@@ -86,7 +80,7 @@ class RunDirectory:
         ConfigError: On entry, if the directory is in use or does not match the configuration.
     """
 
-    cfg: DictConfig
+    config: dict[str, Any]
     task: Any
     directory: Path
     main: bool = True
@@ -129,45 +123,41 @@ class RunDirectory:
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
         self.existed = self._continues()
-        config = OmegaConf.to_container(self.cfg, resolve=True)
         path = self.directory / INPUTS
-        inputs = input_states(config["task"], self.task.inputs())
+        inputs = input_states(self.config["task"], self.task.inputs())
         if self.existed and INPUTS in names_in(self.directory):
             before = read_json(path.read_bytes(), path)
-            changed = different_keys(before, inputs)
+            changed = differences(before, inputs)
             if changed:
                 raise ConfigError(
                     f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
                     f"delete {path} if only their times differ"
                 )
         self.records = read_records(self.metrics)
-        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.cfg, resolve=True))
+        write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.config))
         write_json(path, inputs)
-        write_json(self.directory / "versions.json", versions(self.cfg.seed))
-        logger = instantiate(self.cfg.logger)
-        logger.begin_run(self.directory, config)
+        write_json(self.directory / VERSIONS, versions(self.config["seed"]))
+        logger = construct(self.config["logger"])
+        logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
 
     def _continues(self) -> bool:
         """Return whether there is an earlier run that may be continued."""
         if all(path.suffix == ".tmp" or path.name == LOCK for path in self.directory.iterdir()):
             return False  # a run killed at its start leaves a .tmp file
-        if self.cfg.resume != "auto":
+        if self.config["resume"] != "auto":
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: not empty; set resume=auto, or use another folder"
             )
-        # absent keys equal null; interpolations in the saved file are not resolved
+        # interpolations in the saved file are not resolved
         old = dict(leaves(read_yaml(self.directory / CONFIG)))
         for key in old:
             if key.endswith("._target_"):
                 old[key] = present_path(old[key])
-        new = CONSTANTS | dict(leaves(OmegaConf.to_container(self.cfg, resolve=True)))
-        old = CONSTANTS | old
         changed = []
-        for key in different_keys(old, new):
+        for key, change in differences(old, dict(leaves(self.config))).items():
             if not f"{key}.".startswith(FREE_KEYS):
-                values = f"it was {old.get(key, 'absent')}, now {new.get(key, 'absent')}"
-                changed.append(f"{key} ({values})")
+                changed.append(change)
         if changed:
             raise ConfigError(
                 f"hydra.run.dir={self.directory}: these keys differ: {', '.join(changed)}"
@@ -211,11 +201,6 @@ class RunDirectory:
 # ---- files
 
 
-def different_keys(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted; an absent key equals null."""
-    return [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-
-
 def names_in(folder: Path) -> set[str]:
     """Return the names in a folder; empty if there is no such folder.
 
@@ -239,6 +224,20 @@ def read_records(path: Path) -> list[dict]:
     if rest:
         write_atomic(path, b"".join(line + b"\n" for line in lines))
     return records
+
+
+def is_finished(records: list[dict]) -> bool:
+    """Return whether nothing is left to run."""
+    return bool(records and records[-1].get("final"))
+
+
+def saved_overrides(directory: Path) -> dict[str, str]:
+    """Return the overrides of a run by key. Raises ConfigError."""
+    values = {}
+    for text in json_object(directory / VERSIONS)["overrides"]:
+        key, _, value = text.lstrip("+~").partition("=")
+        values[key] = value
+    return values
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -266,8 +265,9 @@ def input_states(options: dict[str, Any], inputs: Iterable[Path | None]) -> dict
     """
     places: list[tuple[str, str | Path]] = []
     if "_target_" in options:
-        target = import_object(options["_target_"])
-        places += files_of_options("task", target, options)
+        task_class = import_object(options["_target_"])
+        for name, parameter in parameters(task_class).items():
+            places += files_named(f"task.{name}", options.get(name), parameter.hint)
     for path in inputs:
         if path is not None:
             places.append(("data", path))
@@ -297,13 +297,12 @@ def input_files(path: Path) -> Iterator[Path]:
 
 def agree_on_start() -> None:
     """Share the first process's start time, so that all use one run directory."""
-    if world_size() > 1:
-        from torch.distributed import rendezvous
+    from torch.distributed import rendezvous
 
-        store, own, _ = next(iter(rendezvous("env://")))
-        if own == 0:
-            store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-        os.environ[STARTED] = store.get(STARTED).decode()
+    store, own, _ = next(iter(rendezvous("env://")))
+    if own == 0:
+        store.set(STARTED, f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
+    os.environ[STARTED] = store.get(STARTED).decode()
 
 
 PACKAGES = [

@@ -19,13 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
     choice,
-    leaves,
     mechanism_part,
     override_key,
 )
 from crt_exp.experiments.runner.exit_handling import fail
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
-from crt_exp.registry import ConfigError, uses
+from crt_exp.registry import ConfigError, leaves, uses
 
 BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 PLUGINS = Plugins.instance().class_name_to_class  # Hydra's scan defines each class anew
@@ -38,13 +37,11 @@ class Sweep:
 
     Attributes:
         failures: one line for each failed run.
-        left: number of runs that were not started.
     """
 
     directory: Path
     began: float
     failures: list[str] = field(default_factory=list)
-    left: int = 0
 
 
 _started: list[Sweep] = []
@@ -80,12 +77,11 @@ def check_direction(task_class: type, asked: Any) -> None:
 class UsedOptionsSweeper(BasicSweeper):
     """Hydra's basic sweeper, without overrides that the mechanism of a run does not use.
 
-    A failed run does not end the sweep, except with sweep.fail=stop. Then a batch has one run by default.
+    A failed run does not end the sweep.
     """
 
     def setup(self, **options: Any) -> None:
         super().setup(**options)
-        self.stops = self.config.sweep.fail == "stop"
         self.launch = self.launcher.launch
         self.launcher.launch = self.launch_and_record
 
@@ -108,8 +104,6 @@ class UsedOptionsSweeper(BasicSweeper):
                 sweep.failures.append(self.failure_line(job, result._return_value))
                 result.status = JobStatus.COMPLETED  # else Hydra would raise the first error
                 result.return_value = None
-        if self.stops and sweep.failures:
-            sweep.left = sum(map(len, self.overrides)) - initial_job_idx - len(jobs)
         return results
 
     def failure_line(self, job: Sequence[str], error: BaseException) -> str:
@@ -118,14 +112,9 @@ class UsedOptionsSweeper(BasicSweeper):
         varied = [override for override in job if any(override not in other for other in jobs)]
         return f"  {' '.join(varied)}: {last_line(error)}"
 
-    def is_done(self) -> bool:
-        return self.stops and bool(_started[-1].failures) or super().is_done()
-
     def split_arguments(
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        if self.stops and max_batch_size is None:
-            max_batch_size = 1
         (jobs,) = BasicSweeper.split_arguments(overrides, None)
         jobs, notes = without_unused(jobs, self._compose)
         for note in notes:
@@ -140,11 +129,6 @@ def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or its type."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1]
-
-
-def use_sweeper() -> None:
-    """Let Hydra build `UsedOptionsSweeper` as its basic sweeper."""
-    PLUGINS[BASIC] = UsedOptionsSweeper
 
 
 def without_unused(
@@ -243,7 +227,5 @@ def show() -> bool:
         if sweep.failures:
             has_failed = True
             lines = [f"crt_exp: {len(sweep.failures)} runs of the sweep failed:", *sweep.failures]
-            if sweep.left:
-                lines.append(f"sweep.fail=stop: {sweep.left} runs were not started")
             print("\n".join(lines), file=sys.stderr, flush=True)
     return has_failed

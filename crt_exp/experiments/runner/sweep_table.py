@@ -3,9 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from crt_exp.experiments.intervals import OVER, recorded_interval, student_interval
-from crt_exp.experiments.runner.run import PARTIAL, read_records
-from crt_exp.registry import json_object
+from crt_exp.experiments.runner.run import (
+    METRICS,
+    PARTIAL,
+    VERSIONS,
+    is_finished,
+    read_records,
+    saved_overrides,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,12 +54,12 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
     from pandas import DataFrame
 
     rows = []
-    for path in directory.glob("**/versions.json"):
+    for path in directory.glob(f"**/{VERSIONS}"):
         if path.stat().st_mtime < began:  # of an earlier sweep
             continue
-        records = read_records(path.with_name("metrics.jsonl"))
-        if records and records[-1].get("final"):
-            rows.append(final_row(path, directory, records[-1]))
+        records = read_records(path.with_name(METRICS))
+        if is_finished(records):
+            rows.append(final_row(path.parent, directory, records[-1]))
     runs = DataFrame(sorted(rows, key=lambda row: (len(row["run"]), row["run"])))
     keys = [key for key in runs if key not in ("run", COLUMNS, *RECORD)]
     if COLUMNS in runs:
@@ -64,12 +72,9 @@ def finished_runs(directory: Path, began: float = 0.0) -> "DataFrame":
     return runs[[key for key in ("run", *keys, *RECORD) if key in runs and key not in constant]]
 
 
-def final_row(versions: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
-    """Return name, overrides and final record of the run whose versions.json is given."""
-    row = {"run": str(versions.parent.relative_to(directory))}
-    for override in json_object(versions)["overrides"]:
-        key, _, value = override.lstrip("+~").partition("=")
-        row[key] = value
+def final_row(run: Path, directory: Path, last: dict[str, Any]) -> dict[str, Any]:
+    """Return name, overrides and final record of a run."""
+    row = {"run": str(run.relative_to(directory)), **saved_overrides(run)}
     row["value"] = last[last["metric"]]
     for key in RECORD:
         if key in last:
@@ -157,7 +162,7 @@ def draw(settings: "DataFrame", path: Path) -> bool:
     """Save the metric against the number that was varied; return whether there is one.
 
     One panel for each metric and data set, and one line for each combination of other keys. A setting without the
-    number, such as exact attention, is a dashed line.
+    number, such as exact attention, is a dashed line. Bars are 95% intervals.
     """
     key = swept_number(settings)
     if key is None:
@@ -174,68 +179,32 @@ def draw(settings: "DataFrame", path: Path) -> bool:
         1, len(panels), figsize=(5.2 * len(panels), 3.9), squeeze=False, layout="constrained"
     )
     for ax, ((metric, *data), panel) in zip(axes.flat, panels):
-        draw_panel(ax, panel, key, line_keys)
+        lines = [((), panel)]
+        if line_keys:
+            lines = [*panel.groupby(line_keys, sort=False)]
+        for values, line in lines:
+            draw_line(ax, line, key, " ".join(filter(None, map(str, values))))
         better = "lower" if panel["direction"].iloc[0] == "minimize" else "higher"
-        ax.set(xlabel=key, ylabel=f"{metric} ({better} is better)")
-        ax.set_title(" ".join([*data, caption(panel)]), fontsize=8)
+        ax.set(xlabel=key, ylabel=f"{metric} ({better} is better)", title=" ".join(data))
+        if line_keys:
+            ax.legend(fontsize=8)
     save_figure(figure, path)
     plt.close(figure)
     return True
 
 
-def caption(panel: "DataFrame") -> str:
-    """Return what the intervals of a panel are, such as "bars: 95% CI over 3 seeds"."""
-    over = panel["over"].dropna().unique()
-    if not panel["low"].notna().any():
-        return ""
-    return f"bars: 95% CI over {' or '.join(over)}"
-
-
-def draw_panel(ax: Any, panel: "DataFrame", key: str, line_keys: list[str]) -> None:
-    """Draw the settings of one panel, with their 95% intervals."""
-    from matplotlib.transforms import ScaledTranslation
+def draw_line(ax: Any, line: "DataFrame", key: str, label: str) -> None:
+    """Draw one combination of keys, with its 95% intervals."""
     from pandas import to_numeric
 
-    from crt_exp.experiments.drawing import label_ends
+    from crt_exp.experiments.drawing import colour
 
-    lines = [((), panel)]
-    if line_keys:
-        lines = [*panel.groupby(line_keys, sort=False)]
-    panel_places = sorted(set(to_numeric(panel[key], errors="coerce").dropna()))
-    if panel_places[0] > 0:
+    line = line.assign(place=to_numeric(line[key], errors="coerce")).sort_values("place")
+    place, value, low, high = line[["place", "value", "low", "high"]].to_numpy(float).T
+    style = {"color": colour(label), "label": label, "lw": 1.5}
+    if np.isnan(place).all():
+        ax.axhline(value[0], ls="--", **style)
+        return
+    if place[0] > 0:
         ax.set_xscale("log")
-    ax.set_xticks(panel_places, [f"{place:g}" for place in panel_places])
-    ax.minorticks_off()
-    ends = []
-    for number, (values, line) in enumerate(lines):
-        label = " ".join(filter(None, map(str, values)))
-        shade = line_colour(label)
-        line = line.assign(place=to_numeric(line[key], errors="coerce")).sort_values("place")
-        value = line["value"].to_numpy(float)
-        low = line["low"].to_numpy(float)
-        high = line["high"].to_numpy(float)
-        place = line["place"].to_numpy(float)
-        if line["place"].isna().all():
-            place = [panel_places[0], panel_places[-1]]
-            ax.fill_between(place, low[0], high[0], color=shade, alpha=0.06, lw=0)
-            ax.plot(place, [value[0], value[0]], color=shade, ls="--", lw=1.5)
-        else:
-            points = 2.5 * (number + 1 - len(lines))
-            shift = ScaledTranslation(points / 72, 0, ax.figure.dpi_scale_trans)
-            lengths = [value - low, high - value]
-            style = {"color": shade, "lw": 1.5, "marker": "o", "ms": 3.5}
-            ax.errorbar(
-                place, value, lengths, **style, elinewidth=1, transform=ax.transData + shift
-            )
-            ax.update_datalim([*zip(place, low), *zip(place, high)])
-        ends.append((label, place[-1], value[-1], shade))
-    ax.autoscale_view()
-    label_ends(ax, ends)
-
-
-def line_colour(label: str) -> str:
-    """Return the colour of a line: that of its feature map or attention."""
-    from crt_exp.experiments import drawing
-
-    shade = drawing.colour(label)
-    return drawing.colour_by_rule(label) if shade == drawing.CONTROL else shade
+    ax.errorbar(place, value, [value - low, high - value], marker="o", ms=3.5, **style)

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crt_exp.attention.base import same_step
 from crt_exp.experiments.data import full_tensor
@@ -28,7 +28,6 @@ from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.checkpoint import TrainingState
 from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
-from crt_exp.experiments.runner.loggers import ProgressLine
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
 from crt_exp.experiments.runner.sweep import description
@@ -39,34 +38,27 @@ from crt_exp.experiments.runner.trainer_config import (
     make_optimizer,
     schedule,
 )
-from crt_exp.experiments.tasks.base import Plan, Reader, Task
+from crt_exp.experiments.tasks.base import PROGRESS, Plan, Reader, Task
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
 
-def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int | None, int]:
-    """Return the steps of an epoch (None: streamed) and of the run.
+def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int, int]:
+    """Return the steps of an epoch and of the run.
 
     Raises ConfigError if task and config are incompatible.
     """
-    plan = Plan(config.batch, config.accumulate, world=processes)
-    rows = task.length("train")
-    per_epoch = task.epoch_steps(plan)
-    if per_epoch is None and rows is not None:
-        per_epoch = rows // config.batch
-    if config.steps == 0:
-        return per_epoch, 0
-    if per_epoch is None and config.steps is None:
+    per_epoch = task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
+    total = config.steps
+    if total is None:
+        total = round(config.epochs * per_epoch)
+    if config.steps != 0 and (per_epoch == 0 or total == 0):
         raise ConfigError(
-            "trainer.steps=null: expected a number, because the task streams its training data"
+            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with "
+            f"{task.length('train')} training rows; expected a smaller batch (trainer.steps=0 evaluates only)"
         )
-    if per_epoch == 0 or config.steps is None and round(config.epochs * per_epoch, 6) < 1:
-        raise ConfigError(
-            f"trainer.batch={config.batch}, trainer.epochs={config.epochs}: no step with {rows} training "
-            "rows; expected a smaller batch (trainer.steps=0 evaluates only)"
-        )
-    return per_epoch, config.steps or round(config.epochs * per_epoch)
+    return per_epoch, total
 
 
 def read_ahead(items: Iterable[Any], depth: int) -> Iterator[Any]:
@@ -121,6 +113,7 @@ class Trainer:
             self.adapters,
         )
         self.rate = 0.0
+        self.score = ""  # of the last evaluation
         self.stopping = False
         self.overdue = False
         self.feed: Iterator[Any] | None = None
@@ -160,10 +153,15 @@ class Trainer:
         """Continue from the state in the run directory, up to the final record."""
         self.training_state.restore()
         self.progress = self.training_state.progress
-        rows = self.task.length("train")
-        batch = rows / (self.per_epoch or 1) if rows else self.config.batch  # samples of a step
-        self.line = ProgressLine(self.total, self.progress.step, batch, self.distributed.main)
-        with self.signals:
+        self.bar = tqdm(
+            desc="training",
+            total=self.total,
+            initial=self.progress.step,
+            unit=" steps",
+            disable=not self.distributed.main,
+            **PROGRESS,
+        )
+        with self.signals, self.bar:
             self.module.train()
             while not self._between_steps():
                 self._step()
@@ -197,10 +195,8 @@ class Trainer:
         return p.step == self.total or (p.position == 0 if every is None else p.step % every == 0)
 
     def _step(self) -> None:
-        """Take one optimiser step, or end the epoch if it has no more batches."""
+        """Take one optimiser step."""
         batches = self._next_batches()
-        if batches is None:
-            return
         before = rng_state()
         self.rate = schedule(
             self.config.schedule, self.progress.step, self.total, self.config.warmup
@@ -222,11 +218,8 @@ class Trainer:
         with torch.no_grad():
             self.task.updated(self.module, self.progress.step)
 
-    def _next_batches(self) -> list[Any] | None:
-        """Return the micro-batches of the next step; None at the end of an epoch.
-
-        Only epochs of unknown length give None.
-        """
+    def _next_batches(self) -> list[Any]:
+        """Return the micro-batches of the next step."""
         p = self.progress
         config = self.config
         world = self.distributed
@@ -245,20 +238,7 @@ class Trainer:
                 (send_to_device(b, world.device, non_blocking=True) for b in batches),
                 config.prefetch,
             )
-        batches = list(islice(self.feed, config.accumulate))
-        if len(batches) == config.accumulate:
-            return batches
-        if p.position == 0:
-            raise ValueError(
-                f"trainer.batch={config.batch}: expected at most the rows of the training split"
-            )
-        self._next_epoch()
-        return None
-
-    def _next_epoch(self) -> None:
-        self.progress.epoch += 1
-        self.progress.position = 0
-        self.feed = None
+        return [next(self.feed) for _ in range(config.accumulate)]
 
     def _forward_backward(self, batches: list[Any]) -> Tensor:
         """Compute gradients of the step's mean loss; return this process's share."""
@@ -330,8 +310,11 @@ class Trainer:
         progress.loss += loss
         progress.losses += 1
         if progress.position == self.per_epoch:
-            self._next_epoch()
-        self.line.step(loss)
+            progress.epoch += 1
+            progress.position = 0
+            self.feed = None
+        self.bar.set_postfix_str(f"loss {loss:.4g}{self.score}", refresh=False)
+        self.bar.update()
         if progress.step % self.config.log_every == 0:
             grad_norm = norm if math.isfinite(norm) else None
             self._record(
@@ -389,7 +372,7 @@ class Trainer:
         self._record(self.task.validation, **metrics)
         value = metrics[metric]
         formatted = "nan" if value is None else f"{value:.4f}"
-        self.line.metric = f", {metric} {formatted}"
+        self.score = f", {metric} {formatted}"
         if progress.best is None or self._is_better(value, progress.best["metrics"][metric]):
             progress.best = {
                 "step": progress.step,
@@ -424,7 +407,7 @@ class Trainer:
                     self.seed,
                     world.device,
                     *shard,
-                    self.line.evaluating,
+                    world.rank == 0,
                     config.evaluate,
                 )
                 result = self.task.evaluate(self.scored, split, reader)

@@ -13,20 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Literal, TypedDict
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.experiments.models.folder import ADAPTER, TRAINED, save_tensors, whole_folder
 from crt_exp.registry import ConfigError, unknown
 from crt_exp.swap import families
-from crt_exp.validation import Count, NotNegative, Positive, Whole, checked
+from crt_exp.validation import Count, NotNegative, Positive, Rate, Whole, checked
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Lora(TypedDict):
@@ -34,7 +32,7 @@ class Lora(TypedDict):
 
     rank: Count
     alpha: Positive
-    dropout: Annotated[float, Field(ge=0, lt=1)]
+    dropout: Rate
     targets: Sequence[str] | None
     also: Sequence[str]
     merge: bool
@@ -52,7 +50,7 @@ class TrainerConfig:
     eval_batch: Count | None
     optimizer: Literal["adamw", "adam"]
     lr: Positive
-    betas: tuple[Beta, Beta]
+    betas: tuple[Rate, Rate]
     eps: Positive
     weight_decay: NotNegative
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"]

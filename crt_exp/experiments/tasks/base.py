@@ -4,19 +4,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, dataclass_transform
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from crt_exp.experiments.data.plan import Limit, Plan
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import checked
 
+PROGRESS = {"delay": 10, "mininterval": 10}  # seconds before and between lines of progress
 Batch = Any  # tensors in dicts, lists or tuples; the trainer moves them to the device
 
 
@@ -106,13 +108,14 @@ class TrainingTask(BaseTask):
     test: str | None = "test"
     predictions: bool = False
     predicted: Sequence[Prediction] = ()
+    # further metrics of the summary
+    reported: Sequence[str] = ()
+    # batches of 8 rows that `calibrate` reads; an option of tasks that call it
+    calibration: int
 
     @abstractmethod
-    def length(self, split: str) -> int | None:
-        """Number of rows of a split; None if the split is streamed.
-
-        A streamed training split needs `trainer.steps`.
-        """
+    def length(self, split: str) -> int:
+        """Number of rows of a split."""
 
     @abstractmethod
     def build(self, mechanism: Mechanism) -> nn.Module:
@@ -151,19 +154,26 @@ class TrainingTask(BaseTask):
             return batch["images"]
         return {key: batch[key] for key in batch if key not in ("labels", "rows")}
 
+    def calibrate(self, model: nn.Module) -> None:
+        """Fit statistics of causal features to weights of another attention."""
+        from crt_exp.swap.calibration import fill_statistics, learns
+
+        if self.calibration and learns(model):
+            batches = islice(self.batches("train", Plan(8)), self.calibration)
+            fill_statistics(model, [self.model_inputs(batch) for batch in batches])
+
     def check_shards(self) -> None:
         """Raise ConfigError if a step needs unsharded weights (trainer=fsdp)."""
 
     def check_adapters(self) -> None:
         """Raise ConfigError if the task does not support frozen weights (trainer.adapt)."""
 
-    def epoch_steps(self, plan: Plan) -> int | None:
-        """Optimiser steps of an epoch if micro-batches differ in their number of rows.
+    def epoch_steps(self, plan: Plan) -> int:
+        """Optimiser steps of an epoch.
 
-        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`. None: rows of the
-        training split // trainer.batch.
+        Return `plan.steps(costs, budget)` if `batches` reads `plan.by_cost(costs, budget, split)`.
         """
-        return None
+        return self.length("train") // plan.batch
 
     def updated(self, model: nn.Module, step: int) -> None:
         """Update state that follows the weights, such as a sampler's tables.
@@ -216,11 +226,12 @@ class TrainingTask(BaseTask):
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
-        value = last[self.metric]
-        if value is None:
-            value = math.nan
+        metrics = []
+        for key in (self.metric, *self.reported):
+            value = math.nan if last[key] is None else last[key]
+            metrics.append(f"{key} {value:.4f}")
         name = type(self).__name__.lower()
-        return f"{name}: {self.metric} {value:.4f} ({last['split']}, step {last['step']})"
+        return f"{name}: {', '.join(metrics)} ({last['split']}, step {last['step']})"
 
 
 Task = TrainingTask
@@ -243,7 +254,7 @@ class Reader:
     `task.evaluate(model, "validation", Reader(task, batch=32))`.
 
     Args:
-        progress: callback before each micro-batch, with the split, the micro-batches read and their total or None.
+        progress: print the number of micro-batches read.
         limit: maximum number of micro-batches of a split: those of a fixed random sample of the rows. `partial` is True
             if this limit left rows unread.
         world: number of processes.
@@ -257,7 +268,7 @@ class Reader:
         device: torch.device | str = "cpu",
         rank: int = 0,
         world: int = 1,
-        progress: Callable[[str, int, int | None], None] | None = None,
+        progress: bool = False,
         limit: int | None = None,
     ):
         self.task = task
@@ -274,24 +285,19 @@ class Reader:
         """Yield micro-batches of at most `batch` rows, in row order."""
         from accelerate.utils import send_to_device
 
-        whole = self._whole(split) if self.progress else None
-        for read, item in enumerate(self.task.batches(split, self.plan)):
+        batches = tqdm(
+            self.task.batches(split, self.plan),
+            f"evaluating {split}",
+            unit=" batches",
+            leave=False,
+            disable=not self.progress,
+            **PROGRESS,
+        )
+        for read, item in enumerate(batches):
             if self.limit is not None and read == self.limit.batches:
                 self.limit.partial = True
                 return
-            if self.progress:
-                self.progress(split, read, whole)
             yield send_to_device(item, self.device, non_blocking=True)
-
-    def _whole(self, split: str) -> int | None:
-        """Micro-batches of this process, at most `limit`; None if unknown."""
-        plan = self.plan
-        rows = self.task.length(split)
-        limit = self.limit and self.limit.batches
-        if rows is None or self.task.epoch_steps(plan) is not None:
-            return limit
-        share = rows * (plan.rank + 1) // plan.world - rows * plan.rank // plan.world
-        return min(-(-share // plan.batch), limit or share)
 
     def sum(self, *values: Any) -> list[float]:
         """Sum each value (number or scalar tensor) over all processes, in float64."""
@@ -352,6 +358,7 @@ def constant(*vectors: Any) -> bool:
     return any(np.ptp(values) == 0 for values in vectors)
 
 
+# of predictions, classes (n,) or scores (n,), and labels
 METRICS: dict[str, Callable[[Any, Any], float]] = {
     "accuracy": accuracy,
     "f1": f1,
@@ -359,11 +366,6 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
     "spearman": spearman,
     "pearson": pearson,
 }
-
-
-def metric_values(names: Iterable[str], predictions: Any, labels: Any) -> dict[str, float]:
-    """Values of some metrics. predictions: classes (n,), or scores (n,)."""
-    return {name: METRICS[name](predictions, labels) for name in names}
 
 
 def jackknife_values(metric: str, predictions: Any, labels: Any, parts: int) -> list[float]:

@@ -17,10 +17,10 @@ from pydantic import Field
 from torch import nn
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.corpora import PARTS, Rows, TokenText
-from crt_exp.experiments.data.plan import bucketed, pad_rows, with_key_mask
-from crt_exp.experiments.data.sources import refuse_data_dir, stand_in
-from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, official_file, text_files
+from crt_exp.experiments.data.corpora import Rows, TokenText
+from crt_exp.experiments.data.plan import bucketed, pad_rows, token_batch
+from crt_exp.experiments.data.sources import stand_in
+from crt_exp.experiments.data.text import IGNORED, Masking, flag_table, split_files
 from crt_exp.experiments.data.vocabularies import fast_tokenizer, new_tokenizer
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, exp, task_class
 from crt_exp.experiments.tasks.sequences import SymbolTask
@@ -52,13 +52,13 @@ class Books(SymbolTask):
     direction: Literal["unidirectional", "bidirectional"] = "unidirectional"
 
     compatible_runs = "a run of task=books with the same tokenizer"
+    reported = ("word_perplexity", "unigram_word_perplexity")
 
     def __post_init__(self):
         if self.text is None:
             self.stand_in = stand_in("books", "WikiText-2", "text=DIR", "pg19")
         self.causal = self.direction == "unidirectional"
         apart = self.rows == "apart"
-        self.load()
         files = self.files()
         if self.saved is not None and "tokenizer" in self.saved.symbols:
             tokenizer = fast_tokenizer(self.saved.symbols["tokenizer"])
@@ -81,7 +81,6 @@ class Books(SymbolTask):
             for split, own in files.items()
         }
         texts = texts if len(texts) > 1 else texts["train"].held_out(HELD_OUT, apart)
-        self.train_text = texts["train"]
         self.data = {}
         for split, text in texts.items():
             if apart:
@@ -94,7 +93,12 @@ class Books(SymbolTask):
                 f"task.max_length={self.max_length}: {short} has only {len(texts[short].tokens)} tokens; "
                 "use a longer text, or a smaller value"
             )
-        self.places = {split: self.some(len(data), split) for split, data in self.data.items()}
+        self.places = {}
+        for split, data in self.data.items():
+            count = len(data)
+            if split != "train" and self.evaluated is not None:
+                count = min(count, self.evaluated)
+            self.places[split] = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
 
     # ---- text
 
@@ -102,23 +106,13 @@ class Books(SymbolTask):
         """Files of each split; only "train" if the other splits are held out of it."""
         if (self.validation_text is None) != (self.test_text is None):
             raise ConfigError("task.validation_text, task.test_text: set both or neither")
-        if self.text is None:
-            return {
-                split: [official_file("wikitext2", part, self.data_dir)]
-                for split, part in PARTS.items()
-            }
-        refuse_data_dir(self.data_dir, "task.text")
         named = {"train": self.text, "validation": self.validation_text, "test": self.test_text}
-        return {split: text_files(paths) for split, paths in named.items() if paths is not None}
+        return split_files(named, self.data_dir)
 
     def inputs(self) -> list[Path]:
         return list(chain.from_iterable(self.files().values()))
 
     # ---- rows
-
-    def some(self, rows: int, split: str) -> np.ndarray:
-        few = rows if split == "train" or self.evaluated is None else min(rows, self.evaluated)
-        return np.linspace(0, rows - 1, few).round().astype(np.int64)
 
     def length(self, split: str) -> int:
         return len(self.places[split])
@@ -140,8 +134,7 @@ class Books(SymbolTask):
                 row_tokens, row_labels = row
                 tokens.append(row_tokens)
                 labels.append(row_labels)
-            batch = with_key_mask(pad_rows(tokens, self.end), [len(row) for row in tokens])
-            yield batch | {"labels": pad_rows(labels, IGNORED)}
+            yield token_batch(tokens, self.end) | {"labels": pad_rows(labels, IGNORED)}
 
     @cached_property
     def masking(self) -> Masking:
@@ -162,14 +155,5 @@ class Books(SymbolTask):
 
     @cached_property
     def unigram(self) -> np.ndarray:
-        counts = self.train_text.counts(self.predictable) + 1.0
+        counts = self.data["train"].text.counts(self.predictable) + 1.0
         return counts / counts.sum()
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        words = last["word_perplexity"]
-        unigram = last["unigram_word_perplexity"]
-        return (
-            f"books: perplexity {last['perplexity']:.2f} per token, {words:,.0f} per word (unigram {unigram:,.0f}; "
-            f"{last['split']}, step {last['step']})"
-        )

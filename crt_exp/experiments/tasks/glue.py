@@ -20,18 +20,18 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
-from crt_exp.experiments.data.sources import refuse_data_dir, task_folder
+from crt_exp.experiments.data.sources import Place, refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
 from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
+    METRICS,
     Batch,
     Plan,
     Reader,
     Task,
     jackknife_values,
-    metric_values,
     task_class,
 )
 from crt_exp.features.base import NotFinite
@@ -55,7 +55,7 @@ class GLUE(Task):
 
     dataset: Literal[*glue.TASKS]
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     model: FileName
     init: Annotated[str, Files(("scratch", "uptrain"))]
     max_length: Count
@@ -71,7 +71,8 @@ class GLUE(Task):
     target: str | None = None
     kind: Kind | None = None
     split: tuple[Positive, Positive, Positive] | None = None
-    predictions: bool = True
+
+    predictions = True
 
     def __post_init__(self):
         self.validation = "dev"
@@ -82,13 +83,15 @@ class GLUE(Task):
             self.test = "test"
         else:
             self.glue_task = glue.TASKS[self.dataset]
-            self.refuse_own_options()
+            for name in OWN:
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
         self.metric = self.glue_task.metrics[0]
         self.origin = encoders.origin_of(self.model, self.init)
         names = dict(enumerate(self.glue_task.names)) or {0: "score"}
         self.config = encoders.load_config(
             self.origin,
-            num_labels=self.glue_task.outputs,
+            num_labels=len(names),
             id2label=names,
             label2id={name: i for i, name in names.items()},
         )
@@ -139,11 +142,6 @@ class GLUE(Task):
             )
         return labelled_text.read_labelled(tables, self.columns, target, self.kind, shares)
 
-    def refuse_own_options(self) -> None:
-        for name in OWN:
-            if getattr(self, name) is not None:
-                raise ConfigError(f"task.{name}: only for task.csv=FILE or task.hub.name=NAME")
-
     def inputs(self) -> list[Path | None]:
         if self.final == "test":
             return []  # options with the annotation FileName name the files
@@ -189,7 +187,7 @@ class GLUE(Task):
     def evaluate(self, model: nn.Module, split: str, reader: Reader) -> dict[str, float]:
         self.predicted = []
         metrics = self.evaluate_part(model, split, reader)
-        if self.glue_task.two_devs and split == "dev":
+        if split == "dev" and "dev_mm" in self.glue_task.splits:
             mismatched = self.evaluate_part(model, "dev_mm", reader)
             metrics |= {f"{name}_mismatched": value for name, value in mismatched.items()}
         return metrics | {
@@ -221,7 +219,7 @@ class GLUE(Task):
             )
         predicted = self.named_predictions(split, numbers, labels, answers)
         self.predicted = [*self.predicted, *predicted]
-        metrics = metric_values(self.glue_task.metrics, answers, labels)
+        metrics = {name: METRICS[name](answers, labels) for name in self.glue_task.metrics}
         metrics["loss"] = sum(losses) / len(rows)
         is_whole = split == self.final and len(rows) == self.length(split)
         if self.parts and is_whole:

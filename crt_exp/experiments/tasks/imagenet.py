@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.experiments.data import DataError, check_classes
+from crt_exp.experiments.data import check_classes
 from crt_exp.experiments.data import images as data
 from crt_exp.experiments.data.loading import (
     Generator,
@@ -25,16 +25,15 @@ from crt_exp.experiments.data.loading import (
     listed_batches,
     seeded_globals,
 )
-from crt_exp.experiments.data.sources import SOURCES, is_on_hub, refuse_data_dir, task_folder
+from crt_exp.experiments.data.sources import SOURCES, Place, is_on_hub, refuse_data_dir, task_folder
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, task_class
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, NotNegative
+from crt_exp.validation import Count, Files, NotNegative, Rate, Share
 
 TOKENS = ("cls_token", "mask_token", "reg_token", "dist_token", "pos_embed", "position_embeddings")
-Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, le=1)]
 NAMED_CLASSES = 5  # ImageNet reports top-5 accuracy
 
@@ -51,7 +50,7 @@ class ImageTask(Task):
     init: Annotated[str, Files(("scratch", "pretrained"))]
     dataset: str
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     hub: data.ImageHub
     workers: Workers
 
@@ -105,15 +104,7 @@ class ImageTask(Task):
         part = self.splits[split]
         micro = Micro(part.read, transform, finish, plan.rng)
         asked = listed_batches(part, split, plan, repeats)
-        for batch in by_workers(micro, asked, self.workers):
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
-
-    def evaluated_names(self, split: str, plan: Plan) -> list[str]:
-        """Names of the images of an evaluation over all processes, in the order of reading."""
-        rows = plan.evaluated(self.length(split))
-        return self.splits[split].names(evaluation_order(self.length(split))[rows])
+        yield from by_workers(micro, asked, self.workers)
 
     def decays(self, name: str, parameter: nn.Parameter) -> bool:
         """Exclude position embeddings and tokens from weight decay, as MAE and DeiT do."""
@@ -161,12 +152,12 @@ class ImageNet(ImageTask):
     new_head: bool
     crop: Part
     augment: ImageAugment
-    smoothing: Annotated[float, Field(ge=0, lt=1)]
-    drop_path: Annotated[float, Field(ge=0, lt=1)]
+    smoothing: Rate
+    drop_path: Rate
     layer_decay: Part
-    predictions: bool = True
 
     metric = "accuracy"
+    predictions = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -279,10 +270,11 @@ class ImageNet(ImageTask):
             raise NotFinite("the loss is not finite; try a lower trainer.lr")
         answers = reader.gather(answers)
         self.predicted = []
-        if self.predictions:
-            for name, (label, answer) in zip(self.evaluated_names(split, reader.plan), answers):
-                row = {"label": self.classes[label], "prediction": self.classes[answer]}
-                self.predicted.append({"example": name, **row})
+        rows = self.length(split)
+        order = evaluation_order(rows)[reader.plan.evaluated(rows)]
+        for name, (label, answer) in zip(self.splits[split].names(order), answers):
+            row = {"label": self.classes[label], "prediction": self.classes[answer]}
+            self.predicted.append({"example": name, **row})
         return {"accuracy": right / count, "accuracy_top5": near / count, "loss": loss / count}
 
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data import DataError, speech
 from crt_exp.experiments.data.loading import Workers, by_workers
-from crt_exp.experiments.data.sources import is_on_hub, stand_in, task_folder
+from crt_exp.experiments.data.sources import Place, is_on_hub, stand_in, task_folder
 from crt_exp.experiments.data.vocabularies import LETTERS, Symbols
 from crt_exp.experiments.models import conformer_transducer
 from crt_exp.experiments.models.conformer_transducer import (
@@ -33,9 +33,8 @@ from crt_exp.experiments.models.folder import take_weights
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, Files, Positive, Several, Whole, check_options, warn
+from crt_exp.validation import Count, Files, Positive, Several, Share, Whole, check_options, warn
 
-Share = Annotated[float, Field(ge=0, le=1)]
 INPUTS = (
     "audio",
     "samples",
@@ -79,7 +78,7 @@ class LibriSpeech(Task):
     """
 
     corpus: Literal["librispeech", "fsdd", "table"]
-    source: Literal["auto", "files", "hub"]
+    source: Place
     data_dir: str | None
     subsets: Subsets
     strings: Strings
@@ -95,10 +94,11 @@ class LibriSpeech(Task):
     preset: Literal[*PRESETS]
     sizes: dict[str, Any]
     init: Annotated[str, Files(("scratch",))]
-    predictions: bool = True
 
     metric = "wer"
+    predictions = True
     lower_is_better = True
+    reported = ("cer",)
 
     def __post_init__(self):
         digits = self.corpus == "fsdd"
@@ -219,13 +219,10 @@ class LibriSpeech(Task):
         )
         drawing = plan if training else None
         make = partial(self.batch, data, drawing)
-        for batch in by_workers(make, asked, self.workers):
-            if isinstance(batch, str):
-                raise speech.BadAudio(batch)
-            yield batch
+        yield from by_workers(make, asked, self.workers)
 
-    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch | str:
-        """Batch of CPU tensors, or the message of BadAudio: an error that leaves a worker loses its words.
+    def batch(self, data: SpokenSplit, plan: Plan | None, rows: Sequence[int]) -> Batch:
+        """Batch of CPU tensors; raises BadAudio.
 
         plan: that of training, which draws speeds and masks for each row; None in evaluation.
         """
@@ -234,10 +231,7 @@ class LibriSpeech(Task):
         for row in map(int, rows):
             rng = plan and plan.rng(row)
             speed = self.speeds[rng.integers(len(self.speeds))] if rng else 1.0
-            try:
-                samples = speech.audio_of(data.utterances[row], self.rate, speed)
-            except speech.BadAudio as error:
-                return str(error)
+            samples = speech.audio_of(data.utterances[row], self.rate, speed)
             audio.append(speech.as_int16(samples))
             if rng and (self.augment["bands"] or self.augment["spans"]):
                 masks.append(self.draw_masks(rng, len(samples)))
@@ -321,7 +315,3 @@ class LibriSpeech(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         """Save <run>/model."""
         conformer_transducer.save_model(self.recogniser, tensors, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return f"librispeech: WER {last['wer']:.2%}, CER {last['cer']:.2%} ({last['split']}, step {last['step']})"

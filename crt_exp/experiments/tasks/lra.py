@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from crt_exp.experiments.data import arena, check_classes, images
 from crt_exp.experiments.data.arena import LONGEST, PAGES, SPLITS, Dataset, Labelled
 from crt_exp.experiments.data.images import DIGITS, VALUES, square_image
-from crt_exp.experiments.data.plan import by_length, pad_rows, row_sample, with_key_mask
+from crt_exp.experiments.data.plan import by_length, row_sample, token_batch
 from crt_exp.experiments.data.sources import task_folder
 from crt_exp.experiments.models.language import Classifier
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
-from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask, without_labels
+from crt_exp.experiments.tasks.sequences import SequenceTask, SymbolTask
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count
 
@@ -86,8 +86,8 @@ class LRA(SequenceTask):
         for examples in by_length(lengths, split, plan, group_lengths=True):
             part = data.take(examples)
             rows = [row[: self.row_length] for row in part.rows]
-            batch = with_key_mask(pad_rows(rows, self.arena.symbols), [len(row) for row in rows])
-            yield batch | {"labels": torch.from_numpy(part.labels)}
+            labels = torch.from_numpy(part.labels)
+            yield token_batch(rows, self.arena.symbols) | {"labels": labels}
 
     # ---- model
 
@@ -101,7 +101,7 @@ class LRA(SequenceTask):
         )
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(**without_labels(batch)).float()
+        return model(**self.model_inputs(batch)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(self.outputs(model, batch), batch["labels"])
@@ -154,6 +154,7 @@ class Pixels(SymbolTask):
     evaluated: Count | None
 
     metric = "bits_per_dim"
+    reported = ("unigram_bits_per_dim",)
     counted = "dimensions"
     compatible_runs = "a run of task=pixels of the same size and channels"
     causal = True
@@ -165,7 +166,6 @@ class Pixels(SymbolTask):
         self.size = self.size or (32 if self.inputs() else 8)
         self.channels = self.channels or (3 if self.inputs() else 1)
         self.row_length = self.size**2 * self.channels
-        self.load()
         self.describe(
             VALUES + 1,
             self.row_length,

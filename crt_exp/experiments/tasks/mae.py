@@ -17,11 +17,11 @@ from crt_exp.experiments.data.loading import Generator
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.models.vision import MEAN, STD, VisionDescription, check_patch
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, task_class
-from crt_exp.experiments.tasks.imagenet import ImageTask, Part, Share
+from crt_exp.experiments.tasks.imagenet import ImageTask, Part, training_transform
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.validation import Count, FileName, Files
+from crt_exp.validation import Count, FileName, Files, Share
 
 
 class MAESizes(TypedDict):
@@ -131,21 +131,11 @@ class MAE(ImageTask):
     # ---- batches
 
     def batches(self, split: str, plan: Plan) -> Iterator[Batch]:
-        from timm.data import create_transform
-
-        size = self.config.image_size
-        transform = VisionDescription("", self.config.image_size).transform()
+        description = VisionDescription("", self.config.image_size)
+        transform = description.transform()
         if split == "train":
-            transform = create_transform(
-                size,
-                is_training=True,
-                scale=tuple(self.augment["scale"]),
-                std=STD,
-                mean=MEAN,
-                hflip=self.augment["flip"],
-                color_jitter=None,
-                interpolation="bicubic",
-            )
+            augment = self.augment | {"policy": None, "erase": 0.0}
+            transform = training_transform(augment, description)
         return self.read(split, plan, transform, self.masked)
 
     def masked(self, images: Tensor, labels: Tensor, draws: list[Generator]) -> Batch:

@@ -8,9 +8,8 @@ Notation: B rows of a batch, L tokens of a block, n predicted tokens, V entries 
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -20,23 +19,15 @@ from torch.nn import functional as F
 
 from crt_exp.experiments.data import DataError
 from crt_exp.experiments.data import text as data
-from crt_exp.experiments.data.sources import Hub, refuse_data_dir
+from crt_exp.experiments.data.sources import Hub, Place, refuse_data_dir
 from crt_exp.experiments.data.vocabularies import new_tokenizer
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, unknown
-from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.validation import Count, FileName, Files, Whole
+from crt_exp.validation import Count, FileName, Files, Share, Whole
 
 HELD_OUT = 0.02  # share of the last blocks for validation, if it has no text
-GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-}
 
 
 class MaskedModel(nn.Module):
@@ -92,7 +83,7 @@ class MLM(Task):
     text: FileName | Sequence[FileName] | None
     validation_text: FileName | Sequence[FileName] | None
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     hub: TextHub
     model: FileName | None
     init: Annotated[str, Files(("scratch", "uptrain"))]
@@ -104,10 +95,11 @@ class MLM(Task):
     cache_dir: str | None
     causal: bool = False
     calibration: Whole = 4
-    repeat: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repeat: Share = 0.0
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("accuracy",)
 
     def __post_init__(self):
         self.check_options()
@@ -138,18 +130,12 @@ class MLM(Task):
 
     def named_texts(self) -> dict[str, data.Text]:
         """Text of each split that has one."""
-        texts: dict[str, data.Text] = {}
-        if self.hub["name"] is not None or self.text is not None:
-            if self.text is None:
-                refuse_data_dir(self.data_dir, "task.hub.name")
-                texts["train"] = data.HubText.load(**self.hub)
-            else:
-                refuse_data_dir(self.data_dir, "task.text")
-                texts["train"] = data.text_files(self.text)
-        else:
-            for split, name in (("train", "train"), ("validation", "valid"), ("test", "test")):
-                texts[split] = [data.official_file("wikitext2", name, self.data_dir, self.source)]
-        if self.validation_text:
+        named = {"train": self.text, "validation": self.validation_text}
+        if self.hub["name"] is None:
+            return data.split_files(named, self.data_dir, self.source)
+        refuse_data_dir(self.data_dir, "task.hub.name")
+        texts = {"train": data.HubText.load(self.hub)}
+        if self.validation_text is not None:
             texts["validation"] = data.text_files(self.validation_text)
         return texts
 
@@ -216,12 +202,8 @@ class MLM(Task):
     def new_config(self):
         import transformers
 
-        kind = transformers.BertConfig
-        names = {}
-        if self.causal:
-            kind = transformers.GPT2Config
-            names = GPT2_NAMES
-        known = [*kind().to_dict(), *names]
+        kind = transformers.GPT2Config if self.causal else transformers.BertConfig
+        known = [*kind().to_dict(), *kind.attribute_map, "intermediate_size"]
         for key in self.sizes:
             if key not in known:
                 raise unknown("key", f"task.sizes.{key}", [f"task.sizes.{name}" for name in known])
@@ -230,13 +212,11 @@ class MLM(Task):
             number = getattr(self.tokenizer, f"{mark}_token_id")
             if number is not None:
                 options[f"{mark}_token_id"] = number
-        sizes = {
-            "max_position_embeddings": max(512, self.block),
-            "vocab_size": len(self.tokenizer),
-            **self.sizes,
-        }
-        for key, value in sizes.items():
-            options[names.get(key, key)] = value
+        options["max_position_embeddings"] = max(512, self.block)
+        options["vocab_size"] = len(self.tokenizer)
+        options |= self.sizes
+        if self.causal and "intermediate_size" in options:  # the name that GPT-2 does not share
+            options["n_inner"] = options.pop("intermediate_size")
         with encoders.buildable(f"task.sizes={dict(self.sizes)}"):
             config = kind(**options)
             if config.hidden_size % config.num_attention_heads:
@@ -254,13 +234,8 @@ class MLM(Task):
             self.calibrate(model)
         return MaskedModel(model, self.call)
 
-    def calibrate(self, model: nn.Module) -> None:
-        """Fit statistics of causal features: the weights come from another attention."""
-        if self.calibration and learns(model):
-            batches = islice(self.batches("train", Plan(8)), self.calibration)
-            fill_statistics(
-                model, [{"input_ids": batch["input_ids"], **self.call} for batch in batches]
-            )
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        return {"input_ids": batch["input_ids"], **self.call}
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         logits, labels = model(**batch)
@@ -288,14 +263,6 @@ class MLM(Task):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         inner = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         encoders.save_model(model.model, inner, self.tokenizer, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        which = "next" if self.causal else "masked"
-        return (
-            f"mlm: perplexity {last['perplexity']:.2f}, {last['accuracy']:.1%} of the {which} tokens right "
-            f"({last['split']}, step {last['step']})"
-        )
 
 
 def repeat_first_half(ids: Tensor, share: float, draws: Tensor) -> Tensor:

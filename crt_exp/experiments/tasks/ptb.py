@@ -13,12 +13,11 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 import torch
-from pydantic import Field
+from pandas import DataFrame
 from torch import Tensor, nn
 
-from crt_exp.atomic_write import write_rows
 from crt_exp.experiments.data import corpora, full_tensor
-from crt_exp.experiments.data.sources import stand_in
+from crt_exp.experiments.data.sources import Place, stand_in
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.drawing import new_figure, save_figure
 from crt_exp.experiments.models import lstm
@@ -35,7 +34,7 @@ from crt_exp.sampled_softmax import (
     Uniform,
     Unigram,
 )
-from crt_exp.validation import Count, Files, NotNegative, Positive
+from crt_exp.validation import Count, Files, NotNegative, Positive, Rate
 
 
 class Sampling(TypedDict):
@@ -77,11 +76,11 @@ class PTB(Task):
 
     corpus: Annotated[str, Files(("ptb", "wikitext2"))]
     data_dir: str | None
-    source: Literal["auto", "files", "hub"]
+    source: Place
     init: Annotated[str, Files(("scratch",))]
     width: Count
     layers: Count
-    dropout: Annotated[float, Field(ge=0, lt=1)]
+    dropout: Rate
     bptt: Count
     softmax: Literal["full", "uniform", "log_uniform", "unigram", "exact", "quadratic", "features"]
     sampling: Sampling
@@ -91,6 +90,7 @@ class PTB(Task):
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("unigram_perplexity",)
 
     def __post_init__(self):
         self.carried: dict[str, Tensor] = {}
@@ -282,13 +282,6 @@ class PTB(Task):
         }
         draw_lengths(lengths, directory)
 
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (
-            f"ptb: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}) by task.softmax="
-            f"{self.softmax} ({last['split']}, step {last['step']})"
-        )
-
 
 def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
     """Write lengths.csv and lengths.png with histograms (HRF Figures 7, 9).
@@ -297,8 +290,8 @@ def draw_lengths(lengths: dict[str, np.ndarray], directory: Path) -> None:
     """
     edges = np.linspace(0.0, 1.001 * max(map(np.max, lengths.values())), 61)
     counts = {name: np.histogram(part, edges)[0] for name, part in lengths.items()}
-    columns = (column.tolist() for column in (edges[:-1], edges[1:], *counts.values()))
-    write_rows(directory / "lengths.csv", [["from", "to", *counts], *zip(*columns)])
+    table = DataFrame({"from": edges[:-1], "to": edges[1:], **counts})
+    table.to_csv(directory / "lengths.csv", index=False)
     figure, axes = new_figure(1, 2, figsize=(7, 3), layout="constrained")
     for ax, (name, part) in zip(axes, counts.items()):
         ax.stairs(part, edges, fill=True)

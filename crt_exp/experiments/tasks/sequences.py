@@ -12,7 +12,6 @@ Notation: B rows of a batch, L tokens of a row, n predicted tokens, V symbols.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +25,6 @@ from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.models import language
 from crt_exp.experiments.models.language import (
     PRESETS,
-    Dropout,
     LanguageDescription,
     LanguageModel,
     Positions,
@@ -34,8 +32,7 @@ from crt_exp.experiments.models.language import (
 from crt_exp.experiments.tasks.base import Batch, Plan, Reader, Task, exp, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
-from crt_exp.swap.calibration import fill_statistics, learns
-from crt_exp.validation import Count, Files, Whole
+from crt_exp.validation import Count, Files, Rate, Whole
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 SPLITS = {"train": 0, "validation": 1, "test": 2}
@@ -50,7 +47,7 @@ class SequenceTask(Task):
     preset: Literal[*PRESETS] | None
     sizes: dict[str, Any]
     positions: Positions | None
-    dropout: Dropout
+    dropout: Rate
     checkpointing: bool
 
     # name of the option that sets the length of the longest row
@@ -83,12 +80,14 @@ class SymbolTask(SequenceTask):
 
     metric = "perplexity"
     lower_is_better = True
+    reported = ("unigram_perplexity", "accuracy")
     counted = "tokens"  # name of the number of symbols in the metrics
     compatible_runs = ""  # compatible runs, for messages: "a run of task=trembl"
 
-    def load(self) -> None:
-        """Load the model of task.init into `saved`; raises DataError."""
-        self.saved = None if self.init == "scratch" else language.load(self.init, "task.init")
+    @cached_property
+    def saved(self) -> language.SavedLanguageModel | None:
+        """The model of task.init; raises DataError."""
+        return None if self.init == "scratch" else language.load(self.init, "task.init")
 
     def describe(self, symbols: int, length: int, vocabulary: Mapping[str, Any]) -> None:
         """Set the model description from task.init, or from the options.
@@ -135,16 +134,10 @@ class SymbolTask(SequenceTask):
             self.calibrate(model)
         return model
 
-    def calibrate(self, model: nn.Module) -> None:
-        """Fit statistics of causal features: the weights come from another attention."""
-        if self.calibration and learns(model):
-            batches = islice(self.batches("train", Plan(8)), self.calibration)
-            fill_statistics(model, [without_labels(batch) for batch in batches])
-
     def predicted(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (n, V) in float32 and labels (n,) at the predicted positions."""
         chosen = batch["labels"] != IGNORED
-        logits = model(**without_labels(batch), chosen=chosen)
+        logits = model(**self.model_inputs(batch), chosen=chosen)
         return logits.float(), batch["labels"][chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -190,11 +183,6 @@ class SymbolTask(SequenceTask):
         language.save_model(self.description, self.mechanism, self.vocabulary, tensors, directory)
 
 
-def without_labels(batch: Batch) -> dict[str, Tensor]:
-    """Arguments of the model in a batch."""
-    return {key: part for key, part in batch.items() if key != "labels"}
-
-
 # ---- task=recall
 
 
@@ -214,6 +202,7 @@ class Recall(SymbolTask):
 
     metric = "accuracy"
     lower_is_better = False
+    reported = ()
     counted = "queries"
     causal = True
     length_option = "block"
@@ -232,7 +221,6 @@ class Recall(SymbolTask):
                 f"task.block={self.block}: expected at least {2 * (self.pairs + self.asked)}, for "
                 f"{self.pairs} pairs and {self.asked} queries"
             )
-        self.load()
         if self.saved is None and self.preset is None:
             self.sizes = {"d": WIDTH} | dict(self.sizes)
         self.describe(

@@ -216,6 +216,7 @@ class Transfer(MLM):
 
     metric = "error"
     lower_is_better = True
+    reported = ("error_worst", "loss", "exact_loss")
 
     def __post_init__(self):
         super().__post_init__()
@@ -291,13 +292,6 @@ class Transfer(MLM):
     def export(self, model: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
         renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         super().export(model.model, renamed, directory)
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (
-            f"transfer: error {last['error']:.4f} of exact attention, worst layer {last['error_worst']:.4f}; loss "
-            f"{last['loss']:.4f} (exact {last['exact_loss']:.4f}; {last['split']}, step {last['step']})"
-        )
 
 
 class ErrorRecorder:

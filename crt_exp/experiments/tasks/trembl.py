@@ -57,7 +57,6 @@ class TrEMBL(SymbolTask):
 
     def __post_init__(self):
         self.causal = self.direction == "unidirectional"
-        self.load()
         split_by = {} if self.dataset == "generated" else {"split": "letters"}
         self.describe(protein.TOKENS, self.max_length, VOCABULARY | split_by)
         self.masking = protein.letter_masking()
@@ -117,7 +116,8 @@ class TrEMBL(SymbolTask):
             if self.causal:
                 yield protein.next_token_batch(rows, self.max_length)
             else:
-                yield protein.masked_batch(rows, map(plan.rng, numbers), self.masking)
+                masked = map(self.masking.mask_row, rows, map(plan.rng, numbers))
+                yield protein.batch_of(*zip(*masked))
 
     # ---- metrics
 
@@ -147,10 +147,3 @@ class TrEMBL(SymbolTask):
                 f"{split}_{key}": value for key, value in protein.length_statistics(lengths).items()
             }
         return result
-
-    def summary(self, records: list[dict]) -> str:
-        last = records[-1]
-        return (
-            f"trembl: perplexity {last['perplexity']:.2f} (unigram {last['unigram_perplexity']:.2f}), "
-            f"{last['accuracy']:.1%} of the letters right ({last['split']}, step {last['step']})"
-        )

@@ -24,22 +24,23 @@ from crt_exp.estimators.kernel_regression import (
     KernelRegressionRegressor,
 )
 from crt_exp.experiments.data import tabular
+from crt_exp.experiments.data.sources import refuse_data_dir
 from crt_exp.experiments.intervals import (
     binomial_interval,
     interval_record,
     interval_text,
     student_interval,
 )
-from crt_exp.experiments.predictions import Prediction, read_predictions, write_predictions
-from crt_exp.experiments.tasks.base import Measurement
+from crt_exp.experiments.predictions import Prediction, write_predictions
+from crt_exp.experiments.tasks.base import Measurement, task_class
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import unknown
 from crt_exp.samplers.bias import bias_record, bias_sentence
-from crt_exp.validation import Count, FileName, Positive, Several, checked, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, split_words
 
 
-@checked("task")
+@task_class
 class UCI(Measurement):
     """Kernel regression on one table, with the Gaussian kernel.
 
@@ -56,91 +57,77 @@ class UCI(Measurement):
     lower_is_better = False
     accepts_own_kernel = True
 
-    def __init__(
-        self,
-        dataset: str,
-        scaling: Literal["standard", "minmax", "none"],
-        split: tuple[Positive, Positive, Positive],
-        repeats: Count,
-        sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]],  # squares stay finite
-        draws: Count = 1,
-        data_dir: str | None = None,
-        csv: FileName | None = None,
-        target: str | None = None,
-        kind: tabular.Kind | None = None,
-        baseline: str | None = None,
-        predictions: bool = True,
-    ):
-        if abs(sum(split) - 1) > 1e-9:
-            raise ValueError(f"task.split={list(split)}: expected three fractions with sum 1")
-        if (data_dir if csv else target or kind) is not None:
-            raise ValueError("task.target, task.kind: only for task.csv=FILE; task.data_dir is not")
-        self.table, self.note = (
-            tabular.read_own(csv, target, kind) if csv else (tabular.load(dataset, data_dir), "")
-        )
+    dataset: str
+    scaling: Literal["standard", "minmax", "none"]
+    split: tuple[Positive, Positive, Positive]
+    repeats: Count
+    sigmas: Several[Annotated[float, Field(gt=0, lt=1e150)]]  # squares stay finite
+    draws: Count = 1
+    data_dir: str | None = None
+    csv: FileName | None = None
+    target: str | None = None
+    kind: tabular.Kind | None = None
+    baseline: str | None = None
+
+    def __post_init__(self):
+        if abs(sum(self.split) - 1) > 1e-9:
+            raise ValueError(f"task.split={list(self.split)}: expected three fractions with sum 1")
+        self.note = ""
+        self.file = None
+        if self.csv:
+            refuse_data_dir(self.data_dir, "task.csv")
+            self.table, self.note = tabular.read_own(self.csv, self.target, self.kind)
+        elif self.target or self.kind:
+            raise ValueError("task.target, task.kind: only for task.csv=FILE")
+        else:
+            self.table = tabular.load(self.dataset, self.data_dir)
+            self.file = tabular.file_of(self.dataset, self.data_dir)
         # float64, because float32 rounds a date of 12 digits before scaling
         self.features = self.table.encode()
-        if scaling == "none" and np.isnan(self.features).any():
+        if self.scaling == "none" and np.isnan(self.features).any():
             raise ValueError(
                 f"task.scaling=none: values are missing ({self.note}); set standard or minmax"
             )
-        self.file = None if csv else tabular.file_of(dataset, data_dir)
-        self.scaling = scaling
-        self.split = split
-        self.repeats = repeats
-        self.draws = draws
-        self.predictions = predictions
-        self.sigmas = list(sigmas)
         self.metric = "r2" if self.table.classes is None else "accuracy"
-        self.baseline, self.options = split_words(baseline) if baseline else (None, {})
-        if baseline and (self.baseline not in BASELINES or self.metric == "r2"):
-            raise unknown("task.baseline (classification only)", self.baseline, [*BASELINES])
-        if not 1 <= round(split[0] * len(self.table)) <= len(self.table) - 2:
+        self.method, self.options = split_words(self.baseline) if self.baseline else (None, {})
+        if self.method and (self.method not in BASELINES or self.metric == "r2"):
+            raise unknown("task.baseline (classification only)", self.method, [*BASELINES])
+        if not 1 <= round(self.split[0] * len(self.table)) <= len(self.table) - 2:
             raise ValueError(
-                f"task.split={list(split)}: a part of the {len(self.table)} rows is empty"
+                f"task.split={list(self.split)}: a part of the {len(self.table)} rows is empty"
             )
 
     def inputs(self) -> list[Path | None]:
         return [self.file]
 
-    def records(
-        self, mechanism: Mechanism, seed: int, done: list[dict] = ()
-    ) -> Iterator[dict[str, Any]]:
-        """Yield a record for each split and projection set, then the mean and its CI.
+    def rows(self, mechanism: Mechanism, seed: int) -> Iterator[dict[str, Any]]:
+        """Yield a row for each split and projection set, then the mean and its CI.
 
         The 95% CI is over splits.
         """
-        tests = [r for r in done if r["split"] == "split"]
         draws = 1 if mechanism.is_exact and not self.baseline else self.draws
-        steps = range(len(tests), self.repeats * draws)
-        predicted = self.saved_predictions(len(tests))
-        for step in tqdm(steps, desc=f"{self.table.name}: {mechanism}", disable=None, leave=False):
+        scores = []
+        predicted: list[Prediction] = []
+        steps = tqdm(
+            range(self.repeats * draws),
+            desc=f"{self.table.name}: {mechanism}",
+            disable=None,
+            leave=False,
+        )
+        for step in steps:
             repeat, draw = divmod(step, draws)
             noise_seed = int(np.random.SeedSequence([seed, repeat, draw]).generate_state(1)[0])
-            scores, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
-            if self.predictions and self.directory:
-                tested = self.divided_rows(seed, repeat)[2]
-                for row, answer in zip(tested, answers):
-                    key = {"repeat": repeat, "draw": draw, "example": row}
-                    predicted.append(key | self.named_answer(row, answer))
-                write_predictions(predicted, self.directory)
-            tests.append(
-                {
-                    "step": step,
-                    "epoch": 0,
-                    "split": "split",
-                    "repeat": repeat,
-                    "draw": draw,
-                    **scores,
-                }
-            )
-            yield tests[-1]
-        scores = np.reshape([record[self.metric] for record in tests], (self.repeats, draws))
+            row, answers = self.evaluate(mechanism, *self.divide(seed, repeat), noise_seed)
+            for number, answer in zip(self.divided_rows(seed, repeat)[2], answers):
+                key = {"repeat": repeat, "draw": draw, "example": number}
+                predicted.append(key | self.named_answer(number, answer))
+            scores.append(row[self.metric])
+            yield {"split": "split", "repeat": repeat, "draw": draw, **row}
+        if self.directory:
+            write_predictions(predicted, self.directory)
+        scores = np.reshape(scores, (self.repeats, draws))
         means = scores.mean(1)
         yield {
-            "step": len(tests),
-            "epoch": 0,
-            "split": "test",
             self.metric: float(means.mean()),
             f"{self.metric}_std": float(means.std(ddof=1)) if self.repeats > 1 else None,
             **self.interval(means),
@@ -149,8 +136,7 @@ class UCI(Measurement):
             f"{self.metric}_percent": (100 * scores).mean(1).tolist(),
             "rows": len(self.table),
             "columns": self.features.shape[1],
-            **self.bias(mechanism, seed, tests[-1]["sigma"]),
-            "final": True,
+            **self.bias(mechanism, seed, row["sigma"]),
         }
 
     def interval(self, means: np.ndarray) -> dict[str, float | str | None]:
@@ -165,16 +151,6 @@ class UCI(Measurement):
             ends = student_interval(means, self.metric, overlap=test / train)
         return interval_record(self.metric, ends, over)
 
-    def saved_predictions(self, steps: int) -> list[Prediction]:
-        """Predictions of the first steps of an interrupted run."""
-        if not (steps and self.predictions and self.directory):
-            return []
-        saved = read_predictions(self.directory)
-        if saved is None:
-            return []
-        step = saved["repeat"].astype(int) * self.draws + saved["draw"].astype(int)
-        return saved[step < steps].to_dict("records")
-
     def named_answer(self, row: int, answer: Any) -> Prediction:
         label = self.table.target[row]
         if self.table.classes is None:
@@ -187,7 +163,7 @@ class UCI(Measurement):
         if mechanism.sampler is None:
             return {}
         x = torch.tensor(self.divide(seed, 0)[0][0]) * sigma
-        phi = mechanism.kernel_map()
+        phi = mechanism.map("gaussian", own_kernel=True)
         return bias_record(phi, mechanism.sampler, x, x, phi.fit(Statistics.of(x, x)))
 
     def summary(self, records: list[dict]) -> str:
@@ -252,13 +228,13 @@ class UCI(Measurement):
             KernelRegressionClassifier if self.metric == "accuracy" else KernelRegressionRegressor
         )
         gamma = sigma**2 / 2
-        if self.baseline:
-            return BASELINES[self.baseline](
+        if self.method:
+            return BASELINES[self.method](
                 gamma=gamma, n_components=self.options.get("m"), random_state=seed
             )
         if not mechanism.estimates:
             return kind("exact", gamma=gamma)
-        phi = mechanism.kernel_map()
+        phi = mechanism.map("gaussian", own_kernel=True)
         scale = {"length_scale": 1 / sigma} if phi.own_kernel else {"gamma": gamma}
         return kind(phi, mechanism.sampler, phi.width(mechanism.m), random_state=seed, **scale)
 

@@ -165,29 +165,35 @@ def test_bad_text_is_refused(tokenizer, tmp_path):
     assert f"{file}, line 2" in refused(local_blocks, file, tokenizer, 8)
 
 
+def hub_text(file, kind="text", split="train"):
+    """A text column of a file in a format of the hub."""
+    options = {"name": kind, "config": None, "split": split, "column": "text"}
+    return options | {"data_files": file and str(file)}
+
+
 def test_sets_of_the_hub(tokenizer, tmp_path, monkeypatch):
     """Here files in one of its formats: the same blocks, and another key for other content."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     file = tmp_path / "a.txt"
     file.write_text("\n\n".join(SENTENCES))
-    found = HubText.load("text", None, "train", "text", {"train": str(file)})
+    found = HubText.load(hub_text(file))
     assert [*lines_of(found)] == SENTENCES
     assert (
         running_blocks(found, tokenizer, 7, tmp_path / "cache")
         == running_blocks(file, tokenizer, 7)
     ).all()
     assert "task.hub.column=body: expected a column" in refused(
-        HubText.load, "text", None, "train", "body", str(file)
+        HubText.load, hub_text(file) | {"column": "body"}
     )
     file.write_text("another")
-    assert HubText.load("text", None, "train", "text", {"train": str(file)}).key != found.key
+    assert HubText.load(hub_text(file)).key != found.key
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert "network" in refused(HubText.load, "someone/some-text", None, "train", "text")
+    assert "network" in refused(HubText.load, hub_text(None) | {"name": "someone/some-text"})
 
 
 # ----------------------------------------------------------------------------------------------------- masking
 def hub_lines(file, kind, split="train"):
-    return [*lines_of(HubText.load(kind, None, split, "text", str(file)))]
+    return [*lines_of(HubText.load(hub_text(file, kind, split)))]
 
 
 @pytest.mark.parametrize(

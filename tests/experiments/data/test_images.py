@@ -394,7 +394,7 @@ def png_of(label, number):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"image": "jpg"}, "no column jpg; set task.hub.image and task.hub.label .*png"),
+        ({"image": "jpg"}, "task.hub.image=jpg: expected a column of webdataset: .*png"),
         ({"validation": "none"}, "webdataset: not readable"),
     ],
 )

@@ -79,11 +79,11 @@ def test_kind_of_labels(tmp_path):
     ROWS.assign(label=[i % 5 + 1 for i in range(60)]).to_csv(path, index=False)
     assert read(path)[0].names == ("1", "2", "3", "4", "5")
     task, parts = read(path, "regression")
-    assert task.outputs == 1
+    assert not task.names
     assert task.metrics == ("spearman", "pearson")
     assert {*parts["train"].labels} == {1.0, 2.0, 3.0, 4.0, 5.0}
     ROWS.assign(label=[i % 5 + 0.5 for i in range(60)]).to_csv(path, index=False)
-    assert read(path)[0].outputs == 1
+    assert not read(path)[0].names
 
 
 def test_classes_of_a_hub_set_have_their_names(tmp_path, monkeypatch):

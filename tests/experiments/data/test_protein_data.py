@@ -255,7 +255,8 @@ def test_masks_of_a_row_are_its_own(tmp_path):
         assert rows.lengths[i] == len(rows[i])
 
     def take(numbers):
-        return protein.masked_batch([rows[i] for i in numbers], map(plan.rng, numbers), masking)
+        chosen = [rows[i] for i in numbers]
+        return protein.batch_of(*zip(*map(masking.mask_row, chosen, map(plan.rng, numbers))))
 
     alone = take([4])
     among = take([9, 4, 200])

@@ -307,7 +307,9 @@ def test_a_set_of_the_hub(tmp_path):
         actual = speech.audio_of(utterance, 16000)
         expected = speech.audio_of(own, 16000)
         assert np.array_equal(actual, expected)
-    with pytest.raises(DataError, match="has no column 'sentence'; it has audio, text"):
+    with pytest.raises(
+        DataError, match="task.hub.text=sentence: expected a column of parquet: audio, text"
+    ):
         list(speech.hub_utterances(hub | {"text": "sentence"}, "train"))
 
 
@@ -404,7 +406,7 @@ def test_splits_by_hash_do_not_depend_on_the_others(folder):
         ),
         ("t.jsonl", "{\n", "line 1: expected a JSON object"),
         ("t.jsonl", '{"audio": ["3"], "text": "x"}\n', "row 1, column audio: expected a string"),
-        ("t.jsonl", '{"audio": "3"}\n', "row 1: expected one line"),
+        ("t.jsonl", '{"audio": "3"}\n', "no column text"),
         ("t.csv", "audio,text\n0.wav,well, no\n", "row 1 has more cells than the header"),
         ("t.csv", 'audio,text\n0.wav,"well\n1.wav,no"\n', "row 1: expected one line"),
     ],

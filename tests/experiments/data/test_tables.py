@@ -206,7 +206,13 @@ def test_a_category_has_an_indicator_for_each_level(tmp_path):
 
 
 def task_with(**options) -> SimpleNamespace:
-    defaults = {"text": None, "validation_text": None, "test_text": None, "hub": {"name": None}}
+    defaults = {
+        "text": None,
+        "source": "auto",
+        "validation_text": None,
+        "test_text": None,
+        "hub": {"name": None},
+    }
     return SimpleNamespace(**defaults | options)
 
 

@@ -106,20 +106,6 @@ def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
     assert actual == ["2", "3"]
 
 
-def test_a_sweep_stops_at_the_first_failure_if_asked(typed, tmp_path):
-    code, _, err = typed(
-        *WINE,
-        "sweep.fail=stop",
-        "features=gerf",
-        "features.A=null,0.1",
-        "features.m=4,8",
-        f"hydra.sweep.dir={tmp_path}/s",
-    )
-    assert code == 1
-    assert err.splitlines()[-1] == "sweep.fail=stop: 1 runs were not started"
-    assert sorted(p.name for p in (tmp_path / "s").iterdir() if p.is_dir()) == ["0", "1"]
-
-
 def test_a_launcher_that_fails_is_named_in_one_line(typed, tmp_path, monkeypatch):
     """As on a computer without Slurm."""
 

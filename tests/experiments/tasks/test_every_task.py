@@ -15,19 +15,19 @@ from helpers.small_bert import write_glue, write_model, write_text, write_words
 from helpers.small_images import write_images
 from helpers.small_speech import write_digits
 from helpers.stopping import stopped_and_continued
-from helpers.task_options import SHORT, TASKS
+from helpers.task_options import SHORT, TASKS, composed_task
 from omegaconf import OmegaConf
 
-from crt_exp import swap_attention
+from crt_exp import swap_attention, train
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.sources import select
 from crt_exp.experiments.models import conformer_transducer, language, lstm, vision
-from crt_exp.experiments.runner import checkpoint, fit
-from crt_exp.experiments.runner.command_line import compose
+from crt_exp.experiments.runner import checkpoint
+from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.tasks.base import Plan, Reader
 from crt_exp.experiments.tasks.mlm import MaskedModel
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError, import_object, instantiate
+from crt_exp.registry import ConfigError, import_object
 
 SLOW = pytest.mark.slow
 KEPT = [name for name in TASKS if name != "lra"]  # task=lra keeps no model
@@ -142,7 +142,7 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
     assert found[-1]["step"] == 6
     assert {record["split"] for record in found} > {"train"}
     if name in LOAD:
-        task = instantiate(OmegaConf.load(finished(name) / "config.yaml").task)
+        task = load_task(finished(name))
         with torch.no_grad():
             metrics = task.evaluate(
                 LOAD[name](finished(name)).eval(), found[-1]["split"], Reader(task, batch=5)
@@ -318,7 +318,7 @@ def test_training_beats_the_baseline(name, data, one_thread):
     write_glue(data / "SST-2", "sst2")
     given = {word.split("=")[0] for word in more}
     words = [*[word for word in TASKS[name.split()[0]] if word.split("=")[0] not in given], *more]
-    task = instantiate(compose([word.replace("DATA", str(data)) for word in words]).task)
+    task = composed_task([word.replace("DATA", str(data)) for word in words])
     model = trained(
         task,
         attention,
@@ -339,7 +339,7 @@ def read(task, limit):
 def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_thread):
     words = [word.replace("DATA", str(data)) for word in TASKS[name]]
     words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
-    task = instantiate(compose(words).task)
+    task = composed_task(words)
     (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
     assert is_part
     assert not is_whole
@@ -374,7 +374,7 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
         "glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)
     )
     assert code == 2
-    assert "features.m (it was 8, now 16)" in err
+    assert "m (it was 8, now 16)" in err
     assert len(err.splitlines()) == 1
     assert f"task.init=uptrain task.model={before}/model" in err
     assert not (tmp_path / "wrong").exists()
@@ -387,7 +387,7 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
 def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thread):
     """All weights are those of the exact model, with calibrated statistics; more features come closer to it."""
     words = [word.replace("DATA", str(data)) for word in TASKS[name]]
-    exact = instantiate(compose(words).task)
+    exact = composed_task(words)
     model = exact.build(Mechanism.of("exact")).eval()
     if name != "librispeech":
         for parameter in model.parameters():
@@ -397,7 +397,7 @@ def test_weights_of_exact_attention_under_features(name, data, tmp_path, one_thr
         name, [f"task.init={tmp_path}"]
     )
     words = [word for word in words if name == "librispeech" or ".sizes." not in word]
-    task = instantiate(compose([*words, *given]).task)
+    task = composed_task([*words, *given])
     batch = next(
         iter(Reader(exact, batch=8).batches("validation" if name != "imagenet" else "val"))
     )
@@ -468,7 +468,7 @@ def untrained(typed, monkeypatch):
     """The lines that a run prints whose training and evaluation are left out."""
 
     def run(*args):
-        monkeypatch.setattr(fit, "run_training", lambda *_: [defaultdict(float, split="test")])
+        monkeypatch.setattr(train, "run_training", lambda *_: [defaultdict(float, split="test")])
         code, out, err = typed(*args, "logger=none", "trainer.steps=0")
         assert code == 0, err
         return out.splitlines()
@@ -516,4 +516,4 @@ def test_one_class_is_refused(name, data, tmp_path):
         if "data_dir" not in word:
             words.append(word.replace("DATA", str(data)))
     with pytest.raises((ConfigError, DataError), match="one class only"):
-        instantiate(compose([*words, f"task.data_dir={tmp_path / name}"]).task)
+        composed_task([*words, f"task.data_dir={tmp_path / name}"])

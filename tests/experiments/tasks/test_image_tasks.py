@@ -171,7 +171,7 @@ def test_weights_of_the_hub_that_are_not_here(folder):
         new_head=True,
     )
     with pytest.raises(
-        DataError, match="no weights .*hf download timm/vit_tiny_patch16_224.augreg_in21k"
+        DataError, match="not readable .*hf download timm/vit_tiny_patch16_224.augreg_in21k"
     ):
         task.build(Mechanism.of("exact"))
     with pytest.raises(ConfigError, match="other classes .21843, expected 3.; task.new_head=true"):

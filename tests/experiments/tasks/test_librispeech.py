@@ -155,7 +155,9 @@ def test_weights_of_a_run_need_the_same_symbols_and_sizes(digits, tmp_path):
         spoken(digits, symbols="characters", **init)
     with pytest.raises(ConfigError, match="task.rate=16000: expected 8000 Hz"):
         spoken(digits, rate=16000, **init)
-    with pytest.raises(ConfigError, match="task.init=.* expected shape .*; use the task.sizes"):
+    with pytest.raises(
+        ConfigError, match="task.init=.* has shape .*, expected .*; use the task.sizes"
+    ):
         sizes = SIZES | {"dim": 32}
         spoken(digits, sizes=sizes, **init).build(Mechanism.of("favorpp", m=8))
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from helpers.small_bert import write_text, write_words
-from helpers.task_options import options_of
+from helpers.task_options import composed_task, options_of
 from torch.nn import functional as F
 from torch.testing import assert_close
 
@@ -13,12 +13,11 @@ from crt_exp.experiments import infer
 from crt_exp.experiments.data import DataError, corpora
 from crt_exp.experiments.data.text import IGNORED, running_blocks
 from crt_exp.experiments.models import lstm
-from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.tasks.base import Plan, Reader
 from crt_exp.experiments.tasks.mlm import MLM, MaskedModel, following
 from crt_exp.experiments.tasks.ptb import PTB
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError, instantiate
+from crt_exp.registry import ConfigError
 
 SIZES = {
     "hidden_size": 32,
@@ -223,18 +222,16 @@ def books(text, *words):
     sizes = []
     for key, value in {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}.items():
         sizes.append(f"+task.sizes.{key}={value}")
-    return instantiate(
-        compose(
-            [
-                "task=books",
-                f"task.text={text}",
-                "task.vocabulary_size=300",
-                "task.max_length=16",
-                "task.cache_dir=null",
-                *sizes,
-                *words,
-            ]
-        ).task
+    return composed_task(
+        [
+            "task=books",
+            f"task.text={text}",
+            "task.vocabulary_size=300",
+            "task.max_length=16",
+            "task.cache_dir=null",
+            *sizes,
+            *words,
+        ]
     )
 
 

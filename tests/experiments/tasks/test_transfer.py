@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers.small_bert import write_text
 from helpers.swap_models import bert, build_model, gpt2, inputs, vit
+from helpers.task_options import composed_task
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from crt_exp import swap_attention
 from crt_exp.experiments.runner import checkpoint
-from crt_exp.experiments.runner.command_line import compose
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.transfer import (
     TransferModel,
@@ -21,7 +21,6 @@ from crt_exp.experiments.tasks.transfer import (
     transfer_attention,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import instantiate
 
 ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}
 
@@ -130,7 +129,7 @@ def exact(tmp_path_factory):
     }
     words = [f"task.sizes.{key}={size}" for key, size in sizes.items()]
     text = ["task=mlm", f"task.text={root / 'text.txt'}", "task.vocabulary_size=300", *TEXT]
-    task = instantiate(compose([*text, *words]).task)
+    task = composed_task([*text, *words])
     model = task.build(Mechanism.of("exact"))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,7 +173,7 @@ def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
     )
     assert code == 0, err
     assert err == "", err
-    assert "of exact attention, worst layer" in out, err
+    assert "transfer: error 0." in out, err
     found = records(tmp_path / "run")
     errors = []
     for line in found:

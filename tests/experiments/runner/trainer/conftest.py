@@ -2,7 +2,7 @@ import pytest
 from helpers import toy
 from helpers.stopping import stop_signal
 
-from crt_exp.experiments.runner import fit
+from crt_exp import train
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def shared(tmp_path_factory):
     def make(*args):
         folder = tmp_path_factory.mktemp("shared") / "run"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fit, "draw_curves", lambda *_: None)
+            patch.setattr(train, "draw_curves", lambda *_: None)
             toy.run(folder, *args)
         return folder
 
