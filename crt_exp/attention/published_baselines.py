@@ -190,7 +190,7 @@ class Linformer(Redrawn):
         """Return the projections of keys and of values, (rank, length) each."""
         if not self.redraw_every:
             return self.key_projection, self.value_projection
-        mixtures = self.rows("mixtures")
+        mixtures = self.mixtures
         return mixtures, mixtures
 
 
@@ -272,7 +272,7 @@ class Reformer(Redrawn):
         if self.buckets == 1:
             buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
-            rotations = self.rows("rotations")
+            rotations = self.rotations
             sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
         if key_mask is None:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import (
+    NOT_FINITE_MESSAGE,
     check_gradient,
     compute_dtype,
-    not_finite_error,
     transformed,
 )
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
+from crt_exp.features.base import NotFinite
 from crt_exp.nearfar.choice import MAX_GAP, KeyMetric, KeySets, Sizes
 
 FEW = 16  # queries of a step that one thread computes: about 50 us each
@@ -300,4 +301,4 @@ def _call(
     if status == NO_MEMORY:
         raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")
     if status == NOT_FINITE:
-        raise not_finite_error()
+        raise NotFinite(NOT_FINITE_MESSAGE)

@@ -23,6 +23,7 @@ from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import uniform_attention
 from crt_exp.attention.checks import compute_dtype, repeat_heads
 from crt_exp.attention.layer import RandomFeatureAttention
+from crt_exp.attention.state import grouped_statistics
 from crt_exp.features import AutoRF
 from crt_exp.features.base import Params
 from crt_exp.features.statistics import Moments, Statistics
@@ -279,7 +280,10 @@ class CalibrationHook:
         measure(state, q, k, v[..., : state.columns], key_mask)
         if isinstance(state, RandomFeatureAttention) and not state.running:
             self.count += 1
-            new = state._statistics(state.normalized(q), state.normalized(k), key_mask)
+            q = state.normalized(q)
+            k = state.normalized(k)
+            same = state.causal or not state.cross
+            new = grouped_statistics(q, k, key_mask, state.scale, same)
             x = self._pool(state.moments, new.x, state.seen and state.seen.x)
             y = self._pool(state.moments, new.y, state.seen and state.seen.y)
             state.seen = Statistics(x, y)

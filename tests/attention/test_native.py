@@ -68,7 +68,6 @@ def test_equals_float64(phi, shape):
     for causal in (False, True):
         for learned in (False, True)[: 1 + phi.trainable]:
             case = Case(phi, **SHAPES[shape], learned=learned)
-            assert native.applies(case.x, case.y, case.v)
             # gradients to rows sum over all tokens: of long vectors PyTorch's float32 products are 1.2e-5 off as well
             tolerance = 1e-5
             if learned:

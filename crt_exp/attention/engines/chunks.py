@@ -193,7 +193,7 @@ class Chunked:
         return merge(state, self.summary(y, v, tokens))
 
     def read(self, x: Tensor, state: Partial) -> Partial:
-        return read(self.bound.phi_q(x.to(state.numerator.dtype)), state)
+        return read(self.bound.phi_q(x.to(state.sums.dtype)), state)
 
     def stretch(
         self,
@@ -250,10 +250,13 @@ class Chunked:
 
 def concatenate(parts: list[Partial], dim: int) -> Partial:
     """Concatenate partials over ranges of rows or batch entries."""
-    if len(parts) == 1:
-        return parts[0].rows()
+    rows = []
+    for part in parts:
+        rows.append(part._replace(log_scale=part.log_scale.expand(*part.sums.shape[:-1], 1)))
+    if len(rows) == 1:
+        return rows[0]
     joined = []
-    for field in zip(*[part.rows() for part in parts]):
+    for field in zip(*rows):
         joined.append(None if field[0] is None else torch.cat(field, dim))
     return Partial(*joined)
 
