@@ -6,7 +6,7 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = s
 """
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -146,16 +146,6 @@ class KeysPast:
         self.length += q.shape[2]
         keys, values = (buffer.tensor[:, :, : self.length] for buffer in self.buffers)
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
-
-
-class NoPast:
-    """Decoding state of a layer whose outputs depend on no other token."""
-
-    length = 0
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.length += q.shape[2]
-        return repeat_heads(v, q.shape[1])
 
 
 def exact_attention(
@@ -444,9 +434,6 @@ class Identity(Baseline):
     can_cross = False
     attend = staticmethod(identity_attention)
 
-    def past(self):
-        return NoPast()
-
 
 class Uniform(Baseline):
     """Mean of the visible values: the control without queries and keys.
@@ -480,14 +467,7 @@ class WindowState(TokenState):
         self.values = torch.empty(0)
 
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append tokens as `TokenState.step` does. Raises ValueError for padding."""
         if key_mask is not None:
             raise ValueError("key_mask: the bounded cache of window attention has no padding")

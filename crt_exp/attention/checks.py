@@ -251,13 +251,6 @@ def has_dynamic_size(*tensors: torch.Tensor) -> bool:
     return not all(has_static_value(t.numel()) for t in tensors)
 
 
-def graph_break(reason: str) -> None:
-    """Break the graph of torch.compile; fullgraph=True turns this into an error."""
-    import torch._dynamo
-
-    torch._dynamo.graph_break(msg=reason)
-
-
 def outside_graphs(function: Callable) -> Callable:
     """Keep a function out of graphs, like `torch.compiler.disable`.
 

@@ -23,25 +23,20 @@ from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import leaves, match_float64, no_autocast
 
+CHANGED = "decoding state: noise or parameters have changed; start a new one"
+
 
 class TokenState(ABC):
     """State of causal attention after the first `length` tokens."""
 
     length = 0
+    version: Hashable = None  # tag of the projections and parameters that the state belongs to
 
     @abstractmethod
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append T >= 1 tokens and return their outputs (B,H,T,dv), without gradient.
 
-        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep. The caller may state the
-        `version` that it expects.
+        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep.
         """
 
     @abstractmethod
@@ -64,7 +59,7 @@ class DecodingState(TokenState):
     """State of attention with feature maps: sums over past keys for each feature.
 
     Random projections and parameters are fixed, because the stored features belong to them. `step` raises ValueError
-    after they were changed in place, and for another `version`.
+    after they were changed in place.
 
     Args:
         denominator: as in `attention`, and so are `normalize` and `counter`.
@@ -112,14 +107,7 @@ class DecodingState(TokenState):
         return [t for t in self.sums if t is not None]
 
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append tokens as `TokenState.step` does; a masked token does not change the state.
 
         Raises ValueError as `attention` does, and if the projections or parameters have changed.
@@ -129,7 +117,7 @@ class DecodingState(TokenState):
             raise ValueError(
                 f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers"
             )
-        self._check(x, version)
+        self._check(x)
         if x.shape[2] == 1:
             out, self.sums = self.token(self.sums, x, y, v, key_mask)
         else:
@@ -228,10 +216,9 @@ class DecodingState(TokenState):
             modulus = modulus[rows]
         self.sums = Partial(sums[rows], top, modulus)
 
-    def _check(self, x: Tensor, version: Hashable = None) -> None:
-        changed = any(changes(t) != count for t, count in self._versions)
-        if changed or (version is not None and version != self.version):
-            raise ValueError("decoding state: noise or parameters have changed; start a new one")
+    def _check(self, x: Tensor) -> None:
+        if any(changes(t) != count for t, count in self._versions):
+            raise ValueError(CHANGED)
         if self.sums is not None and len(self.sums.sums) != x.shape[0]:
             sequences = len(self.sums.sums)
             raise ValueError(f"decoding state: {sequences} sequences, got {x.shape[0]}")
@@ -257,8 +244,9 @@ class RecurrentPast:
 
         q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
         """
-        scaled = self.layer.scaled
-        return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
+        if self.state.version != self.layer.version:
+            raise ValueError(CHANGED)
+        return self.state.step(self.layer.scaled(q), self.layer.scaled(k), v)
 
 
 def _token_features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
@@ -283,7 +271,7 @@ def _add_key(past: Partial | None, keys: Features, v: Tensor, with_modulus: bool
     if past is not None:
         top = torch.maximum(past.log_scale.mT, top)
     finite_top = finite(top)
-    phi = keys.value * torch.exp(keys.log_scale - finite_top)
+    phi = keys._replace(log_scale=keys.log_scale - finite_top).exp()
     sums = v.mT * phi
     modulus = phi.abs() if with_modulus else None
     if past is not None:
@@ -296,10 +284,8 @@ def _add_key(past: Partial | None, keys: Features, v: Tensor, with_modulus: bool
 
 def _transposed(p: Partial) -> Partial:
     """Return equal sums in the layout of `_add_key`, columns in memory first."""
-    fields = []
-    for t in p:
-        fields.append(None if t is None else t.mT.contiguous().mT)
-    return Partial(*fields)
+    modulus = None if p.modulus is None else p.modulus.mT.contiguous().mT
+    return Partial(p.sums.mT.contiguous().mT, p.log_scale.mT.contiguous().mT, modulus)
 
 
 def changes(t: Tensor) -> int:

@@ -308,7 +308,7 @@ class RandomFeatureAttention(Redraws, Running):
         queries = Mirrored(keys)
         if not self.keeps_statistics:
             return Statistics(queries, keys)
-        running = self.running_statistics().x
+        running: Any = self.running_statistics().x
         return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
 
     # ---- redraws and running statistics

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import finite, transformed
+from crt_exp.attention.checks import finite
 from crt_exp.attention.engines import TINY
-from crt_exp.features.base import ONE, Features
+from crt_exp.features.base import Features
 from crt_exp.features.blocks import Block, Blocks
 from crt_exp.samplers.noise import transforming
 from crt_exp.validation import warn
@@ -57,7 +57,7 @@ def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
     if keep is not None:
         log = torch.where(keep[..., None], log, -torch.inf)
     top = log.detach().amax(-2, keepdim=True).mT
-    return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
+    return ScaledKeys(f._replace(log_scale=log - finite(top).mT).exp(), top)
 
 
 def summarise(keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
@@ -195,7 +195,7 @@ def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tenso
         return scale_blocked_queries(f, key_top)
     log = f.log_scale + key_top.mT
     top = log.detach().amax(-1, keepdim=True)
-    return f.value * torch.exp(log - finite(top)), top
+    return f._replace(log_scale=log - finite(top)).exp(), top
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -219,9 +219,9 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
             log = torch.where(keep[..., None], log, -torch.inf)
         top = part.column_maxima(log.detach())
         tops.append(top)
-        scaled.append(_scale_base(part, log - finite(part.to_base(top))))
-    top = tops[0] if len(tops) == 1 else torch.cat(tops, -2)
-    return weighted_features(f.parts, scaled), top
+        log = log - finite(part.to_base(top))
+        scaled.append(part.base._replace(log_scale=log).exp())
+    return weighted_features(f.parts, scaled), torch.cat(tops, -2)
 
 
 def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,9 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
         logs.append(log)
         row_tops.append(log.detach().amax(-1, keepdim=True).expand(*rows, 1))
     top = torch.stack(row_tops).amax(0)
-    scaled = [_scale_base(part, log - finite(top)) for part, log in zip(f.parts, logs)]
+    scaled = []
+    for part, log in zip(f.parts, logs):
+        scaled.append(part.base._replace(log_scale=log - finite(top)).exp())
     return weighted_features(f.parts, scaled), top
 
 
@@ -247,77 +249,8 @@ def weighted_features(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
 
     Column (a, r, d) of a part is weight_r times feature (a, d) of its base, where a is a group of the part.
     """
-    weights = [part.weight for part in parts]
-    if torch.compiler.is_compiling() or transformed(*weights, *scaled):
-        products = []
-        for part, t in zip(parts, scaled):
-            products.append(_outer(part.weight, t, part.groups).flatten(-3))
-        return torch.cat(products, -1)
-    groups = [part.groups for part in parts]
-    clusters = [part.cluster for part in parts]
-    return _WeightedFeatures.apply(groups, clusters, *weights, *scaled)
-
-
-class _WeightedFeatures(torch.autograd.Function):
-    """`weighted_features` without a copy, and with one pass for each gradient."""
-
-    @staticmethod
-    def forward(ctx, groups, clusters, *tensors):
-        weights = tensors[: len(groups)]
-        scaled = tensors[len(groups) :]
-        ctx.groups = groups
-        ctx.clusters = clusters
-        ctx.widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
-        ctx.save_for_backward(*tensors)
-        batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-        out = scaled[0].new_empty(*batch, sum(ctx.widths))
-        parts = out.split(ctx.widths, -1)
-        for part, weight, t, group in zip(parts, weights, scaled, groups):
-            _outer(weight, t, group, part.unflatten(-1, (group, weight.shape[-1], -1)))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        count = len(ctx.groups)
-        tensors = ctx.saved_tensors  # checkpoints allow one access
-        weights = tensors[:count]
-        scaled = tensors[count:]
-        parts = grad.split(ctx.widths, -1)
-        dweights: list[Tensor | None] = [None] * count
-        dscaled = []
-        for i, (g, weight, t) in enumerate(zip(parts, weights, scaled)):
-            g = g.unflatten(-1, (ctx.groups[i], weight.shape[-1], -1))
-            dscaled.append(_base_gradient(g, weight, ctx.clusters[i]).sum_to_size(t.shape))
-            if ctx.needs_input_grad[2 + i]:
-                base = t.unflatten(-1, (ctx.groups[i], 1, -1))
-                dweights[i] = (g * base).sum((-3, -1)).sum_to_size(weight.shape)
-        return None, None, *dweights, *dscaled
-
-
-def _base_gradient(g: Tensor, weight: Tensor, cluster: Tensor | None) -> Tensor:
-    """Return the gradient (..., L, D) of base features from that of the product, (..., L, A, R, D / A)."""
-    if cluster is None:
-        return (g * weight[..., None, :, None]).sum(-2).flatten(-2)
-    return _select_cluster(g, cluster).flatten(-2)
-
-
-def _select_cluster(g: Tensor, cluster: Tensor) -> Tensor:
-    """Select the block of each token's own cluster: (..., L, A, D / A).
-
-    g (..., L, A, C, D / A) has a block for each of C clusters; cluster (..., L, 1).
-    """
-    selected = g[..., 0, :]
-    for c in range(1, g.shape[-2]):
-        selected = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], selected)
-    return selected
-
-
-def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
-    """Outer product of weights and base features: (..., L, A, R, D / A)."""
-    return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
-
-
-def _scale_base(part: Block, log: Tensor) -> Tensor:
-    """Return the values of the base features times e^log."""
-    value = part.base.value
-    return torch.exp(log) if value is ONE else value * torch.exp(log)
+    products = []
+    for part, t in zip(parts, scaled):
+        product = part.weight[..., None, :, None] * t.unflatten(-1, (part.groups, 1, -1))
+        products.append(product.flatten(-3))
+    return torch.cat(products, -1)

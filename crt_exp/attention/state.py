@@ -13,7 +13,7 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as ranks
@@ -286,14 +286,6 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
-class VectorFit(Protocol):
-    """Parameters that are fitted to vectors."""
-
-    def unfitted(self, d: int) -> Params: ...
-
-    def fit(self, stats: Statistics) -> Params: ...
-
-
 class FittedOnce(nn.Module):
     """State of a map that is fitted to vectors once (`phi.on_vectors`).
 
@@ -313,7 +305,7 @@ class FittedOnce(nn.Module):
 
     def __init__(
         self,
-        phi: VectorFit,
+        phi: Any,
         heads: int,
         d: int,
         steps: int,

@@ -13,7 +13,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from crt_exp.estimators import (
     FLOATS,
-    FORMER,
     ROWS,
     RandomFeatureEstimator,
     all_or_none,
@@ -21,7 +20,6 @@ from crt_exp.estimators import (
     check_targets,
     drop_weightless,
     label_set,
-    names_itself,
     validate_rows,
 )
 from crt_exp.features import FeatureMap, Features, PosRF
@@ -40,7 +38,6 @@ class _KernelRegression(RandomFeatureEstimator):
         random_state=None,
         *,
         length_scale=None,
-        mechanism=FORMER,
     ):
         super().__init__(
             features,
@@ -50,12 +47,11 @@ class _KernelRegression(RandomFeatureEstimator):
             gamma,
             random_state,
             length_scale=length_scale,
-            mechanism=mechanism,
         )
 
     @property
     def _exact(self) -> bool:
-        return self._chosen == "exact"
+        return self.features == "exact"
 
     def _map(self) -> FeatureMap:
         """Return the feature map; for the exact kernel, a map that estimates it without bias."""
@@ -119,7 +115,6 @@ class _KernelRegression(RandomFeatureEstimator):
         return (weights @ torch.from_numpy(self.targets_)).numpy()
 
 
-@names_itself
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """Predicts the class with the largest kernel sum over its samples (CRT 5.2).
 
@@ -202,7 +197,6 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return np.eye(len(self.classes_))[places]
 
 
-@names_itself
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     """Nadaraya-Watson regression: kernel-weighted mean of the training targets.
 

@@ -17,7 +17,6 @@ N blocks of b tokens, n heavy hitters, K clusters.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,6 @@ from crt_exp.attention.checks import (
     check_inputs,
     compute_dtype,
     first_unmasked,
-    graph_break,
     has_dynamic_size,
     outside_graphs,
     transformed,
@@ -118,8 +116,10 @@ def near_far_attention(
         return exact(x, y, v, key_mask)
     if causal and has_dynamic_size(x, y):
         # unrolled blocks and renewals take minutes to compile for each length
+        from torch._dynamo import graph_break
+
         graph_break(
-            "attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
+            msg="attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
         return _outside_graph(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     if causal:
@@ -148,17 +148,6 @@ def _check_sizes(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) 
         raise ValueError(
             f"L={x.shape[2]}, S={y.shape[2]}: expected L == S, or cross=True for two sequences"
         )
-
-
-class Method(Protocol):
-    """Attention of a part of the heads: first the choice of the sets, without gradient, then the sums."""
-
-    @property
-    def native(self) -> bool: ...
-
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Any: ...
-
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sets: Any) -> Tensor: ...
 
 
 # ---- rows of a batch
@@ -296,7 +285,9 @@ def _exact_outputs(
     return join_key_heads(out, y)
 
 
-def _by_heads(method: Method, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+def _by_heads(
+    method: Bidirectional | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
+) -> Tensor:
     """Apply the method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
-from crt_exp.attention.baselines import uniform_attention
-from crt_exp.attention.checks import compute_dtype, repeat_heads
+from crt_exp.attention.baselines import exact_attention, uniform_attention
+from crt_exp.attention.checks import compute_dtype
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.attention.state import grouped_statistics
 from crt_exp.features import AutoRF
@@ -204,18 +203,14 @@ def check_batch(model: nn.Module, batch: Any, name: str) -> None:
 
 def check_ids(model: Any, ids: Tensor, name: str) -> None:
     """Raise ValueError for token ids that are no integers (batch, tokens) of the vocabulary."""
-    if ids.ndim < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{name}: token ids {tuple(ids.shape)} of {ids.dtype}, expected integers (batch, tokens)"
-        )
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if isinstance(embeddings, nn.Embedding) and ids.numel():
-        last = embeddings.num_embeddings - 1
-        for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token <= last:
-                raise ValueError(
-                    f"{name}: token id {token}, expected 0 to {last}, the vocabulary of the model"
-                )
+    count = getattr(embeddings, "num_embeddings", math.inf)
+    fits = ids.ndim >= 2 and not ids.is_floating_point() and ids.dtype != torch.bool
+    if not fits or (ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count)):
+        raise ValueError(
+            f"{name}: token ids {tuple(ids.shape)} of {ids.dtype}, expected integers (batch, tokens) below "
+            f"{count}, the size of the vocabulary"
+        )
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -317,9 +312,12 @@ def measure(
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]
-    exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
+    visible = {"causal": state.causal, "key_mask": key_mask}
+    dtype = compute_dtype(q, k, v)
+    exact = exact_attention(q.to(dtype), k.to(dtype), v.to(dtype), **visible, scale=state.scaling)
+    exact = exact[:, :, rows]
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
-    uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
+    uniform = uniform_attention(q, k, v, **visible)[:, :, rows]
 
     def square(t: Tensor) -> float:
         return float(torch.where(real, t.double(), 0.0).square().sum())
@@ -339,35 +337,6 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
     if key_mask is None or not own:
         return torch.ones(1, 1, dtype=torch.bool, device=q.device)
     return key_mask[:, k.shape[2] - q.shape[2] :]
-
-
-def exact_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    scaling: float,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """Exact attention of the queries `rows`, (B,H,rows,dv); 0 without visible keys."""
-    dtype = compute_dtype(q, k, v)
-    k = repeat_heads(k, q.shape[1])
-    v = repeat_heads(v, q.shape[1])
-    L = q.shape[2]
-    S = k.shape[2]
-    last = rows[:, None] + S - L if causal else torch.full_like(rows, S)[:, None]
-    seen = torch.arange(S, device=q.device) <= last
-    if key_mask is not None:  # values of padding may be anything, including NaN
-        seen = seen & key_mask[:, None, None]
-        k = torch.where(key_mask[:, None, :, None], k, 0.0)
-        v = torch.where(key_mask[:, None, :, None], v, 0.0)
-    q = q[:, :, rows].to(dtype)
-    sees = seen.any(-1, keepdim=True)
-    mask = seen | ~sees
-    out = F.scaled_dot_product_attention(q, k.to(dtype), v.to(dtype), mask, scale=scaling)
-    return out * sees
 
 
 # ---- description

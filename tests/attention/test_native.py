@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ from helpers.native_cases import Case, assert_near, needs_library
 from helpers.nearfar_cases import retrieved_in_both
 from helpers.seeds import seeded
 
+from crt_exp.attention import engines
 from crt_exp.attention.engines import native
 from crt_exp.features import OPRF, SMREG, HypRF, PosRF
+from crt_exp.nearfar import choice, near_far_attention
 from crt_exp.nearfar import native as near_far
-from crt_exp.nearfar import near_far_attention
 from crt_exp.nearfar.choice import Sizes
 
 KINDS = ("x86-64-v4", "x86-64-v3", "x86-64")  # 16, 8 and 4 lanes
@@ -342,3 +344,12 @@ def test_the_library_fails_with_a_message(small, monkeypatch, caplog, tmp_path):
     assert len(caplog.records) == 2
     assert "error" in caplog.messages[0]
     assert "XDG_CACHE_HOME" in caplog.messages[1]
+
+
+@pytest.mark.parametrize("header, module", [("vectors.h", engines), ("near_far.h", choice)])
+def test_constants_are_those_of_the_c_sources(header, module):
+    text = Path(module.__file__).with_name(header).read_text()
+    defined = re.findall(r"^#define (\w+) +\(?([-+.e\d]+)", text, re.MULTILINE)
+    assert len(defined) > 4
+    for name, number in defined:
+        assert getattr(module, name) == float(number), name
