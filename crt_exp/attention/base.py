@@ -135,9 +135,9 @@ class LinearAttention(AttentionLayer):
 
     recurrent_heads: int  # heads of keys and values in a decoding state
     clusters: Any  # `FittedOnce` or None: state that is fitted to vectors or sequences
-    # of the last calibration: errors, and mean statistics of features that are fitted to each sequence
+    # of the last calibration: errors, and the parameters fitted to the sequences of its last batch
     measured: Any = None
-    seen: Any = None
+    fitted_to_calls: Any = None
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -182,28 +181,17 @@ def fused_attention(
     scale: float,
 ) -> Tensor:
     """Compute `exact_attention` of checked arguments with finite padding."""
-    H, L = x.shape[1:3]
-    if L == 1 and y.shape[1] < H:
+    H = x.shape[1]
+    grouped = x.shape[2] == 1 and y.shape[1] < H
+    if grouped:
         # the last query sees every key: the heads of a group become queries of one head
-        queries = x.squeeze(2).unflatten(1, (y.shape[1], -1))
-        out = _call_kernel(queries, y, v, False, key_mask, scale)
-        return out.flatten(1, 2).unsqueeze(2)
-    y = repeat_heads(y, H)
-    v = repeat_heads(v, H)
-    return _call_kernel(x, y, v, causal and L > 1, key_mask, scale)
-
-
-def _call_kernel(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Call torch's fused kernel for equal numbers of heads."""
+        x = x.squeeze(2).unflatten(1, (y.shape[1], -1))
+        causal = False
+    y = repeat_heads(y, x.shape[1])
+    v = repeat_heads(v, x.shape[1])
     L = x.shape[2]
     S = y.shape[2]
+    causal = causal and L > 1
     allowed = None
     if key_mask is not None:
         allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
@@ -216,8 +204,8 @@ def _call_kernel(
     else:
         out = _masked_softmax(x, y, v, allowed, scale)
     if S < VECTOR:
-        return out + 0.0 * x.sum(-1, keepdim=True)
-    return out
+        out = out + 0.0 * x.sum(-1, keepdim=True)
+    return out.flatten(1, 2).unsqueeze(2) if grouped else out
 
 
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
@@ -487,9 +475,6 @@ class WindowState(TokenState):
         if first + number >= t.shape[2]:
             return t
         return torch.cat([t[:, :, :first], t[:, :, -number:]], 2)
-
-    def copy(self) -> "WindowState":
-        return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
         self.keys = self.keys[rows]

@@ -43,12 +43,12 @@ def check_inputs(
             )
     B, H, L, d = x.shape
     S = y.shape[2]
-    if len(y) != B or len(v) != B or y.shape[3] != d or y.shape[1:3] != v.shape[1:3]:
+    fits = len(y) == len(v) == B and y.shape[3] == d and y.shape[1:3] == v.shape[1:3]
+    if not fits or H % y.shape[1]:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
-            "S, d), (B, Hkv, S, dv)"
+            "S, d), (B, Hkv, S, dv), where Hkv divides H"
         )
-    check_kv_heads(H, y.shape[1])
     if causal and L > S:
         raise ValueError(
             f"causal=True: L={L}, S={S}: expected L <= S (queries are the last tokens)"

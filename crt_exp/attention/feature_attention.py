@@ -6,6 +6,8 @@ not trace. Everything else uses chunks of plain operations; engines/selection.py
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,6 @@ from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
 from crt_exp.attention.partials import POLICIES, DenominatorCount, finish
 from crt_exp.features.base import FeatureMap
-from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
 
@@ -88,7 +89,8 @@ def attention(
     if denominator not in POLICIES:
         raise ValueError(f"denominator={denominator!r}: expected one of {', '.join(POLICIES)}")
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    noise = match_float64(noise, dtype)
+    if dtype == torch.float64:
+        noise = match_float64(noise, dtype)
     out_dtype = v.dtype
     engine = choose_engine(phi, x, y, v, noise, params) if normalize else PLAIN
     groups = 1  # of query heads that became one longer set of queries
@@ -129,24 +131,25 @@ def _shared_by_heads(noise, params) -> bool:
 def positive_form(
     x: Tensor,
     y: Tensor,
-    phi: FeatureMap,
+    phi: Any,
     noise,
     params,
     keep: Tensor | None,
     factor: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Form]:
-    """Return queries and keys, with equal numbers of heads, and a map's exponent.
+    """Return queries and keys, with equal numbers of heads, and the exponent of a `PositiveExponential`.
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    assert isinstance(phi, PositiveExponential)  # as `choose_engine` checked
     learned = requires_gradient(noise, params)
     if keep is not None and learned:
         # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    x, remaining = phi.transform_inputs(x, params, factor=factor)
-    y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
+    remaining = factor
+    if phi.transforms_inputs:
+        x, remaining = phi.transform_inputs(x, params, factor=factor)
+        y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), remaining) if scale is None else scale * remaining
     tensors = []

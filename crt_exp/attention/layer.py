@@ -12,6 +12,7 @@ q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 """
 
 import copy
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from crt_exp.attention.state import (
     for_query_heads,
     grouped_statistics,
 )
-from crt_exp.features.base import FeatureMap, Projections, distinct
+from crt_exp.features.base import FeatureMap, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
@@ -131,6 +132,8 @@ class RandomFeatureAttention(Redraws, Running):
         self.denominators = DenominatorCount()
         self._noises: dict[str, tuple[int, DenseNoise]] = {}  # with the version of the rows
         self.projections = phi.projections(m)
+        # equal names are one object, so that shared projections stay shared
+        self._buffer_names = map_leaves(lambda p: sys.intern(p.buffer), self.projections)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
         # by buffer of projections
@@ -213,8 +216,7 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        noises = {name: self._noise_of(name) for name in self.gaussian}
-        return map_leaves(lambda p: noises[_buffer_name(p)], self.projections)
+        return map_leaves(self._noise_of, self._buffer_names)
 
     def _noise_of(self, name: str) -> DenseNoise:
         """Return the projections of a buffer; the object keeps their norms while they do not change."""
@@ -283,7 +285,7 @@ class RandomFeatureAttention(Redraws, Running):
             if p.drawn_as:
                 seed += f"/{p.drawn_as}"
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-            drawn[_buffer_name(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
+            drawn[p.buffer] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
@@ -376,23 +378,14 @@ class RandomFeatureAttention(Redraws, Running):
         """
         if self.keeps_statistics:
             self._forget()
-        before = {}
-        for name, t in self.named_buffers(recurse=False):
-            if name.startswith(("running", "pending", "folds")):
-                before[name] = t.clone()
-        fitted = None
-        if self.clusters is not None:
-            fitted = copy.deepcopy(self.clusters.state_dict())
+        before = copy.deepcopy(self.state_dict())
         try:
             with super().calibration():
                 yield
                 if self.running:
                     self.phi.bind(self.noise, self._running_params())  # raises for unusable values
         except Exception:
-            for name, t in before.items():
-                getattr(self, name).copy_(t)
-            if fitted is not None and self.clusters is not None:
-                self.clusters.load_state_dict(fitted)
+            self.load_state_dict(before)
             raise
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
@@ -421,7 +414,3 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
         raise ValueError(f"learn=parameters: {phi} has none; use learn=projections")
     if redraw_every and (phi.learned or learn == "projections"):
         raise ValueError(f"redraw_every={redraw_every}: expected 0 with trained projections")
-
-
-def _buffer_name(p: Projections) -> str:
-    return f"omega_{p.name}" if p.name else "omega"

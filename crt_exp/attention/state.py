@@ -562,21 +562,16 @@ def sample_vectors(x: Tensor, mask: Tensor | None, heads: int, count: int) -> Te
     groups = x.shape[1] // heads
     by_group = x.detach().float().unflatten(1, (heads, groups))
     pooled = by_group.permute(1, 2, 0, 3, 4).flatten(1, 3)
-    spread = torch.arange(count, device=x.device)
     if mask is None:
-        length = pooled.shape[1]
-        return pooled[:, spread * length // count] if length else _no_vectors(pooled, count)
+        mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     unmasked = mask.repeat(groups, 1).flatten()
     if not len(unmasked):
-        return _no_vectors(pooled, count)
+        return pooled.new_full((heads, count, pooled.shape[-1]), torch.nan)
     unmasked_first = unmasked.long().argsort(descending=True, stable=True)
     number = unmasked.sum()
+    spread = torch.arange(count, device=x.device)
     rows = pooled[:, unmasked_first[spread * number // count]]
     return torch.where(number > 0, rows, torch.nan)
-
-
-def _no_vectors(pooled: Tensor, count: int) -> Tensor:
-    return pooled.new_full((len(pooled), count, pooled.shape[-1]), torch.nan)
 
 
 def sample_sequences(x: Tensor, mask: Tensor | None, count: int) -> Tensor:

@@ -152,17 +152,15 @@ class RandomFeatureEstimator(BaseEstimator):
         n = whole_number(self.n_components, "n_components")
         return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
 
-    def _sampler(self):
-        return self.sampler if callable(self.sampler) else load_sampler(self.sampler)
-
     def _draw(self, m: int) -> None:
         """Sample the projections, equal for all input dtypes."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
+        sampler = self.sampler if callable(self.sampler) else load_sampler(self.sampler)
 
         def draw(p: Projections) -> Noise:
             with threads(1):  # matrices are small
-                return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+                return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
 
@@ -327,7 +325,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         phi = self.map_.bind(self.noise_, self.params_).phi_q
         for rows in _rows_of(X, max(ROWS // 8, BLOCK // self._n_features_out)):
             features = phi(self._check_range(self._scaled(X[rows]))).dense()
-            features.write(torch.from_numpy(out[rows]))
+            out[rows] = features.exp().numpy()
         return out
 
     @property

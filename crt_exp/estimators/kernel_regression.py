@@ -11,6 +11,7 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from crt_exp.attention.partials import Partial, merge, read, scale_keys
 from crt_exp.estimators import (
     FLOATS,
     ROWS,
@@ -22,7 +23,7 @@ from crt_exp.estimators import (
     label_set,
     validate_rows,
 )
-from crt_exp.features import FeatureMap, Features, PosRF
+from crt_exp.features import FeatureMap, PosRF
 
 
 class _KernelRegression(RandomFeatureEstimator):
@@ -61,7 +62,7 @@ class _KernelRegression(RandomFeatureEstimator):
         """Fit the map to X and start with empty sums over `columns` targets."""
         self._check_options()
         self._set_scale(X, weight, "scale")
-        self.sums_: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.sums_: Partial | None = None
         if self._exact:
             self.x_ = X[:0]
             self.targets_ = np.empty((0, columns + 1))
@@ -69,7 +70,7 @@ class _KernelRegression(RandomFeatureEstimator):
             self._fit_map(X, weight)
 
     def _add(self, X: np.ndarray, R: np.ndarray, weight: np.ndarray) -> None:
-        """Add rows to Phi^T w [R, 1], stored as sums and the log scale of each feature.
+        """Add rows to Phi^T w [R, 1], the partial sums of each feature.
 
         Raises:
             ValueError: a sum overflows.
@@ -82,10 +83,9 @@ class _KernelRegression(RandomFeatureEstimator):
         for rows in blocks(len(X)):
             x = self._scaled(X[rows])
             r = torch.from_numpy(targets[rows]).to(x.dtype)
-            f = self.map_.phi_k(x, self.noise_, self.params_)
-            sums = _sums(f, r)
-            self.sums_ = sums if self.sums_ is None else _merge(self.sums_, sums)
-        if self.sums_ is not None and not all(bool(t.isfinite().all()) for t in self.sums_):
+            keys = scale_keys(self.map_.phi_k(x, self.noise_, self.params_))
+            self.sums_ = merge(self.sums_, Partial(keys.phi.mT @ r, keys.top))
+        if self.sums_ is not None and not bool(self.sums_.sums.isfinite().all()):
             raise ValueError("features or targets overflow: scale X or y down")
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
@@ -99,11 +99,8 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def _feature_sums(self, X: np.ndarray) -> np.ndarray:
         assert self.sums_ is not None  # `fit` has added rows
-        sums, log_scale = self.sums_
         f = self.map_.phi_q(self._scaled(X), self.noise_, self.params_)
-        logs = f.log_scale + log_scale
-        weights = f.value * (logs - logs.amax(-1, keepdim=True)).exp()
-        return (weights @ sums).numpy()
+        return read(f, self.sums_).sums.numpy()
 
     def _exact_sums(self, X: np.ndarray) -> np.ndarray:
         """Return exact kernel sums, float64; the largest exponent per row cancels."""
@@ -273,20 +270,3 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
             bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass)
         )
         return mean.clip(*self.range_).reshape(len(X), *self._shape)
-
-
-def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Phi^T r / exp(log_scale) (M, C), and log_scale (1, M).
-
-    log_scale is the largest log feature of each column.
-    """
-    log_scale = f.log_scale.amax(-2, keepdim=True)
-    return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
-
-
-def _merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two pairs of sums and log scales."""
-    top = torch.maximum(one[1], other[1])
-    return one[0] * (one[1] - top).exp().mT + other[0] * (other[1] - top).exp().mT, top

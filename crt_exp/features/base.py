@@ -51,22 +51,6 @@ class Features(NamedTuple):
             return phi
         return self.value * phi
 
-    def write(self, out: Tensor) -> None:
-        """Write phi into `out` (..., L, M), without gradient.
-
-        Raises:
-            ValueError: the features have another shape than `out`, which torch would resize.
-        """
-        shape = torch.broadcast_shapes(self.value.shape, self.log_scale.shape)
-        if shape != out.shape:
-            raise ValueError(f"features: shape {tuple(shape)}, expected {tuple(out.shape)}")
-        if self.log_scale.shape[-1] < out.shape[-1]:
-            torch.mul(self.value, self.log_scale.exp(), out=out)
-        else:
-            torch.exp(self.log_scale, out=out)
-            if self.value is not ONE:
-                out.mul_(self.value)
-
 
 class BoundMap(NamedTuple):
     """A feature map with its projections and parameters filled in.
@@ -100,6 +84,11 @@ class Projections:
     def drawn_as(self) -> str:
         """The name under which the projections are sampled."""
         return self.name if self.begin is None else self.begin
+
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer that holds the projections."""
+        return _join("omega", self.name)
 
     def of_part(self, prefix: str) -> "Projections":
         """Return the request renamed for a part of a composite map."""

@@ -219,8 +219,19 @@ class Coefficient(FeatureMap):
         return torch.log1p(self.variance(x, y, params) / self.mean(x, y, params).square())
 
 
+class BipolarCoefficient(Coefficient):
+    """A coefficient whose rho is a function of projections of the unscaled vectors."""
+
+    @abstractmethod
+    def of_projections(self, projected: Tensor, params, key: bool) -> Tensor:
+        """Return rho, given tau.x (..., L, n)."""
+
+    def rho(self, x, noise, params, key):
+        return self.of_projections(match_float64(noise, x.dtype).project(x), params, key)
+
+
 @dataclass(frozen=True)
-class AngularCoefficient(Coefficient):
+class AngularCoefficient(BipolarCoefficient):
     """The coefficient theta / pi of the angle between x and y (HRF Lemma 3.2).
 
     The estimate is the share of n projections in which the signs of x and y differ. It lies in [0, 1] and is exact at
@@ -244,8 +255,7 @@ class AngularCoefficient(Coefficient):
         """Return [1_+, 1_-] for both sides: the product counts equal signs."""
         return torch.cat(rho.chunk(2, -1)[::-1], -1) if key else rho
 
-    def rho(self, x, noise, params, key):
-        projected = match_float64(noise, x.dtype).project(x)
+    def of_projections(self, projected, params, key):
         negative = projected.detach() < 0
         columns = [negative, ~negative] if key else [~negative, negative]
         return torch.cat(columns, -1).to(projected) / math.sqrt(projected.shape[-1])
@@ -264,7 +274,7 @@ class GaussianParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BipolarGaussianCoefficient(Coefficient):
+class BipolarGaussianCoefficient(BipolarCoefficient):
     """The bipolar Gaussian coefficient (HRF appendix F, normalised).
 
     lambda = (1 - exp(-sigma^2 |x - y|^2 / 2)) / varrho with varrho = 1 - exp(-2 sigma^2 r^2). For vectors of norm r it
@@ -315,8 +325,7 @@ class BipolarGaussianCoefficient(Coefficient):
     def constant(self, params):
         return 1 / params.norm
 
-    def rho(self, x, noise, params, key):
-        projected = match_float64(noise, x.dtype).project(x)
+    def of_projections(self, projected, params, key):
         phase = projected * params.sigma.to(projected)
         size = (params.norm * projected.shape[-1]).rsqrt().to(projected)
         if not key:

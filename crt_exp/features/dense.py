@@ -91,7 +91,10 @@ class Dense(PositiveExponential):
         """Return the h that is subtracted from the vectors, or None."""
         return params.shift
 
-    def transform_inputs(self, x, params, key=False, factor=1.0):
+    def transform_inputs(
+        self, x: Tensor, params: SDERFParams, key: bool = False, factor: float = 1.0
+    ) -> tuple[Tensor, float]:
+        """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         G = params.balance
         shift = self.shift(params)
         if G is None and shift is None:

@@ -22,10 +22,8 @@ from crt_exp.attention.base import AttentionLayer, LinearAttention
 from crt_exp.attention.baselines import exact_attention, uniform_attention
 from crt_exp.attention.checks import compute_dtype
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.state import grouped_statistics
 from crt_exp.features import AutoRF
 from crt_exp.features.base import Params
-from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
@@ -96,8 +94,9 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     states = _calibrated_states(model)
     with ExitStack() as stack:
         for state in states.values():
-            watcher = CalibrationHook(state)
-            stack.callback(state.register_forward_hook(watcher, with_kwargs=True).remove)
+            state.fitted_to_calls = None
+            state.measured = SquaredErrors()
+            stack.callback(state.register_forward_hook(measure_call, with_kwargs=True).remove)
         fill_statistics(model, batches)
     worse = []
     for path, state in states.items():
@@ -259,41 +258,13 @@ class SquaredErrors:
         return math.sqrt(self.uniform / self.exact) if self.exact else math.nan
 
 
-class CalibrationHook:
-    """Forward hook: collect `state.seen` and `state.measured` of a layer.
-
-    `seen` holds the mean statistics of the features that are fitted to each sequence; `measured` holds the errors.
-    """
-
-    def __init__(self, state: LinearAttention):
-        self.count = 0
-        state.seen = None
-        state.measured = SquaredErrors()
-
-    def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
-        q, k, v, key_mask = call_arguments(*args, **kwargs)
-        measure(state, q, k, v[..., : state.columns], key_mask)
-        if isinstance(state, RandomFeatureAttention) and not state.running:
-            self.count += 1
-            q = state.normalized(q)
-            k = state.normalized(k)
-            same = state.causal or not state.cross
-            new = grouped_statistics(q, k, key_mask, state.scale, same)
-            x = self._pool(state.moments, new.x, state.seen and state.seen.x)
-            y = self._pool(state.moments, new.y, state.seen and state.seen.y)
-            state.seen = Statistics(x, y)
-
-    def _pool(self, names: tuple[str, ...], new: Any, old: Any) -> Moments:
-        """The mean over the batch and over calls, and the minimum of the minima."""
-        pooled = {}
-        for name in names:
-            pooled[name] = getattr(new, name).mean(0)
-            if old is not None:
-                pooled[name] = torch.lerp(getattr(old, name), pooled[name], 1 / self.count)
-        minimum = new.minimum.amin(0)
-        if old is not None:
-            minimum = torch.minimum(old.minimum, minimum)
-        return Moments.from_values(**pooled, minimum=minimum)
+def measure_call(state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
+    """Forward hook: add errors to `state.measured`, and store the parameters fitted to these sequences."""
+    q, k, v, key_mask = call_arguments(*args, **kwargs)
+    measure(state, q, k, v[..., : state.columns], key_mask)
+    if isinstance(state, RandomFeatureAttention) and not state.learns:
+        params = state.fitted_params(state.normalized(q), state.normalized(k), key_mask)
+        state.fitted_to_calls = params
 
 
 @torch.no_grad()
@@ -402,9 +373,9 @@ def _features_row(state: RandomFeatureAttention) -> dict[str, Any]:
 
 
 def _params(state: RandomFeatureAttention) -> Params:
-    """Parameters fitted to the running averages or the last calibration, or None."""
+    """Parameters fitted to the running averages or to the last batch of a calibration, or None."""
     if state.clusters is not None:
         return state.clusters.params() if state.clusters.done else None
-    running = state.keeps_statistics and float(state.running_weight) > 0
-    stats = state.running_statistics() if running else state.seen
-    return None if stats is None and state.phi.fitted else state.phi.fit(stats)
+    if state.keeps_statistics and float(state.running_weight) > 0:
+        return state.phi.fit(state.running_statistics())
+    return state.fitted_to_calls if state.phi.fitted else state.phi.fit(None)

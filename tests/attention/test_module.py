@@ -470,7 +470,7 @@ BAD = {
     "unknown key 'coefficients gaussian.m'": lambda: Hybrid(
         coefficients=["gaussian m=2"], bases=["pos", "trig"]
     ),
-    "M: singular": lambda: CERF(M=[[1, 2], [2, 4]]),
+    "M=.* invertible": lambda: CERF(M=[[1, 2], [2, 4]]),
 }
 
 

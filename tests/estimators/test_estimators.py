@@ -25,7 +25,7 @@ from crt_exp.estimators.kernel_regression import (
     KernelRegressionClassifier,
     KernelRegressionRegressor,
 )
-from crt_exp.features import OPRF, ArcCosineRF, Hedgehog, Mixture, PosRF, Statistics
+from crt_exp.features import OPRF, ArcCosineRF, Hedgehog, Mixture, Statistics
 from crt_exp.mechanism import Mechanism
 from crt_exp.samplers import orthogonal
 
@@ -423,8 +423,6 @@ def test_features_of_another_width_are_refused():
     params = phi.fit(Statistics.of(x, x))
     with pytest.raises(ValueError, match="noise: m=9, expected 8"):
         phi.phi_q(x, orthogonal(9, 3, torch.Generator()), params)
-    with pytest.raises(ValueError, match=r"features: shape \(5, 4\), expected \(5, 6\)"):
-        PosRF().phi_q(x, orthogonal(4, 3, torch.Generator())).write(torch.empty(5, 6))
 
 
 def test_in_a_pipeline():
