@@ -6,7 +6,6 @@ Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = s
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -313,15 +312,6 @@ def window_attention(
     return out if shift is None else shift.undo(out)
 
 
-class BlockRange(NamedTuple):
-    """Blocks that hold the queries, and offsets of the blocks that each query sees."""
-
-    block: int
-    start: int  # the block of the first query
-    number: int
-    offsets: range
-
-
 def _attend_window(
     x: Tensor,
     y: Tensor,
@@ -342,61 +332,31 @@ def _attend_window(
         keep = key_mask
         y = torch.where(keep[:, None, :, None], y, 0.0)
         v = torch.where(keep[:, None, :, None], v, 0.0)
-    start = (S - L) // block
+    start = (S - L) // block  # block of the first query
     count = (S - 1) // block - start + 1
-    blocks = BlockRange(block, start, count, range(-1, 1 if causal else 2))
     lead = (S - L) - start * block  # positions of the first block before the first query
     padded = F.pad(x, (0, 0, lead, count * block - lead - L))
-    queries = padded.unflatten(2, (count, block))  # (B, H, n, block, d)
+    queries = padded.unflatten(2, (count, block))  # (B, H, count, block, d)
+    width = 2 * block if causal else 3 * block
+    begin = first_unmasked(keep)[:, None, None, None, None]
+    position = torch.arange(S, device=x.device)[:, None].expand(len(keep), 1, -1, -1)
     seen = []
-    for t in (y, v, keep[:, None, :, None]):
+    for t, missing in ((y, 0), (v, 0), (keep[:, None, :, None], False), (position, -1)):
         head = t[:, :, :first] if key_mask is None else from_first(t, keep, first)
+        # one block before the first, one after the last
+        around = F.pad(t, (0, 0, block, (start + count + 1) * block - S), value=missing)
+        near = around.unfold(2, width, block)[:, :, start : start + count].mT
+        if t is position:  # the first tokens are already in front
+            near = near.masked_fill(near < begin + first, -1)
         head = head.unsqueeze(2).expand(-1, -1, count, -1, -1)
-        seen.append(torch.cat([head, _neighbour_blocks(t, blocks)], 3))
-    keys, values, unmasked = seen
-    allowed = _allowed_pairs(first_unmasked(keep), S, first, blocks, causal)
-    allowed = unmasked[..., 0].unsqueeze(-2) & allowed
+        seen.append(torch.cat([head, near], 3))
+    keys, values, unmasked, position = seen
+    allowed = (unmasked & (position >= 0)).mT.expand(-1, -1, -1, block, -1)
+    if causal:
+        of_queries = torch.arange(start * block, (start + count) * block, device=x.device)
+        allowed = allowed & (position.mT <= of_queries.view(count, block, 1))
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead : lead + L]
-
-
-def _neighbour_blocks(t: Tensor, blocks: BlockRange) -> Tensor:
-    """Concatenate the blocks around each block of t (B,H,S,k).
-
-    Returns (B, H, count, len(offsets) block, k).
-    """
-    size = (blocks.start + blocks.number + 1) * blocks.block
-    # one block before the first, one after the last
-    padded = F.pad(t, (0, 0, blocks.block, size - t.shape[2]))
-    parts = padded.unflatten(2, (-1, blocks.block))
-    neighbours = []
-    for offset in blocks.offsets:
-        begin = blocks.start + 1 + offset
-        neighbours.append(parts[:, :, begin : begin + blocks.number])
-    return torch.cat(neighbours, 3)
-
-
-def _allowed_pairs(begin: Tensor, S: int, first: int, blocks: BlockRange, causal: bool) -> Tensor:
-    """Return which pairs of tokens are allowed by their positions.
-
-    begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(offsets) block).
-    """
-    device = begin.device
-    begin = begin[:, None, None]
-    number = torch.arange(blocks.number, device=device)[:, None] + blocks.start
-    block_start = number * blocks.block
-    queries = block_start + torch.arange(blocks.block, device=device)  # (n, block)
-    edges = (blocks.offsets.start * blocks.block, blocks.offsets.stop * blocks.block)
-    near = (block_start + torch.arange(*edges, device=device)).expand(len(begin), -1, -1)
-    near = torch.where(near < begin + first, -1, near)  # the first tokens are already in front
-    head = (begin + torch.arange(first, device=device)).expand(-1, blocks.number, -1)
-    keys = torch.cat([head, near], 2).unsqueeze(2)
-    allowed = (keys >= 0) & (keys < S)
-    if causal:
-        allowed = allowed & (keys <= queries[..., None])
-    else:
-        allowed = allowed.expand(-1, -1, blocks.block, -1)
-    return allowed.unsqueeze(1)
 
 
 class Exact(Baseline):

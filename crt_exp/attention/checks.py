@@ -64,7 +64,8 @@ def check_inputs(
     for part in leaves(params):
         if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x)):
             raise ValueError(
-                f"parameter {part!r}: expected a tensor of `fit`, broadcastable to (B, H, 1, ...)={(B, H, 1)}"
+                f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, broadcastable to "
+                f"(B, H, 1, ...)={(B, H, 1)}"
             )
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
 

@@ -8,8 +8,6 @@ clusters.
 """
 
 import ctypes
-import re
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,29 +26,27 @@ from crt_exp.nearfar.choice import MAX_GAP, KeyMetric, KeySets, Sizes
 
 FEW = 16  # queries of a step that one thread computes: about 50 us each
 THREADS = 4  # for each head, which one thread computes: PyTorch uses more threads better
-HEADER = Path(__file__).with_name("near_far.h")
-KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "View": View}
-
-
-def _read_fields(header: Path) -> list[tuple[str, type]]:
-    """Return names and types of the fields of the C structure `NearFar`."""
-    match = re.search(r"typedef struct \{([^}]*)\} NearFar;", header.read_text())
-    assert match is not None
-    declarations = re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL)
-    fields: list[tuple[str, type]] = []
-    for kind, names in re.findall(r"(\w+) (\*?\w+(?:, \*?\w+)*);", declarations):
-        for name in names.split(", "):
-            if name.startswith("*"):
-                fields.append((name[1:], ctypes.c_void_p))
-            else:
-                fields.append((name, KINDS[kind]))
-    return fields
+# fields of the C structure `NearFar`
+SIZES = (
+    "Z G L S d dv block heavy clusters first_order cross open open_first first_renewal capacity gap_capacity "
+    "threads"
+)
+VIEWS = "x y v out grad dx dy dvalues"
+POINTERS = (
+    "keep shift tilt root centres positions cluster there pool u square level sums spread slope logsum gaps "
+    "gap_offset decoding_state"
+)
 
 
 class Call(ctypes.Structure):
     """The C structure `NearFar`: sizes, views and pointers of a call."""
 
-    _fields_ = _read_fields(HEADER)
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in SIZES.split()),
+        ("factor", ctypes.c_double),
+        *((name, View) for name in VIEWS.split()),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+    ]
 
 
 class CausalInputs(NamedTuple):

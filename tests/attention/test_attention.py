@@ -407,11 +407,11 @@ def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **op
 BAD = {
     "pairwise masks": lambda: call(key_mask=torch.ones(2, 1, 6, 6) > 0),
     r"x \(4, 6, 4\)": lambda: call(x=(4, 6, 4)),
-    "torch.int64: expected floating-point": lambda: call(
+    "torch.int64 on cpu: expected floating-point": lambda: call(
         x=torch.zeros(2, 4, 6, 4, dtype=torch.long), y=(2, 4, 6, 4)
     ),
-    "x is on cpu, v is on meta": lambda: call(v=torch.zeros(2, 4, 6, 4, device="meta")),
-    "kv_heads=3: expected a divisor of heads=4": lambda: call(y=(2, 3, 6, 4)),
+    "v .*on meta: .* on one device": lambda: call(v=torch.zeros(2, 4, 6, 4, device="meta")),
+    "where Hkv divides H": lambda: call(y=(2, 3, 6, 4)),
     "expected L <= S": lambda: call(y=(2, 4, 5, 4), causal=True),
     "d=7, .* with d=4": lambda: call(noise=samplers.iid(5, 7)),
     r"parameter \(3, 1, 1\)": lambda: call(

@@ -353,3 +353,11 @@ def test_constants_are_those_of_the_c_sources(header, module):
     assert len(defined) > 4
     for name, number in defined:
         assert getattr(module, name) == float(number), name
+
+
+def test_fields_are_those_of_the_c_structure():
+    text = Path(choice.__file__).with_name("near_far.h").read_text()
+    fields = re.search(r"typedef struct \{([^}]*)\} NearFar;", text)[1]
+    fields = re.sub(r"/\*.*?\*/", "", fields, flags=re.DOTALL)
+    names = re.findall(r"\b(\w+)[,;]", fields)
+    assert [name for name, _ in near_far.Call._fields_] == names
