@@ -152,7 +152,7 @@ class DenominatorCount:
 
     def reset(self) -> None:
         self.total = 0
-        self._bad: dict[torch.device, Tensor | int] = {}
+        self._bad: Tensor | int = 0
 
     def add(self, p: Partial) -> None:
         """Count the denominators of a partial.
@@ -164,13 +164,12 @@ class DenominatorCount:
         has_keys = (p.sums[..., :-1] != 0).any(-1, keepdim=True)
         denominator = p.sums[..., -1:]
         wrong = (denominator < 0) | ((denominator == 0) & has_keys)
-        bad = wrong.sum()
-        self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
+        self._bad = self._bad + wrong.sum()
         self.total += wrong.numel()
 
     @property
     def nonpositive(self) -> int:
-        return sum(int(count) for count in self._bad.values())
+        return int(self._bad)
 
     @property
     def fraction(self) -> float:
@@ -178,7 +177,7 @@ class DenominatorCount:
 
     def warn(self) -> None:
         """Warn about non-positive denominators, unless that would wait for a device."""
-        if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
+        if torch.as_tensor(self._bad).device.type == "cpu" and self.nonpositive:
             warn(
                 f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
                 "more features, a positive map or denominator='clamp'",

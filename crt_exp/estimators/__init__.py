@@ -191,7 +191,7 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _scaled(self, X) -> torch.Tensor:
         """Return scale_ (X - center_), dense."""
-        X = X.toarray() if issparse(X) else X
+        X = _dense(X)
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
     def _fit_map(self, X, weight: np.ndarray) -> None:
@@ -427,18 +427,18 @@ def _variance(X, weight: np.ndarray) -> float:
     The sums are relative to the mean of the first block, for accuracy.
     """
     total = weight.sum() * X.shape[1]
-    if issparse(X):
-        first = float(((X.T @ weight) / total).sum())
-        second = float(((X.multiply(X).T @ weight) / total).sum())
-        return max(0.0, second - first**2)
     shift = X[:ROWS].mean(dtype=np.float64)
     first = 0.0
     second = 0.0
-    for rows in blocks(X.shape[0]):
-        moved = X[rows].astype(np.float64) - shift
+    for rows in _rows_of(X):
+        moved = _dense(X[rows]).astype(np.float64) - shift
         first += (weight[rows] @ moved).sum()
         second += np.einsum("n,nd,nd->", weight[rows], moved, moved)
     return max(0.0, second / total - (first / total) ** 2)
+
+
+def _dense(X) -> np.ndarray:
+    return X.toarray() if issparse(X) else X
 
 
 def _rows_of(X, size: int = ROWS) -> list[slice]:

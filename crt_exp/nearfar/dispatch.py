@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.baselines import VECTOR, fused_attention
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
@@ -34,10 +34,11 @@ from crt_exp.attention.checks import (
     outside_graphs,
     transformed,
 )
+from crt_exp.attention.reference import softmax_attention
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional
 from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
-from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
+from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.samplers.noise import no_autocast, transforming
 
 # keys of heads computed together: larger temporaries need fresh memory, which is slower
@@ -274,15 +275,15 @@ def _exact_outputs(
     causal: bool,
     factor: float,
 ) -> Tensor:
-    queries, keys, values, keep = split_key_heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
-        queries, keys, values = (t.double() for t in (queries, keys, values))
-    out = exact_outputs(queries, keys, values, keep, factor**2, causal)
-    if not transformed(x, y, v):
-        check_entries(out)
-        if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
-            check_entries(y)
-    return join_key_heads(out, y)
+        x, y, v = (t.double() for t in (x, y, v))
+    if transformed(x, y, v):  # the fused kernel supports only reverse mode
+        return softmax_attention(factor**2 * x, y, v, causal=causal, key_mask=key_mask)
+    out = fused_attention(x, y, v, causal, key_mask, factor**2)
+    check_entries(out)
+    if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
+        check_entries(y)
+    return out
 
 
 def _by_heads(

@@ -391,14 +391,11 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | No
     if targets is not None:
         of_target = weights.gather(1, targets[:, None]).double()
         weights.scatter_(1, targets[:, None], 0.0)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
+        weights = weights.masked_fill_(total == 0, 1.0).scatter_(1, targets[:, None], 0.0)
     ends = weights.cumsum(-1, dtype=torch.float64)
     total = ends[:, -1:]
-    if targets is not None:
-        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
-        if bool((total == 0).any()):
-            weights = torch.where(total == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
-            ends = weights.cumsum(-1, dtype=torch.float64)
-            total = ends[:, -1:]
     u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * total
     samples = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
     if ids is not None:
