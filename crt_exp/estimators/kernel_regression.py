@@ -84,9 +84,10 @@ class _KernelRegression(RandomFeatureEstimator):
             x = self._scaled(X[rows])
             r = torch.from_numpy(targets[rows]).to(x.dtype)
             keys = scale_keys(self.map_.phi_k(x, self.noise_, self.params_))
-            self.sums_ = merge(self.sums_, Partial(keys.phi.mT @ r, keys.top))
-        if self.sums_ is not None and not bool(self.sums_.sums.isfinite().all()):
-            raise ValueError("features or targets overflow: scale X or y down")
+            merged = merge(self.sums_, Partial(keys.phi.mT @ r, keys.top))
+            if not bool(merged.sums.isfinite().all() & merged.log_scale.isfinite().all()):
+                raise ValueError("features or targets overflow: scale X or y down")
+            self.sums_ = merged
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
         """Return kernel sums (n, C + 1), up to a positive factor per row.

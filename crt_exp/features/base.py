@@ -265,6 +265,17 @@ def distinct(requests: Nested) -> list[Projections]:
     return list(by_name.values())
 
 
+def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:
+    """Return fit(x, y) for the vectors of each batch entry, with its fields stacked."""
+    batch, xs = stats.x.sets()
+    ys = stats.y.sets()[1]
+    entries = [fit(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+    fields = []
+    for values in zip(*entries):
+        fields.append(torch.stack(values).reshape(*batch, *values[0].shape))
+    return entries[0]._make(fields)
+
+
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Reshape (*batch, 1, k) to (*batch, 1, ..., 1, k) to broadcast with x and y."""
     return broadcast_matrix(param, max(x.ndim, y.ndim))[..., 0, :]

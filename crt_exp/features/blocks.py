@@ -147,10 +147,7 @@ class Blocks:
 
     def dense(self) -> Features:
         """Return the features."""
-        parts = [part.dense() for part in self.parts]
-        if len(parts) == 1:
-            return parts[0]
-        values, logs = zip(*parts)
+        values, logs = zip(*[part.dense() for part in self.parts])
         return Features(torch.cat(values, -1), torch.cat(logs, -1))
 
 
