@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, wraps
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
 
 
 @cache
-def load_sampler(name: str) -> Callable[..., Noise] | None:
+def load_sampler(name: str) -> Any:
     return Mechanism.of("favorp", sampler=name).sampler
 
 

@@ -85,7 +85,7 @@ class _KernelRegression(RandomFeatureEstimator):
             r = torch.from_numpy(targets[rows]).to(x.dtype)
             keys = scale_keys(self.map_.phi_k(x, self.noise_, self.params_))
             merged = merge(self.sums_, Partial(keys.phi.mT @ r, keys.top))
-            if not bool(merged.sums.isfinite().all() & merged.log_scale.isfinite().all()):
+            if not bool(keys.top.isfinite().all() & merged.sums.isfinite().all()):
                 raise ValueError("features or targets overflow: scale X or y down")
             self.sums_ = merged
 

@@ -341,7 +341,7 @@ def check_gaussian(noise: Noise, name: str) -> None:
     if not noise.gaussian:
         raise ValueError(
             f"sampler: {name} needs exactly Gaussian projections; use iid, orthogonal with lengths=chi, "
-            "simplex, or scrambled halton or sobol"
+            "simplex, halton or sobol"
         )
 
 

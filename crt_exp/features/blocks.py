@@ -147,7 +147,10 @@ class Blocks:
 
     def dense(self) -> Features:
         """Return the features."""
-        values, logs = zip(*[part.dense() for part in self.parts])
+        parts = [part.dense() for part in self.parts]
+        if len(parts) == 1:
+            return parts[0]
+        values, logs = zip(*parts)
         return Features(torch.cat(values, -1), torch.cat(logs, -1))
 
 

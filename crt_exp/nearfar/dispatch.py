@@ -17,6 +17,7 @@ N blocks of b tokens, n heavy hitters, K clusters.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -286,10 +287,8 @@ def _exact_outputs(
     return out
 
 
-def _by_heads(
-    method: Bidirectional | Causal, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None
-) -> Tensor:
-    """Apply the method to a part of the heads at a time, in its precision.
+def _by_heads(method: Any, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Apply a `Bidirectional` or `Causal` method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.
     """

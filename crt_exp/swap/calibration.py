@@ -283,7 +283,7 @@ def measure(
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]
-    visible = {"causal": state.causal, "key_mask": key_mask}
+    visible: Any = {"causal": state.causal, "key_mask": key_mask}
     dtype = compute_dtype(q, k, v)
     exact = exact_attention(q.to(dtype), k.to(dtype), v.to(dtype), **visible, scale=state.scaling)
     exact = exact[:, :, rows]
