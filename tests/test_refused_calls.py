@@ -1,5 +1,7 @@
 """Arguments that the library refuses: the error names the value and the expectation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.seeds import seeded
@@ -12,12 +14,13 @@ from crt_exp.features.complex_exponential import _for_dimension
 from crt_exp.features.statistics import check_kernel
 from crt_exp.registry import ConfigError
 from crt_exp.samplers.blocks import row_lengths
-from crt_exp.swap.interface import _check_boolean
+from crt_exp.swap.interface import interface_attention
 
 X = torch.randn(1, 2, 5, 4, generator=seeded())
 NOISE = samplers.iid(3, 4, seeded(1))
 LINFORMER = Linformer(2, 4, length=4, rank=2)
 REFORMER = Reformer(2, 4, chunk=2, buckets=4)
+SWAPPED = SimpleNamespace(swapped=SimpleNamespace(path="layer 0"))
 CALLS = {
     "noise of generalized features": (
         lambda: Generalized().phi_q(X),
@@ -90,7 +93,7 @@ CALLS = {
         "tsk.*did you mean task",
     ),
     "mask of numbers": (
-        lambda: _check_boolean(torch.zeros(1, 5), "layer 0"),
+        lambda: interface_attention(SWAPPED, X, X, X, torch.zeros(1, 5)),
         ValueError,
         "layer 0: unsupported mask of torch.float",
     ),

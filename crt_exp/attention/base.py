@@ -4,7 +4,7 @@ Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L quer
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crt_exp.attention.checks import check_kv_heads
+from crt_exp.attention.checks import check_kv_heads, outside_graphs
 from crt_exp.attention.decoding import RecurrentPast, TokenState
-from crt_exp.features.base import values_readable
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
 
@@ -43,13 +42,11 @@ def set_known_value(t: Tensor, value: int | None) -> None:
 def read_value(t: Tensor) -> int:
     """Return the integer in a scalar tensor, which is read from a device only if it is not known.
 
-    Averages that write through `Tensor.data` leave the version as it is: on a CPU the tensor itself is read.
-
     >>> counter = torch.zeros((), dtype=torch.long)
     >>> read_value(counter), read_value(counter.add_(2))
     (0, 2)
     """
-    value = None if values_readable(t) else known_value(t)
+    value = known_value(t)
     if value is None:
         value = int(t)
         set_known_value(t, value)
@@ -138,9 +135,9 @@ class LinearAttention(AttentionLayer):
 
     recurrent_heads: int  # heads of keys and values in a decoding state
     clusters: Any  # `FittedOnce` or None: state that is fitted to vectors or sequences
-    # of the last calibration: errors, and mean statistics of features that are fitted to each sequence
+    # of the last calibration: errors, and the parameters fitted to the sequences of its last batch
     measured: Any = None
-    seen: Any = None
+    fitted_to_calls: Any = None
 
     def __init__(
         self,
@@ -155,6 +152,8 @@ class LinearAttention(AttentionLayer):
         super().__init__(heads, d, kv_heads, causal, scaling)
         self.cross = cross
         self.normalize_qk = normalize_qk
+        # factor of queries and keys: x = scale q
+        self.scale = self.d**0.25 if normalize_qk else self.scaling**0.5
         self.calibrated: int | None = None  # number of passes in the current calibration
 
     @property
@@ -197,11 +196,6 @@ class LinearAttention(AttentionLayer):
             if self.clusters is not None:
                 self.clusters.calibrate(False)
 
-    @property
-    def scale(self) -> float:
-        """Factor of queries and keys: x = scale q."""
-        return self.d**0.25 if self.normalize_qk else self.scaling**0.5
-
     def normalized(self, q: Tensor) -> Tensor:
         """Return q scaled to unit norm if the layer normalizes, else q."""
         if not self.normalize_qk:
@@ -216,18 +210,13 @@ class LinearAttention(AttentionLayer):
 class Redraws(nn.Module):
     """Mixin for layers with random tensors that are drawn from a seed and redrawn.
 
-    The tensors are buffers, and so are the counters `steps` and `draws`.
-
-    Averages of weights (EMA, SWA) change buffers in place, and an average of projections has another distribution.
-    The layer therefore computes with copies of its buffers. It redraws when `draws` exceeds the number of the copies.
-    A buffer that was replaced by another tensor (by a loader or torch.func.functional_call) is used directly.
+    The tensors are buffers, and so are the counters `steps` and `draws`. Averages of weights must leave out the buffers
+    of a layer that redraws, because an average of projections has another distribution.
     """
 
     redraw_every: int
     steps: Tensor
     draws: Tensor
-    copied_draw = 0  # number of the projections in the copies
-    copies: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and their copies
 
     @abstractmethod
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
@@ -238,24 +227,8 @@ class Redraws(nn.Module):
             self.register_buffer(name, t)
         for name in ("steps", "draws"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long))
-        if self.redraw_every:
-            self._copy_buffers(tensors)
 
-    def rows(self, name: str) -> Tensor:
-        """Return the tensor to compute with."""
-        buffer = getattr(self, name)
-        if name not in self.copies:
-            return buffer
-        copied, copy = self.copies[name]
-        if torch.compiler.is_compiling() or buffer.is_meta:
-            return copy
-        if copied is not buffer:
-            return buffer
-        # averaged counters are rounded down: fewer draws change nothing
-        if read_value(self.draws) > self.copied_draw:
-            self._redraw_buffers()
-        return self.copies[name][1].to(buffer)
-
+    @outside_graphs
     def count_pass(self) -> None:
         """Count a training pass at its start, and redraw first if that is due."""
         steps = read_value(self.steps)
@@ -263,42 +236,12 @@ class Redraws(nn.Module):
             self.redraw()
         add_to_counter(self.steps)
 
+    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def redraw(self) -> None:
         """Redraw now into new tensors; existing autograd graphs keep the old tensors."""
         add_to_counter(self.draws)
-        self._redraw_buffers()
-
-    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
-    def _redraw_buffers(self) -> None:
-        self.copied_draw = read_value(self.draws)
-        for name, t in self.rows_of_draw(self.copied_draw).items():
+        for name, t in self.rows_of_draw(read_value(self.draws)).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
-        self._copy_buffers(self.copies)
-
-    def _copy_buffers(self, names: Iterable[str]) -> None:
-        copies = {}
-        for name in names:
-            buffer = getattr(self, name)
-            copies[name] = (buffer, buffer.clone())
-        self.copies = copies
-
-    def _apply(self, *args, **options) -> "Redraws":
-        for name in self.copies:  # convert the copies, not averaged buffers
-            setattr(self, name, self.rows(name))
-        super()._apply(*args, **options)
-        self._copy_buffers(self.copies)
-        return self
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.copies:
-            destination[prefix + name] = self.rows(name).clone()
-
-    def _load_from_state_dict(self, *args) -> None:
-        super()._load_from_state_dict(*args)
-        if self.copies:
-            self.copied_draw = read_value(self.draws)
-            self._copy_buffers(self.copies)
 
 
 @contextmanager

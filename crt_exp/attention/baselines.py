@@ -5,9 +5,7 @@ Each layer has the interface of `RandomFeatureAttention`.
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, dv; x = sqrt(scaling) q.
 """
 
-import copy
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -148,16 +146,6 @@ class KeysPast:
         return self.layer.attend(q * root, keys, values, causal=True, key_mask=None)
 
 
-class NoPast:
-    """Decoding state of a layer whose outputs depend on no other token."""
-
-    length = 0
-
-    def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.length += q.shape[2]
-        return repeat_heads(v, q.shape[1])
-
-
 def exact_attention(
     x: Tensor,
     y: Tensor,
@@ -192,28 +180,17 @@ def fused_attention(
     scale: float,
 ) -> Tensor:
     """Compute `exact_attention` of checked arguments with finite padding."""
-    H, L = x.shape[1:3]
-    if L == 1 and y.shape[1] < H:
+    H = x.shape[1]
+    grouped = x.shape[2] == 1 and y.shape[1] < H
+    if grouped:
         # the last query sees every key: the heads of a group become queries of one head
-        queries = x.squeeze(2).unflatten(1, (y.shape[1], -1))
-        out = _call_kernel(queries, y, v, False, key_mask, scale)
-        return out.flatten(1, 2).unsqueeze(2)
-    y = repeat_heads(y, H)
-    v = repeat_heads(v, H)
-    return _call_kernel(x, y, v, causal and L > 1, key_mask, scale)
-
-
-def _call_kernel(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Call torch's fused kernel for equal numbers of heads."""
+        x = x.squeeze(2).unflatten(1, (y.shape[1], -1))
+        causal = False
+    y = repeat_heads(y, x.shape[1])
+    v = repeat_heads(v, x.shape[1])
     L = x.shape[2]
     S = y.shape[2]
+    causal = causal and L > 1
     allowed = None
     if key_mask is not None:
         allowed = key_mask[:, None, None].expand(-1, 1, L, -1)
@@ -226,8 +203,8 @@ def _call_kernel(
     else:
         out = _masked_softmax(x, y, v, allowed, scale)
     if S < VECTOR:
-        return out + 0.0 * x.sum(-1, keepdim=True)
-    return out
+        out = out + 0.0 * x.sum(-1, keepdim=True)
+    return out.flatten(1, 2).unsqueeze(2) if grouped else out
 
 
 def _masked_softmax(x: Tensor, y: Tensor, v: Tensor, allowed: Tensor, scale: float = 1.0) -> Tensor:
@@ -335,15 +312,6 @@ def window_attention(
     return out if shift is None else shift.undo(out)
 
 
-class BlockRange(NamedTuple):
-    """Blocks that hold the queries, and offsets of the blocks that each query sees."""
-
-    block: int
-    start: int  # the block of the first query
-    number: int
-    offsets: range
-
-
 def _attend_window(
     x: Tensor,
     y: Tensor,
@@ -364,61 +332,31 @@ def _attend_window(
         keep = key_mask
         y = torch.where(keep[:, None, :, None], y, 0.0)
         v = torch.where(keep[:, None, :, None], v, 0.0)
-    start = (S - L) // block
+    start = (S - L) // block  # block of the first query
     count = (S - 1) // block - start + 1
-    blocks = BlockRange(block, start, count, range(-1, 1 if causal else 2))
     lead = (S - L) - start * block  # positions of the first block before the first query
     padded = F.pad(x, (0, 0, lead, count * block - lead - L))
-    queries = padded.unflatten(2, (count, block))  # (B, H, n, block, d)
+    queries = padded.unflatten(2, (count, block))  # (B, H, count, block, d)
+    width = 2 * block if causal else 3 * block
+    begin = first_unmasked(keep)[:, None, None, None, None]
+    position = torch.arange(S, device=x.device)[:, None].expand(len(keep), 1, -1, -1)
     seen = []
-    for t in (y, v, keep[:, None, :, None]):
+    for t, missing in ((y, 0), (v, 0), (keep[:, None, :, None], False), (position, -1)):
         head = t[:, :, :first] if key_mask is None else from_first(t, keep, first)
+        # one block before the first, one after the last
+        around = F.pad(t, (0, 0, block, (start + count + 1) * block - S), value=missing)
+        near = around.unfold(2, width, block)[:, :, start : start + count].mT
+        if t is position:  # the first tokens are already in front
+            near = near.masked_fill(near < begin + first, -1)
         head = head.unsqueeze(2).expand(-1, -1, count, -1, -1)
-        seen.append(torch.cat([head, _neighbour_blocks(t, blocks)], 3))
-    keys, values, unmasked = seen
-    allowed = _allowed_pairs(first_unmasked(keep), S, first, blocks, causal)
-    allowed = unmasked[..., 0].unsqueeze(-2) & allowed
+        seen.append(torch.cat([head, near], 3))
+    keys, values, unmasked, position = seen
+    allowed = (unmasked & (position >= 0)).mT.expand(-1, -1, -1, block, -1)
+    if causal:
+        of_queries = torch.arange(start * block, (start + count) * block, device=x.device)
+        allowed = allowed & (position.mT <= of_queries.view(count, block, 1))
     out = _masked_softmax(queries, keys, values, allowed)
     return out.flatten(2, 3)[:, :, lead : lead + L]
-
-
-def _neighbour_blocks(t: Tensor, blocks: BlockRange) -> Tensor:
-    """Concatenate the blocks around each block of t (B,H,S,k).
-
-    Returns (B, H, count, len(offsets) block, k).
-    """
-    size = (blocks.start + blocks.number + 1) * blocks.block
-    # one block before the first, one after the last
-    padded = F.pad(t, (0, 0, blocks.block, size - t.shape[2]))
-    parts = padded.unflatten(2, (-1, blocks.block))
-    neighbours = []
-    for offset in blocks.offsets:
-        begin = blocks.start + 1 + offset
-        neighbours.append(parts[:, :, begin : begin + blocks.number])
-    return torch.cat(neighbours, 3)
-
-
-def _allowed_pairs(begin: Tensor, S: int, first: int, blocks: BlockRange, causal: bool) -> Tensor:
-    """Return which pairs of tokens are allowed by their positions.
-
-    begin (B,): position of the first real token of each row. Returns (B, 1, count, block, first + len(offsets) block).
-    """
-    device = begin.device
-    begin = begin[:, None, None]
-    number = torch.arange(blocks.number, device=device)[:, None] + blocks.start
-    block_start = number * blocks.block
-    queries = block_start + torch.arange(blocks.block, device=device)  # (n, block)
-    edges = (blocks.offsets.start * blocks.block, blocks.offsets.stop * blocks.block)
-    near = (block_start + torch.arange(*edges, device=device)).expand(len(begin), -1, -1)
-    near = torch.where(near < begin + first, -1, near)  # the first tokens are already in front
-    head = (begin + torch.arange(first, device=device)).expand(-1, blocks.number, -1)
-    keys = torch.cat([head, near], 2).unsqueeze(2)
-    allowed = (keys >= 0) & (keys < S)
-    if causal:
-        allowed = allowed & (keys <= queries[..., None])
-    else:
-        allowed = allowed.expand(-1, -1, blocks.block, -1)
-    return allowed.unsqueeze(1)
 
 
 class Exact(Baseline):
@@ -443,9 +381,6 @@ class Identity(Baseline):
 
     can_cross = False
     attend = staticmethod(identity_attention)
-
-    def past(self):
-        return NoPast()
 
 
 class Uniform(Baseline):
@@ -480,14 +415,7 @@ class WindowState(TokenState):
         self.values = torch.empty(0)
 
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append tokens as `TokenState.step` does. Raises ValueError for padding."""
         if key_mask is not None:
             raise ValueError("key_mask: the bounded cache of window attention has no padding")
@@ -507,9 +435,6 @@ class WindowState(TokenState):
         if first + number >= t.shape[2]:
             return t
         return torch.cat([t[:, :, :first], t[:, :, -number:]], 2)
-
-    def copy(self) -> "WindowState":
-        return copy.copy(self)
 
     def select(self, rows: Tensor) -> None:
         self.keys = self.keys[rows]

@@ -36,54 +36,38 @@ def check_inputs(
     projections or parameters do not fit together.
     """
     for name, t in (("x", x), ("y", y), ("v", v)):
-        _check_vectors(name, t, x.device)
-    one_batch = x.shape[0] == y.shape[0] == v.shape[0]
-    if not one_batch or x.shape[3] != y.shape[3] or y.shape[1:3] != v.shape[1:3]:
+        if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:] or t.device != x.device:
+            raise ValueError(
+                f"{name} {tuple(t.shape)} {t.dtype} on {t.device}: expected floating-point (B, H, L, d), not "
+                "empty, on one device"
+            )
+    B, H, L, d = x.shape
+    S = y.shape[2]
+    fits = len(y) == len(v) == B and y.shape[3] == d and y.shape[1:3] == v.shape[1:3]
+    if not fits or H % y.shape[1]:
         raise ValueError(
             f"x {tuple(x.shape)}, y {tuple(y.shape)}, v {tuple(v.shape)}: expected (B, H, L, d), (B, Hkv, "
-            "S, d), (B, Hkv, S, dv)"
+            "S, d), (B, Hkv, S, dv), where Hkv divides H"
         )
-    check_kv_heads(x.shape[1], y.shape[1])
-    if causal and x.shape[2] > y.shape[2]:
+    if causal and L > S:
         raise ValueError(
-            f"causal=True: L={x.shape[2]}, S={y.shape[2]}: expected L <= S (queries are the last tokens)"
+            f"causal=True: L={L}, S={S}: expected L <= S (queries are the last tokens)"
         )
-    check_key_mask(key_mask, y)
+    if key_mask is not None:
+        check_key_mask(key_mask, y)
     for part in leaves(noise):
-        _check_noise(part, x)
+        if not isinstance(part, Noise) or part.d != d or not _broadcasts(part.batch, x):
+            raise ValueError(
+                f"noise={part!r}: expected a sampler's output with d={d} and batch broadcastable to (B, H)="
+                f"{(B, H)}"
+            )
     for part in leaves(params):
-        _check_parameter(part, x)
+        if not isinstance(part, Tensor) or (part.ndim > 2 and not _broadcasts(part.shape[:-2], x)):
+            raise ValueError(
+                f"parameter {tuple(getattr(part, 'shape', ()))}: expected a tensor of `fit`, broadcastable to "
+                f"(B, H, 1, ...)={(B, H, 1)}"
+            )
     return torch.float64 if torch.float64 in (x.dtype, y.dtype, v.dtype) else torch.float32
-
-
-def _check_vectors(name: str, t: Tensor, device: torch.device) -> None:
-    if t.ndim != 4 or not t.is_floating_point() or 0 in t.shape[1:]:
-        raise ValueError(
-            f"{name} {tuple(t.shape)} {t.dtype}: expected floating-point (B, H, L, d), not empty"
-        )
-    if t.device != device:
-        raise ValueError(f"x is on {device}, {name} is on {t.device}: expected one device")
-
-
-def _check_noise(noise: Noise, x: Tensor) -> None:
-    fits = isinstance(noise, Noise) and noise.d == x.shape[3]
-    if not fits or not _broadcasts(noise.batch, x.shape[:2]):
-        raise ValueError(
-            f"noise={noise!r}: expected a sampler's output with d={x.shape[3]} and batch broadcastable "
-            f"to (B, H)={tuple(x.shape[:2])}"
-        )
-
-
-def _check_parameter(parameter: Tensor, x: Tensor) -> None:
-    fits = isinstance(parameter, Tensor)
-    if fits and parameter.ndim > 2:
-        fits = _broadcasts(parameter.shape[:-2], x.shape[:2])
-    if not fits:
-        shape = tuple(getattr(parameter, "shape", ()))
-        raise ValueError(
-            f"parameter {shape}: expected a tensor of `fit`, "
-            f"broadcastable to (B, H, 1, ...)={(*x.shape[:2], 1)}"
-        )
 
 
 def check_kv_heads(heads: int, kv_heads: int) -> None:
@@ -91,9 +75,7 @@ def check_kv_heads(heads: int, kv_heads: int) -> None:
         raise ValueError(f"kv_heads={kv_heads}: expected a divisor of heads={heads}")
 
 
-def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
-    if key_mask is None:
-        return
+def check_key_mask(key_mask: Tensor, y: Tensor) -> None:
     fits = key_mask.shape == (y.shape[0], y.shape[2]) and key_mask.dtype == torch.bool
     if not fits or key_mask.device != y.device:
         raise ValueError(
@@ -103,11 +85,12 @@ def check_key_mask(key_mask: Tensor | None, y: Tensor) -> None:
         )
 
 
-def _broadcasts(shape, batch) -> bool:
+def _broadcasts(shape: tuple[int, ...], x: Tensor) -> bool:
+    """Return whether a shape broadcasts to the batch and heads of x."""
     if len(shape) > 2:
         return False
-    pairs = zip(reversed(tuple(shape)), reversed(batch))
-    return all(size in (1, expected) for size, expected in pairs)
+    batch = (1, 1, *shape)[-2:]
+    return batch[0] in (1, x.shape[0]) and batch[1] in (1, x.shape[1])
 
 
 def repeat_heads(t: Tensor, heads: int) -> Tensor:
@@ -152,10 +135,12 @@ def transformed(*tensors: Tensor) -> bool:
 
 def requires_gradient(noise: Nested, params: Nested) -> bool:
     """Return whether random projections or parameters require a gradient."""
-    tensors = list(leaves(params))
+    if not torch.is_grad_enabled():
+        return False
+    tensors = leaves(params)
     for part in leaves(noise):
         tensors += part.tensors()
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return any(t.requires_grad for t in tensors)
 
 
 def check_gradient(grad: Tensor) -> None:
@@ -167,31 +152,22 @@ def check_gradient(grad: Tensor) -> None:
         )
 
 
-def not_finite_error() -> NotFinite:
-    return NotFinite(NOT_FINITE_MESSAGE)
-
-
 def check_result(logs: Tensor) -> None:
     """Raise NotFinite if a log-sum or squared norm is NaN or +inf (CPU only).
 
     Then queries or keys are not finite. On other devices the check would wait for the result.
     """
     if values_readable(logs) and not all_true(logs < torch.inf):
-        raise not_finite_error()
-
-
-def all_finite(t: Tensor) -> bool:
-    """Return whether the sum of all entries is finite; True where it is not checked.
-
-    One reduction is cheap enough for short calls.
-    """
-    return not values_readable(t) or math.isfinite(t.sum(dtype=compute_dtype(t)).item())
+        raise NotFinite(NOT_FINITE_MESSAGE)
 
 
 def check_entries(t: Tensor) -> None:
-    """Raise NotFinite if the tensor is not `all_finite`."""
-    if not all_finite(t):
-        raise not_finite_error()
+    """Raise NotFinite if the sum of all entries is not finite (CPU only).
+
+    One reduction is cheap enough for short calls.
+    """
+    if values_readable(t) and not math.isfinite(t.sum(dtype=compute_dtype(t)).item()):
+        raise NotFinite(NOT_FINITE_MESSAGE)
 
 
 # Left padding: positions and blocks are counted from the first real token of each row. The outputs of a row therefore
@@ -274,13 +250,6 @@ def has_dynamic_size(*tensors: torch.Tensor) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not all(has_static_value(t.numel()) for t in tensors)
-
-
-def graph_break(reason: str) -> None:
-    """Break the graph of torch.compile; fullgraph=True turns this into an error."""
-    import torch._dynamo
-
-    torch._dynamo.graph_break(msg=reason)
 
 
 def outside_graphs(function: Callable) -> Callable:

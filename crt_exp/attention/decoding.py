@@ -9,7 +9,7 @@ States are never changed in place, so copies are cheap and stay valid.
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -18,42 +18,30 @@ from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, 
 from crt_exp.attention.engines.chunks import Chunked
 from crt_exp.attention.engines.selection import PLAIN, choose_engine
 from crt_exp.attention.feature_attention import positive_state
-from crt_exp.attention.partials import (
-    DenominatorCount,
-    Packed,
-    Partial,
-    check_policy,
-    finish,
-    merge,
-)
+from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, read, with_ones
 from crt_exp.features.base import BoundMap, FeatureMap, Features
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import leaves, match_float64, no_autocast
+
+CHANGED = "decoding state: noise or parameters have changed; start a new one"
 
 
 class TokenState(ABC):
     """State of causal attention after the first `length` tokens."""
 
     length = 0
+    version: Hashable = None  # tag of the projections and parameters that the state belongs to
 
     @abstractmethod
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append T >= 1 tokens and return their outputs (B,H,T,dv), without gradient.
 
-        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep. The caller may state the
-        `version` that it expects.
+        x (B,H,T,d), y (B,Hkv,T,d), v (B,Hkv,T,dv); key_mask (B, T), True for tokens to keep.
         """
 
-    @abstractmethod
-    def copy(self) -> "TokenState":
+    def copy(self) -> Self:
         """Return a copy that can be continued independently."""
+        return copy.copy(self)
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
@@ -71,7 +59,7 @@ class DecodingState(TokenState):
     """State of attention with feature maps: sums over past keys for each feature.
 
     Random projections and parameters are fixed, because the stored features belong to them. `step` raises ValueError
-    after they were changed in place, and for another `version`.
+    after they were changed in place.
 
     Args:
         denominator: as in `attention`, and so are `normalize` and `counter`.
@@ -96,9 +84,10 @@ class DecodingState(TokenState):
         counter: DenominatorCount | None = None,
         version: Hashable = None,
     ):
-        check_policy(denominator)
         self.version = version
-        self.packed_sums: Packed | None = None
+        self.sums: Partial | None = (
+            None  # over past keys for each feature; None before the first key
+        )
         self._phi = phi
         self._noise = noise
         self._params = params
@@ -112,25 +101,13 @@ class DecodingState(TokenState):
             tensors += part.tensors()
         self._versions = [(t, changes(t)) for t in tensors]
 
-    @property
-    def sums(self) -> Partial | None:
-        """Sums over past keys for each feature; None before the first key."""
-        return None if self.packed_sums is None else self.packed_sums.partial()
-
     def tensors(self) -> list[Tensor]:
-        if self.packed_sums is None:
+        if self.sums is None:
             return []
-        return [t for t in self.packed_sums if t is not None]
+        return [t for t in self.sums if t is not None]
 
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append tokens as `TokenState.step` does; a masked token does not change the state.
 
         Raises ValueError as `attention` does, and if the projections or parameters have changed.
@@ -140,18 +117,19 @@ class DecodingState(TokenState):
             raise ValueError(
                 f"T={x.shape[2]} queries, {y.shape[2]} keys: a step needs equal numbers"
             )
-        self._check(x, version)
+        self._check(x)
         if x.shape[2] == 1:
-            out, self.packed_sums = self.token(self.packed_sums, x, y, v, key_mask)
+            out, self.sums = self.token(self.sums, x, y, v, key_mask)
         else:
             y = repeat_heads(y, x.shape[1])
             v = repeat_heads(v, x.shape[1])
             with no_autocast(x):
                 chunked = self._chunked(dtype, key_mask)
                 seen = chunked.seen(0) if self.length == 0 else None
-                rows, state = chunked.stretch(x, y, v, self.sums, slice(0, x.shape[2]), seen)
+                tokens = slice(0, x.shape[2])
+                rows, state = chunked.stretch(x, y, v, self.sums, tokens, seen)
                 out = self._outputs(rows).to(v.dtype)
-                self.packed_sums = Packed.of(state)
+                self.sums = _transposed(state)
         self.length += x.shape[2]
         return out
 
@@ -174,21 +152,21 @@ class DecodingState(TokenState):
                 sums, top = positive_state(
                     *vectors, self._phi, noise, self._params, key_mask, dtype, engine
                 )
-                new = Packed(sums, top.unsqueeze(-2)).partial()
+                new = Partial(sums.mT, top.unsqueeze(-1))
             else:
                 new = cast(Partial, self._chunked(dtype, key_mask).state(y, v, y.shape[2]))
-        self.packed_sums = Packed.of(merge(self.sums, new))
+        self.sums = _transposed(merge(self.sums, new))
         self.length += y.shape[2]
 
     @torch.no_grad()
     def token(
         self,
-        past: Packed | None,
+        past: Partial | None,
         x: Tensor,
         y: Tensor,
         v: Tensor,
         key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Packed]:
+    ) -> tuple[Tensor, Partial]:
         """Return the output of one token and the new sums, as a pure function.
 
         All tokens have the same shapes, no operation waits for the device, and this object does not change. After
@@ -211,9 +189,8 @@ class DecodingState(TokenState):
                 v = torch.where(keep, v, 0.0)
                 keys, queries = _token_features(chunked.bound, y, x.to(dtype))
                 keys = keys._replace(log_scale=torch.where(keep, keys.log_scale, -torch.inf))
-            with_one = torch.cat([v, torch.ones_like(v[..., :1])], -1).mT
-            sums = _add_key(past, keys, with_one, chunked.modulus)
-            return self._outputs(_read_sums(sums, queries)).to(out_dtype), sums
+            sums = _add_key(past, keys, with_ones(v), chunked.modulus)
+            return self._outputs(read(queries, sums)).to(out_dtype), sums
 
     def _chunked(self, dtype: torch.dtype, key_mask: Tensor | None) -> Chunked:
         if dtype not in self._bound:
@@ -226,25 +203,21 @@ class DecodingState(TokenState):
             self._counter.add(rows)
         return finish(rows, self._policy, self._normalize)
 
-    def copy(self) -> "DecodingState":
-        return copy.copy(self)
-
     def select(self, rows: Tensor) -> None:
-        if self.packed_sums is None:
+        if self.sums is None:
             return
-        sums, top, modulus = self.packed_sums
+        sums, top, modulus = self.sums
         if top.ndim >= 4 and len(top) == len(sums):  # else shared by all entries
             top = top[rows]
         if modulus is not None:
             modulus = modulus[rows]
-        self.packed_sums = Packed(sums[rows], top, modulus)
+        self.sums = Partial(sums[rows], top, modulus)
 
-    def _check(self, x: Tensor, version: Hashable = None) -> None:
-        changed = any(changes(t) != count for t, count in self._versions)
-        if changed or (version is not None and version != self.version):
-            raise ValueError("decoding state: noise or parameters have changed; start a new one")
-        if self.packed_sums is not None and len(self.packed_sums.sums) != x.shape[0]:
-            sequences = len(self.packed_sums.sums)
+    def _check(self, x: Tensor) -> None:
+        if any(changes(t) != count for t, count in self._versions):
+            raise ValueError(CHANGED)
+        if self.sums is not None and len(self.sums.sums) != x.shape[0]:
+            sequences = len(self.sums.sums)
             raise ValueError(f"decoding state: {sequences} sequences, got {x.shape[0]}")
 
 
@@ -268,8 +241,9 @@ class RecurrentPast:
 
         q (B,H,T,d), k (B,Hkv,T,d) and v (B,Hkv,T,dv) are unscaled.
         """
-        scaled = self.layer.scaled
-        return self.state.step(scaled(q), scaled(k), v, version=self.layer.version)
+        if self.state.version != self.layer.version:
+            raise ValueError(CHANGED)
+        return self.state.step(self.layer.scaled(q), self.layer.scaled(k), v)
 
 
 def _token_features(bound: BoundMap, y: Tensor, x: Tensor) -> tuple[Features, Features]:
@@ -288,29 +262,27 @@ def _select_row(t: Tensor, i: int) -> Tensor:
     return t[..., i : i + 1, :] if t.ndim and t.shape[-2] > 1 else t
 
 
-def _add_key(past: Packed | None, keys: Features, v: Tensor, with_modulus: bool) -> Packed:
-    """Add one key to the sums: features with one row, v (B, H, dv + 1, 1)."""
+def _add_key(past: Partial | None, keys: Features, v: Tensor, with_modulus: bool) -> Partial:
+    """Add one key to the sums: features (..., 1, M), v (B, H, 1, dv + 1)."""
     top = keys.log_scale
     if past is not None:
-        top = torch.maximum(past.top, top)
+        top = torch.maximum(past.log_scale.mT, top)
     finite_top = finite(top)
-    phi = keys.value * torch.exp(keys.log_scale - finite_top)
+    phi = keys._replace(log_scale=keys.log_scale - finite_top).exp()
+    sums = v.mT * phi
     modulus = phi.abs() if with_modulus else None
-    if past is None:
-        return Packed(v * phi, top, modulus)
-    fade = torch.exp(past.top - finite_top)
-    if modulus is not None and past.modulus is not None:
-        modulus = past.modulus * fade + modulus
-    return Packed((past.sums * fade).addcmul_(v, phi), top, modulus)
+    if past is not None:
+        fade = torch.exp(past.log_scale.mT - finite_top)
+        sums = (past.sums.mT * fade).addcmul_(v.mT, phi)
+        if modulus is not None and past.modulus is not None:
+            modulus = past.modulus.mT * fade + modulus
+    return Partial(sums.mT, top.mT, None if modulus is None else modulus.mT)
 
 
-def _read_sums(past: Packed, queries: Features) -> Partial:
-    log = queries.log_scale + past.top
-    top = log.amax(-1, keepdim=True)
-    phi = queries.value * torch.exp(log - finite(top))
-    sums = phi @ past.sums.mT
-    modulus = None if past.modulus is None else phi.abs() @ past.modulus.mT
-    return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
+def _transposed(p: Partial) -> Partial:
+    """Return equal sums in the layout of `_add_key`, columns in memory first."""
+    modulus = None if p.modulus is None else p.modulus.mT.contiguous().mT
+    return Partial(p.sums.mT.contiguous().mT, p.log_scale.mT.contiguous().mT, modulus)
 
 
 def changes(t: Tensor) -> int:

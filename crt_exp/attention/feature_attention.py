@@ -6,6 +6,8 @@ not trace. Everything else uses chunks of plain operations; engines/selection.py
 Notation: B batch, H query heads, Hkv key heads, L queries, S keys, d, values of dimension dv, M features.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,8 @@ from crt_exp.attention.checks import (
 from crt_exp.attention.engines import Form, Gradients, Saved
 from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
-from crt_exp.attention.partials import DenominatorCount, Partial, check_policy, finish, normalised
+from crt_exp.attention.partials import POLICIES, DenominatorCount, finish
 from crt_exp.features.base import FeatureMap
-from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
 
@@ -85,153 +86,78 @@ def attention(
     >>> bool((out - exact).norm() < exact.norm())
     True
     """
-    check_policy(denominator)
+    if denominator not in POLICIES:
+        raise ValueError(f"denominator={denominator!r}: expected one of {', '.join(POLICIES)}")
     dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads = x.shape[1]
-    noise = match_float64(noise, dtype)
-    count = counter or DenominatorCount()
+    if dtype == torch.float64:
+        noise = match_float64(noise, dtype)
     out_dtype = v.dtype
     engine = choose_engine(phi, x, y, v, noise, params) if normalize else PLAIN
-    x, y, v = align_heads(x, y, v, phi, noise, params, causal, engine)
+    groups = 1  # of query heads that became one longer set of queries
+    if x.shape[1] != y.shape[1] and (engine != TRITON or phi.transforms_inputs):
+        if not causal and _shared_by_heads(noise, params):
+            groups = x.shape[1] // y.shape[1]
+            x = x.unflatten(1, (-1, groups)).flatten(2, 3)
+        y = repeat_heads(y, x.shape[1])
+        v = repeat_heads(v, x.shape[1])
     if engine == PLAIN:
         if scale != 1:
             x = at_least_float32(x) * scale
             y = at_least_float32(y) * scale
         modulus = denominator == "clamp"
         rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
+        count = counter or DenominatorCount()
         count.add(rows)
+        if counter is None and normalize and not torch.compiler.is_compiling():
+            count.warn()
         out = finish(rows, denominator, normalize)
     else:
+        if engine == C:
+            x, y, v = x.float(), y.float(), v.float()
         x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
         out = torch.ops.crt_exp.attention(x, y, v, *form, engine, causal)[0]
-    if counter is None and normalize and not torch.compiler.is_compiling():
-        count.warn()
-    return split_heads(out, heads).to(out_dtype)
+    if groups > 1:
+        out = out.unflatten(2, (groups, -1)).flatten(1, 2)
+    return out.to(out_dtype)
 
 
-def partial_attention(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    phi: FeatureMap,
-    noise,
-    params=(),
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-    modulus: bool = False,
-    scale: float = 1.0,
-) -> Partial:
-    """Return the partial sums of attention to a set of keys.
-
-    The Partial has one row for each query, (B,H,L,.). `merge` adds the partials of disjoint sets of keys. `finish` and
-    `.output` divide by the denominator, and `.logsum` is its log in nats. Outputs and log-sums are differentiable in x,
-    y and v.
-    Other arguments and errors are those of `attention`.
-
-    Args:
-        modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
-
-    >>> from crt_exp.features import PosRF
-    >>> from crt_exp.samplers import iid
-    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
-    >>> method = (PosRF(), iid(8, 4))
-    >>> out = partial_attention(x, y, v, *method).output
-    >>> torch.allclose(out, attention(x, y, v, *method), atol=1e-6)
-    True
-    """
-    dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
-    heads = x.shape[1]
-    noise = match_float64(noise, dtype)
-    engine = PLAIN if modulus else choose_engine(phi, x, y, v, noise, params)
-    x, y, v = align_heads(x, y, v, phi, noise, params, causal, engine)
-    if engine == PLAIN:
-        x = at_least_float32(x) * scale
-        y = at_least_float32(y) * scale
-        rows = chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
-    else:
-        x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
-        out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, engine, causal)
-        logsum = find_engine(engine, causal).unit * logsum + form.shared_logs(x)
-        if key_mask is not None:
-            seen = key_mask.any(-1, keepdim=True)
-            if causal:
-                seen = key_mask.cumsum(-1)[:, y.shape[2] - x.shape[2] :] > 0
-            logsum = torch.where(seen.unsqueeze(1), logsum, -torch.inf)
-        rows = normalised(out.to(logsum.dtype), logsum.unsqueeze(-1))
-    return Partial(
-        numerator=split_heads(rows.numerator, heads),
-        denominator=split_heads(rows.denominator, heads),
-        log_scale=split_heads(rows.log_scale, heads),
-        modulus=None if rows.modulus is None else split_heads(rows.modulus, heads),
-    )
-
-
-def align_heads(
-    x: Tensor, y: Tensor, v: Tensor, phi: FeatureMap, noise, params, causal: bool, engine: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Give keys and queries the same number of heads, unless the engine serves several query heads for a key head.
-
-    Query heads that share keys and features become one longer set of queries; otherwise keys are repeated. The engine
-    in C takes float32.
-    """
-    if engine == C:
-        x, y, v = x.float(), y.float(), v.float()
-    if x.shape[1] == y.shape[1] or (engine == TRITON and not phi.transforms_inputs):
-        return x, y, v
+def _shared_by_heads(noise, params) -> bool:
+    """Return whether all heads have the same projections and parameters."""
     batches = [part.batch for part in leaves(noise)]
     batches += [part.shape[:-2] for part in leaves(params)]
-    shared = all(not batch or batch[-1] == 1 for batch in batches)
-    if shared and not causal:
-        x = x.unflatten(1, (y.shape[1], -1)).flatten(2, 3)
-    return x, repeat_heads(y, x.shape[1]), repeat_heads(v, x.shape[1])
-
-
-def split_heads(t: Tensor, heads: int) -> Tensor:
-    """Split the rows into query heads again."""
-    groups = heads // t.shape[1]
-    return t if groups == 1 else t.unflatten(2, (groups, -1)).flatten(1, 2)
+    return all(not batch or batch[-1] == 1 for batch in batches)
 
 
 def positive_form(
     x: Tensor,
     y: Tensor,
-    phi: FeatureMap,
+    phi: Any,
     noise,
     params,
     keep: Tensor | None,
     factor: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Form]:
-    """Return queries and keys, with equal numbers of heads, and a map's exponent.
+    """Return queries and keys, with equal numbers of heads, and the exponent of a `PositiveExponential`.
 
     The factor of x and y enters the exponent: log phi = (factor scale) rows.x + bias - (factor^2 norm_weight) |x|^2.
     """
-    assert isinstance(phi, PositiveExponential)  # as `choose_engine` checked
     learned = requires_gradient(noise, params)
     if keep is not None and learned:
         # padding may hold NaN, which would reach the gradients of parameters
         y = y.masked_fill(~keep[:, None, :, None], 0)
-    x, remaining = phi.transform_inputs(x, params, factor=factor)
-    y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
+    remaining = factor
+    if phi.transforms_inputs:
+        x, remaining = phi.transform_inputs(x, params, factor=factor)
+        y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), remaining) if scale is None else scale * remaining
-
-    def batched(t: Tensor) -> Tensor:
-        return t.to(device=x.device, dtype=dtype)[(None,) * (4 - t.ndim)]
-
-    return (
-        x,
-        y,
-        Form(
-            rows=batched(rows),
-            scale=batched(scale),
-            bias=batched(bias).squeeze(-2),
-            norm_weight=phi.norm_weight * remaining**2,
-            keep=keep,
-            learned=learned,
-        ),
-    )
+    tensors = []
+    for t in (rows, scale, bias):
+        tensors.append(t.to(device=x.device, dtype=dtype)[(None,) * (4 - t.ndim)])
+    rows, scale, bias = tensors
+    norm_weight = phi.norm_weight * remaining**2
+    return x, y, Form(rows, scale, bias.squeeze(-2), norm_weight, keep, learned)
 
 
 @torch.no_grad()
@@ -280,7 +206,6 @@ def _forward(
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
-    grad_logsum: Tensor | None,
     x: Tensor,
     y: Tensor,
     v: Tensor,
@@ -295,9 +220,8 @@ def _backward(
     saved: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
-    inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
     with no_autocast(rows):
-        grads = find_engine(engine, causal).backward(*inputs)
+        grads = find_engine(engine, causal).backward(x, y, v, form, Saved(*saved), grad)
     return grads.x, grads.y, grads.v, grads.weights, grads.bias
 
 
@@ -310,7 +234,6 @@ def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, causal):
 @_backward.register_fake
 def _(
     grad,
-    grad_logsum,
     x,
     y,
     v,
@@ -330,17 +253,15 @@ def _(
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.norm_weight, keep, ctx.learned, ctx.engine, ctx.causal = inputs
     ctx.save_for_backward(*tensors, keep, *output)
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grad, grad_logsum, *_):
+def _gradients(ctx, grad, *_):
     x, y, v, rows, scale, bias, keep, *saved = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(Saved(*saved).out)
     check_gradient(grad)
     form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
-    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.engine, ctx.causal, saved))
+    grads = Gradients(*_backward(grad, x, y, v, *form, ctx.engine, ctx.causal, saved))
     of_map = grads.of_map(form) if form.learned else (None, None, None)
     of_options = (None,) * 5
     return grads.x, grads.y, grads.v, *of_map, *of_options

@@ -12,7 +12,7 @@ q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 """
 
 import copy
-import weakref
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -28,20 +28,18 @@ from crt_exp.attention.decoding import DecodingState
 from crt_exp.attention.feature_attention import attention
 from crt_exp.attention.partials import DenominatorCount
 from crt_exp.attention.state import (
+    MOMENTS,
     FittedOnce,
     FittedToSequences,
     Running,
     for_query_heads,
     grouped_statistics,
 )
-from crt_exp.features.base import FeatureMap, Projections, distinct
+from crt_exp.features.base import FeatureMap, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
-
-# A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
-_MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
 
 
 @checked("attention")
@@ -134,6 +132,8 @@ class RandomFeatureAttention(Redraws, Running):
         self.denominators = DenominatorCount()
         self._noises: dict[str, tuple[int, DenseNoise]] = {}  # with the version of the rows
         self.projections = phi.projections(m)
+        # equal names are one object, so that shared projections stay shared
+        self._buffer_names = map_leaves(lambda p: sys.intern(p.buffer), self.projections)
         check_learning(phi, learn, redraw_every)
         noises = self._draw(0)
         # by buffer of projections
@@ -152,13 +152,12 @@ class RandomFeatureAttention(Redraws, Running):
             self.clusters = FittedToSequences(phi, heads, d, trained, causal)
         elif phi.on_vectors or trained:
             self.clusters = FittedOnce(phi, self.kv_heads, d, fit_steps, trained)
+        moments = [name for name in MOMENTS if name in phi.moments]
+        if phi.second_moments:
+            moments.append("second")
+        self.moments = tuple(moments)
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
-        _MODULES[id(self)] = self
-
-    def __setstate__(self, state) -> None:  # copies and unpickled layers register themselves
-        super().__setstate__(state)
-        _MODULES[id(self)] = self
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Return the attention outputs (B,H,L,dv).
@@ -166,9 +165,11 @@ class RandomFeatureAttention(Redraws, Running):
         q (B,H,L,d), k (B,Hkv,S,d) and v (B,Hkv,S,dv) are unscaled; key_mask (B,S) is True for keys to keep.
         """
         self.check_call(q, k)
-        check_key_mask(key_mask, k)
-        q = self.normalized(q)
-        k = self.normalized(k)
+        if key_mask is not None:
+            check_key_mask(key_mask, k)
+        if self.normalize_qk:
+            q = self.normalized(q)
+            k = self.normalized(k)
         changing = self.training and not in_backward()
         if changing and not self.continues_step:
             self._advance()
@@ -215,12 +216,11 @@ class RandomFeatureAttention(Redraws, Running):
 
         A Noise of batch (H,), a tuple for a map with parts, or None for a map without projections.
         """
-        noises = {name: self._noise_of(name) for name in self.gaussian}
-        return map_leaves(lambda p: noises[_buffer_name(p)], self.projections)
+        return map_leaves(self._noise_of, self._buffer_names)
 
     def _noise_of(self, name: str) -> DenseNoise:
         """Return the projections of a buffer; the object keeps their norms while they do not change."""
-        rows = self.rows(name)
+        rows = getattr(self, name)
         traced = torch.compiler.is_compiling() or not cacheable()
         if traced or rows.requires_grad or rows.is_inference():
             return DenseNoise(rows, self.gaussian[name])
@@ -285,7 +285,7 @@ class RandomFeatureAttention(Redraws, Running):
             if p.drawn_as:
                 seed += f"/{p.drawn_as}"
             generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-            drawn[_buffer_name(p)] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
+            drawn[p.buffer] = self.sampler(p.m, self.d, generator, batch=(self.heads,))
         return drawn
 
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
@@ -310,7 +310,7 @@ class RandomFeatureAttention(Redraws, Running):
         queries = Mirrored(keys)
         if not self.keeps_statistics:
             return Statistics(queries, keys)
-        running = self._running_moments("x")
+        running: Any = self.running_statistics().x
         return Statistics(EitherMoments(self.running_weight > 0, running, queries), keys)
 
     # ---- redraws and running statistics
@@ -328,27 +328,21 @@ class RandomFeatureAttention(Redraws, Running):
             self._fold(1 - self.decay)
         if unfitted is not None:
             unfitted.advance()
-        if not self.redraw_every or not self.gaussian:
-            return
-        if torch.compiler.is_compiling():
-            omegas = [self.rows(name) for name in self.gaussian]
-            _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
-        else:
+        if self.redraw_every and self.gaussian:
             self.count_pass()
 
     def _running_params(self):
         if not self.phi.fitted:
             return self.phi.fit(None)
-        self._warn_uncalibrated()
+        if not (self.training or self._warned):
+            self._warn_uncalibrated()
         if self.clusters is None:
             params = self.phi.fit(self.running_statistics())
             return for_query_heads(params, self.heads // self.kv_heads)
         return for_query_heads(self.clusters.params(), self.heads // self.clusters.heads)
 
     def _warn_uncalibrated(self) -> None:
-        if self.training or self.calibrated is not None or self._warned:
-            return
-        if torch.compiler.is_compiling():
+        if self.calibrated is not None or torch.compiler.is_compiling():
             return
         self._warned = True
         state = "using A = 0"
@@ -384,23 +378,14 @@ class RandomFeatureAttention(Redraws, Running):
         """
         if self.keeps_statistics:
             self._forget()
-        before = {}
-        for name, t in self.named_buffers(recurse=False):
-            if name.startswith(("running", "pending", "folds")):
-                before[name] = t.clone()
-        fitted = None
-        if self.clusters is not None:
-            fitted = copy.deepcopy(self.clusters.state_dict())
+        before = copy.deepcopy(self.state_dict())
         try:
             with super().calibration():
                 yield
                 if self.running:
                     self.phi.bind(self.noise, self._running_params())  # raises for unusable values
         except Exception:
-            for name, t in before.items():
-                getattr(self, name).copy_(t)
-            if fitted is not None and self.clusters is not None:
-                self.clusters.load_state_dict(fitted)
+            self.load_state_dict(before)
             raise
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
@@ -429,30 +414,3 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
         raise ValueError(f"learn=parameters: {phi} has none; use learn=projections")
     if redraw_every and (phi.learned or learn == "projections"):
         raise ValueError(f"redraw_every={redraw_every}: expected 0 with trained projections")
-
-
-def _buffer_name(p: Projections) -> str:
-    return f"omega_{p.name}" if p.name else "omega"
-
-
-@torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
-def _count_pass(
-    omegas: list[Tensor],
-    steps: Tensor,
-    draws: Tensor,
-    every: int,
-    module: int,
-) -> None:
-    """Count a pass and redraw in place, as an operator opaque to torch.compile."""
-    if int(steps) and int(steps) % every == 0:
-        draws.add_(1)
-        layer = _MODULES[module]
-        layer.copied_draw = int(draws)
-        for omega, rows in zip(omegas, layer.rows_of_draw(layer.copied_draw).values(), strict=True):
-            omega.copy_(rows)
-    steps.add_(1)
-
-
-@_count_pass.register_fake
-def _(omegas, steps, draws, every, module):
-    return None

@@ -1,17 +1,8 @@
-"""Partial attention: sums over sets of keys, to be merged and normalized.
+"""Partial attention: sums over sets of keys, to be added and normalized.
 
-A `Partial` holds a numerator and a denominator relative to exp(log_scale). Its R rows are queries (the sums of each
-query) or features (the state: sums over keys for each feature).
-Every way to attend to a set of keys returns a Partial: features (`partial_attention`), exact attention
-(`softmax_partial`), earlier chunks. `merge` adds partials as online softmax does, and `finish` divides:
-
-    near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
-    far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
-    out = finish(merge(near, far))
-
-An output with a log-sum would not do, because signed features have denominators without a logarithm.
-Gradients flow through numerators and denominators, and therefore into `output` and `logsum`. Log scales carry no
-gradient, because they cancel in numerator / denominator.
+The R rows of a `Partial` are queries (the sums of each query) or features (the state: sums over keys for each feature).
+`merge` adds partials as online softmax does, and `finish` divides.
+Log scales carry no gradient, because they cancel in numerator / denominator.
 
 Notation: L queries x, S keys y, values v (..., S, dv), M features; a and b are the log features of queries and keys.
 """
@@ -21,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import check_inputs, finite, repeat_heads, transformed
+from crt_exp.attention.checks import finite
 from crt_exp.attention.engines import TINY
-from crt_exp.features.base import ONE, Features
+from crt_exp.features.base import Features
 from crt_exp.features.blocks import Block, Blocks
 from crt_exp.samplers.noise import transforming
 from crt_exp.validation import warn
@@ -33,117 +24,29 @@ CLAMP = 1e-6  # floor of a clamped denominator, relative to the sum of absolute 
 
 
 class Partial(NamedTuple):
-    """Sums (numerator, denominator) * exp(log_scale), row by row.
+    """Numerators and denominators sums * exp(log_scale), row by row.
 
     log_scale is -inf in rows without keys.
 
-    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
-    >>> near = softmax_partial(x, y[:, :, :2], v[:, :, :2])
-    >>> far = softmax_partial(x, y[:, :, 2:], v[:, :, 2:])
-    >>> whole = softmax_partial(x, y, v).output
-    >>> torch.allclose(merge(near, far).output, whole, atol=1e-5)
-    True
+    >>> half = Partial(torch.tensor([[3.0, 1.0]]), torch.zeros(1, 1))
+    >>> finish(merge(half, half))
+    tensor([[3.]])
     """
 
-    numerator: Tensor  # (..., R, dv)
-    denominator: Tensor  # (..., R, 1)
+    sums: Tensor  # (..., R, dv + 1): [numerator, denominator]
     log_scale: Tensor  # (..., R, 1), or (..., 1, 1) for all rows
     modulus: Tensor | None = None  # (..., R, 1): sum of absolute terms, for clamping
-
-    def rows(self) -> "Partial":
-        """Return the same sums with one log scale for each row."""
-        return self._replace(log_scale=self.log_scale.expand(*self.numerator.shape[:-1], 1))
 
     def over(self, log_scale: Tensor) -> "Partial":
         """Return the same sums relative to a log scale that is at least as large."""
         weight = torch.exp(self.log_scale - finite(log_scale))
         modulus = None if self.modulus is None else weight * self.modulus
-        return Partial(weight * self.numerator, weight * self.denominator, log_scale, modulus)
-
-    @property
-    def output(self) -> Tensor:
-        """numerator / denominator (..., R, dv), 0 in rows without keys."""
-        return finish(self)
-
-    @property
-    def logsum(self) -> Tensor:
-        """Log of the absolute denominator in nats, (..., R, 1).
-
-        It is -inf where the denominator is 0.
-        """
-        empty = self.denominator == 0
-        logs = torch.where(empty, 1.0, self.denominator).abs().log() + self.log_scale
-        return torch.where(empty, -torch.inf, logs)
-
-
-class Packed(NamedTuple):
-    """A partial whose rows are features, in the layout that products use fastest."""
-
-    sums: Tensor  # (..., dv + 1, M): [numerator, denominator]
-    top: Tensor  # (..., 1, M or 1): log scales, -inf where no key was seen
-    modulus: Tensor | None = None  # (..., 1, M): sums of absolute values, for clamping
-
-    def partial(self) -> Partial:
-        rows = self.sums.mT
-        modulus = None if self.modulus is None else self.modulus.mT
-        return Partial(rows[..., :-1], rows[..., -1:], self.top.mT, modulus)
-
-    @classmethod
-    def of(cls, p: Partial) -> "Packed":
-        sums = torch.cat([p.numerator.mT, p.denominator.mT], -2)
-        modulus = None if p.modulus is None else p.modulus.mT
-        return cls(sums, p.log_scale.mT, modulus)
+        return Partial(weight * self.sums, log_scale, modulus)
 
 
 class ScaledKeys(NamedTuple):
     phi: Tensor  # (..., S, M): features of the keys times exp(-top)
     top: Tensor  # (..., M or 1, 1): maximum of b over the unmasked keys, by feature
-
-
-def normalised(output: Tensor, logsum: Tensor) -> Partial:
-    """Return the partial of outputs (..., R, dv) and log-sums (..., R, 1).
-
-    Log-sums are -inf in rows without keys. Both inputs receive gradients.
-    """
-    top = logsum.detach()
-    # 1, or 0 in rows without keys; carries the gradient of the log-sum
-    weight = torch.exp(logsum - finite(top))
-    return Partial(weight * output, weight, top)
-
-
-def softmax_partial(
-    x: Tensor,
-    y: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-) -> Partial:
-    """Return the partial of exact softmax attention with logits x.y.
-
-    x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
-
-    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
-    >>> exact = (x @ y.mT).softmax(-1) @ v
-    >>> torch.allclose(softmax_partial(x, y, v).output, exact, atol=1e-5)
-    True
-    """
-    dtype = check_inputs(x, y, v, None, (), causal, key_mask)
-    x = x.to(dtype)
-    y = repeat_heads(y, x.shape[1]).to(dtype)
-    v = repeat_heads(v, x.shape[1]).to(dtype)
-    hidden = x.new_zeros(x.shape[2], y.shape[2], dtype=torch.bool)
-    if causal:
-        hidden = ~(~hidden).tril(y.shape[2] - x.shape[2])
-    if key_mask is not None:
-        masked = ~key_mask[:, None, :, None]
-        y = y.masked_fill(masked, 0)  # padding may hold NaN
-        v = v.masked_fill(masked, 0)
-        hidden = hidden | ~key_mask[:, None, None]
-    logits = (x @ y.mT).masked_fill(hidden, -torch.inf)
-    top = logits.detach().amax(-1, keepdim=True)
-    weights = torch.exp(logits - finite(top))
-    return Partial(weights @ v, weights.sum(-1, keepdim=True), top)
 
 
 def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
@@ -154,22 +57,20 @@ def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
     if keep is not None:
         log = torch.where(keep[..., None], log, -torch.inf)
     top = log.detach().amax(-2, keepdim=True).mT
-    return ScaledKeys(f.value * torch.exp(log - finite(top).mT), top)
+    return ScaledKeys(f._replace(log_scale=log - finite(top).mT).exp(), top)
 
 
 def summarise(keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
     """Sum phi_k(y_j) [v_j, 1] over the keys; rows are features."""
-    sums = keys.phi.mT @ _with_ones(v)
     absolute = keys.phi.abs().sum(-2).unsqueeze(-1) if modulus else None
-    return _partial(sums, keys.top, absolute)
+    return Partial(keys.phi.mT @ with_ones(v), keys.top, absolute)
 
 
-def read(f: Features, state: Partial) -> Partial:
+def read(f: Features | Blocks, state: Partial) -> Partial:
     """Combine query features with a state; rows are queries."""
     phi, top = _scale_queries(f, state.log_scale)
-    sums = phi @ torch.cat([state.numerator, state.denominator], -1)
     modulus = None if state.modulus is None else phi.abs() @ state.modulus
-    return _partial(sums, top, modulus)
+    return Partial(phi @ state.sums, top, modulus)
 
 
 def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> Partial:
@@ -183,19 +84,11 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
     absolute = None
     if modulus:
         absolute = (phi.abs() @ keys.phi.abs().mT).tril().sum(-1, keepdim=True)
-    return _partial(kernel @ _with_ones(v), top, absolute)
+    return Partial(kernel @ with_ones(v), top, absolute)
 
 
 def merge(a: Partial | None, b: Partial) -> Partial:
-    """Add two partials with the same rows; None is the empty partial.
-
-    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
-    >>> first = softmax_partial(x, y[:, :, :4], v[:, :, :4])
-    >>> rest = softmax_partial(x, y[:, :, 4:], v[:, :, 4:])
-    >>> whole = softmax_partial(x, y, v)
-    >>> torch.allclose(merge(first, rest).output, whole.output, atol=1e-5)
-    True
-    """
+    """Add two partials with the same rows; None is the empty partial."""
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)
@@ -204,12 +97,7 @@ def merge(a: Partial | None, b: Partial) -> Partial:
     modulus = None
     if left.modulus is not None and right.modulus is not None:
         modulus = left.modulus + right.modulus
-    return Partial(
-        numerator=left.numerator + right.numerator,
-        denominator=left.denominator + right.denominator,
-        log_scale=top,
-        modulus=modulus,
-    )
+    return Partial(left.sums + right.sums, top, modulus)
 
 
 def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
@@ -217,7 +105,7 @@ def small_denominators(p: Partial, seen: Tensor | None) -> Tensor:
 
     seen (..., R): rows with keys, None for all. Rows without keys are not reported.
     """
-    small = p.denominator.detach().abs() < TINY
+    small = p.sums[..., -1:].detach().abs() < TINY
     return small if seen is None else small & seen[..., None]
 
 
@@ -229,13 +117,14 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
             max(|delta|, CLAMP * modulus) with sgn(0) = 1, "abs" uses |delta|.
         normalize: False returns the numerators.
 
-    >>> rows = Partial(torch.tensor([[6.0]]), torch.tensor([[-2.0]]), torch.zeros(1, 1))
+    >>> rows = Partial(torch.tensor([[6.0, -2.0]]), torch.zeros(1, 1))
     >>> finish(rows, policy="abs")
     tensor([[3.]])
     """
+    numerator = p.sums[..., :-1]
     if not normalize:
-        return p.numerator * torch.exp(p.log_scale)
-    den = p.denominator
+        return numerator * torch.exp(p.log_scale)
+    den = p.sums[..., -1:]
     if policy == "abs":
         den = den.abs()
     elif policy == "clamp":
@@ -244,7 +133,7 @@ def finish(p: Partial, policy: str = "none", normalize: bool = True) -> Tensor:
         signed_floor = torch.where(den < 0, -floor, floor)
         den = torch.where(den.abs() < floor, signed_floor, den)
     empty = den == 0
-    return torch.where(empty, 0.0, p.numerator / torch.where(empty, 1.0, den))
+    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, den))
 
 
 class DenominatorCount:
@@ -253,7 +142,7 @@ class DenominatorCount:
     Counts stay on the device; reading them waits for the device.
 
     >>> count = DenominatorCount()
-    >>> count.add(Partial(torch.ones(2, 1), torch.tensor([[1.0], [-1.0]]), torch.zeros(2, 1)))
+    >>> count.add(Partial(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.zeros(2, 1)))
     >>> count.nonpositive, count.total
     (1, 2)
     """
@@ -263,7 +152,7 @@ class DenominatorCount:
 
     def reset(self) -> None:
         self.total = 0
-        self._bad: dict[torch.device, Tensor | int] = {}
+        self._bad: Tensor | int = 0
 
     def add(self, p: Partial) -> None:
         """Count the denominators of a partial.
@@ -272,16 +161,15 @@ class DenominatorCount:
         """
         if torch.compiler.is_exporting() or transforming():
             return
-        has_keys = (p.numerator != 0).any(-1, keepdim=True)
-        zero = (p.denominator == 0) & has_keys
-        wrong = (p.denominator < 0) | zero
-        bad = wrong.sum()
-        self._bad[bad.device] = self._bad.get(bad.device, 0) + bad
+        has_keys = (p.sums[..., :-1] != 0).any(-1, keepdim=True)
+        denominator = p.sums[..., -1:]
+        wrong = (denominator < 0) | ((denominator == 0) & has_keys)
+        self._bad = self._bad + wrong.sum()
         self.total += wrong.numel()
 
     @property
     def nonpositive(self) -> int:
-        return sum(int(count) for count in self._bad.values())
+        return int(self._bad)
 
     @property
     def fraction(self) -> float:
@@ -289,17 +177,12 @@ class DenominatorCount:
 
     def warn(self) -> None:
         """Warn about non-positive denominators, unless that would wait for a device."""
-        if all(device.type == "cpu" for device in self._bad) and self.nonpositive:
+        if torch.as_tensor(self._bad).device.type == "cpu" and self.nonpositive:
             warn(
                 f"{self.nonpositive} of {self.total} denominators <= 0: those outputs are unreliable. Use "
                 "more features, a positive map or denominator='clamp'",
                 RuntimeWarning,
             )
-
-
-def check_policy(policy: str) -> None:
-    if policy not in POLICIES:
-        raise ValueError(f"denominator={policy!r}: expected one of {', '.join(POLICIES)}")
 
 
 def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,15 +194,11 @@ def _scale_queries(f: Features | Blocks, key_top: Tensor) -> tuple[Tensor, Tenso
         return scale_blocked_queries(f, key_top)
     log = f.log_scale + key_top.mT
     top = log.detach().amax(-1, keepdim=True)
-    return f.value * torch.exp(log - finite(top)), top
+    return f._replace(log_scale=log - finite(top)).exp(), top
 
 
-def _with_ones(v: Tensor) -> Tensor:
+def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
-
-
-def _partial(sums: Tensor, top: Tensor, modulus: Tensor | None) -> Partial:
-    return Partial(sums[..., :-1], sums[..., -1:], top, modulus)
 
 
 # Hybrid features: R weights, D features of a base, M = sum R D columns. Logs and maxima are computed on the D base
@@ -339,9 +218,9 @@ def scale_blocked_keys(f: Blocks, keep: Tensor | None) -> tuple[Tensor, Tensor]:
             log = torch.where(keep[..., None], log, -torch.inf)
         top = part.column_maxima(log.detach())
         tops.append(top)
-        scaled.append(_scale_base(part, log - finite(part.to_base(top))))
-    top = tops[0] if len(tops) == 1 else torch.cat(tops, -2)
-    return weighted_features(f.parts, scaled), top
+        log = log - finite(part.to_base(top))
+        scaled.append(part.base._replace(log_scale=log).exp())
+    return weighted_features(f.parts, scaled), torch.cat(tops, -2)
 
 
 def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
@@ -358,7 +237,9 @@ def scale_blocked_queries(f: Blocks, key_top: Tensor) -> tuple[Tensor, Tensor]:
         logs.append(log)
         row_tops.append(log.detach().amax(-1, keepdim=True).expand(*rows, 1))
     top = torch.stack(row_tops).amax(0)
-    scaled = [_scale_base(part, log - finite(top)) for part, log in zip(f.parts, logs)]
+    scaled = []
+    for part, log in zip(f.parts, logs):
+        scaled.append(part.base._replace(log_scale=log - finite(top)).exp())
     return weighted_features(f.parts, scaled), top
 
 
@@ -367,77 +248,8 @@ def weighted_features(parts: tuple[Block, ...], scaled: list[Tensor]) -> Tensor:
 
     Column (a, r, d) of a part is weight_r times feature (a, d) of its base, where a is a group of the part.
     """
-    weights = [part.weight for part in parts]
-    if torch.compiler.is_compiling() or transformed(*weights, *scaled):
-        products = []
-        for part, t in zip(parts, scaled):
-            products.append(_outer(part.weight, t, part.groups).flatten(-3))
-        return torch.cat(products, -1)
-    groups = [part.groups for part in parts]
-    clusters = [part.cluster for part in parts]
-    return _WeightedFeatures.apply(groups, clusters, *weights, *scaled)
-
-
-class _WeightedFeatures(torch.autograd.Function):
-    """`weighted_features` without a copy, and with one pass for each gradient."""
-
-    @staticmethod
-    def forward(ctx, groups, clusters, *tensors):
-        weights = tensors[: len(groups)]
-        scaled = tensors[len(groups) :]
-        ctx.groups = groups
-        ctx.clusters = clusters
-        ctx.widths = [w.shape[-1] * t.shape[-1] for w, t in zip(weights, scaled)]
-        ctx.save_for_backward(*tensors)
-        batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-        out = scaled[0].new_empty(*batch, sum(ctx.widths))
-        parts = out.split(ctx.widths, -1)
-        for part, weight, t, group in zip(parts, weights, scaled, groups):
-            _outer(weight, t, group, part.unflatten(-1, (group, weight.shape[-1], -1)))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        count = len(ctx.groups)
-        tensors = ctx.saved_tensors  # checkpoints allow one access
-        weights = tensors[:count]
-        scaled = tensors[count:]
-        parts = grad.split(ctx.widths, -1)
-        dweights: list[Tensor | None] = [None] * count
-        dscaled = []
-        for i, (g, weight, t) in enumerate(zip(parts, weights, scaled)):
-            g = g.unflatten(-1, (ctx.groups[i], weight.shape[-1], -1))
-            dscaled.append(_base_gradient(g, weight, ctx.clusters[i]).sum_to_size(t.shape))
-            if ctx.needs_input_grad[2 + i]:
-                base = t.unflatten(-1, (ctx.groups[i], 1, -1))
-                dweights[i] = (g * base).sum((-3, -1)).sum_to_size(weight.shape)
-        return None, None, *dweights, *dscaled
-
-
-def _base_gradient(g: Tensor, weight: Tensor, cluster: Tensor | None) -> Tensor:
-    """Return the gradient (..., L, D) of base features from that of the product, (..., L, A, R, D / A)."""
-    if cluster is None:
-        return (g * weight[..., None, :, None]).sum(-2).flatten(-2)
-    return _select_cluster(g, cluster).flatten(-2)
-
-
-def _select_cluster(g: Tensor, cluster: Tensor) -> Tensor:
-    """Select the block of each token's own cluster: (..., L, A, D / A).
-
-    g (..., L, A, C, D / A) has a block for each of C clusters; cluster (..., L, 1).
-    """
-    selected = g[..., 0, :]
-    for c in range(1, g.shape[-2]):
-        selected = torch.where(cluster.unsqueeze(-1) == c, g[..., c, :], selected)
-    return selected
-
-
-def _outer(weight: Tensor, t: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
-    """Outer product of weights and base features: (..., L, A, R, D / A)."""
-    return torch.mul(weight[..., None, :, None], t.unflatten(-1, (groups, 1, -1)), out=out)
-
-
-def _scale_base(part: Block, log: Tensor) -> Tensor:
-    """Return the values of the base features times e^log."""
-    value = part.base.value
-    return torch.exp(log) if value is ONE else value * torch.exp(log)
+    products = []
+    for part, t in zip(parts, scaled):
+        product = part.weight[..., None, :, None] * t.unflatten(-1, (part.groups, 1, -1))
+        products.append(product.flatten(-3))
+    return torch.cat(products, -1)

@@ -139,6 +139,7 @@ class Linformer(Redrawn):
 
     can_be_causal = False
     name = "mixtures"
+    mixtures: Tensor
 
     def __init__(
         self,
@@ -190,8 +191,7 @@ class Linformer(Redrawn):
         """Return the projections of keys and of values, (rank, length) each."""
         if not self.redraw_every:
             return self.key_projection, self.value_projection
-        mixtures = self.rows("mixtures")
-        return mixtures, mixtures
+        return self.mixtures, self.mixtures
 
 
 @checked("attention")
@@ -220,6 +220,7 @@ class Reformer(Redrawn):
     """
 
     name = "rotations"
+    rotations: Tensor
 
     def __init__(
         self,
@@ -272,8 +273,8 @@ class Reformer(Redrawn):
         if self.buckets == 1:
             buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
-            rotations = self.rows("rotations")
-            sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
+            rotated = y.detach().to(self.rotations.dtype)
+            sides = torch.einsum("bhsd,hrdn->bhrsn", rotated, self.rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
         if key_mask is None:
             return buckets

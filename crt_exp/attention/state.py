@@ -13,7 +13,7 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as ranks
@@ -28,7 +28,7 @@ from crt_exp.attention.base import (
     set_known_value,
 )
 from crt_exp.attention.checks import outside_graphs, repeat_heads
-from crt_exp.features.base import FeatureMap, NotFinite, Params, all_true, values_readable
+from crt_exp.features.base import FeatureMap, NotFinite, Params, values_readable
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
@@ -47,42 +47,27 @@ class Running(LinearAttention):
     `RandomFeatureAttention` describes the use of the statistics.
     """
 
-    phi: FeatureMap  # the map of the layer
+    phi: FeatureMap
     clusters: "FittedOnce | None"
     running_weight: Tensor
     pending_weight: Tensor
     pending_x_count: Tensor
     pending_y_count: Tensor
     folds: Tensor
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the averages that the fit of the map uses."""
-        names = [name for name in MOMENTS if name in self.phi.moments]
-        if self.phi.second_moments:
-            names.append("second")
-        return tuple(names)
-
-    @property
-    def keeps_statistics(self) -> bool:
-        """Whether the layer has running statistics.
-
-        Some layers are causal in one call and not in the next.
-        """
-        return "running_weight" in self._buffers
+    keeps_statistics = (
+        False  # whether the layer has running statistics; some layers are causal in some calls only
+    )
+    moments: tuple[str, ...]  # names of the averages that the fit of the map uses
 
     @property
     def running(self) -> bool:
         """Whether calls use and update the running statistics."""
         return self.keeps_statistics and (self.causal or self.cross)
 
-    def _statistics(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Statistics:
-        return grouped_statistics(q, k, key_mask, self.scale, same=self.causal or not self.cross)
-
     def _register_statistics(self) -> None:
+        # all moments, whatever the map uses, so that saved states have one form
+        names = (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
         for stage in ("running", "pending"):
-            # all moments, whatever the map uses, so that saved states have one form
-            names = (*MOMENTS, "second") if self.phi.second_moments else MOMENTS
             for side in "xy":
                 for name in (*names, "minimum"):
                     columns = (self.d, self.d) if name == "second" else (self.d,)
@@ -96,33 +81,30 @@ class Running(LinearAttention):
         self.register_buffer("folds", torch.zeros((), dtype=torch.long))
         set_known_value(self.pending_weight, 0)
         set_known_value(self.folds, 0)
+        self.keeps_statistics = True
+        self._averages = [f"{side}_{name}" for side in "xy" for name in self.moments]
+        self._uses_minimum = "minimum" in self.phi.moments
 
     def running_statistics(self) -> Statistics:
         """Return the running averages of queries and keys, (Hkv, d) each.
 
         Before the first batch they are those of zero vectors.
         """
-        return Statistics(self._running_moments("x"), self._running_moments("y"))
-
-    def _running_moments(self, side: str) -> Moments:
         # averages of weight 0 are 0
-        tiny = torch.finfo(self.running_weight.dtype).tiny
-        weight = self.running_weight.clamp(min=tiny)
-        moments = {name: self._moment("running", side, name) / weight for name in self.moments}
-        if self._uses_minimum:
-            seen = self.running_weight > 0
-            moments["minimum"] = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
-        return Moments.from_values(**moments)
+        weight = self.running_weight.clamp(min=torch.finfo(self.running_weight.dtype).tiny)
+        sides = []
+        for side in "xy":
+            moments = {}
+            for name in self.moments:
+                moments[name] = getattr(self, f"running_{side}_{name}") / weight
+            if self._uses_minimum:
+                low = getattr(self, f"running_{side}_minimum")
+                moments["minimum"] = torch.where(self.running_weight > 0, low, 0.0)
+            sides.append(Moments.from_values(**moments))
+        return Statistics(*sides)
 
-    @property
-    def _uses_minimum(self) -> bool:
-        return "minimum" in self.phi.moments
-
-    def _moment(self, stage: str, side: str, name: str) -> Tensor:
-        return getattr(self, f"{stage}_{side}_{name}")
-
-    def _stored(self, stage: str, side: str) -> list[Tensor]:
-        return [self._moment(stage, side, name) for name in self.moments]
+    def _buffers_of(self, stage: str) -> list[Tensor]:
+        return [getattr(self, f"{stage}_{name}") for name in self._averages]
 
     @torch.no_grad()
     def _note(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> None:
@@ -131,9 +113,10 @@ class Running(LinearAttention):
         Raises:
             NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
         """
-        stats = self._statistics(q, k, key_mask)
+        same = self.causal or not self.cross
+        stats = grouped_statistics(q, k, key_mask, self.scale, same)
         sides: dict[str, Any] = {"x": stats.x, "y": stats.y}
-        whole = len(q) > 0 and all(moments.has_all_vectors for moments in sides.values())
+        whole = len(q) > 0 and stats.x.has_all_vectors and stats.y.has_all_vectors
         whole = whole and not several_ranks()
         if whole and not self._uses_minimum and known_value(self.pending_weight) == 0:
             self._store_first(sides, len(q))
@@ -146,18 +129,18 @@ class Running(LinearAttention):
 
     def _store_first(self, sides: dict[str, Moments], batch: int) -> None:
         """Store the statistics of a batch where none are pending, in few operations."""
-        stored = []
         sums = []
         factors = []
-        for side, moments in sides.items():
-            stored += self._stored("pending", side)
+        numbers = []
+        for moments in sides.values():
+            number = batch * moments.count
+            numbers.append(float(number))
             for name in self.moments:
                 sums.append(moments.batch_sum(name))
-                factors.append(moments.scale ** POWERS[name] / (batch * moments.count))
+                factors.append(moments.scale ** POWERS[name] / number)
         means = torch._foreach_mul(sums, factors)
         self._check_statistics(means)
-        torch._foreach_copy_(stored, means)
-        numbers = [float(batch * moments.count) for moments in sides.values()]
+        torch._foreach_copy_(self._buffers_of("pending"), means)
         counts = [self.pending_x_count, self.pending_y_count]
         torch._foreach_add_([*counts, self.pending_weight], [*numbers, 1.0])
 
@@ -173,30 +156,30 @@ class Running(LinearAttention):
 
     def _pool_moments(self, side: str, moments: Any, batch: int) -> dict[str, Tensor]:
         """Return the pending statistics of one side together with those of a batch."""
-        pending = self._stored("pending", side)
-        pending_count = self._moment("pending", side, "count")
+        pending_count = getattr(self, f"pending_{side}_count")
         shape = (batch, self.kv_heads, 1)
         if moments.has_all_vectors:
             tokens = pending_count.new_full(shape, moments.count, dtype=torch.float32)
         else:
             tokens = moments.count.expand(shape).to(torch.float32)
         columns = [(getattr(moments, name).flatten(2) * tokens).sum(0) for name in self.moments]
+        minimum = getattr(self, f"pending_{side}_minimum")
         low = None
         if self._uses_minimum:
-            low = torch.full_like(self._moment("pending", side, "minimum"), torch.inf)
+            low = torch.full_like(minimum, torch.inf)
             if batch:
                 low = moments.minimum.amin(0)
         sums, low = _reduce_ranks(torch.cat([*columns, tokens.sum(0)], -1), low)
         count = sums[0, -1]
         total = pending_count + count
         share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
-        widths = [t[0].numel() for t in pending]
+        widths = [column.shape[-1] for column in columns]
         pooled = {}
-        for name, old, new in zip(self.moments, pending, sums[:, :-1].split(widths, -1)):
+        for name, new in zip(self.moments, sums[:, :-1].split(widths, -1)):
+            old = getattr(self, f"pending_{side}_{name}")
             mean = (new / count.clamp(min=1)).view_as(old)
             pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(sums), mean, share).to(old)
         if low is not None:
-            minimum = self._moment("pending", side, "minimum")
             lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
             pooled[f"pending_{side}_minimum"] = lower
         pooled[f"pending_{side}_count"] = total
@@ -205,7 +188,7 @@ class Running(LinearAttention):
     def _check_statistics(self, values: Iterable[Tensor]) -> None:
         for value in values:
             readable = self.calibrated is not None or values_readable(value)
-            if readable and not all_true(value.isfinite()):
+            if readable and not bool(value.isfinite().all()):
                 raise NotFinite(
                     f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
                     "infinity or overflow"
@@ -220,11 +203,8 @@ class Running(LinearAttention):
         weight = known_value(self.pending_weight)
         if weight == 0:
             return
-        running = [self.running_weight]
-        pending = [self.pending_weight]
-        for side in "xy":
-            running += self._stored("running", side)
-            pending += self._stored("pending", side)
+        running = [self.running_weight, *self._buffers_of("running")]
+        pending = [self.pending_weight, *self._buffers_of("pending")]
         if self._uses_minimum:
             self._fold_minima(share * self.pending_weight)
         if weight == 1:
@@ -240,8 +220,8 @@ class Running(LinearAttention):
     def _fold_minima(self, rate: Tensor) -> None:
         counts = self.running_weight * (1 - rate) > 0
         for side in "xy":
-            low = self._moment("running", side, "minimum")
-            new = self._moment("pending", side, "minimum")
+            low = getattr(self, f"running_{side}_minimum")
+            new = getattr(self, f"pending_{side}_minimum")
             low.copy_(_lower_minimum(low, counts, new, rate > 0))
 
     def _forget(self) -> None:
@@ -306,14 +286,6 @@ def for_query_heads(params: Nested, groups: int) -> Nested:
     return map_leaves(lambda t: t if t.ndim < 3 else t.repeat_interleave(groups, -3), params)
 
 
-class VectorFit(Protocol):
-    """Parameters that are fitted to vectors."""
-
-    def unfitted(self, d: int) -> Params: ...
-
-    def fit(self, stats: Statistics) -> Params: ...
-
-
 class FittedOnce(nn.Module):
     """State of a map that is fitted to vectors once (`phi.on_vectors`).
 
@@ -333,7 +305,7 @@ class FittedOnce(nn.Module):
 
     def __init__(
         self,
-        phi: VectorFit,
+        phi: Any,
         heads: int,
         d: int,
         steps: int,
@@ -590,21 +562,16 @@ def sample_vectors(x: Tensor, mask: Tensor | None, heads: int, count: int) -> Te
     groups = x.shape[1] // heads
     by_group = x.detach().float().unflatten(1, (heads, groups))
     pooled = by_group.permute(1, 2, 0, 3, 4).flatten(1, 3)
-    spread = torch.arange(count, device=x.device)
     if mask is None:
-        length = pooled.shape[1]
-        return pooled[:, spread * length // count] if length else _no_vectors(pooled, count)
+        mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
     unmasked = mask.repeat(groups, 1).flatten()
     if not len(unmasked):
-        return _no_vectors(pooled, count)
+        return pooled.new_full((heads, count, pooled.shape[-1]), torch.nan)
     unmasked_first = unmasked.long().argsort(descending=True, stable=True)
     number = unmasked.sum()
+    spread = torch.arange(count, device=x.device)
     rows = pooled[:, unmasked_first[spread * number // count]]
     return torch.where(number > 0, rows, torch.nan)
-
-
-def _no_vectors(pooled: Tensor, count: int) -> Tensor:
-    return pooled.new_full((len(pooled), count, pooled.shape[-1]), torch.nan)
 
 
 def sample_sequences(x: Tensor, mask: Tensor | None, count: int) -> Tensor:

@@ -8,8 +8,8 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache, wraps
-from inspect import signature
 from numbers import Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +19,20 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from crt_exp.features import FeatureMap, Features, GeomRFPlus, Moments, PoisRFPlus, Statistics
+from crt_exp.features import FeatureMap, GeomRFPlus, Moments, PoisRFPlus, Statistics
 from crt_exp.features.base import Params, Projections
-from crt_exp.features.dense import Dense
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
 from crt_exp.registry import ConfigError, is_known
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
-from crt_exp.validation import warn, whole_number
+from crt_exp.validation import whole_number
 
 FLOATS = np.float64, np.float32
 ROWS = 4096  # rows per block, so that its columns fit the cache
 
 BLOCK = 2**20  # features per block, so that they fit the cache
-FORMER = "deprecated"  # value of `mechanism`, the former name of `features`, unless it is given
 NO_KERNEL = "features={}: estimates no kernel; use another map, such as oprf"
 SPARSE_ENTRIES = 2**22  # entries per block of sparse rows after conversion to dense
 
@@ -61,7 +59,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
 
 
 @cache
-def load_sampler(name: str) -> Callable[..., Noise] | None:
+def load_sampler(name: str) -> Any:
     return Mechanism.of("favorp", sampler=name).sampler
 
 
@@ -84,24 +82,6 @@ def all_or_none(method: Callable) -> Callable:
     return call
 
 
-def names_itself(cls):
-    """Class decorator: errors of the constructor name this class and its arguments."""
-    construct = cls.__init__
-    arguments = signature(construct)
-
-    @wraps(construct)
-    def init(self, *args, **options):
-        try:
-            arguments.bind(self, *args, **options)
-        except TypeError as error:
-            names = [name for name in arguments.parameters if name not in ("self", "mechanism")]
-            raise TypeError(f"{type(self).__name__}: {error}; expected {' '.join(names)}") from None
-        construct(self, *args, **options)
-
-    cls.__init__ = init
-    return cls
-
-
 class RandomFeatureEstimator(BaseEstimator):
     """Base class: feature map and sampler, input scale, and random projections."""
 
@@ -115,7 +95,6 @@ class RandomFeatureEstimator(BaseEstimator):
         random_state=None,
         *,
         length_scale=None,
-        mechanism=FORMER,
     ):
         self.features = features
         self.sampler = sampler
@@ -124,11 +103,8 @@ class RandomFeatureEstimator(BaseEstimator):
         self.gamma = gamma
         self.length_scale = length_scale
         self.random_state = random_state
-        self.mechanism = mechanism
 
     def _check_options(self) -> None:
-        if self.mechanism != FORMER:
-            warn(f"mechanism={self._name}: renamed; use features={self._chosen!r}", FutureWarning)
         check_kernel(self.kernel)
         name = self._name
         gamma = self.gamma
@@ -151,18 +127,13 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _map(self) -> FeatureMap:
         """Return the feature map, before `of_size`."""
-        if isinstance(self._chosen, FeatureMap):
-            return self._chosen
-        return load_map(self._chosen, self.kernel)
-
-    @property
-    def _chosen(self) -> str | FeatureMap:
-        """Return `features`, or its former name `mechanism` if that was given."""
-        return self.features if self.mechanism == FORMER else self.mechanism
+        if isinstance(self.features, FeatureMap):
+            return self.features
+        return load_map(self.features, self.kernel)
 
     @property
     def _name(self) -> str:
-        return self._chosen if isinstance(self._chosen, str) else type(self._chosen).__name__
+        return self.features if isinstance(self.features, str) else type(self.features).__name__
 
     @property
     def _own_kernel(self) -> bool:
@@ -182,20 +153,17 @@ class RandomFeatureEstimator(BaseEstimator):
         n = whole_number(self.n_components, "n_components")
         return bisect_left(range(1, n + 1), n, key=self.map_.width) + 1
 
-    def _sampler(self):
-        return self.sampler if callable(self.sampler) else load_sampler(self.sampler)
-
-    def _draw(self, m: int) -> torch.Generator:
-        """Sample the projections, equal for all input dtypes; return the generator."""
+    def _draw(self, m: int) -> None:
+        """Sample the projections, equal for all input dtypes."""
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         generator = torch.Generator().manual_seed(seed)
+        sampler = self.sampler if callable(self.sampler) else load_sampler(self.sampler)
 
         def draw(p: Projections) -> Noise:
             with threads(1):  # matrices are small
-                return self._sampler()(p.m, self.n_features_in_, generator, dtype=torch.float64)
+                return sampler(p.m, self.n_features_in_, generator, dtype=torch.float64)
 
         self.noise_ = self.map_.noise(m, draw)
-        return generator
 
     def _set_scale(self, X, weight: np.ndarray, gamma: float | str) -> None:
         """Set gamma_, scale_ (d,) and center_ (d,); `gamma` replaces gamma=None.
@@ -224,18 +192,16 @@ class RandomFeatureEstimator(BaseEstimator):
 
     def _scaled(self, X) -> torch.Tensor:
         """Return scale_ (X - center_), dense."""
-        X = X.toarray() if issparse(X) else X
+        X = _dense(X)
         return torch.from_numpy((X - self.center_.astype(X.dtype)) * self.scale_.astype(X.dtype))
 
-    def _fit_map(self, X, weight: np.ndarray) -> torch.Generator:
+    def _fit_map(self, X, weight: np.ndarray) -> None:
         self.map_: FeatureMap = self._map()
         m = self._projections()
         self.map_ = self.map_.of_size(m)
-        generator = self._draw(m)
-        self.params_: Params = self.map_.fit(
-            self._statistics(X, weight) if self.map_.fitted else None
-        )
-        return generator
+        self._draw(m)
+        stats = self._statistics(X, weight) if self.map_.fitted else None
+        self.params_: Params = self.map_.fit(stats)
 
     def _statistics(self, X, weight: np.ndarray) -> Statistics:
         """Return statistics of the scaled rows, float64.
@@ -279,7 +245,6 @@ class RandomFeatureEstimator(BaseEstimator):
         return x
 
 
-@names_itself
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFeatureEstimator):
     """Random features Z with Z(u).Z(v) close to a kernel, as sklearn's RBFSampler.
 
@@ -289,8 +254,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         features: a name in `conf/features` (trig pos hyp smreg oprf sderf auto pois geom pois_plus geom_plus
             pois_coord, or one with its own kernel), or a FeatureMap, which determines the kernel.
         sampler: a name in `conf/sampler`, or a sampler function.
-        n_components: number of columns of Z. Maps with two features per projection (trig, hyp, sderf, auto, spectral
-            maps) also accept odd numbers; the estimate stays unbiased.
+        n_components: number of columns of Z, rounded up to whole projections (trig, hyp, sderf, auto and spectral maps
+            have two columns for each).
         kernel: "gaussian" or "softmax".
         gamma: as in RBFSampler: a number, 'scale', or None for 1.0.
         length_scale: replaces gamma; one length, or one for each of the d columns.
@@ -306,12 +271,6 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         gamma_: gamma in use; 0.5 with length_scale.
         scale_: factors of the columns of X, (n_features,).
         center_: mean of the rows; zero for trig.
-        random_weights_: (n_features, n_components) for trig, spectral maps, pos, hyp, smreg and oprf.
-        random_offset_: (n_components,) for the same maps.
-
-    For trig and spectral maps Z = sqrt(2 / n_components) cos(X random_weights_ + random_offset_), as in RBFSampler.
-    kernel="softmax" multiplies Z by e^(|X scale_|^2 / 2). For positive maps Z = exp(X random_weights_ + random_offset_
-    - c |(X - center_) scale_|^2), with c = 1, or 1/2 for kernel="softmax".
 
     Raises:
         ValueError: the map estimates the kernel up to a factor only (mixture with fitted weights).
@@ -349,12 +308,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         self.n_features_in_ = X.shape[1]
         self._check_options()
         self._set_scale(X, weight, gamma)
-        generator = self._fit_map(X, weight)
-        self._dtype, self._n_features_out = X.dtype, int(self.n_components)
-        self._turn = 0.0  # phase of the single last column; the first feature of a positive pair is unbiased alone
-        if self._has_odd_column and isinstance(self.map_, Trigonometric):
-            # cos alone is biased; cos(w.x + b), b random, is not
-            self._turn = 2 * np.pi * float(torch.rand((), generator=generator, dtype=torch.float64))
+        self._fit_map(X, weight)
+        self._dtype = X.dtype
+        self._n_features_out = self.map_.width(self._projections())
         return self
 
     def transform(self, X):
@@ -362,89 +318,20 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, RandomFe
         check_is_fitted(self)
         X = validate_data(self, X, accept_sparse="csr", dtype=FLOATS, reset=False)
         out = np.empty((X.shape[0], self._n_features_out), dtype=X.dtype)
-        write = self._writer()
-        for rows in _rows_of(X, max(ROWS // 8, BLOCK // self._n_features_out)):
-            write(X[rows], torch.from_numpy(out[rows]))
-        return out
-
-    def _writer(self) -> Callable:
-        """Return a function that writes the features of validated rows into `out`."""
         if not self.map_.one_map:
             raise ValueError(
                 f"features={type(self.map_).__name__}: queries and keys have different features; use "
                 "map_.phi_q and map_.phi_k, or KernelRegressionClassifier or KernelRegressionRegressor"
             )
         phi = self.map_.bind(self.noise_, self.params_).phi_q
-
-        def write(X, out: torch.Tensor) -> None:
-            features = phi(self._check_range(self._scaled(X))).dense()
-            if self._has_odd_column:
-                self._write_odd(features, out)
-            else:
-                features.write(out)
-
-        return write
+        for rows in _rows_of(X, max(ROWS // 8, BLOCK // self._n_features_out)):
+            features = phi(self._check_range(self._scaled(X[rows]))).dense()
+            out[rows] = features.exp().numpy()
+        return out
 
     @property
     def _centred(self) -> bool:
         return super()._centred and not isinstance(self._map(), Trigonometric)
-
-    def _projections(self) -> int:
-        """Return m; the last pair of features may give one column."""
-        m = super()._projections()
-        phi = self.map_
-        if phi.width(m) != self.n_components and not (
-            phi.width(1) == 2 and isinstance(phi, (Trigonometric, PositiveExponential))
-        ):
-            fewer = f"{phi.width(m - 1)} or " if m > 1 else ""
-            raise ValueError(
-                f"n_components={self.n_components}: {type(phi).__name__} supports {fewer}{phi.width(m)}"
-            )
-        return m
-
-    @property
-    def _has_odd_column(self) -> bool:
-        """Whether the last pair of features gives one column."""
-        return not isinstance(self.noise_, tuple) and self._n_features_out < self.map_.width(
-            self.noise_.m
-        )
-
-    def _write_odd(self, features: Features, out: torch.Tensor) -> None:
-        """Write m first features, the last one rotated, then m - 1 second features."""
-        m = self.noise_.m
-        n = self._n_features_out
-        pairs = features.exp() * (2 * m / n) ** 0.5
-        out.copy_(pairs[:, :n])
-        out[:, m - 1] = np.cos(self._turn) * pairs[:, m - 1] - np.sin(self._turn) * pairs[:, -1]
-
-    @property
-    def random_weights_(self) -> np.ndarray:
-        return self._affine()[0]
-
-    @property
-    def random_offset_(self) -> np.ndarray:
-        return self._affine()[1]
-
-    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return weights and offsets of the columns, in the dtype of the data."""
-        phi = vars(self).get("map_")
-        n = vars(self).get("_n_features_out", 0)
-        if isinstance(phi, Trigonometric):
-            rows = phi.directions(self.noise_).rows().repeat(2, 1)[:n].numpy()
-            offset = np.where(np.arange(n) < self.noise_.m, 0.0, -np.pi / 2)
-            offset[self.noise_.m - 1] += self._turn
-        elif isinstance(phi, PositiveExponential) and not isinstance(phi, Dense):
-            weights, scale, bias = phi.exponent(self.noise_, self.params_)
-            if scale is not None:
-                weights = weights * scale
-            rows = weights[:n].numpy()
-            offset = bias[0, :n].numpy() + np.log(len(bias[0]) / n) / 2
-        else:
-            raise AttributeError(
-                "random_weights_, random_offset_: expected a fitted trig, pos, hyp, smreg or oprf"
-            )
-        weights = self.scale_[:, None] * rows.T
-        return weights.astype(self._dtype), (offset - self.center_ @ weights).astype(self._dtype)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -541,18 +428,18 @@ def _variance(X, weight: np.ndarray) -> float:
     The sums are relative to the mean of the first block, for accuracy.
     """
     total = weight.sum() * X.shape[1]
-    if issparse(X):
-        first = float(((X.T @ weight) / total).sum())
-        second = float(((X.multiply(X).T @ weight) / total).sum())
-        return max(0.0, second - first**2)
     shift = X[:ROWS].mean(dtype=np.float64)
     first = 0.0
     second = 0.0
-    for rows in blocks(X.shape[0]):
-        moved = X[rows].astype(np.float64) - shift
+    for rows in _rows_of(X):
+        moved = _dense(X[rows]).astype(np.float64) - shift
         first += (weight[rows] @ moved).sum()
         second += np.einsum("n,nd,nd->", weight[rows], moved, moved)
     return max(0.0, second / total - (first / total) ** 2)
+
+
+def _dense(X) -> np.ndarray:
+    return X.toarray() if issparse(X) else X
 
 
 def _rows_of(X, size: int = ROWS) -> list[slice]:

@@ -11,9 +11,9 @@ import torch
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from crt_exp.attention.partials import Partial, merge, read, scale_keys
 from crt_exp.estimators import (
     FLOATS,
-    FORMER,
     ROWS,
     RandomFeatureEstimator,
     all_or_none,
@@ -21,10 +21,9 @@ from crt_exp.estimators import (
     check_targets,
     drop_weightless,
     label_set,
-    names_itself,
     validate_rows,
 )
-from crt_exp.features import FeatureMap, Features, PosRF
+from crt_exp.features import FeatureMap, PosRF
 
 
 class _KernelRegression(RandomFeatureEstimator):
@@ -40,7 +39,6 @@ class _KernelRegression(RandomFeatureEstimator):
         random_state=None,
         *,
         length_scale=None,
-        mechanism=FORMER,
     ):
         super().__init__(
             features,
@@ -50,12 +48,11 @@ class _KernelRegression(RandomFeatureEstimator):
             gamma,
             random_state,
             length_scale=length_scale,
-            mechanism=mechanism,
         )
 
     @property
     def _exact(self) -> bool:
-        return self._chosen == "exact"
+        return self.features == "exact"
 
     def _map(self) -> FeatureMap:
         """Return the feature map; for the exact kernel, a map that estimates it without bias."""
@@ -65,7 +62,7 @@ class _KernelRegression(RandomFeatureEstimator):
         """Fit the map to X and start with empty sums over `columns` targets."""
         self._check_options()
         self._set_scale(X, weight, "scale")
-        self.sums_: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.sums_: Partial | None = None
         if self._exact:
             self.x_ = X[:0]
             self.targets_ = np.empty((0, columns + 1))
@@ -73,7 +70,7 @@ class _KernelRegression(RandomFeatureEstimator):
             self._fit_map(X, weight)
 
     def _add(self, X: np.ndarray, R: np.ndarray, weight: np.ndarray) -> None:
-        """Add rows to Phi^T w [R, 1], stored as sums and the log scale of each feature.
+        """Add rows to Phi^T w [R, 1], the partial sums of each feature.
 
         Raises:
             ValueError: a sum overflows.
@@ -86,11 +83,11 @@ class _KernelRegression(RandomFeatureEstimator):
         for rows in blocks(len(X)):
             x = self._scaled(X[rows])
             r = torch.from_numpy(targets[rows]).to(x.dtype)
-            f = self.map_.phi_k(x, self.noise_, self.params_)
-            sums = _sums(f, r)
-            self.sums_ = sums if self.sums_ is None else _merge(self.sums_, sums)
-        if self.sums_ is not None and not all(bool(t.isfinite().all()) for t in self.sums_):
-            raise ValueError("features or targets overflow: scale X or y down")
+            keys = scale_keys(self.map_.phi_k(x, self.noise_, self.params_))
+            merged = merge(self.sums_, Partial(keys.phi.mT @ r, keys.top))
+            if not bool(keys.top.isfinite().all() & merged.sums.isfinite().all()):
+                raise ValueError("features or targets overflow: scale X or y down")
+            self.sums_ = merged
 
     def _numerators(self, X: np.ndarray) -> np.ndarray:
         """Return kernel sums (n, C + 1), up to a positive factor per row.
@@ -103,11 +100,8 @@ class _KernelRegression(RandomFeatureEstimator):
 
     def _feature_sums(self, X: np.ndarray) -> np.ndarray:
         assert self.sums_ is not None  # `fit` has added rows
-        sums, log_scale = self.sums_
         f = self.map_.phi_q(self._scaled(X), self.noise_, self.params_)
-        logs = f.log_scale + log_scale
-        weights = f.value * (logs - logs.amax(-1, keepdim=True)).exp()
-        return (weights @ sums).numpy()
+        return read(f, self.sums_).sums.numpy()
 
     def _exact_sums(self, X: np.ndarray) -> np.ndarray:
         """Return exact kernel sums, float64; the largest exponent per row cancels."""
@@ -119,7 +113,6 @@ class _KernelRegression(RandomFeatureEstimator):
         return (weights @ torch.from_numpy(self.targets_)).numpy()
 
 
-@names_itself
 class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
     """Predicts the class with the largest kernel sum over its samples (CRT 5.2).
 
@@ -202,7 +195,6 @@ class KernelRegressionClassifier(ClassifierMixin, _KernelRegression):
         return np.eye(len(self.classes_))[places]
 
 
-@names_itself
 class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
     """Nadaraya-Watson regression: kernel-weighted mean of the training targets.
 
@@ -279,20 +271,3 @@ class KernelRegressionRegressor(RegressorMixin, _KernelRegression):
             bad[:, None], self.total_ / self.count_, sums[:, :-1] / np.where(bad[:, None], 1, mass)
         )
         return mean.clip(*self.range_).reshape(len(X), *self._shape)
-
-
-def _sums(f: Features, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Phi^T r / exp(log_scale) (M, C), and log_scale (1, M).
-
-    log_scale is the largest log feature of each column.
-    """
-    log_scale = f.log_scale.amax(-2, keepdim=True)
-    return (f.value * (f.log_scale - log_scale).exp()).mT @ r, log_scale
-
-
-def _merge(
-    one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two pairs of sums and log scales."""
-    top = torch.maximum(one[1], other[1])
-    return one[0] * (one[1] - top).exp().mT + other[0] * (other[1] - top).exp().mT, top

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from crt_exp.estimators import (
     FLOATS,
-    FORMER,
     RandomFeatures,
     all_or_none,
     blocks,
     check_targets,
     drop_weightless,
     label_set,
-    names_itself,
     validate_rows,
 )
 from crt_exp.samplers.threads import threads
@@ -217,7 +215,6 @@ class BaseRandomFeatureRidge(BaseEstimator):
         length_scale=None,
         alpha="evidence",
         random_state=None,
-        mechanism=FORMER,
     ):
         self.features = features
         self.sampler = sampler
@@ -227,7 +224,6 @@ class BaseRandomFeatureRidge(BaseEstimator):
         self.gamma = gamma
         self.length_scale = length_scale
         self.random_state = random_state
-        self.mechanism = mechanism
 
     @all_or_none
     def fit(self, X, y, sample_weight=None):
@@ -255,7 +251,7 @@ class BaseRandomFeatureRidge(BaseEstimator):
         targets = torch.from_numpy(np.require(self._columns_of(y), requirements="W"))
         weights = torch.from_numpy(np.require(weight, requirements="W"))
         if first:
-            self.sums_ = Sums(int(self.n_components), self._origin(targets))
+            self.sums_ = Sums(self.features_._n_features_out, self._origin(targets))
         for rows in blocks(X.shape[0], 4096):
             self.sums_.add(self._features(X[rows]), targets[rows], weights[rows])
         self._solution = None
@@ -281,7 +277,6 @@ class BaseRandomFeatureRidge(BaseEstimator):
             self.gamma,
             seed,
             length_scale=self.length_scale,
-            mechanism=self.mechanism,
         )._begin(X, weight, "scale")
 
     def _features(self, X) -> Tensor:
@@ -328,7 +323,6 @@ class BaseRandomFeatureRidge(BaseEstimator):
         return tags
 
 
-@names_itself
 class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidge):
     """Ridge regression on random features, in time O(n M^2) and memory O(M^2).
 
@@ -348,7 +342,7 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
 
     Attributes:
         features_: a RandomFeatures, fitted to the first batch.
-        coef_: (n_components,) or (T, n_components).
+        coef_: (M,) or (T, M).
         intercept_: a number, or (T,).
         alpha_: the selected ridge.
         noise_variance_: noise variance of a row with weight 1.
@@ -417,7 +411,6 @@ class RandomFeatureRidge(MultiOutputMixin, RegressorMixin, BaseRandomFeatureRidg
         return np.ascontiguousarray(y.reshape(len(y), -1), np.float64)
 
 
-@names_itself
 class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     """Ridge regression on one-hot labels, calibrated by logistic regression.
 
@@ -428,7 +421,7 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
     Attributes:
         features_: a RandomFeatures, fitted to the first batch.
         classes_: sorted labels.
-        coef_: (C, n_components) of the log probabilities, up to a constant per row; one row for two classes.
+        coef_: (C, M) of the log probabilities, up to a constant per row; one row for two classes.
         intercept_: (C,), or (1,) for two classes.
         alpha_: the selected ridge.
         rows_: number of rows.
@@ -454,7 +447,6 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
         length_scale=None,
         alpha="gcv",
         random_state=None,
-        mechanism=FORMER,
     ):
         super().__init__(
             features,
@@ -465,7 +457,6 @@ class RandomFeatureClassifier(ClassifierMixin, BaseRandomFeatureRidge):
             length_scale=length_scale,
             alpha=alpha,
             random_state=random_state,
-            mechanism=mechanism,
         )
 
     @all_or_none

@@ -51,22 +51,6 @@ class Features(NamedTuple):
             return phi
         return self.value * phi
 
-    def write(self, out: Tensor) -> None:
-        """Write phi into `out` (..., L, M), without gradient.
-
-        Raises:
-            ValueError: the features have another shape than `out`, which torch would resize.
-        """
-        shape = torch.broadcast_shapes(self.value.shape, self.log_scale.shape)
-        if shape != out.shape:
-            raise ValueError(f"features: shape {tuple(shape)}, expected {tuple(out.shape)}")
-        if self.log_scale.shape[-1] < out.shape[-1]:
-            torch.mul(self.value, self.log_scale.exp(), out=out)
-        else:
-            torch.exp(self.log_scale, out=out)
-            if self.value is not ONE:
-                out.mul_(self.value)
-
 
 class BoundMap(NamedTuple):
     """A feature map with its projections and parameters filled in.
@@ -100,6 +84,11 @@ class Projections:
     def drawn_as(self) -> str:
         """The name under which the projections are sampled."""
         return self.name if self.begin is None else self.begin
+
+    @property
+    def buffer(self) -> str:
+        """The name of the buffer that holds the projections."""
+        return _join("omega", self.name)
 
     def of_part(self, prefix: str) -> "Projections":
         """Return the request renamed for a part of a composite map."""
@@ -276,6 +265,17 @@ def distinct(requests: Nested) -> list[Projections]:
     return list(by_name.values())
 
 
+def fit_sets(stats: Any, fit: Callable[[Tensor, Tensor], Any]) -> Any:
+    """Return fit(x, y) for the vectors of each batch entry, with its fields stacked."""
+    batch, xs = stats.x.sets()
+    ys = stats.y.sets()[1]
+    entries = [fit(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
+    fields = []
+    for values in zip(*entries):
+        fields.append(torch.stack(values).reshape(*batch, *values[0].shape))
+    return entries[0]._make(fields)
+
+
 def align(param: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Reshape (*batch, 1, k) to (*batch, 1, ..., 1, k) to broadcast with x and y."""
     return broadcast_matrix(param, max(x.ndim, y.ndim))[..., 0, :]
@@ -341,7 +341,7 @@ def check_gaussian(noise: Noise, name: str) -> None:
     if not noise.gaussian:
         raise ValueError(
             f"sampler: {name} needs exactly Gaussian projections; use iid, orthogonal with lengths=chi, "
-            "simplex, or scrambled halton or sobol"
+            "simplex, halton or sobol"
         )
 
 

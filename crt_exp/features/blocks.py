@@ -202,22 +202,6 @@ class Coefficient(FeatureMap):
     def variance(self, x: Tensor, y: Tensor, params=()) -> Tensor:
         """Return the variance with one projection, float64; n i.i.d. ones divide it by n."""
 
-    def phi_q(self, x, noise, params=()) -> Features:
-        return self._features(x, noise, params, key=False)
-
-    def phi_k(self, y, noise, params=()) -> Features:
-        return self._features(y, noise, params, key=True)
-
-    def _features(self, x: Tensor, noise: Noise, params, key: bool) -> Features:
-        columns = self.lambda_columns(self.rho(x, noise, params, key), params, key)
-        return Features(columns, torch.zeros_like(columns[..., :1]))
-
-    def log_kernel(self, x, y) -> Tensor:
-        return self.mean(x, y, self.fit(None)).log()
-
-    def log_relative_second_moment(self, x, y, params=()) -> Tensor:
-        return torch.log1p(self.variance(x, y, params) / self.mean(x, y, params).square())
-
 
 class BipolarCoefficient(Coefficient):
     """A coefficient whose rho is a function of projections of the unscaled vectors."""

@@ -21,6 +21,7 @@ from crt_exp.features.base import (
     align,
     broadcast_matrix,
     check_finite,
+    fit_sets,
     log_expm1,
 )
 from crt_exp.features.blocks import Blocks, Coefficient, InBlocks, select_cluster, take_rows
@@ -88,13 +89,7 @@ class ClusteredMap(InBlocks):
         Raises:
             ValueError: the statistics hold no vectors.
         """
-        batch, xs = stats.x.sets()
-        ys = stats.y.sets()[1]
-        entries = []
-        for x, y in zip(xs, ys, strict=True):
-            entries.append(self.cluster_pairs(x.double(), y.double()))
-        tensors = [torch.stack(values) for values in zip(*entries)]
-        return Clusters(*(t.reshape(*batch, *t.shape[1:]) for t in tensors))
+        return fit_sets(stats, self.cluster_pairs)
 
     def cluster_pairs(self, x: Tensor, y: Tensor) -> Clusters:
         """Return the clusters of queries (L, d) and keys (S, d)."""

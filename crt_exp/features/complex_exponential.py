@@ -294,24 +294,16 @@ def apply_to_pairs(x: Tensor, M: Tensor, ndim: int) -> Tensor:
 def _matrix(M: Any) -> Tensor:
     """Return M as a tensor of 0, 1 or 2 dimensions, complex only if an entry is."""
     try:
-        if not isinstance(M, Tensor):
-            M = np.array(M, complex)
-        M = torch.as_tensor(M)
+        values = torch.as_tensor(M if isinstance(M, Tensor) else np.array(M, complex))
+        values = values.detach().cpu().to(torch.complex128)
+        full = values if values.ndim == 2 else values.reshape(-1).diag()
+        if values.ndim > 2 or len(full) != full.shape[1] or not torch.linalg.cond(full) <= 1e12:
+            raise ValueError
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers"
+            f"M={M!r}: expected a number, d numbers (a diagonal), or d rows of d numbers, finite and invertible"
         ) from None
-    M = M.detach().cpu().to(torch.complex128)
-    if M.ndim > 2 or (M.ndim == 2 and M.shape[0] != M.shape[1]) or M.numel() == 0:
-        raise ValueError(
-            f"M: shape {tuple(M.shape)}; expected a number, d numbers, or d rows of d numbers"
-        )
-    if not bool(M.abs().isfinite().all()):
-        raise ValueError("M: expected finite entries")
-    singular = (M == 0).any() if M.ndim < 2 else torch.linalg.cond(M) > 1e12
-    if bool(singular):
-        raise ValueError("M: singular; expected an invertible matrix")
-    return M if bool((M.imag != 0).any()) else M.real
+    return values if bool((values.imag != 0).any()) else values.real
 
 
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:

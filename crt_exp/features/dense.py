@@ -30,6 +30,7 @@ from crt_exp.features.base import (
     Features,
     align,
     check_finite,
+    fit_sets,
     log_cosh,
     values_readable,
 )
@@ -91,7 +92,10 @@ class Dense(PositiveExponential):
         """Return the h that is subtracted from the vectors, or None."""
         return params.shift
 
-    def transform_inputs(self, x, params, key=False, factor=1.0):
+    def transform_inputs(
+        self, x: Tensor, params: SDERFParams, key: bool = False, factor: float = 1.0
+    ) -> tuple[Tensor, float]:
+        """Map factor * x to the vector in the formula of phi, and the remaining factor."""
         G = params.balance
         shift = self.shift(params)
         if G is None and shift is None:
@@ -394,11 +398,7 @@ class AutoRF(Dense):
         return as_dense(OPRFParams(zero), d, zero)
 
     def fit(self, stats: Statistics) -> AutoParams:
-        batch, xs = stats.x.sets()
-        ys = stats.y.sets()[1]
-        entries = [self._select(x.double(), y.double()) for x, y in zip(xs, ys, strict=True)]
-        tensors = [torch.stack(values) for values in zip(*entries)]
-        return AutoParams(*(t.reshape(*batch, *t.shape[1:]) for t in tensors))
+        return fit_sets(stats, self._select)
 
     def _select(self, x: Tensor, y: Tensor) -> AutoParams:
         """Return the parameters for queries (L, d) and keys (S, d)."""

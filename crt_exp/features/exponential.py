@@ -41,6 +41,8 @@ from crt_exp.samplers.noise import (
 )
 from crt_exp.validation import Complex
 
+POINTS = 49  # of a grid of the search for A; the error is 24^-ROUNDS
+ROUNDS = 6
 LARGEST_A = 0.12  # limit of a trained A; the variance is infinite at 1/8
 
 
@@ -140,12 +142,6 @@ class PositiveExponential(FeatureMap):
     def directions(self, noise: Noise) -> Noise:
         return noise
 
-    def transform_inputs(
-        self, x: Tensor, params, key: bool = False, factor: float = 1.0
-    ) -> tuple[Tensor, float]:
-        """Map factor * x to the vector in the formula of phi, and the remaining factor."""
-        return x, factor
-
     def bind(self, noise, params=()) -> BoundMap:
         if noise.matrix_free:
             noise = self.directions(noise)
@@ -191,8 +187,9 @@ class PositiveExponential(FeatureMap):
     def exponent(self, noise: Noise, params=()) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return rows (..., M, d), scale (..., 1, 1) or None, and bias (..., 1, M).
 
-        log phi = scale rows.x + bias - norm_weight |x|^2, where x is the result of `transform_inputs`. Attention
-        engines compute features from these tensors. Antithetic maps return both signs of each row.
+        log phi = scale rows.x + bias - norm_weight |x|^2; maps with `transforms_inputs` first map x by their method
+        `transform_inputs`. Attention engines compute features from these tensors. Antithetic maps return both signs of
+        each row.
         """
         noise = self.directions(noise)
         scale, bias = self.affine(noise, params)
@@ -505,31 +502,20 @@ def optimal_a_trig(s_minus: Tensor, d: int) -> Tensor:
         exponent = -(1 + torch.exp(-a)) * s_minus.unsqueeze(-1)
         return d * log_cosh(a / 2) + torch.log1p(torch.exp(exponent))
 
-    a = grid_search(s_minus, -1.0, 0.0, lambda grid: moment(grid).argmin(-1, keepdim=True))
-    # 0 is TrigRF itself, exact where it is the optimum
-    candidates = torch.stack([a, torch.zeros_like(a)], -1)
-    best = moment(candidates).argmin(-1, keepdim=True)
-    a = candidates.gather(-1, best).squeeze(-1)
-    return -torch.expm1(a) / 8
-
-
-def grid_search(
-    like: Tensor, low: float, high: float, pick, rounds: int = 6, points: int = 49
-) -> Tensor:
-    """Return a point of [low, high] per entry of `like`, by repeated grid search.
-
-    Each round evaluates a grid (..., points) and continues between the neighbours of the point chosen by `pick`. The
-    error is (high - low) 24^-rounds.
-    """
-    lo = torch.full_like(like, low).unsqueeze(-1)
-    hi = torch.full_like(like, high).unsqueeze(-1)
-    steps = torch.linspace(0, 1, points, dtype=like.dtype, device=like.device)
-    for _ in range(rounds):
+    # repeated grid search, between the neighbours of the least point of each grid
+    lo = torch.full_like(s_minus, -1.0).unsqueeze(-1)
+    hi = torch.zeros_like(lo)
+    steps = torch.linspace(0, 1, POINTS, dtype=s_minus.dtype, device=s_minus.device)
+    for _ in range(ROUNDS):
         grid = lo + (hi - lo) * steps
-        best = pick(grid)
-        lo = grid.gather(-1, (best - 1).clamp(min=0))
-        hi = grid.gather(-1, (best + 1).clamp(max=points - 1))
-    return ((lo + hi) / 2).squeeze(-1)
+        least = moment(grid).argmin(-1, keepdim=True)
+        lo = grid.gather(-1, (least - 1).clamp(min=0))
+        hi = grid.gather(-1, (least + 1).clamp(max=POINTS - 1))
+    a = (lo + hi) / 2
+    # 0 is TrigRF itself, exact where it is the optimum
+    candidates = torch.cat([a, torch.zeros_like(a)], -1)
+    a = candidates.gather(-1, moment(candidates).argmin(-1, keepdim=True)).squeeze(-1)
+    return -torch.expm1(a) / 8
 
 
 def check_a(A: Tensor | complex) -> None:

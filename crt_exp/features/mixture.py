@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.features.base import FeatureMap, align, check_finite
+from crt_exp.features.base import FeatureMap, align, check_finite, fit_sets
 from crt_exp.features.complex_exponential import apply_to_pairs, inverse_transposed
 from crt_exp.features.dense import Dense, balance
 from crt_exp.features.exponential import sq_norm
@@ -49,7 +49,7 @@ MOST_EXCESS = 10.0  # nats; beyond them the factors of visible keys are computed
 
 
 class MixtureParams(NamedTuple):
-    balance: Tensor | None  # G (..., d, d), symmetric; None: I
+    balance: Tensor  # G (..., d, d), symmetric
     centres: Tensor  # (..., m, d)
     log_weights: Tensor  # fitted log a_r + |w_r|^2 / 2, (..., 1, m)
 
@@ -133,28 +133,17 @@ class Mixture(Dense):
         """Return the moment exp|s - c|^2; closed form for one unbiased centre only."""
         if self.weights == "fitted" or params.centres.shape[-2] > 1:
             return FeatureMap.log_relative_second_moment(self, x, y, params)
-        if params.balance is not None:
-            G = params.balance.double()
-            ndim = max(x.ndim, y.ndim)
-            x = apply_to_pairs(x.double(), G, ndim)
-            y = apply_to_pairs(y.double(), inverse_transposed(G), ndim)
+        G = params.balance.double()
+        ndim = max(x.ndim, y.ndim)
+        x = apply_to_pairs(x.double(), G, ndim)
+        y = apply_to_pairs(y.double(), inverse_transposed(G), ndim)
         return (x + y - align(params.centres.double(), x, y)).square().sum(-1)
 
     # ---- fit
 
     def fit(self, stats: Statistics) -> MixtureParams:
         """Fit to sets of vectors in which each query attends to all keys."""
-        batch, xs = stats.x.sets()
-        ys = stats.y.sets()[1]
-        params = self.fit_sequences([x[None] for x in xs], [y[None] for y in ys])
-        G, centres, log_weights = params
-        if G is not None:
-            G = G.reshape(*batch, *G.shape[1:])
-        return MixtureParams(
-            G,
-            centres.reshape(*batch, *centres.shape[1:]),
-            log_weights.reshape(*batch, *log_weights.shape[1:]),
-        )
+        return fit_sets(stats, lambda x, y: self._fit_head(x[None], y[None], causal=False))
 
     def fit_sequences(
         self, x: Iterable[Tensor], y: Iterable[Tensor], causal: bool = False
@@ -164,21 +153,17 @@ class Mixture(Dense):
         Args:
             causal: queries attend to keys up to their own position, else to all keys of the sequence.
         """
-        size = self._centres()
         heads = []
         for queries, keys in zip(x, y, strict=True):
-            check_finite(sq_norm(queries.float()), "mixture")
-            check_finite(sq_norm(keys.float()), "mixture")
-            heads.append(self._fit_head(queries.double(), keys.double(), size, causal))
-        balances, centres, log_weights = zip(*heads)
-        G = None
-        if self.kernel == "softmax":
-            G = torch.stack(balances)
-        return MixtureParams(G, torch.stack(centres), torch.stack(log_weights))
+            heads.append(self._fit_head(queries.double(), keys.double(), causal))
+        return MixtureParams(*map(torch.stack, zip(*heads)))
 
-    def _fit_head(self, x: Tensor, y: Tensor, size: int, causal: bool) -> MixtureParams:
+    def _fit_head(self, x: Tensor, y: Tensor, causal: bool) -> MixtureParams:
+        check_finite(sq_norm(x.float()), "mixture")
+        check_finite(sq_norm(y.float()), "mixture")
+        size = self._centres()
         generator = torch.Generator().manual_seed(0)
-        G = None
+        G = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         if self.kernel == "softmax":
             x_spread = Moments.from_vectors(x.flatten(0, 1)).covariance
             G = balance(x_spread, Moments.from_vectors(y.flatten(0, 1)).covariance)

@@ -257,8 +257,8 @@ class ArcCosineRF(FeatureMap):
 class Composite(FeatureMap):
     """Base class of maps with parts.
 
-    Projections and parameters are tuples with one entry per part. m is one number or such a tuple. `kernel` is the
-    common kernel of the parts, ignoring parts with kernel None.
+    Projections and parameters are tuples with one entry per part. m is one number or such a tuple. `kernel` is that of
+    the parts; if they differ, one that is not softmax.
     """
 
     kernel: str | None = None  # type: ignore[assignment]
@@ -425,11 +425,10 @@ class Product(Composite):
         return moments[0] + moments[1]
 
 
-def common_kernel(parts: Sequence[FeatureMap]) -> str | None:
+def common_kernel(parts: Sequence[FeatureMap]) -> str:
     """Return the kernel of the parts; if they differ, one that is not softmax."""
-    kernels = [part.kernel for part in parts if part.kernel is not None]
-    others = [kernel for kernel in kernels if kernel != "softmax"]
-    return next(iter(others + kernels), None)
+    kernels = [part.kernel for part in parts]
+    return min(kernels, key=lambda kernel: kernel == "softmax")
 
 
 def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:

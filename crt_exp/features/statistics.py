@@ -386,29 +386,21 @@ class Statistics:
 
     def _mean_s(self, s: int) -> Tensor:
         """Return the mean of |x + s y|^2 over all pairs, in few operations on small tensors."""
-        if self._has_all_vectors():
-            return self._mean_s_of_vectors(s)
         x, y = self.x, self.y
-        if self._has_squares():
+        if isinstance(x, Moments) and x.has_all_vectors and y.has_all_vectors:
+            return self._mean_s_of_vectors(s)
+        if "mean_sq" in x.__dict__ and "mean_sq" in y.__dict__:  # no vector has to be read
             terms = torch.addcmul(x.mean_sq + y.mean_sq, x.mean, y.mean, value=2 * s)
             return terms.sum(-1, dtype=torch.float64).clamp(min=0)
         cross = (x.mean * y.mean).sum(-1, dtype=torch.float64)
         return torch.add(self.mean_norms, cross, alpha=2 * s).clamp(min=0)
 
     def _mean_s_of_vectors(self, s: int) -> Tensor:
-        x, y = self.x, self.y
+        x: Any = self.x
+        y = self.y
         scales = x.scale * y.scale
         cross = (x.total * y.total).sum(-1, dtype=torch.float64)
         result = cross * (2 * s * scales / (x.count * y.count))
         result = torch.addcmul(result, x.norm, x.norm, value=x.scale**2 / x.count)
         result = torch.addcmul(result, y.norm, y.norm, value=y.scale**2 / y.count)
         return result.clamp(min=0)
-
-    def _has_all_vectors(self) -> bool:
-        """Whether both sides hold vectors without masks."""
-        sides = (self.x, self.y)
-        return all(isinstance(side, Moments) and side.has_all_vectors for side in sides)
-
-    def _has_squares(self) -> bool:
-        """Whether both sides hold `mean_sq`, so that no vector has to be read."""
-        return all("mean_sq" in side.__dict__ for side in (self.x, self.y))

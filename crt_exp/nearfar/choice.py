@@ -9,7 +9,6 @@ Notation: Z = batch x key heads, S keys y, d, dv, K clusters.
 """
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,25 +16,24 @@ from torch import Tensor
 
 from crt_exp.attention.baselines import fused_attention
 from crt_exp.attention.checks import check_result, transformed
-from crt_exp.attention.engines import numbers
 from crt_exp.attention.reference import softmax_attention
 
-_NUMBERS = numbers(Path(__file__).with_name("near_far.h"))  # shared with the C sources
-CENTRE_BATCH = int(_NUMBERS["CENTRE_BATCH"])
-CENTRE_SAMPLES = int(_NUMBERS["CENTRE_SAMPLES"])
-SAMPLE_FACTOR = int(_NUMBERS["SAMPLE_FACTOR"])
-MIN_RENEWAL = int(_NUMBERS["MIN_RENEWAL"])
-RENEWAL_DIVISOR = int(_NUMBERS["RENEWAL_DIVISOR"])
-GROWTH_START = int(_NUMBERS["GROWTH_START"])
-QUANTIZED_PAD = int(_NUMBERS["QUANTIZED_PAD"])
-SIGN_FACTOR = int(_NUMBERS["SIGN_FACTOR"])
-MAX_GAP = int(_NUMBERS["MAX_GAP"])
-RIDGE = float(_NUMBERS["RIDGE"])
-MIN_WEIGHT = float(_NUMBERS["MIN_WEIGHT"])
-MASKED = float(_NUMBERS["MASKED"])
-EMPTY_CENTRE = float(_NUMBERS["EMPTY_CENTRE"])
-EQUAL_TOLERANCE = float(_NUMBERS["EQUAL_TOLERANCE"])
-MIN_SD = float(_NUMBERS["MIN_SD"])
+# those of near_far.h, which describes them
+CENTRE_BATCH = 8
+CENTRE_SAMPLES = 16
+SAMPLE_FACTOR = 40507
+MIN_RENEWAL = 128
+RENEWAL_DIVISOR = 2
+GROWTH_START = 2304
+QUANTIZED_PAD = 16
+SIGN_FACTOR = 2654435769
+MAX_GAP = 255
+RIDGE = 1e-4
+MIN_WEIGHT = 1e-30
+MASKED = -1e30
+EMPTY_CENTRE = 1e15
+EQUAL_TOLERANCE = 1e-6
+MIN_SD = 1e-6
 
 
 class Sizes(NamedTuple):

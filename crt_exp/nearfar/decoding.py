@@ -8,7 +8,7 @@ block, d, dv.
 """
 
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -94,17 +94,10 @@ class RecallState(TokenState):
         return [t for t in self.tokens if t is not None]
 
     @torch.no_grad()
-    def step(
-        self,
-        x: Tensor,
-        y: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None = None,
-        version: Hashable = None,
-    ) -> Tensor:
+    def step(self, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Append tokens as `TokenState.step` does.
 
-        `version` is ignored, because the layer has no changing state. Raises ValueError as `near_far_attention` does.
+        Raises ValueError as `near_far_attention` does.
         """
         check_inputs(x, y, v, None, (), True, key_mask)
         if x.shape[2] != y.shape[2]:

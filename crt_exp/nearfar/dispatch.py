@@ -17,29 +17,29 @@ N blocks of b tokens, n heavy hitters, K clusters.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from crt_exp.attention.baselines import VECTOR
+from crt_exp.attention.baselines import VECTOR, fused_attention
 from crt_exp.attention.checks import (
     LeftShift,
     check_entries,
     check_inputs,
     compute_dtype,
     first_unmasked,
-    graph_break,
     has_dynamic_size,
     outside_graphs,
     transformed,
 )
+from crt_exp.attention.reference import softmax_attention
 from crt_exp.nearfar import native
 from crt_exp.nearfar.both_directions import Bidirectional
 from crt_exp.nearfar.causal import Causal, first_renewal, join_parts
-from crt_exp.nearfar.choice import KeyMetric, Sizes, exact_outputs
+from crt_exp.nearfar.choice import KeyMetric, Sizes
 from crt_exp.samplers.noise import no_autocast, transforming
 
 # keys of heads computed together: larger temporaries need fresh memory, which is slower
@@ -118,8 +118,10 @@ def near_far_attention(
         return exact(x, y, v, key_mask)
     if causal and has_dynamic_size(x, y):
         # unrolled blocks and renewals take minutes to compile for each length
+        from torch._dynamo import graph_break
+
         graph_break(
-            "attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
+            msg="attention=nearfar: causal calls need compile(dynamic=False), or compile without fullgraph=True"
         )
         return _outside_graph(x, y, v, sizes, causal=True, key_mask=key_mask, factor=factor)
     if causal:
@@ -148,17 +150,6 @@ def _check_sizes(x: Tensor, y: Tensor, sizes: Sizes, causal: bool, cross: bool) 
         raise ValueError(
             f"L={x.shape[2]}, S={y.shape[2]}: expected L == S, or cross=True for two sequences"
         )
-
-
-class Method(Protocol):
-    """Attention of a part of the heads: first the choice of the sets, without gradient, then the sums."""
-
-    @property
-    def native(self) -> bool: ...
-
-    def choose(self, x: Tensor, y: Tensor, keep: Tensor | None, rows: slice) -> Any: ...
-
-    def attend(self, x: Tensor, y: Tensor, v: Tensor, keep: Tensor | None, sets: Any) -> Tensor: ...
 
 
 # ---- rows of a batch
@@ -285,19 +276,19 @@ def _exact_outputs(
     causal: bool,
     factor: float,
 ) -> Tensor:
-    queries, keys, values, keep = split_key_heads(x, y, v, key_mask)
     if compute_dtype(x, y, v) == torch.float64:
-        queries, keys, values = (t.double() for t in (queries, keys, values))
-    out = exact_outputs(queries, keys, values, keep, factor**2, causal)
-    if not transformed(x, y, v):
-        check_entries(out)
-        if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
-            check_entries(y)
-    return join_key_heads(out, y)
+        x, y, v = (t.double() for t in (x, y, v))
+    if transformed(x, y, v):  # the fused kernel supports only reverse mode
+        return softmax_attention(factor**2 * x, y, v, causal=causal, key_mask=key_mask)
+    out = fused_attention(x, y, v, causal, key_mask, factor**2)
+    check_entries(out)
+    if y.shape[2] < VECTOR:  # torch's kernel for few keys hides NaN
+        check_entries(y)
+    return out
 
 
-def _by_heads(method: Method, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Apply the method to a part of the heads at a time, in its precision.
+def _by_heads(method: Any, x: Tensor, y: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Apply a `Bidirectional` or `Causal` method to a part of the heads at a time, in its precision.
 
     With many keys the backward pass recomputes each part.
     """

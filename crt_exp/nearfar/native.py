@@ -8,48 +8,45 @@ clusters.
 """
 
 import ctypes
-import re
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import (
+    NOT_FINITE_MESSAGE,
     check_gradient,
     compute_dtype,
-    not_finite_error,
     transformed,
 )
 from crt_exp.attention.engines import NO_MEMORY, NOT_FINITE, native
 from crt_exp.attention.engines.native import View
+from crt_exp.features.base import NotFinite
 from crt_exp.nearfar.choice import MAX_GAP, KeyMetric, KeySets, Sizes
 
 FEW = 16  # queries of a step that one thread computes: about 50 us each
 THREADS = 4  # for each head, which one thread computes: PyTorch uses more threads better
-HEADER = Path(__file__).with_name("near_far.h")
-KINDS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double, "View": View}
-
-
-def _read_fields(header: Path) -> list[tuple[str, type]]:
-    """Return names and types of the fields of the C structure `NearFar`."""
-    match = re.search(r"typedef struct \{([^}]*)\} NearFar;", header.read_text())
-    assert match is not None
-    declarations = re.sub(r"/\*.*?\*/", "", match[1], flags=re.DOTALL)
-    fields: list[tuple[str, type]] = []
-    for kind, names in re.findall(r"(\w+) (\*?\w+(?:, \*?\w+)*);", declarations):
-        for name in names.split(", "):
-            if name.startswith("*"):
-                fields.append((name[1:], ctypes.c_void_p))
-            else:
-                fields.append((name, KINDS[kind]))
-    return fields
+# fields of the C structure `NearFar`
+SIZES = (
+    "Z G L S d dv block heavy clusters first_order cross open open_first first_renewal capacity gap_capacity "
+    "threads"
+)
+VIEWS = "x y v out grad dx dy dvalues"
+POINTERS = (
+    "keep shift tilt root centres positions cluster there pool u square level sums spread slope logsum gaps "
+    "gap_offset decoding_state"
+)
 
 
 class Call(ctypes.Structure):
     """The C structure `NearFar`: sizes, views and pointers of a call."""
 
-    _fields_ = _read_fields(HEADER)
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in SIZES.split()),
+        ("factor", ctypes.c_double),
+        *((name, View) for name in VIEWS.split()),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+    ]
 
 
 class CausalInputs(NamedTuple):
@@ -300,4 +297,4 @@ def _call(
     if status == NO_MEMORY:
         raise MemoryError(f"out of memory for near-far attention of {S} tokens with d={d}")
     if status == NOT_FINITE:
-        raise not_finite_error()
+        raise NotFinite(NOT_FINITE_MESSAGE)

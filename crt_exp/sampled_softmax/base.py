@@ -112,11 +112,21 @@ def blocks(step: int, queries: Tensor, *others: Tensor | None) -> Iterator[tuple
         yield tuple(parts)
 
 
-def concatenate_samples(parts: list[Drawn]) -> Drawn:
-    """Concatenate the samples of blocks of queries."""
-    ids, log_q, target_log_q = zip(*parts)
-    targets = None if target_log_q[0] is None else torch.cat(target_log_q)
-    return Drawn(torch.cat(ids), torch.cat(log_q), targets)
+def draw_in_blocks(
+    weights: Callable[[Tensor], Tensor],
+    classes: int,
+    hidden: Tensor,
+    targets: Tensor | None,
+    k: int,
+    ids: Tensor | None = None,
+) -> Drawn:
+    """Do `draw_dense` for weights(hidden) (B, classes), for one block of queries at a time."""
+    parts = []
+    for h, t, i in blocks(PAIRS // classes, hidden, targets, ids):
+        parts.append(draw_dense(weights(h), t, k, i))
+    sampled, log_q, target_log_q = zip(*parts)
+    of_targets = None if targets is None else torch.cat(target_log_q)
+    return Drawn(torch.cat(sampled), torch.cat(log_q), of_targets)
 
 
 def check_queries(hidden: Tensor) -> None:
@@ -142,11 +152,9 @@ def check_rows(rows: Tensor, classes: int) -> Tensor:
         ValueError: a row is no class index.
     """
     rows = rows.reshape(-1).unique()
-    if rows.is_floating_point():
-        raise ValueError(f"rows: dtype {rows.dtype}, expected integers")
     outside = rows[(rows < 0) | (rows >= classes)]
-    if len(outside):
-        raise ValueError(f"row {int(outside[0])}: expected 0 to {classes - 1}")
+    if rows.is_floating_point() or len(outside):
+        raise ValueError(f"rows {rows}: expected integers from 0 to {classes - 1}")
     return rows
 
 
@@ -312,10 +320,7 @@ class LogitDistribution(ClassSampler):
 
     @torch.no_grad()
     def draw(self, hidden: Tensor, targets: Tensor | None, k: int) -> Drawn:
-        parts = []
-        for h, t in blocks(PAIRS // self.classes, hidden, targets):
-            parts.append(draw_dense(self._weights(h), t, k))
-        return concatenate_samples(parts)
+        return draw_in_blocks(self._weights, self.classes, hidden, targets, k)
 
     @torch.no_grad()
     def log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -386,14 +391,11 @@ def draw_dense(weights: Tensor, targets: Tensor | None, k: int, ids: Tensor | No
     if targets is not None:
         of_target = weights.gather(1, targets[:, None]).double()
         weights.scatter_(1, targets[:, None], 0.0)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
+        weights = weights.masked_fill_(total == 0, 1.0).scatter_(1, targets[:, None], 0.0)
     ends = weights.cumsum(-1, dtype=torch.float64)
     total = ends[:, -1:]
-    if targets is not None:
-        target_log_q = (of_target / (of_target + total)).log().float().squeeze(1)
-        if bool((total == 0).any()):
-            weights = torch.where(total == 0, 1.0, weights).scatter_(1, targets[:, None], 0.0)
-            ends = weights.cumsum(-1, dtype=torch.float64)
-            total = ends[:, -1:]
     u = torch.rand(len(ends), k, dtype=torch.float64, device=ends.device) * total
     samples = torch.searchsorted(ends, u, right=True).clamp_(max=weights.shape[1] - 1)
     if ids is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.features.base import ONE, FeatureMap, Features, Params, Projections, distinct
+from crt_exp.features.base import ONE, FeatureMap, Features, Params, distinct
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.features.other_kernels import Composite, Sum
 from crt_exp.features.statistics import Statistics
@@ -254,8 +254,8 @@ class ClassFeatures(nn.Module):
         self.gaussian: dict[str, bool] = {}  # of the projections in each buffer
         for request in distinct(self.projections):
             noise = mechanism.sampler(request.m, d, generator)
-            self.gaussian[_buffer_of(request)] = noise.gaussian
-            self.register_buffer(_buffer_of(request), noise.rows().float().contiguous())
+            self.gaussian[request.buffer] = noise.gaussian
+            self.register_buffer(request.buffer, noise.rows().float().contiguous())
         self.width = self.phi.width(map_leaves(lambda p: p.m, self.projections, empty=d))
         step = max(1, BLOCK // self.width)
         starts = range(0, classes, step)
@@ -327,7 +327,7 @@ class ClassFeatures(nn.Module):
             x = self.x_fitted_to[: int(self.x_count)]
             y = self.y_fitted_to[: int(self.y_count)]
             params = self.phi.fit(Statistics.of(x, y))
-            noise = map_leaves(lambda request: noises[_buffer_of(request)], self.projections)
+            noise = map_leaves(lambda request: noises[request.buffer], self.projections)
             self._cached = (key, (noise, params))
         return self._cached[1]
 
@@ -413,7 +413,3 @@ def is_positive(phi: FeatureMap) -> bool:
 def spacing(count: int, most: int) -> int:
     """Return the stride that takes at most `most` of `count` items."""
     return -(-count // most)
-
-
-def _buffer_of(p: Projections) -> str:
-    return f"omega_{p.name}" if p.name else "omega"

@@ -185,9 +185,10 @@ class SampledSoftmax(nn.Module):
                 f"hidden {tuple(hidden.shape)}, targets {tuple(targets.shape)}: expected (..., {d}) and "
                 "(...), with at least one target"
             )
-        if targets.is_floating_point() or targets.dtype == torch.bool:
-            raise ValueError(f"targets: dtype {targets.dtype}, expected integers")
         outside = (targets < 0) | (targets >= classes)
-        if bool(outside.any()):
-            raise ValueError(f"target {int(targets[outside][0])}: expected 0 to {classes - 1}")
+        if targets.is_floating_point() or targets.dtype == torch.bool or bool(outside.any()):
+            raise ValueError(
+                f"targets: {targets.dtype} from {targets.min()} to {targets.max()}, expected integers from 0 to "
+                f"{classes - 1}"
+            )
         return hidden.reshape(-1, d), targets.reshape(-1).long()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from crt_exp.features.base import FeatureMap
 from crt_exp.mechanism import Mechanism
-from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, concatenate_samples, draw_dense
+from crt_exp.sampled_softmax.base import PAIRS, Drawn, blocks, draw_in_blocks
 from crt_exp.sampled_softmax.feature_distribution import FeatureDistribution
 
 GATHER_BLOCK = 2**22  # features per block of gathered classes
@@ -203,10 +203,8 @@ class DenseFeatures(FeatureDistribution):
         self.leaves[rows] = features
 
     def _draw(self, hidden: Tensor, targets: Tensor | None, uniform: Tensor) -> Drawn:
-        parts = []
-        for h, t, u in blocks(PAIRS // self.classes, hidden, targets, uniform):
-            parts.append(draw_dense(self._weights(h), t, uniform.shape[1], u))
-        return concatenate_samples(parts)
+        k = uniform.shape[1]
+        return draw_in_blocks(self._weights, self.classes, hidden, targets, k, uniform)
 
     def _log_q(self, hidden: Tensor, ids: Tensor) -> Tensor:
         parts = []

@@ -6,8 +6,8 @@ A sampler is a function `(m, d, generator=None, batch=()) -> Noise`. It samples 
 generator and casts the result. Without a CUDA generator it samples on the CPU, so a seed gives equal projections on
 every machine.
 
-Exactly Gaussian rows give unbiased estimates and are required by discrete maps: iid, orthogonal, simplex, scrambled
-halton and sobol. Approximate samplers are hadamard, givens, and all with lengths other than chi. `measured_bias`
+Exactly Gaussian rows give unbiased estimates and are required by discrete maps: iid, orthogonal, simplex, halton
+and sobol. Approximate samplers are hadamard, givens, and all with lengths other than chi. `measured_bias`
 estimates their bias.
 """
 

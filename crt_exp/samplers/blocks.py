@@ -201,26 +201,19 @@ def halton(
     d: int,
     generator: torch.Generator | None = None,
     batch: tuple[int, ...] = (),
-    scramble: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> DenseNoise:
-    """Sample quasi-Monte Carlo rows g = Phi^-1(u) from the Halton sequence.
+    """Sample quasi-Monte Carlo rows g = Phi^-1(u) from the scrambled Halton sequence.
 
-    Each batch entry has an independent scramble. Scrambled rows are exactly Gaussian over scrambles. `scramble=False`
-    is deterministic and biased, for reference only; it drops the point 0 and is inaccurate for d > 50.
+    Each batch entry has an independent scramble. Rows are exactly Gaussian over scrambles.
 
-    >>> halton(1, 2, scramble=False).rows()  # the point (1/2, 1/3)
-    tensor([[ 0.0000, -0.4307]])
+    >>> halton(6, 2, torch.Generator().manual_seed(0)).gaussian
+    True
     """
     from scipy.stats.qmc import Halton
 
     m, d = check(m, d)
-    skip = 0 if scramble else 1
-
-    def draw(seed):
-        return Halton(d, scramble=scramble, seed=seed).random(m + skip)[skip:]
-
-    return _quasi(draw, generator, batch, scramble, dtype)
+    return _quasi(lambda seed: Halton(d, seed=seed).random(m), generator, batch, dtype)
 
 
 def sobol(
@@ -228,18 +221,17 @@ def sobol(
     d: int,
     generator: torch.Generator | None = None,
     batch: tuple[int, ...] = (),
-    scramble: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> DenseNoise:
-    """Sample quasi-Monte Carlo rows from the Sobol sequence; options as `halton`.
+    """Sample quasi-Monte Carlo rows from the scrambled Sobol sequence, as `halton`.
 
     m = 2^k is most accurate. Other m use the first m of 2^k points, which keeps the estimate unbiased.
 
     Raises:
         ValueError: d > 21201.
 
-    >>> sobol(1, 2, scramble=False).rows()  # the point (1/2, 1/2)
-    tensor([[0., 0.]])
+    >>> sobol(8, 2, torch.Generator().manual_seed(0))
+    DenseNoise(m=8, d=2, batch=())
     """
     from scipy.stats.qmc import Sobol
 
@@ -248,18 +240,15 @@ def sobol(
         raise ValueError(
             f"d={d}: expected at most {SOBOL_MAX_DIM} for Sobol points; use halton or orthogonal"
         )
-    skip = 0 if scramble else 1
 
     def draw(seed):
-        points = Sobol(d, scramble=scramble, seed=seed).random_base2((m + skip - 1).bit_length())
-        return points[skip : m + skip]
+        return Sobol(d, seed=seed).random_base2((m - 1).bit_length())[:m]
 
-    spacing = 2.0**-30 if scramble else 0.0
-    return _quasi(draw, generator, batch, scramble, dtype, spacing=spacing)
+    return _quasi(draw, generator, batch, dtype, spacing=2.0**-30)
 
 
 def _quasi(
-    draw: Callable, generator, batch: tuple[int, ...], scramble: bool, dtype, spacing: float = 0.0
+    draw: Callable, generator, batch: tuple[int, ...], dtype: torch.dtype, spacing: float = 0.0
 ) -> DenseNoise:
     """Transform points u (m, d) of `draw(seed)` to Gaussian rows.
 
@@ -267,21 +256,15 @@ def _quasi(
     """
     import numpy as np
 
-    if scramble:
-        count = math.prod(batch)
-        seeds = randint(0, 2**62, (count,), generator).tolist()
-    else:
-        count = 1
-        seeds = [None]
+    count = math.prod(batch)
+    seeds = randint(0, 2**62, (count,), generator).tolist()
     # of an empty batch one sample gives the shape
     points = np.stack([draw(np.random.default_rng(seed)) for seed in seeds or [0]])
     u = torch.from_numpy(points[:count]).to(device_of(generator))
     if spacing:
         u = u + spacing * uniform(u.shape, generator)
     rows = torch.special.ndtri(u.clamp(U_MARGIN, 1 - U_MARGIN)).to(dtype)
-    if scramble:
-        return DenseNoise(rows.view(*batch, *rows.shape[1:]), gaussian=True)
-    return DenseNoise(rows[0].expand(*batch, *rows.shape[1:]), gaussian=False)
+    return DenseNoise(rows.view(*batch, *rows.shape[1:]), gaussian=True)
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:

@@ -62,7 +62,6 @@ class Noise(ABC):
     Attributes:
         gaussian: whether rows are exactly N(0, I_d); discrete maps need it.
         matrix_free: whether `project` is faster than a product with `rows()`.
-        stored: names of the tensors that define the object.
 
     >>> from crt_exp.samplers import iid
     >>> noise = iid(8, 4)
@@ -71,7 +70,6 @@ class Noise(ABC):
     """
 
     matrix_free = False
-    stored: tuple[str, ...]
     m: int
     d: int
     dtype: torch.dtype
@@ -111,9 +109,9 @@ class Noise(ABC):
         with torch.inference_mode(False):  # a cached inference tensor would fail in backward
             return self.rows().square().sum(-1).unsqueeze(-2)
 
+    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Return the tensors that define this object."""
-        return [getattr(self, name) for name in self.stored]
 
     def on_sphere(self) -> "Noise":
         """Return rows of equal direction with length sqrt(d), for SMREG."""
@@ -134,8 +132,6 @@ class DenseNoise(Noise):
     tensor([[1., 1., 1., 1.]])
     """
 
-    stored = ("weight",)
-
     def __init__(self, weight: Tensor, gaussian: bool):
         self.weight = weight
         self.gaussian = gaussian
@@ -144,6 +140,9 @@ class DenseNoise(Noise):
 
     def rows(self) -> Tensor:
         return self.weight
+
+    def tensors(self) -> list[Tensor]:
+        return [self.weight]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,7 +168,6 @@ class HadamardNoise(Noise):
     """
 
     gaussian = False
-    stored = ("signs", "lengths")
 
     def __init__(self, signs: Tensor, lengths: Tensor, d: int):
         self.signs = signs
@@ -182,6 +180,9 @@ class HadamardNoise(Noise):
 
     def rows(self) -> Tensor:
         return self._rows
+
+    def tensors(self) -> list[Tensor]:
+        return [self.signs, self.lengths]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -303,24 +304,26 @@ def leaves(tree: Nested) -> list:
     return [] if tree is None else [tree]
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Nested, empty: Any = None) -> Nested:
+def map_leaves(
+    function: Callable[[Any], Any],
+    tree: Nested,
+    empty: Any = None,
+    results: dict[int, Any] | None = None,
+) -> Nested:
     """Apply `function` to each leaf; None becomes `empty`.
 
-    The function is called once per distinct leaf, so shared projections stay shared.
+    The function is called once per distinct leaf, so shared projections stay shared. `results` holds its values.
     """
-    results: dict[int, Any] = {}
-
-    def mapped(node: Nested) -> Nested:
-        if node is None:
-            return empty
-        if isinstance(node, tuple):
-            parts = map(mapped, node)
-            return node._make(parts) if hasattr(node, "_make") else tuple(parts)
-        if id(node) not in results:
-            results[id(node)] = function(node)
-        return results[id(node)]
-
-    return mapped(tree)
+    if tree is None:
+        return empty
+    if results is None:
+        results = {}
+    if isinstance(tree, tuple):
+        parts = [map_leaves(function, part, empty, results) for part in tree]
+        return tree._make(parts) if hasattr(tree, "_make") else tuple(parts)
+    if id(tree) not in results:
+        results[id(tree)] = function(tree)
+    return results[id(tree)]
 
 
 def share_leaf(one: Nested, other: Nested) -> bool:

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crt_exp.attention.base import AttentionLayer, LinearAttention
-from crt_exp.attention.baselines import uniform_attention
-from crt_exp.attention.checks import compute_dtype, repeat_heads
+from crt_exp.attention.baselines import exact_attention, uniform_attention
+from crt_exp.attention.checks import compute_dtype
 from crt_exp.attention.layer import RandomFeatureAttention
 from crt_exp.features import AutoRF
 from crt_exp.features.base import Params
-from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.nearfar.layer import NearFar
 from crt_exp.swap.families import unknown_modules
 from crt_exp.swap.swap import swappable
@@ -96,8 +94,9 @@ def calibrate_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     states = _calibrated_states(model)
     with ExitStack() as stack:
         for state in states.values():
-            watcher = CalibrationHook(state)
-            stack.callback(state.register_forward_hook(watcher, with_kwargs=True).remove)
+            state.fitted_to_calls = None
+            state.measured = SquaredErrors()
+            stack.callback(state.register_forward_hook(measure_call, with_kwargs=True).remove)
         fill_statistics(model, batches)
     worse = []
     for path, state in states.items():
@@ -203,18 +202,14 @@ def check_batch(model: nn.Module, batch: Any, name: str) -> None:
 
 def check_ids(model: Any, ids: Tensor, name: str) -> None:
     """Raise ValueError for token ids that are no integers (batch, tokens) of the vocabulary."""
-    if ids.ndim < 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"{name}: token ids {tuple(ids.shape)} of {ids.dtype}, expected integers (batch, tokens)"
-        )
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    if isinstance(embeddings, nn.Embedding) and ids.numel():
-        last = embeddings.num_embeddings - 1
-        for token in (int(ids.min()), int(ids.max())):
-            if not 0 <= token <= last:
-                raise ValueError(
-                    f"{name}: token id {token}, expected 0 to {last}, the vocabulary of the model"
-                )
+    count = getattr(embeddings, "num_embeddings", math.inf)
+    fits = ids.ndim >= 2 and not ids.is_floating_point() and ids.dtype != torch.bool
+    if not fits or (ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= count)):
+        raise ValueError(
+            f"{name}: token ids {tuple(ids.shape)} of {ids.dtype}, expected integers (batch, tokens) below "
+            f"{count}, the size of the vocabulary"
+        )
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -263,38 +258,13 @@ class SquaredErrors:
         return math.sqrt(self.uniform / self.exact) if self.exact else math.nan
 
 
-class CalibrationHook:
-    """Forward hook: collect `state.seen` and `state.measured` of a layer.
-
-    `seen` holds the mean statistics of the features that are fitted to each sequence; `measured` holds the errors.
-    """
-
-    def __init__(self, state: LinearAttention):
-        self.count = 0
-        state.seen = None
-        state.measured = SquaredErrors()
-
-    def __call__(self, state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
-        q, k, v, key_mask = call_arguments(*args, **kwargs)
-        measure(state, q, k, v[..., : state.columns], key_mask)
-        if isinstance(state, RandomFeatureAttention) and not state.running:
-            self.count += 1
-            new = state._statistics(state.normalized(q), state.normalized(k), key_mask)
-            x = self._pool(state.moments, new.x, state.seen and state.seen.x)
-            y = self._pool(state.moments, new.y, state.seen and state.seen.y)
-            state.seen = Statistics(x, y)
-
-    def _pool(self, names: tuple[str, ...], new: Any, old: Any) -> Moments:
-        """The mean over the batch and over calls, and the minimum of the minima."""
-        pooled = {}
-        for name in names:
-            pooled[name] = getattr(new, name).mean(0)
-            if old is not None:
-                pooled[name] = torch.lerp(getattr(old, name), pooled[name], 1 / self.count)
-        minimum = new.minimum.amin(0)
-        if old is not None:
-            minimum = torch.minimum(old.minimum, minimum)
-        return Moments.from_values(**pooled, minimum=minimum)
+def measure_call(state: LinearAttention, args: tuple, kwargs: dict, out: Tensor) -> None:
+    """Forward hook: add errors to `state.measured`, and store the parameters fitted to these sequences."""
+    q, k, v, key_mask = call_arguments(*args, **kwargs)
+    measure(state, q, k, v[..., : state.columns], key_mask)
+    if isinstance(state, RandomFeatureAttention) and not state.learns:
+        params = state.fitted_params(state.normalized(q), state.normalized(k), key_mask)
+        state.fitted_to_calls = params
 
 
 @torch.no_grad()
@@ -313,9 +283,12 @@ def measure(
     L = q.shape[2]
     rows = torch.randperm(L, generator=torch.Generator().manual_seed(0))[:QUERIES].to(q.device)
     real = real_queries(state, q, k, key_mask)[:, None, :, None].expand(-1, -1, L, -1)[:, :, rows]
-    exact = exact_rows(q, k, v, rows, state.scaling, causal=state.causal, key_mask=key_mask)
+    visible: Any = {"causal": state.causal, "key_mask": key_mask}
+    dtype = compute_dtype(q, k, v)
+    exact = exact_attention(q.to(dtype), k.to(dtype), v.to(dtype), **visible, scale=state.scaling)
+    exact = exact[:, :, rows]
     estimate = state.estimate(q, k, v, key_mask)[:, :, rows]
-    uniform = uniform_attention(q, k, v, causal=state.causal, key_mask=key_mask)[:, :, rows]
+    uniform = uniform_attention(q, k, v, **visible)[:, :, rows]
 
     def square(t: Tensor) -> float:
         return float(torch.where(real, t.double(), 0.0).square().sum())
@@ -335,35 +308,6 @@ def real_queries(state: LinearAttention, q: Tensor, k: Tensor, key_mask: Tensor 
     if key_mask is None or not own:
         return torch.ones(1, 1, dtype=torch.bool, device=q.device)
     return key_mask[:, k.shape[2] - q.shape[2] :]
-
-
-def exact_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    scaling: float,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """Exact attention of the queries `rows`, (B,H,rows,dv); 0 without visible keys."""
-    dtype = compute_dtype(q, k, v)
-    k = repeat_heads(k, q.shape[1])
-    v = repeat_heads(v, q.shape[1])
-    L = q.shape[2]
-    S = k.shape[2]
-    last = rows[:, None] + S - L if causal else torch.full_like(rows, S)[:, None]
-    seen = torch.arange(S, device=q.device) <= last
-    if key_mask is not None:  # values of padding may be anything, including NaN
-        seen = seen & key_mask[:, None, None]
-        k = torch.where(key_mask[:, None, :, None], k, 0.0)
-        v = torch.where(key_mask[:, None, :, None], v, 0.0)
-    q = q[:, :, rows].to(dtype)
-    sees = seen.any(-1, keepdim=True)
-    mask = seen | ~sees
-    out = F.scaled_dot_product_attention(q, k.to(dtype), v.to(dtype), mask, scale=scaling)
-    return out * sees
 
 
 # ---- description
@@ -429,9 +373,9 @@ def _features_row(state: RandomFeatureAttention) -> dict[str, Any]:
 
 
 def _params(state: RandomFeatureAttention) -> Params:
-    """Parameters fitted to the running averages or the last calibration, or None."""
+    """Parameters fitted to the running averages or to the last batch of a calibration, or None."""
     if state.clusters is not None:
         return state.clusters.params() if state.clusters.done else None
-    running = state.keeps_statistics and float(state.running_weight) > 0
-    stats = state.running_statistics() if running else state.seen
-    return None if stats is None and state.phi.fitted else state.phi.fit(stats)
+    if state.keeps_statistics and float(state.running_weight) > 0:
+        return state.phi.fit(state.running_statistics())
+    return state.fitted_to_calls if state.phi.fitted else state.phi.fit(None)

@@ -16,7 +16,7 @@ from crt_exp.swap.attend import attend, check_mask, known_true
 from crt_exp.swap.families import passed_arguments
 
 INTERFACE = "crt_exp"  # name of the attention function in transformers
-# variants that keep transformers' own masks
+# variants that keep transformers' own masks, for configurations whose masks attention that is not swapped reads too
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
 EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
 EXTRAS = (
@@ -29,15 +29,6 @@ EXTRAS = (
     "head_mask",
     "alibi",
 )  # arguments that change the logits or the softmax
-
-
-def interface_name(implementation: str, shared: bool) -> str:
-    """The attention name for a configuration.
-
-    If attention that is not swapped reads the same masks (`shared`), the name is a variant that keeps transformers' own
-    masks of the implementation.
-    """
-    return AS_BEFORE[implementation] if shared else INTERFACE
 
 
 def plain_implementation(implementation: str, parts: list[Any]) -> str:
@@ -113,7 +104,10 @@ def interface_attention(
         if hasattr(mask, EVERY_KEY) and sees_all and (of_keys or queries > 1):
             mask = None
         elif of_keys:
-            _check_boolean(mask, state.path)
+            if mask.dtype != torch.bool:
+                raise ValueError(
+                    f"{state.path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
+                )
             keep = None if known_true(mask) else mask
             mask = None
         # of a mask of pairs for a single query
@@ -192,13 +186,6 @@ def interface_mask(
     if every and not torch.compiler.is_compiling():
         setattr(mask, EVERY_KEY, True)
     return mask
-
-
-def _check_boolean(mask: Tensor, path: str) -> None:
-    if mask.dtype != torch.bool:
-        raise ValueError(
-            f"{path}: unsupported mask of {mask.dtype}; leave the layer out with layers=[...]"
-        )
 
 
 def _wants_matrix(extras: dict) -> bool:

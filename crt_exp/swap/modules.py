@@ -118,7 +118,7 @@ class SwappedMultiheadAttention(nn.Module):
 
 
 class TimmAttention(nn.Module):
-    """Base class of the replacements: the steps after the projections."""
+    """Base class of the replacements, for one or three projections and grouped heads."""
 
     swapped: AttentionLayer
     # attributes of timm's classes
@@ -136,13 +136,11 @@ class TimmAttention(nn.Module):
     def _attend(
         self,
         x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
         mask: Tensor | None,
         causal: bool,
         rope: Tensor | None = None,
     ) -> Tensor:
+        q, k, v = self._projected(x)
         q = self.q_norm(q)
         k = self.k_norm(k)
         dropout = self.attn_drop.p if self.training else 0.0
@@ -161,6 +159,17 @@ class TimmAttention(nn.Module):
             out = out * gate(x).sigmoid()
         return self.proj_drop(self.proj(out))
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        biases: list[Any] = [getattr(self, name, None) for name in ("q_bias", "k_bias", "v_bias")]
+        if self.qkv is None:
+            names = ("q_proj", "k_proj", "v_proj")
+            projected = tuple(self.get_submodule(name)(x) for name in names)
+        elif biases[0] is None:
+            projected = self.qkv(x).chunk(3, -1)  # calling the module includes an adapter on it
+        else:
+            projected = F.linear(x, self.qkv.weight, torch.cat(biases)).chunk(3, -1)
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
+
     def _rotated(self, t: Tensor, rope: Tensor) -> Tensor:
         from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 
@@ -175,16 +184,11 @@ class SwappedTimmAttention(TimmAttention):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        projected = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)
-        q, k, v = projected.permute(2, 0, 3, 1, 4).unbind()
-        return self._attend(x, q, k, v, attn_mask, is_causal)
+        return self._attend(x, attn_mask, is_causal)
 
 
 class SwappedTimmRotary(TimmAttention):
-    """Replacement for timm's AttentionRope and EvaAttention.
-
-    Rotates queries and keys. Supports one or three projections, and grouped heads.
-    """
+    """Replacement for timm's AttentionRope and EvaAttention, which rotate queries and keys."""
 
     def forward(
         self,
@@ -193,16 +197,4 @@ class SwappedTimmRotary(TimmAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        q, k, v = self._projected(x)
-        return self._attend(x, q, k, v, attn_mask, is_causal, rope)
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        biases: list[Any] = [getattr(self, name, None) for name in ("q_bias", "k_bias", "v_bias")]
-        if self.qkv is None:
-            names = ("q_proj", "k_proj", "v_proj")
-            projected = tuple(self.get_submodule(name)(x) for name in names)
-        elif biases[0] is None:
-            projected = self.qkv(x).chunk(3, -1)  # calling the module includes an adapter on it
-        else:
-            projected = F.linear(x, self.qkv.weight, torch.cat(biases)).chunk(3, -1)
-        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
+        return self._attend(x, attn_mask, is_causal, rope)

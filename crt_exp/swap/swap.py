@@ -284,7 +284,8 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
             originals.append((config, name))
         others = _unswapped_parts(model, config)
         plain = interface.plain_implementation(name, others)
-        config._attn_implementation_internal = interface.interface_name(plain, bool(others))
+        ours = interface.AS_BEFORE[plain] if others else interface.INTERFACE
+        config._attn_implementation_internal = ours
         _keep_implementation(others, config, plain)
         for module in swapped:
             if module.config is config and name == "eager":

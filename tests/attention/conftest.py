@@ -1,8 +1,6 @@
 import pytest
 from helpers.attention_cases import set_chunks
 
-from crt_exp.attention.engines import native
-
 
 @pytest.fixture
 def small_chunks(monkeypatch):
@@ -10,15 +8,8 @@ def small_chunks(monkeypatch):
     set_chunks(monkeypatch, 4)
 
 
-@pytest.fixture
-def by_products(monkeypatch):
-    """Closed forms by PyTorch's products, also where the library in C would do the work
-    (tests/attention/test_native.py tests that)."""
-    monkeypatch.setattr(native, "applies", lambda *tensors: False)
-
-
-@pytest.fixture(params=["native", "products"])
-def engine(request):
-    """Both ways to do float32 on a CPU."""
-    if request.param == "products":
-        request.getfixturevalue("by_products")
+@pytest.fixture(params=["c", "plain"])
+def engine(request, monkeypatch):
+    """Both ways to do float32 on a CPU: the library in C, and PyTorch's operators."""
+    if request.param == "plain":
+        monkeypatch.setenv("CRT_EXP_ENGINE", "plain")

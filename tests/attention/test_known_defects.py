@@ -9,15 +9,13 @@ from helpers.attention_cases import OUTLIER, Case, assert_same
 
 from crt_exp.attention import (
     DenominatorCount,
-    Partial,
     attention,
     attention_reference,
     exact_attention,
-    finish,
     partials,
     softmax_attention,
 )
-from crt_exp.attention.engines.chunks import chunked_partial
+from crt_exp.attention.partials import Partial, finish
 from crt_exp.features import OPRF, GeomRF, PosRF, Statistics, TrigRF
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:RuntimeWarning")
@@ -86,12 +84,7 @@ def test_defect_keys_reweighted_by_their_own_maxima():
     case = Case(Shifted())
 
     def run():
-        return [
-            chunked_partial(
-                case.x, case.y, case.v, case.phi, case.noise, case.params, is_causal, None, False
-            ).output
-            for is_causal in (False, True)
-        ]
+        return [case(causal=is_causal) for is_causal in (False, True)]
 
     before = run()
     Shifted.by_key = 300.0
@@ -144,8 +137,7 @@ def test_denominators_are_counted_and_guarded():
 def test_clamp_bounds_the_output():
     """A denominator that cancels to nothing is kept at CLAMP of its terms' absolute values."""
     p = Partial(
-        torch.ones(3, 1),
-        torch.tensor([[1.0], [0.0], [-1e-9]]),
+        torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, -1e-9]]),
         torch.zeros(3, 1),
         modulus=torch.ones(3, 1),
     )

@@ -32,7 +32,7 @@ def rows(n=600, d=3, seed=0, dtype=np.float64):
 
 
 @parametrize_with_checks(
-    [RandomFeatureRidge(n_components=101), RandomFeatureClassifier(n_components=100)]
+    [RandomFeatureRidge(n_components=102), RandomFeatureClassifier(n_components=100)]
 )
 def test_scikit_learn_compatible(estimator, check):
     check(estimator)

@@ -106,7 +106,7 @@ def test_variance_is_the_closed_form(phi, d):
 
 @pytest.mark.parametrize("phi", STRUCTURES + OTHER_KERNELS, ids=repr)
 def test_batches_are_one_by_one(phi):
-    """Any leading dimensions; log_variance of vectors, rows and all pairs; written in place or returned."""
+    """Any leading dimensions; log_variance of vectors, rows and all pairs."""
     x = torch.randn(2, 3, 5, 4).double() / 2
     y = torch.randn(2, 3, 6, 4).double() / 2
     g = seeded()
@@ -122,9 +122,6 @@ def test_batches_are_one_by_one(phi):
         assert fx.shape == expected
         expected = (2, 3, 6, phi.width(7))
         assert fy.shape == expected
-        written = torch.full_like(fx, torch.nan)
-        phi.phi_q(x, noise, params).write(written)
-        assert_close(written, fx)
         if not batch:
             one = phi.phi_q(x[1, 2], noise, phi.fit(Statistics.of(x[1, 2], y[1, 2]))).exp()
             assert_close(fx[1, 2], one)
@@ -388,8 +385,8 @@ BAD = {
         torch.ones(3, 4), samplers.iid(2, 4), PoisRF(rate=1e5).fit(None)
     ),
     "expected a number, d numbers": lambda: CERF(M="a"),
-    "shape \\(1, 2\\)": lambda: CERF(M=[[1.0, 2.0]]),
-    "expected finite entries": lambda: CERF(M=math.inf),
+    "M=.*1.0, 2.0.* d rows of d numbers": lambda: CERF(M=[[1.0, 2.0]]),
+    "M=inf: .* finite": lambda: CERF(M=math.inf),
     "real entries with field='real'": lambda: CERF(M=1j, field="real"),
     "a real number, or d real numbers": lambda: GaussianCoefficient(M=[[1.0]]),
     "M: 2 entries for vectors of 3": lambda: GaussianCoefficient(M=(1.0, 2.0)).mean(X, X),

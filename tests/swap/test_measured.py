@@ -21,7 +21,6 @@ from crt_exp import (
 )
 from crt_exp.attention import RandomFeatureAttention, softmax_attention, uniform_attention
 from crt_exp.features import GERF, OPRF, GeomRFPlus, PosRF
-from crt_exp.swap import calibration
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 B = 3
@@ -113,10 +112,9 @@ def test_padding_changes_nothing(mode):
         (True, True),
     ],
 )
-def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
+def test_uniform_attention_is_that_of_equal_logits(causal, masked):
     q, k, v = (t.double() for t in qkv(1.0, 0, 2, length=9))
     q = q[:, :, 3:]
-    rows = torch.tensor([4, 0, 5])
     keep = None
     if masked:
         keep = torch.rand(B, 9) < 0.6
@@ -124,10 +122,6 @@ def test_exact_rows_and_uniform_attention_are_those_of_softmax(causal, masked):
         real = keep[:, None, :, None]
         k = torch.where(real, k, math.nan)
         v = torch.where(real, v, math.nan)
-    expected = softmax_attention(0.5 * q, k, v, causal=causal, key_mask=keep)
-    found = calibration.exact_rows(q, k, v, rows, 0.5, causal=causal, key_mask=keep)
-    expected = expected[:, :, rows]
-    assert_close(found, expected)
     flat = softmax_attention(0 * q, torch.nan_to_num(k), v, causal=causal, key_mask=keep)
     actual = uniform_attention(q, k, v, causal=causal, key_mask=keep)
     assert_close(actual, flat)
@@ -246,8 +240,8 @@ BATCHES = {
     "numbers": (ROW.tolist(), r"batches\[0\]: list, expected"),
     "an array": (ROW.numpy(), r"batches\[0\]: ndarray, expected"),
     "a row": ([ROW, ROW[0]], r"batches\[1\]: token ids .*, expected integers \(batch, tokens\)"),
-    "an id beyond the vocabulary": ([ROW, ROW + 99], r"batches\[1\]: token id .*, expected 0 to"),
-    "a negative id": ([{"input_ids": ROW - 99}], r"batches\[0\]: token id -.*, expected 0 to"),
+    "an id beyond the vocabulary": ([ROW, ROW + 99], r"batches\[1\]: token ids .*the vocabulary"),
+    "a negative id": ([{"input_ids": ROW - 99}], r"batches\[0\]: token ids .*the vocabulary"),
     "ids of another type": ([(ROW.float(),)], r"batches\[0\]: token ids .* of torch.float32"),
     "places beyond the last": ([{"input_ids": ROW, "position_ids": ROW + 999}], "out of range"),
 }

@@ -201,7 +201,7 @@ def test_the_cache_does_not_grow():
         sizes.append([layer.nbytes() for layer in past.layers])
     for size in sizes:
         assert size == sizes[0]
-    assert [layer.state.packed_sums.sums.numel() for layer in past.layers] == [
+    assert [layer.state.sums.sums.numel() for layer in past.layers] == [
         2 * 4 * 32 * (4 + 1)
     ] * 2  # B H M (dv + 1)
 

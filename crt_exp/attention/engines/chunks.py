@@ -34,7 +34,7 @@ from crt_exp.samplers.noise import Nested, leaves, map_leaves, no_autocast
 CHUNK = 128  # tokens of a causal chunk
 WIDE = 512  # maximal tokens of a bidirectional chunk: fewer, larger operations
 STRETCH = 512  # tokens of causal attention that are recomputed at once
-# tokens of the pieces of a causal chunk, tried in turn while a row underflows
+# tokens of the pieces of causal attention, tried in turn while a row underflows
 PIECES = (CHUNK, 32, 8, 1)
 ELEMENTS = 2**21  # maximum for one feature tensor: limits the batch entries of one step
 MAX_SAVED = (
@@ -193,7 +193,7 @@ class Chunked:
         return merge(state, self.summary(y, v, tokens))
 
     def read(self, x: Tensor, state: Partial) -> Partial:
-        return read(self.bound.phi_q(x.to(state.numerator.dtype)), state)
+        return read(self.bound.phi_q(x.to(state.sums.dtype)), state)
 
     def stretch(
         self,
@@ -203,39 +203,30 @@ class Chunked:
         state: Partial | None,
         tokens: slice,
         seen: Tensor | None,
+        sizes: tuple[int, ...] | None = None,
     ) -> tuple[Partial, Partial]:
         """Return the partial of some causal queries and the state after them.
 
-        It works chunk by chunk, in shorter pieces where a row underflows, down to one token, which cannot underflow.
+        It works in pieces of sizes[0] tokens, by default those of PIECES. A piece in which a row underflows is computed
+        again in shorter pieces, down to one token, which cannot underflow.
         """
-        queries = x.split(CHUNK, 2)
-        keys = y.split(CHUNK, 2)
-        values = v.split(CHUNK, 2)
-        parts = []
-        for i, chunk in enumerate(chunks(x.shape[2])):
-            key_tokens = shift_slice(chunk, tokens.start)
-            seen_chunk = None if seen is None else seen[:, :, chunk]
-            for size in PIECES:
-                rows, after = self.pieces(queries[i], keys[i], values[i], key_tokens, size, state)
-                if size == 1 or torch.compiler.is_compiling():
-                    break
-                if all_true(~small_denominators(rows, seen_chunk)):
-                    break
-            parts.append(rows)
-            state = after
-        return concatenate(parts, 2), state
-
-    def pieces(
-        self, x: Tensor, y: Tensor, v: Tensor, tokens: slice, size: int, state: Partial | None
-    ) -> tuple[Partial, Partial]:
-        """Return the partial of the queries of a chunk and the state, in pieces of `size` tokens."""
+        sizes = sizes or PIECES
+        size = sizes[0]
         queries = x.split(size, 2)
         keys = y.split(size, 2)
         values = v.split(size, 2)
         parts = []
-        for i, piece in enumerate(chunks(tokens.stop, size, tokens.start)):
-            rows, state = self.step(queries[i], keys[i], values[i], piece, state)
+        for i, piece in enumerate(chunks(x.shape[2], size)):
+            vectors = (queries[i], keys[i], values[i])
+            key_tokens = shift_slice(piece, tokens.start)
+            rows, after = self.step(*vectors, key_tokens, state)
+            if size > 1 and not torch.compiler.is_compiling():
+                seen_piece = None if seen is None else seen[:, :, piece]
+                if not all_true(~small_denominators(rows, seen_piece)):
+                    options = (state, key_tokens, seen_piece, sizes[1:])
+                    rows, after = self.stretch(*vectors, *options)
             parts.append(rows)
+            state = after
         return concatenate(parts, 2), state
 
     def step(
@@ -250,17 +241,19 @@ class Chunked:
 
 def concatenate(parts: list[Partial], dim: int) -> Partial:
     """Concatenate partials over ranges of rows or batch entries."""
-    if len(parts) == 1:
-        return parts[0].rows()
+    rows = []
+    for part in parts:
+        rows.append(part._replace(log_scale=part.log_scale.expand(*part.sums.shape[:-1], 1)))
+    if len(rows) == 1:
+        return rows[0]
     joined = []
-    for field in zip(*[part.rows() for part in parts]):
+    for field in zip(*rows):
         joined.append(None if field[0] is None else torch.cat(field, dim))
     return Partial(*joined)
 
 
-def chunks(stop: int, size: int | None = None, start: int = 0) -> Iterator[slice]:
-    size = size or CHUNK
-    for a in range(start, stop, size):
+def chunks(stop: int, size: int) -> Iterator[slice]:
+    for a in range(0, stop, size):
         yield slice(a, min(a + size, stop))
 
 

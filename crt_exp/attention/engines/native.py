@@ -13,7 +13,6 @@ import ctypes
 import functools
 import hashlib
 import logging
-import math
 import os
 import platform
 import shlex
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import not_finite_error
+from crt_exp.attention.checks import NOT_FINITE_MESSAGE
 from crt_exp.attention.engines import (
     BAD_DIRECTIONS,
     CHUNK,
@@ -66,7 +65,6 @@ VIEWS = (
     "states",
     "logs",
     "grad",
-    "dlogsum",
     "dx",
     "dy",
     "dvalues",
@@ -85,17 +83,6 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
-def applies(*tensors: Tensor) -> bool:
-    """Return whether this engine can process the tensors.
-
-    They must be float32 on the CPU, and the library must be available.
-    """
-    for t in tensors:
-        if t.device.type != "cpu" or t.dtype != torch.float32:
-            return False
-    return available()
-
-
 def available() -> bool:
     """Return whether the library can be used."""
     return library() is not None
@@ -110,7 +97,6 @@ class Engine:
 
     def __init__(self, causal: bool):
         self.causal = causal
-        self.unit = math.log(2) if causal else 1.0
 
     def empty(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
         B, H, L, _ = x.shape
@@ -142,12 +128,9 @@ class Engine:
         form: Form,
         saved: Saved,
         grad: Tensor,
-        grad_logsum: Tensor | None = None,
     ) -> Gradients:
         grads = Gradients.empty(x, y, v, form.rows, form.learned)
         views = {"grad": grad, "dx": grads.x, "dy": grads.y, "dvalues": grads.v}
-        if grad_logsum is not None:
-            views["dlogsum"] = grad_logsum / self.unit
         if form.learned:
             views["dweights"] = grads.weights
             views["dbias"] = grads.bias.unsqueeze(-2)
@@ -176,7 +159,7 @@ class Engine:
         call.norm_weight = form.norm_weight
         views |= {"x": x, "y": y, "v": v}
         views |= {"rows": form.rows, "scale": form.scale, "bias": form.bias.unsqueeze(-2)}
-        saved = Saved(*(t.contiguous() for t in saved))
+        saved = Saved(*map(Tensor.contiguous, saved))
         views |= {"out": saved.out, "logsum": saved.logsum}
         views |= {"states": saved.states, "logs": saved.logs}
         alive = []  # contiguous copies must outlive the call
@@ -199,7 +182,7 @@ class Engine:
         if status == BAD_DIRECTIONS:
             raise NotFinite("noise, params: expected finite values")
         if status == NOT_FINITE:
-            raise not_finite_error()
+            raise NotFinite(NOT_FINITE_MESSAGE)
 
 
 def _view(t: Tensor) -> View:
