@@ -108,7 +108,8 @@ class Running(LinearAttention):
         # averages of weight 0 are 0
         tiny = torch.finfo(self.running_weight.dtype).tiny
         weight = self.running_weight.clamp(min=tiny)
-        moments = {name: self._moment("running", side, name) / weight for name in self.moments}
+        means = torch._foreach_div(self._stored("running", side), weight)
+        moments = dict(zip(self.moments, means))
         if self._uses_minimum:
             seen = self.running_weight > 0
             moments["minimum"] = torch.where(seen, self._moment("running", side, "minimum"), 0.0)
