@@ -146,7 +146,7 @@ class Call:
         references = self.new(*slots, M)
         self.launch(
             kernels.key_sums,
-            *(self.key_parts, B * HS, self.feature_blocks),
+            *(self.key_parts * self.feature_blocks, B * HS),
             states=states,
             references=own,
             tokens=self.tokens_of_part(self.key_chunks, self.key_parts),
@@ -168,8 +168,9 @@ class Call:
         dstates = self.new(B, H, count + 1, dv + 1, M)
         self.launch(
             kernels.query_sums,
-            *(count, B * H, self.feature_blocks),
+            *(count * self.feature_blocks, B * H),
             dstates=dstates,
+            count=count,
             tokens=self.tokens_of_part(self.query_chunks, count),
         )
         self.launch(

@@ -124,6 +124,16 @@ def load_map(
 
 
 @triton.jit
+def part_of_program(M, BLOCK_M: tl.constexpr):
+    """Return the part of the tokens, and the first feature.
+
+    The programs of a part are neighbours, so that they read its tokens from the cache.
+    """
+    blocks = tl.cdiv(M, BLOCK_M)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_M
+
+
+@triton.jit
 def query_logs(x, weights, offsets, HALF: tl.constexpr):
     return multiply_exactly(x, tl.trans(weights), HALF) + offsets[None, :]
 
@@ -209,10 +219,9 @@ def key_sums(
 
     `first` chunks have the `before` keys before the first query.
     """
-    n = tl.program_id(0)
+    n, start = part_of_program(M, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) // HS
     state_head = tl.program_id(1) % HS
-    start = tl.program_id(2) * BLOCK_M
     m = start + tl.arange(0, BLOCK_M)
     head = state_head // KEYS_OF_STATE
     y += b * y_b + head * y_h
@@ -420,17 +429,16 @@ def outputs(
 def query_sums(
     x, rows, scale, bias, references, grad, out, logsum, dlogsum, dstates,
     x_b, x_h, x_t, g_b, g_h, g_t, rows_b, rows_h, rows_m, scale_b, scale_h, bias_b, bias_h,
-    H, L, N, M, first, tokens,
+    H, L, N, M, first, count, tokens,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_DLOGSUM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Sum exp(a_im + r_m - l_i) G_i over one chunk, or over `tokens` tokens."""
-    n = tl.program_id(0)
+    n, start = part_of_program(M, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) // H
     head = tl.program_id(1) % H
     row = tl.program_id(1).to(tl.int64) * L
-    start = tl.program_id(2) * BLOCK_M
     m = start + tl.arange(0, BLOCK_M)
     x += b * x_b + head * x_h
     grad += b * g_b + head * g_h
@@ -456,7 +464,7 @@ def query_sums(
         Q = rounded(tl.exp2(tl.where(seen[:, None], logs, -float("inf"))), HALF)
         features += tl.sum(Q * last[:, None], 0)
         values += multiply(tl.trans(g), Q, HALF)
-    slot = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) + 1) + n
+    slot = tl.program_id(1).to(tl.int64) * (count + 1) + n
     store_sums(dstates, slot, m, M, values, features, DV, BLOCK_V)
 
 
