@@ -91,12 +91,12 @@ class Running(LinearAttention):
         Before the first batch they are those of zero vectors.
         """
         # averages of weight 0 are 0
-        weight = self.running_weight.clamp(min=torch.finfo(self.running_weight.dtype).tiny)
+        tiny = torch.finfo(self.running_weight.dtype).tiny
+        weight = self.running_weight.clamp(min=tiny)
         sides = []
         for side in "xy":
-            moments = {}
-            for name in self.moments:
-                moments[name] = getattr(self, f"running_{side}_{name}") / weight
+            sums = [getattr(self, f"running_{side}_{name}") for name in self.moments]
+            moments = dict(zip(self.moments, torch._foreach_div(sums, weight)))
             if self._uses_minimum:
                 low = getattr(self, f"running_{side}_minimum")
                 moments["minimum"] = torch.where(self.running_weight > 0, low, 0.0)

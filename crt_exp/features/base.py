@@ -322,14 +322,12 @@ def values_readable(t: Tensor) -> bool:
 def check_finite(value: Tensor, name: str) -> Tensor:
     """Return a fitted parameter if it is finite.
 
-    In compiled code and on other devices than the CPU, non-finite values become NaN instead of an error.
+    In compiled code and on other devices than the CPU it may hold others, and then so do the features.
 
     Raises:
         NotFinite: the parameter holds an infinity or NaN.
     """
-    if not values_readable(value):
-        return torch.lerp(value, value, 0.0)  # value + 0 (value - value)
-    if not all_true(value.isfinite()):
+    if values_readable(value) and not all_true(value.isfinite()):
         raise NotFinite(
             f"fitted {name}: not finite; expected vectors without NaN, infinity or overflow"
         )

@@ -110,20 +110,21 @@ class Dense(PositiveExponential):
         x = x * factor if G is None else _precise_times(x, factor * G)
         if h is None:
             return x
-        return x - 0.5 / self.norm_weight * h.to(x)
+        return torch.sub(x, h.to(x), alpha=0.5 / self.norm_weight)
 
     def exponent(self, noise, params):
         """Return rows omega R, scale None and bias; see `PositiveExponential.exponent`."""
         rows = _precise_times(noise.rows(), params.root)
-        quadratic = (noise.sq_norm - sq_norm(rows).mT) / 4  # omega.A omega
-        bias = quadratic + self._constant(noise, params)
+        quadratic = noise.sq_norm - sq_norm(rows).mT  # 4 omega.A omega
+        bias = torch.add(self._constant(noise, params), quadratic, alpha=1 / 4)
         if self.antithetic:
             rows = torch.cat([rows, -rows], -2)
             bias = torch.cat([bias, bias], -1)
         shift = self.shift(params)
         if shift is not None and self.kernel == "softmax":
             h = shift.to(rows)
-            bias = bias + (rows * h).sum(-1).unsqueeze(-2) / 2 + sq_norm(h) / 4
+            bias = torch.add(bias, (rows * h).sum(-1).unsqueeze(-2), alpha=1 / 2)
+            bias = torch.add(bias, sq_norm(h), alpha=1 / 4)
         return rows, None, bias
 
     def _constant(self, noise: Noise, params: SDERFParams) -> Tensor:
@@ -132,7 +133,8 @@ class Dense(PositiveExponential):
             log_det = R.log().sum(-1, keepdim=True)
         else:
             log_det = torch.linalg.slogdet(R)[1][..., None, None]
-        return (log_det / 2 - math.log(self.width(noise.m)) / 2).to(noise.sq_norm)
+        log_width = math.log(self.width(noise.m))
+        return torch.rsub(log_det, -log_width / 2, alpha=-1 / 2).to(noise.sq_norm)
 
     # ---- exact errors
 
@@ -298,11 +300,6 @@ def optimal_root(spread: Tensor) -> Tensor:
     return torch.rsub(optimal_a(spread.clamp(min=0)), 1, alpha=4).sqrt()
 
 
-def root_above(least: float) -> Callable[[Tensor], Tensor]:
-    """Return the function that takes the square root of eigenvalues above `least`."""
-    return lambda sizes: sizes.clamp(min=least).sqrt()
-
-
 def matrix_function(M: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function to the eigenvalues of a symmetric matrix."""
     if M.shape[-2] == 1:
@@ -316,17 +313,17 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
 
     G^2 is the geometric mean of x^-1 and y. A ridge bounds G in directions where one side is zero.
     """
-    ridge = RIDGE * (_mean_size(x) + _mean_size(y)) / 2 + 1e-300
+    ridge = _mean_size(x + y) * (RIDGE / 2) + 1e-300
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     # scaled by the ridge to avoid underflow
-    factor = _cholesky(x / ridge + unit)
-    middle = factor.mT @ (y / ridge + unit) @ factor
-    middle = matrix_function(middle, root_above(1e-300))
-    left = torch.linalg.solve_triangular(factor.mT, middle, upper=True)
-    P = torch.linalg.solve_triangular(factor.mT, left.mT, upper=True)
-    return matrix_function((P + P.mT) / 2, root_above(1e-12))
+    factor = _cholesky(torch.addcdiv(unit, x, ridge))
+    middle = factor.mT @ torch.addcdiv(unit, y, ridge) @ factor
+    sizes, Q = torch.linalg.eigh(middle)
+    half = Q * sizes.clamp(min=1e-300).pow(1 / 4).unsqueeze(-2)
+    half = torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return matrix_function(half @ half.mT, lambda sizes: sizes.clamp(min=1e-12).sqrt())
 
 
 def _cholesky(M: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ class Moments:
     """
 
     d: int
-    _x: Tensor
+    _vectors: Tensor  # 0 where masked
     _mask: Tensor | None
     scale: float  # of the vectors
 
@@ -109,13 +109,13 @@ class Moments:
             raise ValueError(f"vectors: shape {tuple(x.shape)}, expected (..., L, d)")
         if 0 in x.shape[-2:]:
             raise ValueError(f"vectors: shape {tuple(x.shape)}; expected at least one vector")
-        x = at_least_float32(x.detach())
+        x = x.detach()
         if mask is not None:
             if mask.shape[-1] != x.shape[-2]:
                 raise ValueError(f"mask: {mask.shape[-1]} positions, expected {x.shape[-2]}")
             x = torch.where(mask[..., None], x, x.new_zeros(()))
         moments = cls()
-        moments._x = x
+        moments._vectors = x
         moments._mask = mask
         moments.scale = scale
         moments.d = x.shape[-1]
@@ -134,14 +134,23 @@ class Moments:
         raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
 
     @cached_property
+    def _x(self) -> Tensor:
+        """The vectors in at least float32."""
+        return at_least_float32(self._vectors)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self._vectors.dtype == torch.float64 else torch.float32
+
+    @cached_property
     def count(self) -> Tensor | int:
         """Number of vectors, (..., 1) for a masked set.
 
         It is at least 1, so that an empty set has zero moments.
         """
         if self._mask is None:
-            return self._x.shape[-2]
-        return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._x.dtype)
+            return self._vectors.shape[-2]
+        return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._dtype)
 
     @cached_property
     def mean(self) -> Tensor:
@@ -165,17 +174,17 @@ class Moments:
     @cached_property
     def total(self) -> Tensor:
         """Sum of the vectors, (..., d), without the scale."""
-        return self._x.sum(-2)
+        return self._vectors.sum(-2, dtype=self._dtype)
 
     @cached_property
     def norm(self) -> Tensor:
         """Root of the sum of all |x|^2, (...), without the scale."""
-        return torch.linalg.vector_norm(self._x, dim=(-2, -1))
+        return torch.linalg.vector_norm(self._vectors, dim=(-2, -1), dtype=self._dtype)
 
     @property
     def has_all_vectors(self) -> bool:
         """Whether the moments are those of vectors without a mask."""
-        return "_x" in self.__dict__ and self._mask is None
+        return "_vectors" in self.__dict__ and self._mask is None
 
     @cached_property
     def mean_abs(self) -> Tensor:
@@ -189,7 +198,7 @@ class Moments:
     @cached_property
     def second(self) -> Tensor:
         """Mean of x x^T, (..., d, d)."""
-        x = self._x.double()
+        x = self._vectors.double()
         return self._average_product(x)
 
     @cached_property
@@ -198,9 +207,9 @@ class Moments:
 
         Without vectors it is computed from `second` and `mean`.
         """
-        if "_x" not in self.__dict__:
+        if "_vectors" not in self.__dict__:
             return centred(self.second, self.mean)
-        x = self._x.double()
+        x = self._vectors.double()
         if self._mask is None:
             return self._average_product(x - x.mean(-2, keepdim=True))
         x = x - x.sum(-2, keepdim=True) / self.count.unsqueeze(-1)
@@ -224,7 +233,7 @@ class Moments:
         Raises:
             ValueError: the moments have no vectors, or the batch is empty; or inside torch.func.
         """
-        if "_x" not in self.__dict__:
+        if "_vectors" not in self.__dict__:
             raise ValueError(
                 "statistics without vectors: this map is fitted to vectors; use Statistics.of(x, y)"
             )
@@ -249,10 +258,10 @@ class Moments:
 
         The vectors are (B, H, L, d), and the result is (H, d), or (H, d, d) for second moments.
         """
-        x = self._x
         if name == "second":
-            x = x.double()
+            x = self._vectors.double()
             return (x.mT @ x).sum(0)
+        x = self._x
         terms = {"mean": lambda: x, "mean_sq": x.square, "mean_abs": x.abs}[name]()
         return terms.sum(-2).sum(0)
 

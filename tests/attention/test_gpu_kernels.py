@@ -222,6 +222,7 @@ def test_in_the_interpreter(marked):
 FLOAT32 = {"rows", "scale", "bias", "states", "references", "chunk_references", "logsum"}
 FLOAT32 |= {"dlogsum", "dstates", "diagonal", "dx_of_diagonal", "dy_of_diagonal"}
 VECTORS = {"x", "y", "v", "grad", "out", "dx", "dy", "dv"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = ("key_sums", "scan", "outputs", "query_sums", "scan_back", "query_gradients")
 KERNELS += ("key_gradients", "diagonal_logs", "diagonal_gradients")
 
@@ -241,7 +242,7 @@ def compile_kernel(name: str, capability: int, dtype: str, d: int, causal: bool,
 
     from crt_exp.attention.engines import gpu, kernels
 
-    program = gpu.program(dtype != "fp32", d)
+    program = gpu.program(DTYPES[dtype], d)
     if name.startswith("diagonal"):
         program = gpu.DIAGONAL
     if name.startswith("scan"):
@@ -287,7 +288,7 @@ def compile_kernel(name: str, capability: int, dtype: str, d: int, causal: bool,
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiled by the other process")
 @pytest.mark.parametrize("d", [32, 64, 128])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_fit_the_registers(capability, dtype, d, record_property):
     for name in KERNELS:

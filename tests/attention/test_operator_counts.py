@@ -21,9 +21,9 @@ VIEWS = {
 }
 # forward operators at most, bidirectional and causal: of the fit, the running statistics and the features
 LIMITS = {
-    "favorp": (4, 4),
-    "favorpp": (26, 42),
-    "favorsharp": (107, 121),
+    "favorp": (3, 3),
+    "favorpp": (25, 39),
+    "favorsharp": (92, 104),
 }
 BACKWARD_LIMIT = 8
 

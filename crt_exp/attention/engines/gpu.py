@@ -32,12 +32,14 @@ DIAGONAL = Program(TILE, 4, 1)
 SCAN = Program(1, 4, 2)
 
 
-def program(half: bool, d: int) -> Program:
-    """Return sizes for half or single precision and vectors of at most d columns.
+def program(dtype: torch.dtype, d: int) -> Program:
+    """Return sizes for vectors of this type and at most d columns.
 
     No kernel spills registers or needs more than 99 KB of shared memory.
     """
-    return Program(64, 4, 2) if half and d <= 64 else Program(16, 8, 2)
+    if dtype == torch.bfloat16 and d <= 64:
+        return Program(64, 4, 2)
+    return Program(16, 8, 2)
 
 
 def columns(n: int) -> int:
@@ -57,11 +59,10 @@ class Call:
         M = form.width
         heads_of_map = max(form.rows.shape[1], form.scale.shape[1], form.bias.shape[1])
         HS = Hkv if heads_of_map == 1 else H
-        half = x.dtype != torch.float32
         self.causal = causal
         self.device = x.device
         self.shape = (B, H, Hkv, HS, M, dv)
-        self.program = program(half, max(d, dv))
+        self.program = program(x.dtype, max(d, dv))
         self.query_chunks = -(-L // self.program.chunk)
         self.key_chunks = -(-S // self.program.chunk)
         self.feature_blocks = -(-M // FEATURES)
@@ -107,7 +108,7 @@ class Call:
             KEYS_OF_STATE=HS // Hkv,
             CAUSAL=causal,
             MASKED=form.keep is not None,
-            HALF=half,
+            HALF=x.dtype != torch.float32,
         )
         for name, t in (("x", x), ("y", y), ("v", v)):
             self.add_strides(name, t)
@@ -145,7 +146,7 @@ class Call:
         references = self.new(*slots, M)
         self.launch(
             kernels.key_sums,
-            *(self.key_parts, B * HS, self.feature_blocks),
+            *(self.key_parts * self.feature_blocks, B * HS),
             states=states,
             references=own,
             tokens=self.tokens_of_part(self.key_chunks, self.key_parts),
@@ -167,8 +168,9 @@ class Call:
         dstates = self.new(B, H, count + 1, dv + 1, M)
         self.launch(
             kernels.query_sums,
-            *(count, B * H, self.feature_blocks),
+            *(count * self.feature_blocks, B * H),
             dstates=dstates,
+            count=count,
             tokens=self.tokens_of_part(self.query_chunks, count),
         )
         self.launch(

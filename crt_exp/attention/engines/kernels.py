@@ -48,11 +48,16 @@ def finite(reference):
 
 
 @triton.jit
-def rounded(a):
-    """Round float32 to the nearest bfloat16, for the interpreter, which truncates."""
-    bits = a.to(tl.float32).to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.where(a == a, bits.to(tl.float32, bitcast=True), float("nan"))
+def rounded(a, HALF: tl.constexpr):
+    """Round float32 to the nearest bfloat16 in half precision, as products do."""
+    if not HALF:
+        return a
+    elif INTERPRETED:  # its conversion truncates
+        bits = a.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(a == a, bits.to(tl.float32, bitcast=True), float("nan"))
+    else:
+        return a.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -73,9 +78,7 @@ def load_tokens(pointer, start, stride, seen, D: tl.constexpr, BLOCK_D: tl.const
 @triton.jit
 def store_tokens(pointer, start, values, seen, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store vectors of consecutive tokens in a contiguous tensor."""
-    if INTERPRETED:
-        if pointer.dtype.element_ty == tl.bfloat16:
-            values = rounded(values)
+    values = rounded(values, pointer.dtype.element_ty == tl.bfloat16)
     first, local = places(start, D, seen.shape[0], BLOCK_D)
     mask = seen[:, None] & (tl.arange(0, BLOCK_D) < D)[None, :]
     tl.store(pointer + first + local, values.to(pointer.dtype.element_ty), mask=mask)
@@ -83,33 +86,27 @@ def store_tokens(pointer, start, values, seen, D: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit
 def multiply(a, b, HALF: tl.constexpr):
-    """Return a b in float32, of bfloat16 factors in half precision."""
-    if HALF:
-        if INTERPRETED:  # its products of bfloat16 are those of their bits
-            return tl.dot(rounded(a), rounded(b))
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
+    """Return a b in float32; half precision rounds float32 factors and splits those of float16."""
+    kind: tl.constexpr = tl.bfloat16 if HALF and not INTERPRETED else tl.float32
+    wide_a = a.to(tl.float32)
+    wide_b = b.to(tl.float32)
+    high_a = rounded(wide_a, HALF)
+    high_b = rounded(wide_b, HALF)
+    product = tl.dot(high_a.to(kind), high_b.to(kind), input_precision=PRECISION)
+    if a.dtype == tl.float16:
+        product += tl.dot((wide_a - high_a).to(kind), high_b.to(kind))
+    if b.dtype == tl.float16:
+        product += tl.dot(high_a.to(kind), (wide_b - high_b).to(kind))
+    return product
 
 
 @triton.jit
 def multiply_exactly(a, b, HALF: tl.constexpr):
     """Return a b for float32 b, which half precision splits into a high and a low part."""
+    product = multiply(a, b, HALF)
     if HALF:
-        kind: tl.constexpr = tl.float16 if a.dtype == tl.float16 else tl.bfloat16
-        if INTERPRETED and kind == tl.bfloat16:
-            high = rounded(b)
-            return tl.dot(rounded(a), high, tl.dot(rounded(a), rounded(b - high)))
-        high = b.to(kind)
-        low = (b - high.to(tl.float32)).to(kind)
-        a = a.to(kind)
-        if INTERPRETED:
-            a = a.to(tl.float32)
-            high = high.to(tl.float32)
-            low = low.to(tl.float32)
-        return tl.dot(a, high, tl.dot(a, low))
-    else:
-        return tl.dot(a.to(tl.float32), b, input_precision=PRECISION)
+        product += multiply(a, b - rounded(b, HALF), HALF)
+    return product
 
 
 @triton.jit
@@ -124,6 +121,16 @@ def load_map(
     bias += b * bias_b + head * bias_h
     offsets = tl.load(bias + m, mask=m < M, other=-float("inf")).to(tl.float32) * LOG2E
     return directions.to(tl.float32) * factor, offsets
+
+
+@triton.jit
+def part_of_program(M, BLOCK_M: tl.constexpr):
+    """Return the part of the tokens, and the first feature.
+
+    The programs of a part are neighbours, so that they read its tokens from the cache.
+    """
+    blocks = tl.cdiv(M, BLOCK_M)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK_M
 
 
 @triton.jit
@@ -212,10 +219,9 @@ def key_sums(
 
     `first` chunks have the `before` keys before the first query.
     """
-    n = tl.program_id(0)
+    n, start = part_of_program(M, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) // HS
     state_head = tl.program_id(1) % HS
-    start = tl.program_id(2) * BLOCK_M
     m = start + tl.arange(0, BLOCK_M)
     head = state_head // KEYS_OF_STATE
     y += b * y_b + head * y_h
@@ -242,7 +248,7 @@ def key_sums(
         largest = tl.maximum(reference, tl.max(logs, 0))
         shift = tl.exp2(reference - finite(largest))
         reference = largest
-        K = tl.exp2(logs - finite(largest)[None, :])
+        K = rounded(tl.exp2(logs - finite(largest)[None, :]), HALF)
         vj = load_tokens(v, block, v_t, seen, DV, BLOCK_V)
         features = features * shift + tl.sum(K, 0)
         values = values * shift[None, :] + multiply(tl.trans(vj), K, HALF)
@@ -335,12 +341,12 @@ def load_diagonal(diagonal, row, start, L, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def rescale(logs, top, numerator, denominator):
+def rescale(logs, top, numerator, denominator, HALF: tl.constexpr):
     """Return exp(logs) relative to the new tops, and the sums relative to them."""
     largest = tl.maximum(top, tl.max(logs, 1))
     shifted = finite(largest)
     shift = tl.exp2(top - shifted)
-    weights = tl.exp2(logs - shifted[:, None])
+    weights = rounded(tl.exp2(logs - shifted[:, None]), HALF)
     return weights, largest, numerator * shift[:, None], denominator * shift
 
 
@@ -382,7 +388,7 @@ def outputs(
         reference = load_references(references, slot, m, M)
         values, features = load_sums(states, slot, m, M, DV, BLOCK_V)
         Q, top, numerator, denominator = rescale(
-            a + reference[None, :], top, numerator, denominator
+            a + reference[None, :], top, numerator, denominator, HALF
         )
         denominator += tl.sum(Q * features[None, :], 1)
         numerator += multiply_exactly(Q, tl.trans(values), HALF)
@@ -399,14 +405,14 @@ def outputs(
                 later = own // TILE > tile
                 Q, top, numerator, denominator = rescale(
                     tl.where(later[:, None], a + reference[None, :], -float("inf")),
-                    top, numerator, denominator,
+                    top, numerator, denominator, HALF,
                 )  # fmt: skip
-                pairs = multiply(Q, tl.trans(K), HALF)
+                pairs = rounded(multiply(Q, tl.trans(K), HALF), HALF)
                 denominator += tl.sum(pairs, 1)
                 numerator += multiply(pairs, vj, HALF)
     if CAUSAL:
         pairs, top, numerator, denominator = rescale(
-            load_diagonal(diagonal, row, i_start, L, CHUNK), top, numerator, denominator
+            load_diagonal(diagonal, row, i_start, L, CHUNK), top, numerator, denominator, HALF
         )
         j = before + i
         seen = keys_seen(keep, b, j, S, S, MASKED)
@@ -423,17 +429,16 @@ def outputs(
 def query_sums(
     x, rows, scale, bias, references, grad, out, logsum, dlogsum, dstates,
     x_b, x_h, x_t, g_b, g_h, g_t, rows_b, rows_h, rows_m, scale_b, scale_h, bias_b, bias_h,
-    H, L, N, M, first, tokens,
+    H, L, N, M, first, count, tokens,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, SHARED: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_DLOGSUM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Sum exp(a_im + r_m - l_i) G_i over one chunk, or over `tokens` tokens."""
-    n = tl.program_id(0)
+    n, start = part_of_program(M, BLOCK_M)
     b = tl.program_id(1).to(tl.int64) // H
     head = tl.program_id(1) % H
     row = tl.program_id(1).to(tl.int64) * L
-    start = tl.program_id(2) * BLOCK_M
     m = start + tl.arange(0, BLOCK_M)
     x += b * x_b + head * x_h
     grad += b * g_b + head * g_h
@@ -456,10 +461,10 @@ def query_sums(
         )
         sums = tl.load(logsum + row + i, mask=seen, other=0.0)
         logs = a + reference[None, :] - sums[:, None]
-        Q = tl.exp2(tl.where(seen[:, None], logs, -float("inf")))
+        Q = rounded(tl.exp2(tl.where(seen[:, None], logs, -float("inf"))), HALF)
         features += tl.sum(Q * last[:, None], 0)
         values += multiply(tl.trans(g), Q, HALF)
-    slot = tl.program_id(1).to(tl.int64) * (tl.num_programs(0) + 1) + n
+    slot = tl.program_id(1).to(tl.int64) * (count + 1) + n
     store_sums(dstates, slot, m, M, values, features, DV, BLOCK_V)
 
 
