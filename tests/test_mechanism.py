@@ -227,7 +227,11 @@ def test_arguments_stand_beside_the_text():
 
 @pytest.mark.parametrize(
     "layers, swapped",
-    [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])],
+    [
+        (np.int64(0), [0]),
+        ([np.int64(-1)], [2]),
+        (np.array([0, 2]), [0, 2]),
+    ],
     ids=str,
 )
 def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):

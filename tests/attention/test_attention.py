@@ -62,9 +62,24 @@ def test_equals_reference(phi, shape, small_chunks):
 
 
 @pytest.mark.parametrize(
-    "options", [{"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+    "options",
+    [
+        {"denominator": "clamp"},
+        {"denominator": "abs"},
+        {"normalize": False},
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF(), Generalized(f="identity")], ids=repr)
+@pytest.mark.parametrize(
+    "phi",
+    [
+        OPRF(),
+        TrigRF(),
+        GeomRF(),
+        Generalized(f="identity"),
+    ],
+    ids=repr,
+)
 def test_treatments_of_denominators_equal_reference(phi, options, small_chunks, monkeypatch):
     for module in (partials, reference):
         monkeypatch.setattr(module, "CLAMP", 0.3)  # so that it acts
@@ -112,7 +127,11 @@ def test_gradcheck(phi, is_causal, small_chunks):
 
 @both_ways
 def test_exact_is_softmax(is_causal):
-    cases = [{}, {"masked": True}, {"Hkv": 2, "L": 5}]
+    cases = [
+        {},
+        {"masked": True},
+        {"Hkv": 2, "L": 5},
+    ]
     for options in cases:
         case = Case(OPRF(), **options)
 
@@ -174,7 +193,11 @@ def test_future_never_leaks(phi, dtype, keys, small_chunks):
         case.y[:, :, past] *= early
     before = case.with_grads(causal=True)
     with torch.no_grad():
-        cases = [(case.x, -3.0), (case.y, late), (case.v, 100.0)]
+        cases = [
+            (case.x, -3.0),
+            (case.y, late),
+            (case.v, 100.0),
+        ]
         for t, change in cases:
             t[:, :, 6:] *= change
     after = case.with_grads(causal=True)
@@ -307,7 +330,11 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-HALVES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+HALVES = [
+    (torch.float32, 1e-4),
+    (torch.bfloat16, 3e-2),
+    (torch.float16, 5e-3),
+]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +365,13 @@ def test_autocast_changes_nothing(phi, engine):
 @pytest.mark.parametrize(
     "phi, rounding, is_causal",
     in_turn(
-        [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()],
+        [
+            OPRF(),
+            PosRF(),
+            SMREG(),
+            OPRF(antithetic=True),
+            TrigRF(),
+        ],
         [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)],
         [False, True],
     ),

@@ -68,10 +68,23 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+    "options",
+    [
+        {},
+        {"denominator": "clamp"},
+        {"denominator": "abs"},
+        {"normalize": False},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
-    "phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr
+    "phi",
+    [
+        TrigRF(),
+        AngularHybrid(n=3),
+        ClusteredHybrid(field="complex"),
+    ],
+    ids=repr,
 )
 def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     scale = 2.0 if phi == TrigRF() else 0.6

@@ -107,7 +107,12 @@ def test_no_matrix_of_pairs():
 
 
 LENGTH = 27
-REAL = {"left": slice(5, 27), "right": slice(0, 22), "both": slice(9, 24), "not": slice(0, 27)}
+REAL = {
+    "left": slice(5, 27),
+    "right": slice(0, 22),
+    "both": slice(9, 24),
+    "not": slice(0, 27),
+}
 CASES = []
 for name in mechanisms():
     CASES.append((name, False))
@@ -392,7 +397,11 @@ def test_a_buffer_that_was_replaced_counts(name):
 @pytest.mark.parametrize("name", ["gerf", "favorp", *KINDS[:3], *KINDS[4:7]])
 def test_half_precision_is_rounded_at_its_ends_alone(name):
     """At a scale that is no power of two: a log feature magnifies what is rounded before."""
-    cases = [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)]
+    cases = [
+        (torch.bfloat16, False),
+        (torch.float16, False),
+        (torch.float16, True),
+    ]
     for dtype, causal in cases:
         layer = Mechanism.of(name).layer(2, 65, causal=causal).eval()
         q, k, v = torch.randn(3, 2, 2, 16, 65, generator=seeded()).to(dtype)

@@ -41,7 +41,12 @@ def compared(phi, tensors, grad, tolerance, **options):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+    "dtype, tolerance",
+    [
+        (torch.float32, 1e-3),
+        (torch.bfloat16, 3e-2),
+        (torch.float16, 5e-3),
+    ],
 )
 @pytest.mark.parametrize("phi", [PosRF(), OPRF(), TrigRF(), GeomRF()], ids=repr)
 def test_equals_reference(phi, dtype, tolerance, causal):

@@ -38,7 +38,11 @@ def test_defect_mask_zeroes_only_values():
 
 @pytest.mark.parametrize(
     "phi, early, late",
-    [(OPRF(A=-0.1), 20.0, 0.1), (TrigRF(), 1.0, OUTLIER), (GeomRF(p=0.5), 1e-9, 1.0)],
+    [
+        (OPRF(A=-0.1), 20.0, 0.1),
+        (TrigRF(), 1.0, OUTLIER),
+        (GeomRF(p=0.5), 1e-9, 1.0),
+    ],
 )
 def test_defect_stabiliser_or_epsilon_sees_the_future(phi, early, late):
     """An outlier at the end would underflow every earlier row,

@@ -134,7 +134,14 @@ def assert_recall_is_its_twin(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("causal, learned", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "causal, learned",
+    [
+        (False, False),
+        (False, True),
+        (True, True),
+    ],
+)
 def test_more_threads_than_heads(causal, learned, threads):
     case = Case(OPRF(), B=1, H=3, L=700, S=700, d=8, dv=5, m=16, learned=learned)
     expected = case.run(torch.float64, causal=causal)

@@ -224,7 +224,16 @@ def test_noise_keeps_nothing_of_a_transform():
     assert_close(actual, tangent)
 
 
-@pytest.mark.parametrize("phi", [OPRF(), PoisRF(), GERF(), GERF(s=-1)], ids=repr)
+@pytest.mark.parametrize(
+    "phi",
+    [
+        OPRF(),
+        PoisRF(),
+        GERF(),
+        GERF(s=-1),
+    ],
+    ids=repr,
+)
 def test_gradients_of_each_sample(phi):
     """Of a layer that fits its map to each sequence."""
     layer = RandomFeatureAttention(phi, samplers.orthogonal, 8, 2, 4).double()
@@ -244,7 +253,15 @@ def test_gradients_of_each_sample(phi):
 
 @pytest.mark.parametrize(
     "phi",
-    [OPRF(), GERF(), SDERF(), PoisRF(), GeomRF(), MaternRF(), RationalQuadraticRF()],
+    [
+        OPRF(),
+        GERF(),
+        SDERF(),
+        PoisRF(),
+        GeomRF(),
+        MaternRF(),
+        RationalQuadraticRF(),
+    ],
     ids=repr,
 )
 def test_fits_and_features_of_each_sample(phi):
@@ -308,7 +325,14 @@ m = 8
 @pytest.mark.parametrize(
     "phi, causal, masked",
     in_turn(
-        [PosRF(), HypRF(), OPRF(), OPRF(antithetic=True), SDERF(), Hedgehog()],
+        [
+            PosRF(),
+            HypRF(),
+            OPRF(),
+            OPRF(antithetic=True),
+            SDERF(),
+            Hedgehog(),
+        ],
         [False, True],
         [False, True],
         times=2,
@@ -335,7 +359,16 @@ def written_out(x, y, v, phi, noise, params, causal, key_mask):
 
 @pytest.mark.parametrize("most", [2**30, 0])
 @pytest.mark.parametrize(
-    "phi, causal", in_turn([OPRF(), Hedgehog(), GERF(s=1, A=-0.05)], [True, False]), ids=repr
+    "phi, causal",
+    in_turn(
+        [
+            OPRF(),
+            Hedgehog(),
+            GERF(s=1, A=-0.05),
+        ],
+        [True, False],
+    ),
+    ids=repr,
 )
 def test_gradients_of_log_sums_to_rows_and_parameters(phi, causal, most, monkeypatch):
     """By features that are kept and by features that are computed again."""

@@ -297,7 +297,11 @@ def test_weights_and_offsets_are_the_features(mechanism, n):
 
 
 def test_scale_is_that_of_rbf_sampler():
-    for P in ([[0.0], [1.0]], [[2.0], [2.0]], np.eye(3)):
+    for P in (
+        [[0.0], [1.0]],
+        [[2.0], [2.0]],
+        np.eye(3),
+    ):
         actual = RandomFeatures(gamma="scale").fit(P).gamma_
         expected = RBFSampler(gamma="scale").fit(P)._gamma
         assert actual == pytest.approx(expected)

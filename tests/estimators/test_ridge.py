@@ -39,7 +39,12 @@ def test_scikit_learn_compatible(estimator, check):
 
 
 @pytest.mark.parametrize(
-    "mechanism, sampler", [("trig", "orthogonal"), ("oprf", "hadamard"), ("trig", "sobol")]
+    "mechanism, sampler",
+    [
+        ("trig", "orthogonal"),
+        ("oprf", "hadamard"),
+        ("trig", "sobol"),
+    ],
 )
 def test_is_ridge_on_the_same_features(mechanism, sampler):
     X, y, _ = rows()
@@ -93,7 +98,11 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
 
 @pytest.mark.parametrize(
     "alpha, n, places, order",
-    [("gcv", 60, range(1, 60), 1), (1e-3, 600, [1, 8, 257, 511], 1), ("gcv", 600, [100, 400], -1)],
+    [
+        ("gcv", 60, range(1, 60), 1),
+        (1e-3, 600, [1, 8, 257, 511], 1),
+        ("gcv", 600, [100, 400], -1),
+    ],
     ids=["one by one", "odd", "backwards"],
 )
 def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, n, places, order):

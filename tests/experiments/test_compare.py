@@ -13,8 +13,16 @@ from crt_exp.experiments.predictions import write_predictions
 def write_run(folder, values, metric="accuracy", seed=0, predictions=None, method="trig", **keys):
     """A finished run with one record for each split."""
     folder.mkdir(parents=True)
-    config = {"seed": seed, "features": {"_target_": method}, "task": {}} | keys.pop("config", {})
-    config["task"] = {"_target_": "uci", "dataset": "wine", "split": [0.9, 0.05, 0.05]} | keys
+    config = {
+        "seed": seed,
+        "features": {"_target_": method},
+        "task": {},
+    } | keys.pop("config", {})
+    config["task"] = {
+        "_target_": "uci",
+        "dataset": "wine",
+        "split": [0.9, 0.05, 0.05],
+    } | keys
     (folder / "config.yaml").write_text(json.dumps(config))
     overrides = [f"features={method}", f"seed={seed}"]
     (folder / "versions.json").write_text(json.dumps({"overrides": overrides}))
@@ -22,7 +30,11 @@ def write_run(folder, values, metric="accuracy", seed=0, predictions=None, metho
     for repeat, value in enumerate(values):
         records.append({"split": "split", "repeat": repeat, "draw": 0, metric: value})
     direction = "minimize" if metric == "wer" else "maximize"
-    final = {metric: float(np.mean(values)), "metric": metric, "direction": direction}
+    final = {
+        metric: float(np.mean(values)),
+        "metric": metric,
+        "direction": direction,
+    }
     records.append({"split": "test", **final, "final": True})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     if predictions is not None:

@@ -375,7 +375,11 @@ def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
 
 # ---- runs of others
 
-INPUT = {"favorpp": ["input={root}/digits"], "spoken": ["input={root}/a.wav"], "proteins": []}
+INPUT = {
+    "favorpp": ["input={root}/digits"],
+    "spoken": ["input={root}/a.wav"],
+    "proteins": [],
+}
 ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention"}
 SIZES = [
     ("favorpp", None, {"crt_exp": 5}),

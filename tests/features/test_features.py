@@ -73,7 +73,12 @@ def exact_matrix(phi, x, y):
     "phi, place",
     in_turn(
         MAPS + OTHER_KERNELS,
-        [(2, samplers.orthogonal), (1, samplers.iid), (4, samplers.orthogonal), (2, samplers.iid)],
+        [
+            (2, samplers.orthogonal),
+            (1, samplers.iid),
+            (4, samplers.orthogonal),
+            (2, samplers.iid),
+        ],
     ),
     ids=lambda value: (
         f"{value[0]}-{value[1].__name__}" if isinstance(value, tuple) else repr(value)
@@ -145,7 +150,11 @@ def test_dtypes_and_gradients(phi):
     params = phi.fit(Statistics.of(x64, x64))
     reference = phi.phi_q(x64, noise, params).exp()
     assert reference.dtype == torch.float64
-    cases = [(torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 0.05)]
+    cases = [
+        (torch.float32, 1e-4),
+        (torch.bfloat16, 0.2),
+        (torch.float16, 0.05),
+    ]
     for dtype, tolerance in cases:
         out = phi.phi_q(x64.to(dtype), noise, params).exp()
         assert out.dtype == torch.float32
@@ -244,7 +253,12 @@ def test_special_cases():
             expected = product(other, ())
             assert_close(actual, expected)
         assert (TrigRF(kernel).log_variance(x, x) == -torch.inf).all()
-        cases = [PosRF(kernel), HypRF(kernel), OPRF(kernel), SMREG(kernel)]
+        cases = [
+            PosRF(kernel),
+            HypRF(kernel),
+            OPRF(kernel),
+            SMREG(kernel),
+        ]
         for phi in cases:
             own = phi.fit(Statistics.of(x[:1], -x[:1]))
             actual = phi.log_variance(x[:1], -x[:1], own)

@@ -131,7 +131,11 @@ def test_zero_vectors_and_ties():
     for phi in (AngularHybrid(), GaussianHybrid(), ClusteredHybrid()):
         params = phi.fit(Statistics.of(x, x))
         noise = draw(phi, 3, 3)
-        cases = [(zero, x), (x, zero), (zero, zero)]
+        cases = [
+            (zero, x),
+            (x, zero),
+            (zero, zero),
+        ]
         for a, b in cases:
             assert (estimate_kernel(phi, a, b, noise, params)).isfinite().all()
         assert not phi.log_variance(zero, x, params).isnan().any()
@@ -145,7 +149,11 @@ def test_zero_vectors_and_ties():
 
 @pytest.mark.parametrize(
     "phi",
-    [AngularHybrid(n=3), GaussianHybrid(n=3, base="pos"), AngularHybrid(n=3, shared=False)],
+    [
+        AngularHybrid(n=3),
+        GaussianHybrid(n=3, base="pos"),
+        AngularHybrid(n=3, shared=False),
+    ],
     ids=repr,
 )
 def test_a_hybrid_is_the_sum_of_its_products(phi):

@@ -136,7 +136,11 @@ def test_kernels_of_rows_are_choices_of_tasks_on_tables_alone(typed):
 
 @pytest.mark.parametrize(
     "phi",
-    [Sum(OPRF(), GeomRF()), AngularHybrid(), GaussianHybrid()],
+    [
+        Sum(OPRF(), GeomRF()),
+        AngularHybrid(),
+        GaussianHybrid(),
+    ],
     ids=["sum", "angular", "gaussian"],
 )
 def test_second_moment_is_one_and_the_relative_variance(phi):

@@ -23,7 +23,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def layer_of(causal=True, dtype=torch.float64, **options):
-    options = {"block": 3, "heavy": 4, "cells": 3, "open": 5, "exact_until": 0} | options
+    options = {
+        "block": 3,
+        "heavy": 4,
+        "cells": 3,
+        "open": 5,
+        "exact_until": 0,
+    } | options
     return (
         Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
     )
@@ -167,7 +173,11 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     actual = layer(q, k, v)
     expected = exact_attention(q, k, v, causal=causal, scale=8**-0.5)
     assert_close(actual, expected)
-    cases = [(q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)]
+    cases = [
+        (q[..., :7], k, v),
+        (q, k, v[:, :, :20]),
+        (q.long(), k.long(), v),
+    ]
     for wrong in cases:
         with pytest.raises(ValueError):
             layer(*wrong)

@@ -287,7 +287,12 @@ def test_large_shifts_and_long_vectors():
 
 @pytest.mark.parametrize(
     "side, rank, causal",
-    [("queries", 0, False), ("queries", 3, True), ("keys", 0, True), ("keys", 1, False)],
+    [
+        ("queries", 0, False),
+        ("queries", 3, True),
+        ("keys", 0, True),
+        ("keys", 1, False),
+    ],
 )
 def test_queries_and_keys_of_few_directions(side, rank, causal):
     """What float32 rounds away of their second moments is more than their least eigenvalues, and sets are chosen."""

@@ -96,7 +96,15 @@ def test_sets_are_those_of_their_definition():
     assert torch.equal(sets.cluster[0], expected)
 
 
-@pytest.mark.parametrize("which, causal", [(0, False), (1, True), (2, True), (2, False)])
+@pytest.mark.parametrize(
+    "which, causal",
+    [
+        (0, False),
+        (1, True),
+        (2, True),
+        (2, False),
+    ],
+)
 def test_a_tangent_of_one_alone(which, causal):
     """The engine is chosen once, by queries, keys and values: a tangent of any rules the C engine out."""
     sizes = Sizes(4, 2, 3, open=4, exact_until=8 * causal)
@@ -456,7 +464,11 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
     g = seeded()
     z = torch.randn(2, 100, D, generator=g)
     z = z.repeat_interleave(copies, 1)[:, torch.randperm(100 * copies, generator=g)]
-    cases = [(64, 64), (100, 100), (min(128, 100 * copies), 100)]
+    cases = [
+        (64, 64),
+        (100, 100),
+        (min(128, 100 * copies), 100),
+    ]
     for cells, there in cases:
         centres = find_centres(z, z.new_zeros(z.shape[:2]), cells)
         for head in centres:
@@ -466,7 +478,14 @@ def test_there_are_as_many_centres_as_different_vectors(copies):
 
 @needs_library
 @torch.no_grad()
-@pytest.mark.parametrize("name, size", [("cells", 2**60), ("heavy", 2**32), ("open", 10**7)])
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("cells", 2**60),
+        ("heavy", 2**32),
+        ("open", 10**7),
+    ],
+)
 def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     x, y, v = draw_inputs()
     many = SMALL._replace(**{name: size})
@@ -476,7 +495,11 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
     difference = (whole - attend(x, y, v, all_keys)).abs().max()
     assert difference < 1e-5
     parts = []
-    cases = [slice(0, 200), slice(200, 201), slice(201, S)]
+    cases = [
+        slice(0, 200),
+        slice(200, 201),
+        slice(201, S),
+    ]
     for at in cases:
         parts.append(state.step(*at_tokens((x, y, v), at)))
     difference = (torch.cat(parts, 2) - whole).norm()

@@ -30,8 +30,16 @@ from crt_exp.sampled_softmax.tree_features import FAN, SumTree
 V = 300
 D = 4
 B = 3
-POSITIVE = [OPRF(), PosRF(antithetic=True), Sum(OPRF(), PosRF(), weights=(0.5, 0.5))]
-SIGNED = [PoisRF(), Sum(TrigRF(), PosRF()), Product(TrigRF("gaussian"), OPRF())]
+POSITIVE = [
+    OPRF(),
+    PosRF(antithetic=True),
+    Sum(OPRF(), PosRF(), weights=(0.5, 0.5)),
+]
+SIGNED = [
+    PoisRF(),
+    Sum(TrigRF(), PosRF()),
+    Product(TrigRF("gaussian"), OPRF()),
+]
 DRAWS = 40_000
 
 

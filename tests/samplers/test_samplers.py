@@ -269,7 +269,14 @@ def test_project_is_the_product(sampler, dtype, tolerance):
             assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
 
 
-@pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (64, 64, False)])
+@pytest.mark.parametrize(
+    "m, d, free",
+    [
+        (1024, 1024, True),
+        (2048, 600, False),
+        (64, 64, False),
+    ],
+)
 def test_hadamard_path_switches(m, d, free):
     draw = hadamard(m, d, seeded())
     assert draw.matrix_free == free

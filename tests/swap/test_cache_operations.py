@@ -189,7 +189,12 @@ def test_room_changes_nothing(name, padded):
 
 @pytest.mark.parametrize(
     "name, padded",
-    [("window", "sides"), ("nearfar beyond", "ends"), ("favorp", "not"), ("window", "ends")],
+    [
+        ("window", "sides"),
+        ("nearfar beyond", "ends"),
+        ("favorp", "not"),
+        ("window", "ends"),
+    ],
 )
 @torch.no_grad()
 def test_room_changes_nothing_in_masks_of_pairs(name, padded):

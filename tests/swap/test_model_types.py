@@ -313,7 +313,12 @@ def test_attention_over_layers_or_channels_is_refused():
     with pytest.raises(ValueError, match="another axis than tokens"):
         layers = [places.index(path) for path in depth]
         swap_attention(text, "exact", layers=layers)
-    sizes = {"embed_dim": [32], "num_heads": [4], "num_groups": [4], "depths": [1]}
+    sizes = {
+        "embed_dim": [32],
+        "num_heads": [4],
+        "num_groups": [4],
+        "depths": [1],
+    }
     shapes = {
         "patch_size": [7],
         "patch_stride": [4],

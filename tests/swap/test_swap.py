@@ -197,7 +197,12 @@ def test_activation_checkpointing_gives_the_same_gradients(make):
 
 
 @pytest.mark.parametrize(
-    "make, name", [(bert, "dropout"), (Encoder, "dropout"), (Timm, "attn_drop")]
+    "make, name",
+    [
+        (bert, "dropout"),
+        (Encoder, "dropout"),
+        (Timm, "attn_drop"),
+    ],
 )
 @torch.no_grad()
 def test_dropout_of_training_is_that_of_the_attention(make, name):
@@ -497,7 +502,11 @@ def test_warnings_have_the_words_and_the_line_of_the_user():
                 assert message.startswith(f"{name}: no stat"), found
                 assert file == __file__, found
                 assert line.startswith("model"), found
-    cases = ((calibrated, "further"), (swaps, "unsupported"), (unreached, "not called"))
+    cases = (
+        (calibrated, "further"),
+        (swaps, "unsupported"),
+        (unreached, "not called"),
+    )
     for call, message in cases:
         found = []
         for warning in warnings_of(call):

@@ -161,7 +161,14 @@ def test_generation_goes_on_from_a_returned_cache():
 # ---- calls of the model
 
 
-@pytest.mark.parametrize("make, name", [(gpt2, "favorpp"), (llama, "favor"), (neox, "favorpp")])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (gpt2, "favorpp"),
+        (llama, "favor"),
+        (neox, "favorpp"),
+    ],
+)
 @torch.no_grad()
 def test_calls_with_the_cache_give_the_logits_of_the_whole_sequence(make, name):
     model = swapped(make, name)
@@ -357,7 +364,12 @@ def test_a_mask_that_changes_the_past_is_refused():
     now = mask[:, :8]
     all_kept = torch.ones_like(mask[:, :8])
     message = "layers.0.self_attn: .* changed masks"
-    changes = [(before, None), (None, now), (before, now.flip(0)), (before, all_kept)]
+    changes = [
+        (before, None),
+        (None, now),
+        (before, now.flip(0)),
+        (before, all_kept),
+    ]
     for first, then in changes:
         with pytest.raises(ValueError, match=message):
             call(then, start(first))

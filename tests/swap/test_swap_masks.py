@@ -68,7 +68,11 @@ def gemma(**changes):
 def test_a_mask_of_one_sequence_serves_the_batch():
     past = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
     pads = (torch.arange(L) < 6).expand(1, 1, 1, L)
-    cases = [(llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)]
+    cases = [
+        (llama, past),
+        (bert, pads.expand(1, 1, L, L)),
+        (bert, pads),
+    ]
     for make, mask in cases:
         model = make()
         ids = tokens()
@@ -191,7 +195,14 @@ def test_what_changes_the_logits_is_refused_before_anything_changes():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 5}, {"bias": False}], ids=str
+    "options",
+    [
+        {},
+        {"batch_first": True},
+        {"kdim": 6, "vdim": 5},
+        {"bias": False},
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_multihead_attention_equals_torch(options):

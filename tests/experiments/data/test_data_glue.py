@@ -142,7 +142,13 @@ def test_rows_of_another_width_are_refused(change, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "bad"),
-    [("cola", "2"), ("mnli", "-"), ("stsb", "5.1"), ("stsb", "-0.1"), ("stsb", "nan")],
+    [
+        ("cola", "2"),
+        ("mnli", "-"),
+        ("stsb", "5.1"),
+        ("stsb", "-0.1"),
+        ("stsb", "nan"),
+    ],
 )
 def test_other_labels_are_refused(name, bad, tmp_path):
     rows = rows_of(name)

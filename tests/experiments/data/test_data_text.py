@@ -305,7 +305,11 @@ def test_uniforms_are_independent_by_row(kind):
 
 # ------------------------------------------------------------------------------------------- corpora of words
 def write_ptb(folder: Path, train="a b a\n c <unk> \n", valid="a z\n", test="b\n") -> Path:
-    cases = [("train", train), ("valid", valid), ("test", test)]
+    cases = [
+        ("train", train),
+        ("valid", valid),
+        ("test", test),
+    ]
     for split, lines in cases:
         (folder / f"ptb.{split}.txt").write_text(lines)
     return folder
@@ -352,7 +356,13 @@ def test_rare_words_of_a_split_file_are_unknown(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "n, count, whole", [(11, 3, True), (11, 3, False), (12, 3, True), (2, 5, True)]
+    "n, count, whole",
+    [
+        (11, 3, True),
+        (11, 3, False),
+        (12, 3, True),
+        (2, 5, True),
+    ],
 )
 def test_columns_hold_every_word_after_the_one_before_it(n, count, whole):
     words = np.arange(1, n + 1)

@@ -248,7 +248,11 @@ def noisy(image):
 
 
 def together(pixels, labels, draws):
-    return {"images": pixels, "labels": labels, "first": torch.tensor(draws[0].random())}
+    return {
+        "images": pixels,
+        "labels": labels,
+        "first": torch.tensor(draws[0].random()),
+    }
 
 
 def batches(part, plan, workers=0, repeats=1):

@@ -105,7 +105,14 @@ def test_truncated_audio_is_never_taken_for_shorter_audio(suffix, tmp_path):
         speech.audio_of(Utterance("a", "A", (AudioPart(str(path), seconds_of(path, "a")),)), 8000)
 
 
-@pytest.mark.parametrize("scale, peak", [(2**15 - 1, "32767"), (np.nan, "nan"), (1.5, None)])
+@pytest.mark.parametrize(
+    "scale, peak",
+    [
+        (2**15 - 1, "32767"),
+        (np.nan, "nan"),
+        (1.5, None),
+    ],
+)
 def test_samples_that_are_no_audio_are_refused_with_their_peak(scale, peak, tmp_path):
     path = tmp_path / "a.wav"
     soundfile.write(

@@ -206,7 +206,12 @@ def test_a_category_has_an_indicator_for_each_level(tmp_path):
 
 
 def task_with(**options) -> SimpleNamespace:
-    defaults = {"text": None, "validation_text": None, "test_text": None, "hub": {"name": None}}
+    defaults = {
+        "text": None,
+        "validation_text": None,
+        "test_text": None,
+        "hub": {"name": None},
+    }
     return SimpleNamespace(**defaults | options)
 
 
@@ -321,7 +326,14 @@ def test_a_word_among_numbers_is_named(cell, tmp_path):
         read_own(write_own(tmp_path / "t.csv", "x,y", ["p", "q"] * 20, cells), "y")
 
 
-@pytest.mark.parametrize("cells", [["2024-01-05", "2024-01-06"], ["+", "-"], ["1", "b"]])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["2024-01-05", "2024-01-06"],
+        ["+", "-"],
+        ["1", "b"],
+    ],
+)
 def test_words_are_categories_and_classes(cells, tmp_path):
     table, _ = read_own(write_own(tmp_path / "t.csv", "x,y", cells * 10, cells * 10), "y")
     assert table.classes == table.columns[0].levels
@@ -384,7 +396,12 @@ def test_kind_decides(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "labels", [["01", "1", "2"], ["3.1", "3.10", "3.2"], ["1E2", "10E1", "2E2"]]
+    "labels",
+    [
+        ["01", "1", "2"],
+        ["3.1", "3.10", "3.2"],
+        ["1E2", "10E1", "2E2"],
+    ],
 )
 def test_classes_of_equal_value_stay_apart(labels, tmp_path):
     file = write_own(tmp_path / "t.csv", "x,y", range(30), labels * 10)

@@ -318,7 +318,13 @@ def test_recall_of_a_close_method_is_decided_too():
 
 def advice_with(**options):
     methods = ["favorpp m=8", "window block=16 first=4"]
-    given = {"length": 64, "samples": 6, "calibration": 1, "rounds": 2, "attentions": methods}
+    given = {
+        "length": 64,
+        "samples": 6,
+        "calibration": 1,
+        "rounds": 2,
+        "attentions": methods,
+    }
     return crt_exp.advise(llama(), ids(), **(given | options))
 
 
@@ -414,7 +420,11 @@ def test_what_is_never_advised():
 def test_a_model_that_only_copies_is_judged_on_repeated_passages():
     forgets = row("window", -1.4, repeated=3.8, ms=(1, 2, 3))
     keeps = row("nearfar", 0.0, ms=(1, 4, 16))
-    copying = {"loss": 5.2, "repeated": 0.1, "uniform": (-0.6, 4.6)}
+    copying = {
+        "loss": 5.2,
+        "repeated": 0.1,
+        "uniform": (-0.6, 4.6),
+    }
     found = advice_of(forgets, keeps, **copying)
     assert found.chosen is keeps
     assert "on repeated passages" in found.sentence

@@ -71,7 +71,13 @@ def mechanism(features="oprf", sampler="orthogonal"):
 
 
 @pytest.mark.parametrize(
-    "phi, causal", [(OPRF(), True), (PosRF(), False), (GeomRF(), True)], ids=repr
+    "phi, causal",
+    [
+        (OPRF(), True),
+        (PosRF(), False),
+        (GeomRF(), True),
+    ],
+    ids=repr,
 )
 def test_matrix_is_attention_to_unit_vectors(phi, causal):
     x = torch.randn(2, 4, 5, 8, dtype=torch.float64)
@@ -187,7 +193,12 @@ def test_records_resume_and_hold_what_they_say():
 
 @pytest.mark.parametrize(
     "features, sampler",
-    [("pos", "orthogonal"), ("trig", "orthogonal"), ("oprf", "iid"), ("geom", "iid")],
+    [
+        ("pos", "orthogonal"),
+        ("trig", "orthogonal"),
+        ("oprf", "iid"),
+        ("geom", "iid"),
+    ],
 )
 def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypatch):
     monkeypatch.setattr(approximation, "DRAWS", 20_000)

@@ -23,7 +23,14 @@ from crt_exp.experiments.measure.attention_errors import (
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 
-SIZES = {"sum": 4, "length": 16, "heads": 8, "d": 64, "depth": 3, "texts": 3}
+SIZES = {
+    "sum": 4,
+    "length": 16,
+    "heads": 8,
+    "d": 64,
+    "depth": 3,
+    "texts": 3,
+}
 
 
 def errors(task, text, seed=1):

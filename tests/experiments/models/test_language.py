@@ -366,7 +366,14 @@ ENCODER = {
 }
 
 
-@pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38), ("Data2VecText", 38)])
+@pytest.mark.parametrize(
+    "kind, longest",
+    [
+        ("Bert", 40),
+        ("Roberta", 38),
+        ("Data2VecText", 38),
+    ],
+)
 def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
     """In models such as RoBERTa, positions begin after the number of the padding."""
     config = getattr(transformers, f"{kind}Config")(**ENCODER)

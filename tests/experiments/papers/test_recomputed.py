@@ -112,7 +112,12 @@ def test_the_report_s_code_in_numpy_gives_the_same_errors():
     """Attention with q, k, v ~ N(0, 1.5^2), L = 1024, d = 16, positive features, m = 512."""
     rng = np.random.default_rng(0)
     d, m = 16, 512
-    errors = {"iid": [], "orthogonal": [], "hadamard": [], "uniform": []}
+    errors = {
+        "iid": [],
+        "orthogonal": [],
+        "hadamard": [],
+        "uniform": [],
+    }
     for _ in range(15):
         q, k, v = 1.5 * rng.normal(size=(3, 1024, d))
         weights = np.exp(q @ k.T / d**0.5)

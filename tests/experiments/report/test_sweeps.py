@@ -157,7 +157,13 @@ def test_unknown_parts_of_a_page_are_refused():
 
 def test_rows_of_some_methods_have_a_folder_and_rows_of_other_sweeps_stay():
     trig = sweep(FAST, features=["trig"])
-    page = page_of({"a": RUNS, "b/c": sweep(FAST, features=["hyp"]), "b": trig})
+    page = page_of(
+        {
+            "a": RUNS,
+            "b/c": sweep(FAST, features=["hyp"]),
+            "b": trig,
+        }
+    )
     assert page.run(wanted="a", methods=["pos"]) == PART
     assert not has_rows("mine")
     assert has_rows("mine", PART)

@@ -62,7 +62,12 @@ def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
     (data / "model").mkdir()
     for name in ("config.yaml", "curves.png", "model/weights"):
         (data / name).write_text(name)
-    options = {"init": str(data), "cache_dir": str(data), "model": "bert-base", "block": 3}
+    options = {
+        "init": str(data),
+        "cache_dir": str(data),
+        "model": "bert-base",
+        "block": 3,
+    }
     options["_target_"] = "crt_exp.experiments.tasks.mlm.MLM"
     before = input_states(options, ())
     (data / "curves.png").write_text("more")

@@ -261,7 +261,11 @@ def checkout(tmp_path, monkeypatch):
     (root / "crt_exp").mkdir(parents=True)
     (root / "crt_exp" / "__init__.py").touch()
     own = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    cases = [["init", "-q"], ["add", "."], [*own, "commit", "-qm", "a"]]
+    cases = [
+        ["init", "-q"],
+        ["add", "."],
+        [*own, "commit", "-qm", "a"],
+    ]
     for words in cases:
         subprocess.run(["git", "-C", root, *words], check=True)
     monkeypatch.setattr("crt_exp.__file__", str(root / "crt_exp" / "__init__.py"))

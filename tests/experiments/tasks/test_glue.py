@@ -317,7 +317,13 @@ GIVEN = {
 
 
 @pytest.mark.parametrize(
-    "baseline, draws", [("Nystroem m=16", 2), ("RBFSampler m=128", 2), ("majority", 2), (None, 1)]
+    "baseline, draws",
+    [
+        ("Nystroem m=16", 2),
+        ("RBFSampler m=128", 2),
+        ("majority", 2),
+        (None, 1),
+    ],
 )
 def test_the_last_record_has_each_split_in_percent(baseline, draws):
     records = [*UCI(**GIVEN, draws=2, baseline=baseline).records(Mechanism.parse("exact"), 0)]

@@ -42,7 +42,11 @@ def digits(tmp_path_factory):
 def books(tmp_path_factory):
     """The three subsets that are read by default."""
     root = tmp_path_factory.mktemp("LibriSpeech")
-    cases = [("train-clean-100", 7), ("dev-clean", 8), ("test-clean", 9)]
+    cases = [
+        ("train-clean-100", 7),
+        ("dev-clean", 8),
+        ("test-clean", 9),
+    ]
     for subset, speaker in cases:
         write_librispeech(root, subset, TEXTS * (3 if speaker == 7 else 1), speaker=speaker)
     return root

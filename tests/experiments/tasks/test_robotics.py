@@ -88,7 +88,13 @@ def player(policy=POLICY, world=Field, attention="exact"):
 
 
 @pytest.mark.parametrize(
-    "name, m", [("exact", None), ("favorp", 64), ("hrf_angular", 8), ("nearfar", None)]
+    "name, m",
+    [
+        ("exact", None),
+        ("favorp", 64),
+        ("hrf_angular", 8),
+        ("nearfar", None),
+    ],
 )
 def test_patches_are_ranked_by_the_sums_of_columns(name, m):
     layer = Mechanism.of(name, m=m).layer(2, 4, scaling=1.0).eval()
@@ -259,7 +265,11 @@ def test_the_ant_walks_where_it_is_led():
     """Equal strides lead ahead, the second pair's alone to the left, and a step into the void ends the rollout."""
     world = SteppingStones()
     ways = {}
-    cases = [("ahead", (1, 1)), ("left", (-1, 1)), ("right", (1, -1))]
+    cases = [
+        ("ahead", (1, 1)),
+        ("left", (-1, 1)),
+        ("right", (1, -1)),
+    ]
     for name, action in cases:
         world.reset(0)
         ended = [world.step(np.array(action, float))[2] for _ in range(4)]

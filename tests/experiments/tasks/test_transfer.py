@@ -23,14 +23,23 @@ from crt_exp.experiments.tasks.transfer import (
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import instantiate
 
-ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}
+ARMS = {
+    "hedgehog": {},
+    "favorpp": {"learn": "projections"},
+    "favorsharp": {"learn": "parameters"},
+}
 
 
 # ---- any model
 
 
 @pytest.mark.parametrize(
-    "make, name", [(gpt2, "hedgehog"), (bert, "favorpp"), (gpt2, "favorsharp")]
+    "make, name",
+    [
+        (gpt2, "hedgehog"),
+        (bert, "favorpp"),
+        (gpt2, "favorsharp"),
+    ],
 )
 def test_a_taught_model_is_the_exact_one(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
@@ -261,7 +270,14 @@ def test_a_new_head_is_trained_with_the_adapters():
     model.__dict__["made_anew"] = ["classifier.bias", "classifier.weight"]
     adapters = Adapters(
         model,
-        {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["query"], "also": [], "merge": False},
+        {
+            "rank": 2,
+            "alpha": 4.0,
+            "dropout": 0.0,
+            "targets": ["query"],
+            "also": [],
+            "merge": False,
+        },
     )
     assert {"classifier.weight", "classifier.bias"}.isdisjoint(adapters.stay)
     for p in model["classifier"].parameters():

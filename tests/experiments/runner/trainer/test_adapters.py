@@ -32,7 +32,14 @@ CONFIG = {
 }
 
 
-LOW_RANK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": None, "also": [], "merge": False}
+LOW_RANK = {
+    "rank": 2,
+    "alpha": 4.0,
+    "dropout": 0.0,
+    "targets": None,
+    "also": [],
+    "merge": False,
+}
 
 
 ADAPTED = [

@@ -122,7 +122,12 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
 
 
 @pytest.mark.parametrize(
-    "kind, rank, world", [(toy.Toy, 0, 1), (toy.Toy, 2, 3), (toy.Uneven, 1, 3)]
+    "kind, rank, world",
+    [
+        (toy.Toy, 0, 1),
+        (toy.Toy, 2, 3),
+        (toy.Uneven, 1, 3),
+    ],
 )
 def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
     """Where micro-batches are no fixed number of rows it says none; never more than the limit."""
