@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.covering import slow
 from helpers.pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 from helpers.torchrun import ENVIRONMENT
 from omegaconf import OmegaConf
@@ -127,7 +128,7 @@ def covering(commands):
     return chosen
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, slow(True)])
 def test_every_command_parses(every, folder):
     """In the fast suite, runs that together have every choice and key stand for all runs."""
     runs = [words for words in COMMANDS if is_run(words)]

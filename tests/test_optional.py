@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.covering import slow
 
 import crt_exp.optional as optional
 
@@ -43,9 +44,7 @@ def python(folder, *words):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["torchaudio", pytest.param("torchvision", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["torchaudio", slow("torchvision")])
 def test_a_broken_package_leaves_the_library_alone(name, tmp_path):
     write_broken(tmp_path / "broken", name)
     done = python(tmp_path, "-c", LIBRARY.replace("PACKAGE", name))
@@ -67,7 +66,7 @@ def test_a_broken_torchaudio_leaves_other_tasks_alone(words, tmp_path):
     "name, task",
     [
         ("torchaudio", "librispeech"),
-        pytest.param("torchvision", "imagenet", marks=pytest.mark.slow),
+        slow("torchvision", "imagenet"),
     ],
 )
 def test_a_task_names_the_broken_package_it_needs(name, task, tmp_path):

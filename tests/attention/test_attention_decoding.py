@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.attention_cases import FEW, OTHER, Case, assert_same, set_chunks
-from helpers.covering import in_turn
+from helpers.covering import in_turn, slow
 
 from crt_exp import Mechanism
 from crt_exp.attention import DecodingState, attention, attention_reference
@@ -177,7 +177,7 @@ def states(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["favorpp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("favorp", "favorsharp"))],
+    ["favorpp", slow("favorp"), slow("favorsharp")],
 )
 def test_a_compiled_token_is_the_eager_step(name):
     """In one graph, which asks for no value."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import native_cases
 from helpers.attention_cases import Case, assert_same, set_chunks
-from helpers.covering import in_turn
+from helpers.covering import in_turn, slow
 from helpers.kernel_estimates import estimate_kernel
 from helpers.native_cases import needs_library
 from helpers.seeds import seeded
@@ -469,7 +469,7 @@ def check_lengths(module, *more, causal, strict=False):
     "phi, causal",
     in_turn([OPRF()], [True, False])
     + [
-        pytest.param(phi, causal, marks=pytest.mark.slow)
+        slow(phi, causal)
         for causal in (False, True)
         for phi in (TrigRF(), SDERF(), AngularHybrid(n=2), ClusteredHybrid())
     ],

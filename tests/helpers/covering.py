@@ -24,3 +24,8 @@ def in_turn(first, *others, times=1):
                 marks.append(pytest.mark.slow)
             cases.append(pytest.param(*value.values, *combination, marks=marks))
     return cases
+
+
+def slow(*values):
+    """A case that is among all tests alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.nearfar_cases import tensors
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
@@ -225,7 +226,7 @@ def test_vmap_and_derivatives():
     assert_close(tangent, torch.ones_like(out))  # weights sum to 1
 
 
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, slow(True)])
 def test_export_is_of_a_fixed_length(causal):
     layer = layer_of(causal, block=4)
     inputs = []

@@ -3,6 +3,7 @@ single key that matters is found."""
 
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.native_cases import needs_library
 from helpers.nearfar_cases import (
     as_integers,
@@ -24,7 +25,7 @@ from crt_exp.nearfar.decoding import RecallState
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
-SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
+SEEDS = [*range(6), *map(slow, range(6, 40))]
 
 
 def draw_inputs(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny_models
+from helpers.covering import slow
 from helpers.tiny_models import BATCH, NotBuilt, outputs, spread
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 
@@ -475,10 +476,7 @@ def answer(model, batch):
         "bert",
         "gemma3_text",
         "llama",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("distilbert", "gpt2", "modernbert", "qwen2_vl")
-        ),
+        *map(slow, ("distilbert", "gpt2", "modernbert", "qwen2_vl")),
     ],
 )
 def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):

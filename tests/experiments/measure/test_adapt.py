@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.covering import slow
 from torch.testing import assert_close
 
 from crt_exp.experiments.data.text import IGNORED
@@ -56,7 +57,7 @@ def losses(setting, method, **steps):
     return {row["stage"]: row["loss"] for row in task.rows(Mechanism.parse(method), 0)}
 
 
-@pytest.mark.parametrize("setting", ["copying", pytest.param("vision", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", ["copying", slow("vision")])
 def test_a_method_at_each_stage(setting, at_home):
     """Exact attention loses nothing by a swap, methods without parameters are not transferred, the control is not
     adapted; and a measurement is the same whatever was drawn before, adapters too."""

@@ -11,6 +11,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from helpers.covering import slow
 from helpers.refusals import check_refused
 from helpers.small_bert import VOCABULARY, write_text
 from helpers.small_images import write_images
@@ -597,15 +598,8 @@ PIECES = ["task.samples=6", "task.attentions=[nearfar,uniform]"]
     "model, words, noun",
     [
         ("llama", TEXT, "timed 64 tokens"),
-        pytest.param(
-            "speech",
-            ["task.audio={place}/table.csv", *PIECES],
-            "6 utterances of",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "timm", ["task.images={place}/images", *PIECES], "6 images of", marks=pytest.mark.slow
-        ),
+        slow("speech", ["task.audio={place}/table.csv", *PIECES], "6 utterances of"),
+        slow("timm", ["task.images={place}/images", *PIECES], "6 images of"),
     ],
 )
 def test_the_task_reads_files_and_writes_the_table(model, words, noun, place, typed, tmp_path):

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import check_error
 
 from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
@@ -246,9 +247,7 @@ def test_command(folder, typed, tmp_path):
             *args,
         )
 
-    code, _, err = run()
-    assert code == 2
-    assert "task.model and task.text: expected both" in err
+    check_error(run(), "task.model and task.text: expected both")
     assert not (tmp_path / "run").exists()
     code, out, err = run(
         f"task.text={folder}/text.txt",

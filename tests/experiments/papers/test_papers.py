@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from helpers.covering import slow
 
 from crt_exp.experiments.papers import results
 from crt_exp.experiments.report import pages, plots, rendering
@@ -83,7 +84,7 @@ def figures(monkeypatch):
 
 PARTS = [
     single_sweeps,
-    pytest.param(single_methods, marks=pytest.mark.slow),
+    slow(single_methods),
 ]
 
 
@@ -204,7 +205,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("every", [False, slow(True)])
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
     checked = set()

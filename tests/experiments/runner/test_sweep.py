@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.covering import slow
 from helpers.torchrun import ENVIRONMENT
 from hydra.core.hydra_config import HydraConfig
 from pandas import DataFrame
@@ -178,14 +179,13 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
             2 + 4,
             ["attention=identity does not use features.m: run without"],
         ),
-        pytest.param(
+        slow(
             ["features=pos,oprf", "sampler=iid,orthogonal", "attention=window,uniform,favorpp"],
             1 + 1 + 4,
             [
                 "attention=window does not use features: run without",
                 "attention=uniform does not use features: run without",
             ],
-            marks=pytest.mark.slow,
         ),
         (
             ["attention=exact,favorpp", "features.m=64"],
@@ -197,11 +197,10 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
             1 + 2,
             ["attention=window does not use attention.redraw_every: run without"],
         ),
-        pytest.param(
+        slow(
             ["attention=relu,favorpp", "features=pos,oprf", "features.m=4,8"],
             2 + 4,
             ["attention=relu does not use features: run without"],
-            marks=pytest.mark.slow,
         ),
         (
             ["features=trig,gerf", "features.A=0.1,null"],

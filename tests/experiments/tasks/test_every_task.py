@@ -10,7 +10,8 @@ from itertools import chain, count, islice
 import pytest
 import torch
 import transformers
-from helpers.refusals import check_refused
+from helpers.covering import slow
+from helpers.refusals import check_error, check_refused
 from helpers.small_bert import write_glue, write_model, write_text, write_words
 from helpers.small_images import write_images
 from helpers.small_speech import write_digits
@@ -160,11 +161,9 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
             pytest.param(name, [], marks=[] if name in ("ptb", "trembl") else SLOW)
             for name in TASKS
         ],
-        pytest.param("ptb", ["task.softmax=full", "trainer.accumulate=2"], marks=SLOW),
-        pytest.param(
-            "trembl", ["attention=reformer", "attention.chunk=8", "attention.buckets=4"], marks=SLOW
-        ),
-        pytest.param(
+        slow("ptb", ["task.softmax=full", "trainer.accumulate=2"]),
+        slow("trembl", ["attention=reformer", "attention.chunk=8", "attention.buckets=4"]),
+        slow(
             "imagenet",
             [
                 "task.augment.policy=rand-m9-mstd0.5-inc1",
@@ -175,9 +174,8 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
                 "task.layer_decay=0.7",
                 "task.workers=2",
             ],
-            marks=SLOW,
         ),
-        pytest.param("librispeech", ["+task.sizes.norm=batch", "task.workers=2"], marks=SLOW),
+        slow("librispeech", ["+task.sizes.norm=batch", "task.workers=2"]),
     ],
     ids=str,
 )
@@ -202,7 +200,7 @@ def test_stopped_run_continues_to_the_same_numbers(
     same_run(whole, tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
     """Batches of another number of letters, in micro-batches or processes: losses are means over all of them, and
     statistics and projections do not change within a step."""
@@ -243,11 +241,7 @@ def test_histograms_hold_every_query_and_every_key(finished):
 )
 def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, run):
     """Exit code 3, step and layer, as where the loss shows it."""
-    code, _, err = run("glue", *args, "trainer.warmup=0")
-    assert code == 3, err
-    assert place in err, err
-    assert len(err.splitlines()) == 1, err
-    assert "checkpoint" in err, err
+    check_error(run("glue", *args, "trainer.warmup=0"), place, "checkpoint", code=3)
 
 
 def trained(task, attention, steps, lr, batch=10):
@@ -349,9 +343,7 @@ def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_threa
 # ---- where weights go ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["trembl", *[pytest.param(name, marks=SLOW) for name in ("mlm", "imagenet", "mae")]]
-)
+@pytest.mark.parametrize("name", ["trembl", slow("mlm"), slow("imagenet"), slow("mae")])
 def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finished, run, tmp_path):
     code, _, err = run(
         name, "trainer.steps=0", "seed=7", f"task.init={finished(name)}", without=("task.size",)
@@ -370,13 +362,11 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
     """The keys that differ are named, and the way that the message names works."""
     before = finished("mlm")
     glue = ["trainer.steps=0", "attention=favorp", "features.m=16"]
-    code, _, err = run(
-        "glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)
+    check_error(
+        run("glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)),
+        "features.m (it was 8, now 16)",
+        f"task.init=uptrain task.model={before}/model",
     )
-    assert code == 2
-    assert "features.m (it was 8, now 16)" in err
-    assert len(err.splitlines()) == 1
-    assert f"task.init=uptrain task.model={before}/model" in err
     assert not (tmp_path / "wrong").exists()
     code, _, err = run("glue", *glue, "task.init=uptrain", f"task.model={before}")
     assert code == 0, err

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.refusals import check_refused
 from helpers.seeds import seeded
 from torch.testing import assert_close
@@ -334,9 +335,7 @@ LITTLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "task", ["arm_sweeping", pytest.param("locomotion", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("task", ["arm_sweeping", slow("locomotion")])
 def test_a_run_and_its_continuation(typed, tmp_path, task):
     run = [
         f"task={task}",

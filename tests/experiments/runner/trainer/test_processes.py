@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import toy
+from helpers.refusals import check_error
 from helpers.torchrun import ENVIRONMENT, TORCHRUN, torchrun
 from helpers.toy import BASE, CARRYING, FILES, PLAIN, assert_close, checkpoints, records
 
@@ -115,9 +116,7 @@ def test_a_state_of_two_processes(typed, tmp_path):
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(keepends=True)
     # as if it had been stopped before the final record
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines[:-1]))
-    code, _, err = typed(*CARRYING, "resume=auto")
-    assert code == 2
-    assert "has task states of 2 processes" in err
+    check_error(typed(*CARRYING, "resume=auto"), "has task states of 2 processes")
 
 
 @pytest.mark.slow

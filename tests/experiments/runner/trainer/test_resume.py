@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import toy
+from helpers.covering import slow
+from helpers.refusals import check_error
 from helpers.stopping import during_step, stop_signal, stopped_and_continued
 from helpers.toy import ARGS, CARRYING, assert_same, checkpoints, records
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -41,7 +43,7 @@ def full(handle):
     [
         (signal.SIGTERM, 143),
         (signal.SIGUSR1, 138),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        slow(signal.SIGINT, 130),
     ],
 )
 def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
@@ -80,7 +82,7 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
             ],
         ),
         ("Carrying", 11, ["trainer.accumulate=2", "trainer.save_every=3"]),
-        pytest.param(
+        slow(
             "Toy",
             9,
             [
@@ -89,7 +91,6 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
                 "trainer.eval_every=4",
                 "trainer.prefetch=0",
             ],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -131,11 +132,9 @@ def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
 ):
     run = shutil.copytree(cut, tmp_path / "run")
     assert checkpoints(run) == [10, 12, 13]
-    code, _, err = typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1")
-    assert code == 2
-    assert (
-        "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)"
-        in err
+    check_error(
+        typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1"),
+        "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)",
     )
     code, _, err = typed(*ARGS)
     assert code == 2
@@ -147,10 +146,9 @@ def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
     assert "inner.0.bias has shape (16,), expected (17,)" in err
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])
-    code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2
-    assert (
-        f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file" in err
+    check_error(
+        typed(*ARGS, "resume=auto"),
+        f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file",
     )
     assert (run / "metrics.jsonl").read_text() == lines[0]
     (run / "metrics.jsonl").write_text("".join(lines))
