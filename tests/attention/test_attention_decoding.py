@@ -16,11 +16,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:
 
 def steps(state, case, cuts, masked=False):
     """Outputs of the tokens between the cuts, one step from each to the next."""
-    parts = (
-        [t[:, :, a:b] for t in (case.x, case.y, case.v)] + ([case.mask[:, a:b]] if masked else [])
-        for a, b in itertools.pairwise(cuts)
-    )
-    return torch.cat([state.step(*part) for part in parts], 2)
+    parts = []
+    for first, last in itertools.pairwise(cuts):
+        mask = [case.mask[:, first:last]] if masked else []
+        parts.append(state.step(*case.tokens(first, last), *mask))
+    return torch.cat(parts, 2)
 
 
 @pytest.mark.parametrize("phi, size", in_turn(FEW, [1, 4, 5, 64]), ids=repr)
@@ -36,11 +36,9 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
         state = DecodingState(phi, case.noise, case.params)
         actual = [steps(state, case, cuts, masked=True)]
         assert_same(actual, [whole.detach()])
-    width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
+    width = phi.width((6, 6)) if isinstance(phi, Sum) else phi.width(6)
     assert state.length == 11
-    actual = state.sums.numerator.numel()
-    expected = 2 * 4 * width * 3
-    assert actual == expected
+    assert state.sums.numerator.numel() == 2 * 4 * width * 3
 
 
 # float32: in C, where it is
@@ -57,8 +55,9 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     cases = [(0, 9), (0, 4, 8)]
     for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
-        for a, b in itertools.pairwise(cuts):
-            state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
+        for first, last in itertools.pairwise(cuts):
+            _, y, v = case.tokens(first, last)
+            state.take(y, v, case.mask[:, first:last])
         assert_same(
             [steps(state, case, (cuts[-1], 10, 11), masked=True)],
             [whole[:, :, cuts[-1] :]],
@@ -120,9 +119,7 @@ def test_decoding_under_autocast_keeps_its_precision():
 
 def test_state_refuses_other_parameters():
     case = Case(OPRF())
-    token = []
-    for t in (case.x, case.y, case.v):
-        token.append(t[:, :, :1])
+    token = case.tokens(0, 1)
     state = DecodingState(OPRF(), case.noise, case.params, version=3)
     state.step(*token, version=3)
     with pytest.raises(ValueError, match="have changed"):
@@ -145,7 +142,7 @@ def test_state_follows_a_beam():
     case = Case(TrigRF())
 
     def step(state, rows, t):
-        return state.step(*(u[rows, :, t : t + 1] for u in (case.x, case.y, case.v)))
+        return state.step(*(part[rows] for part in case.tokens(t, t + 1)))
 
     state = DecodingState(TrigRF(), case.noise)
     step(state, [0, 1], 0)

@@ -28,7 +28,9 @@ def logsum_reference(x, y, v, phi, noise, params, causal=False, key_mask=None):
     kernel = estimate_kernel(phi, x.double(), y.double(), noise, params)
     if key_mask is not None:
         kernel = kernel * key_mask[:, None, None]
-    total = (kernel.tril(y.shape[2] - x.shape[2]) if causal else kernel).sum(-1, keepdim=True)
+    if causal:
+        kernel = kernel.tril(y.shape[2] - x.shape[2])
+    total = kernel.sum(-1, keepdim=True)
     return torch.where(total == 0, 1.0, total).abs().log()
 
 
@@ -45,7 +47,7 @@ def with_logsum(case, function, is_causal, weight):
         logs = rows.logsum
     logs = torch.where(logs == -torch.inf, 0.0, logs)
     loss = (out.double() * case.grad.double()).sum() + (logs.double() * weight).sum()
-    return [out, logs, *torch.autograd.grad(loss, (case.x, case.y, case.v))]
+    return [out, logs, *torch.autograd.grad(loss, case.inputs)]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +58,9 @@ def with_logsum(case, function, is_causal, weight):
 def test_log_sums_and_their_gradients(phi, shape, is_causal, small_chunks):
     case = Case(phi, **SHAPES[shape])
     weight = torch.randn(case.x.shape[:3], dtype=torch.float64).unsqueeze(-1)
-    assert_same(
-        *(with_logsum(case, f, is_causal, weight) for f in (partial_attention, logsum_reference))
-    )
+    found = with_logsum(case, partial_attention, is_causal, weight)
+    expected = with_logsum(case, logsum_reference, is_causal, weight)
+    assert_same(found, expected)
 
 
 @both_ways
@@ -106,17 +108,16 @@ def in_parts(case, at, is_causal, policy="none", near=False):
     S = case.y.shape[2]
     first = slice(0, at)
     rest = slice(at, S)
-    if not is_causal:
-        return finish(
-            merge(gather(slice(0, L), first, near, False), gather(slice(0, L), rest, False, False)),
-            policy,
-        )
-    cut = max(0, at - (S - L))  # queries of the first part
+    cut = 0
+    if is_causal:  # queries of the first part
+        cut = max(0, at - (S - L))
     late = slice(cut, L)
-    out = finish(merge(gather(late, first, near, False), gather(late, rest, False, True)), policy)
+    parts = merge(gather(late, first, near, False), gather(late, rest, False, is_causal))
+    out = finish(parts, policy)
     if not cut:
         return out
-    return torch.cat([finish(gather(slice(0, cut), first, near, True), policy), out], 2)
+    early = gather(slice(0, cut), first, near, True)
+    return torch.cat([finish(early, policy), out], 2)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_parts_of_keys_merge_to_the_whole(phi, shape, is_causal, small_chunks):
         whole = case.with_grads(causal=is_causal, denominator=policy)
         for at in range(1, case.y.shape[2], 3):
             out = in_parts(case, at, is_causal, policy)
-            actual = [out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)]
+            actual = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
             assert_same(actual, whole, 1e-8)
 
 
@@ -147,20 +148,15 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
     at = 4
     out = in_parts(case, at, is_causal, near=True)
     kernel = estimate_kernel(phi, case.x, case.y, case.noise, case.params)
-    weights = (
-        torch.cat([(case.x @ case.y.mT).exp()[..., :at], kernel[..., at:]], -1)
-        * case.mask[:, None, None]
-    )
+    near = (case.x @ case.y.mT).exp()
+    weights = torch.cat([near[..., :at], kernel[..., at:]], -1) * case.mask[:, None, None]
     if is_causal:
         weights = weights.tril()
     total = weights.sum(-1, keepdim=True)
     expected = weights @ case.v / torch.where(total == 0, 1.0, total)
 
     def with_gradients(t):
-        return [
-            t,
-            *torch.autograd.grad(t, (case.x, case.y, case.v), case.grad, retain_graph=True),
-        ]
+        return [t, *torch.autograd.grad(t, case.inputs, case.grad, retain_graph=True)]
 
     assert_same(with_gradients(out), with_gradients(expected))
 
@@ -168,15 +164,15 @@ def test_features_join_an_exact_block(phi, is_causal, small_chunks):
 def test_merge_is_the_sum():
     g = seeded()
     lowest = torch.full((5, 1), -torch.inf)
-    a, b, c = (
-        Partial(torch.randn(5, 3, generator=g), torch.rand(5, 1, generator=g), s)
-        for s in (
-            lowest,
-            500 * torch.randn(5, 1, generator=g),
-            500 * torch.randn(5, 1, generator=g),
-        )
-    )
-    a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), a.log_scale)  # nothing gathered
+
+    def draw():
+        numerator = torch.randn(5, 3, generator=g)
+        denominator = torch.rand(5, 1, generator=g)
+        return Partial(numerator, denominator, 500 * torch.randn(5, 1, generator=g))
+
+    a = Partial(torch.zeros(5, 3), torch.zeros(5, 1), lowest)  # nothing gathered
+    b = draw()
+    c = draw()
     cases = [
         (merge(a, b), b),
         (merge(b, a), b),
