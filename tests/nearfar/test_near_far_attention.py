@@ -9,6 +9,7 @@ from helpers.nearfar_cases import (
     by_reference,
     centres_by_definition,
     metric_by_definition,
+    one_by_one,
     same,
     tensors,
 )
@@ -63,9 +64,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(sizes, options, masked
     if masked:
         mask = keep
     expected = by_reference(x, y, v, sizes, cross=cross, key_mask=mask)
-    vectors = []
-    for t in (x, y, v):
-        vectors.append(t.to(dtype))
+    vectors = [t.to(dtype) for t in (x, y, v)]
     out = near_far_attention(*vectors, sizes, key_mask=mask, cross=cross).double()
     if masked and not cross:  # what padded queries see depends on no law
         seen = keep[:, None, :, None]
@@ -124,15 +123,11 @@ def test_a_tangent_of_one_alone(which, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_derivatives_under_transforms(causal):
     """By PyTorch, of what C would otherwise compute."""
-    inputs = []
-    for t in tensors(B=1, L=26, dtype=torch.float32)[:3]:
-        inputs.append(t.detach())
+    inputs = tensors(B=1, L=26, dtype=torch.float32)[:3]
 
     def call(*t):
         return near_far_attention(*t, Sizes(3, 2, 3, open=2), causal=causal).square().sum()
 
-    for t in inputs:
-        t.requires_grad_()
     expected = torch.autograd.grad(call(*inputs), inputs)
     found = torch.func.grad(call, (0, 1, 2))(*inputs)
     for ours, theirs in zip(found, expected):
@@ -300,7 +295,8 @@ def test_padding_is_truncation(causal, lead, dtype):
     alone = []
     for row, tokens in enumerate((slice(lead, 24), slice(0, 17))):
         real.append(out[[row], :, tokens])
-        alone.append(call(*(t[[row], :, tokens] for t in (x, y, v))))
+        own = [t[[row]] for t in at_tokens((x, y, v), tokens)]
+        alone.append(call(*own))
     close = {"rtol": tolerance, "atol": tolerance}
     actual = torch.cat(real, 2)
     expected = torch.cat(alone, 2)
@@ -359,7 +355,8 @@ def test_large_scores(causal, dtype):
         assert out.isfinite().all()
         for t in (x, y, v):
             assert t.grad.isfinite().all()
-    expected = softmax_attention(*(t.detach().double() for t in (x, y, v)), causal=causal)
+    exact = [t.detach().double() for t in (x, y, v)]
+    expected = softmax_attention(*exact, causal=causal)
     tolerance = 1e-3
     if dtype == torch.bfloat16:
         tolerance = 0.02
@@ -374,7 +371,7 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
         return near_far_attention(*t, Sizes(4, 4, 5, open=3), causal=causal, key_mask=keep)
 
     whole = call(x, y, v)
-    low = call(*(t.bfloat16() for t in (x, y, v)))
+    low = call(x.bfloat16(), y.bfloat16(), v.bfloat16())
     assert low.dtype == torch.bfloat16
     difference = (low.float() - whole).norm()
     assert difference < 0.02 * whole.norm()
@@ -392,7 +389,7 @@ def test_half_precision_and_parts_of_the_heads(causal, monkeypatch):
 
 def draw_inputs():
     g = seeded()
-    x, y, v = (torch.randn(1, 2, S, D, generator=g) for _ in range(3))
+    x, y, v = torch.randn(3, 1, 2, S, D, generator=g)
     return 1.5 * x, y + 0.5, v
 
 
@@ -451,9 +448,8 @@ def test_with_few_different_keys_the_past_alone_decides(engine):
     for n in (S // 2, S - 1):
         assert (run(n) - whole[:, :, :n]).norm() < 1e-5 * whole.norm(), n
     state = RecallState(SMALL, 2)
-    spans = [slice(0, 190), *(slice(i, i + 1) for i in range(190, S))]
     parts = []
-    for at in spans:
+    for at in one_by_one(190, S):
         parts.append(state.step(*at_tokens((x, y, v), at)))
     difference = (torch.cat(parts, 2) - whole).norm()
     assert difference < 1e-4 * whole.norm()
@@ -510,9 +506,7 @@ def test_sizes_beyond_the_keys_are_those_of_all_keys(name, size):
 @pytest.mark.parametrize("length", [3, 20, S])
 @pytest.mark.parametrize("part, wrong", [(0, torch.nan), (1, -torch.inf)])
 def test_queries_and_keys_that_are_not_finite_are_named(engine, length, part, wrong):
-    inputs = []
-    for t in draw_inputs():
-        inputs.append(t[:, :, :length])
+    inputs = at_tokens(draw_inputs(), slice(length))
     inputs[part][0, 0, length // 2, 0] = wrong
     for until in (32, 0):
         for causal in (True, False):
