@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
@@ -266,45 +265,3 @@ def test_names_and_sizes():
             near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
     with pytest.raises(ValueError, match="cross=True"):
         near_far_attention(x[:, :, :5], y, v, Sizes())
-
-
-# ---- swapped models
-
-
-@torch.no_grad()
-def test_a_swapped_decoder_generates_as_without_a_cache():
-    """Rows of two lengths, padded on the left: greedy text, and that of each row alone."""
-    transformers = pytest.importorskip("transformers")
-    model = (
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=32,
-                vocab_size=50,
-                max_position_embeddings=512,
-                pad_token_id=0,
-                eos_token_id=None,
-                bos_token_id=1,
-            )
-        )
-        .double()
-        .eval()
-    )
-    for p in model.parameters():
-        p.normal_(std=0.4) if p.ndim > 1 else None
-    swap_attention(model, "nearfar", block=4, cells=6, heavy=2, open=8, exact_until=16)
-    ids = torch.randint(2, 50, (2, 110))
-    mask = torch.ones_like(ids)
-    mask[0, :37] = 0
-    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    text = model.generate(**given)
-    expected = model.generate(**given, use_cache=False)
-    assert torch.equal(text, expected)
-    input_ids = ids[:1, 37:]
-    alone = model.generate(input_ids=input_ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(alone[0], text[0, 37:])
-    actual = model.generate(**given, num_beams=3).shape
-    assert actual == text.shape
