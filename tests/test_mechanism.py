@@ -337,7 +337,9 @@ FILES = {
 @pytest.mark.parametrize("read, content, words", FILES.values(), ids=FILES)
 def test_files_that_no_run_writes_are_one_line(read, content, words, tmp_path):
     file = tmp_path / "config"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, str):
+        content = content.encode()
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{file}.*{words}") as caught:
         read(file)
     hostile.check_one_line(caught.value)

@@ -175,7 +175,8 @@ def test_rows_may_come_in_any_container(container):
     X, y, labels = rows()
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
         model = make(n_components=40, random_state=0)  # gamma="scale" is that of all rows
-        found, expected = (clone(model).fit(given, target).coef_ for given in (container(X), X))
+        found = clone(model).fit(container(X), target).coef_
+        expected = clone(model).fit(X, target).coef_
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 

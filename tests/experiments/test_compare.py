@@ -55,7 +55,8 @@ def compared(*places):
 
 
 def test_seeds_are_paired(tmp_path):
-    one, two = [0.5, 0.6, 0.7], [0.55, 0.7, 0.72]
+    one = [0.5, 0.6, 0.7]
+    two = [0.55, 0.7, 0.72]
     for method, values in (("trig", one), ("oprf", two)):
         for seed, value in enumerate(values):
             write_run(tmp_path / method / str(seed), [value], seed=seed, method=method)
@@ -67,7 +68,8 @@ def test_seeds_are_paired(tmp_path):
 
 
 def test_overlapping_splits_have_a_wider_interval(tmp_path):
-    one, two = [0.5, 0.6, 0.7, 0.9], [0.55, 0.7, 0.72, 0.8]
+    one = [0.5, 0.6, 0.7, 0.9]
+    two = [0.55, 0.7, 0.72, 0.8]
     places = [
         write_run(tmp_path / "a", one),
         write_run(tmp_path / "b", two, method="oprf"),

@@ -86,7 +86,8 @@ def test_directions_stay_orthogonal_and_fast(phi):
 
 def test_arc_cosine_kernels_are_those_of_layers_at_random():
     x = torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    steps, relus = (ArcCosineRF(order=n).log_kernel(x[:, None], x[None]).exp() for n in (0, 1))
+    steps = ArcCosineRF(order=0).log_kernel(x[:, None], x[None]).exp()
+    relus = ArcCosineRF(order=1).log_kernel(x[:, None], x[None]).exp()
     actual = steps[0]
     expected = torch.tensor([1, 0.5, 0, 0.5], dtype=torch.float64)
     assert_close(actual, expected)

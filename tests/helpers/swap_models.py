@@ -71,21 +71,20 @@ def gpt2():
     )
 
 
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=32,
-            vocab_size=40,
-            max_position_embeddings=40,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    )
+def llama(**sizes):
+    defaults = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 40,
+        "max_position_embeddings": 40,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**defaults | sizes))
 
 
 def vit():
@@ -277,7 +276,9 @@ def inputs(make, length=L, batch=B, seed=0):
     g = seeded(seed)
     if make in IMAGE.values():
         found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
-        return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
+        if make is vit_mae:
+            found["noise"] = torch.rand(batch, 4, generator=g)
+        return found
     return {"input_ids": torch.randint(2, 40, (batch, length), generator=g)}
 
 

@@ -121,13 +121,6 @@ def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
 # ---- properties ----
 
 
-def test_future_never_leaks():
-    x, y, v = (t.requires_grad_() for t in draw_inputs(S=100))
-    for grad in torch.autograd.grad(attend(x, y, v)[:, :, :60].sum(), (y, v)):
-        assert (grad[:, :, 60:] == 0).all()
-        assert (grad[:, :, :60] != 0).any()
-
-
 @torch.no_grad()
 def test_outputs_depend_on_places_and_past_alone():
     """The whole, its first tokens, its last ones; in steps of any size; and behind padding."""

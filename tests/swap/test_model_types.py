@@ -121,12 +121,9 @@ def judge_model(model, batch):
         swap_attention(model, "exact")
     except ValueError as error:
         why = " ".join(str(error).split())
-        return (
-            "no attention"
-            if "no supported attention" in why and "unsupported: none" in why
-            else "refused",
-            why,
-        )
+        if "no supported attention" in why and "unsupported: none" in why:
+            return "no attention", why
+        return "refused", why
     try:
         check_laws(model, cases, before, causal)
     except NotBuilt:
@@ -204,17 +201,18 @@ def future_leak(model, batch):
     half = batch[key].shape[1] // 2
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
-    both = []
-    for values in (batch[key], changed):
-        both.append(
-            [
-                t
-                for t in outputs(model, batch | {key: values})
-                if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
-            ]
-        )
-    one, two = both
-    return distance([one[0][:, :half]], [two[0][:, :half]]) if one else float("inf")
+
+    def early(values):
+        """The first output by tokens, at the earlier half; none where there is none."""
+        for t in outputs(model, batch | {key: values}):
+            if t.ndim == 3 and t.shape[:2] == changed.shape[:2]:
+                return [t[:, :half]]
+        return []
+
+    before = early(batch[key])
+    if not before:
+        return float("inf")
+    return distance(before, early(changed))
 
 
 def distance(one, two, mask=None):

@@ -556,11 +556,9 @@ def test_fetch(data, tmp_path, monkeypatch, capsys):
     kind = transformers.AutoModelForMaskedLM
     ids = torch.arange(5, 30)[None]
     with torch.no_grad():
-        loaded, exact = (
-            model.eval()(ids).logits
-            for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME))
-        )
-    assert torch.equal(loaded, exact)
+        loaded = crt_exp.from_pretrained(kind, NAME).eval()(ids)
+        exact = kind.from_pretrained(data / NAME).eval()(ids)
+    assert torch.equal(loaded.logits, exact.logits)
     shutil.rmtree(found)
     monkeypatch.undo()
     assert main(["fetch", NAME, *where]) == 1

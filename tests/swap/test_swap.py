@@ -156,7 +156,8 @@ def test_swapping_twice_replaces_and_layers_mix():
 @torch.no_grad()
 def test_models_of_one_configuration_are_apart():
     config = transformers.BertConfig(**SIZES)
-    first, second = (transformers.BertModel(config).eval() for _ in range(2))
+    first = transformers.BertModel(config).eval()
+    second = transformers.BertModel(config).eval()
     before = run(second, **inputs(bert))
     swap_attention(first, "favorpp", m=8)
     assert config._attn_implementation != "crt_exp"

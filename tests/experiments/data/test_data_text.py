@@ -473,7 +473,8 @@ def test_parts_of_qnli_share_no_question(data):
     (data / "glue/QNLI").mkdir(parents=True)
     (data / "glue/QNLI/dev.tsv").write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines))
     corpora.prepare([option])
-    train, dev = (glue.load("qnli", split, corpora.FOLDER / "qnli-2") for split in ("train", "dev"))
+    train = glue.load("qnli", "train", corpora.FOLDER / "qnli-2")
+    dev = glue.load("qnli", "dev", corpora.FOLDER / "qnli-2")
     assert {*dev.texts[0]} == {"Who is 0?", "Who is 2?", "Who is 4?"}
     assert {*train.texts[0]}.isdisjoint(dev.texts[0])
     actual = sorted(train.texts[1] + dev.texts[1])
@@ -496,7 +497,8 @@ def test_no_row_of_a_part_of_sst2_is_a_phrase_of_the_other_part(data):
     )
     folder = corpora.FOLDER / "sst2-9"
     corpora.prepare([f"task.data_dir={folder}"])
-    train, dev = (glue.load("sst2", split, folder).texts[0] for split in ("train", "dev"))
+    train = glue.load("sst2", "train", folder).texts[0]
+    dev = glue.load("sst2", "dev", folder).texts[0]
     assert 9 <= len(dev) <= 11
     assert len(train) == 27 - len(dev)
     padded = []

@@ -139,7 +139,8 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
         image = Image.fromarray(grey.astype(np.uint16) * 257)
     else:
         image = Image.fromarray(grey).convert(mode)
-    image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
+    options = {"quality": 100} if suffix in ("jpg", "webp") else {}
+    image.save(path, **options)
     found = images.read_image(path)
     assert found.mode == "RGB"
     assert found.size == (16, 16)

@@ -193,7 +193,8 @@ def test_a_category_has_an_indicator_for_each_level(tmp_path):
     """Also where the levels have an order; a category of two levels is one column."""
     write(tmp_path, "car", [["low", "vhigh", "5more", "more", "small", "high", "vgood"]] * 1728)
     table = load("car", tmp_path)
-    first, last = [1, 0, 0, 0], [0, 0, 0, 1]
+    first = [1, 0, 0, 0]
+    last = [0, 0, 0, 1]
     expected = [*first, *last, *last, 0, 0, 1, 1, 0, 0, 0, 0, 1]
     assert table.encode()[0].tolist() == expected
     assert table.target[0] == 3

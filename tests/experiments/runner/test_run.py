@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filelock import FileLock
+from helpers.failing import failing
 from helpers.refusals import check_error
+from helpers.toy import records
 from wandb.proto.wandb_internal_pb2 import MetricRecord, RunRecord
 
 import crt_exp.experiments.drawing
@@ -24,13 +26,6 @@ from crt_exp.experiments.runner.run import LOCK, commit, read_records
 from crt_exp.registry import ConfigError, written_folder
 
 SHORT = ["logger=none", "task.repeats=1", "task.sigmas=[0.3]"]
-
-
-def records(directory):
-    entries = []
-    for record in read_records(directory / "metrics.jsonl"):
-        entries.append({key: value for key, value in record.items() if key != "time_s"})
-    return entries
 
 
 def test_a_run_whose_classes_have_moved_is_continued(typed, tmp_path):
@@ -202,13 +197,6 @@ def test_records_that_cannot_be_read_are_not_absent(tmp_path, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
             patch.setattr(owner, name, failing(errno.ESTALE))
             read_records(tmp_path / "metrics.jsonl")
-
-
-def failing(code):
-    def fail(*arguments, **options):
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 def test_a_second_run_in_a_directory_is_refused(typed, tmp_path):

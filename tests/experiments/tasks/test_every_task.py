@@ -1,7 +1,6 @@
 """Properties of every trained task on the command line: the run, its resume, where weights go, what is refused."""
 
 import csv
-import json
 import re
 from collections import defaultdict
 from functools import partial
@@ -17,6 +16,7 @@ from helpers.small_images import write_images
 from helpers.small_speech import write_digits
 from helpers.stopping import stopped_and_continued
 from helpers.task_options import SHORT, TASKS
+from helpers.toy import records
 from omegaconf import OmegaConf
 
 from crt_exp import swap_attention
@@ -30,7 +30,6 @@ from crt_exp.experiments.tasks.mlm import MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, import_object, instantiate
 
-SLOW = pytest.mark.slow
 KEPT = [name for name in TASKS if name != "lra"]  # task=lra keeps no model
 
 
@@ -85,18 +84,11 @@ def finished(run, folder):
     return go
 
 
-def records(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    entries = []
-    for line in lines:
-        entries.append({key: value for key, value in json.loads(line).items() if key != "time_s"})
-    return entries
-
-
 def same_run(one, two):
     assert records(one) == records(two)
     for file in (one / "model").glob("*.safetensors"):
-        here, there = (checkpoint.load_tensors(run / "model" / file.name) for run in (one, two))
+        here = checkpoint.load_tensors(file)
+        there = checkpoint.load_tensors(two / "model" / file.name)
         assert here.keys() == there.keys(), file.name
         for key in here:
             assert torch.equal(here[key], there[key]), file.name
@@ -157,10 +149,7 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
 @pytest.mark.parametrize(
     "name, more",
     [
-        *[
-            pytest.param(name, [], marks=[] if name in ("ptb", "trembl") else SLOW)
-            for name in TASKS
-        ],
+        *[(name, []) if name in ("ptb", "trembl") else slow(name, []) for name in TASKS],
         slow("ptb", ["task.softmax=full", "trainer.accumulate=2"]),
         slow("trembl", ["attention=reformer", "attention.chunk=8", "attention.buckets=4"]),
         slow(
@@ -183,15 +172,12 @@ def test_stopped_run_continues_to_the_same_numbers(
     name, more, finished, run, tmp_path, monkeypatch, interruptible
 ):
     """Bit for bit: in the middle of an epoch, dropout, statistics, tables of samplers and augmentation included."""
-    run = partial(
-        run,
-        name,
-        without=("attention", "features")
-        if "task.softmax=full" in more
-        else ("features",)
-        if "attention=reformer" in more
-        else ("-",),
-    )
+    without = ("-",)
+    if "task.softmax=full" in more:
+        without = ("attention", "features")
+    elif "attention=reformer" in more:
+        without = ("features",)
+    run = partial(run, name, without=without)
     whole = tmp_path / "run" if more else finished(name)
     if more:
         assert run(*more)[0] == 0
@@ -214,10 +200,8 @@ def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
         processes=processes,
     )
     assert code == 0, err
-    both = []
-    for name in ("run", "parts"):
-        both.append([record["loss"] for record in records(tmp_path / name)])
-    whole, parts = both
+    whole = [record["loss"] for record in records(tmp_path / "run")]
+    parts = [record["loss"] for record in records(tmp_path / "parts")]
     assert parts == pytest.approx(whole, rel=1e-4)
 
 
@@ -304,21 +288,17 @@ FAST = ("trembl", "lra", "ptb full", "ptb log_uniform", "ptb quadratic", "ptb fe
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else SLOW) for name in LEARNED]
-)
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in LEARNED])
 def test_training_beats_the_baseline(name, data, one_thread):
     attention, more, steps, better = LEARNED[name]
     write_glue(data / "SST-2", "sst2")
     given = {word.split("=")[0] for word in more}
-    words = [*[word for word in TASKS[name.split()[0]] if word.split("=")[0] not in given], *more]
+    kind = name.split()[0]
+    words = [word for word in TASKS[kind] if word.split("=")[0] not in given]
+    words += more
     task = instantiate(compose([word.replace("DATA", str(data)) for word in words]).task)
-    model = trained(
-        task,
-        attention,
-        steps,
-        lr={"glue": 2e-3, "imagenet": 2e-3, "ptb": 2e-2}.get(name.split()[0], 1e-2),
-    )
+    lr = {"glue": 2e-3, "imagenet": 2e-3, "ptb": 2e-2}.get(kind, 1e-2)
+    model = trained(task, attention, steps, lr)
     with torch.no_grad():
         metrics = task.evaluate(model, task.validation, Reader(task))
     assert better(metrics), metrics
@@ -334,7 +314,9 @@ def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_threa
     words = [word.replace("DATA", str(data)) for word in TASKS[name]]
     words += ["task.batch_seconds=4"] if name == "librispeech" else []  # several batches
     task = instantiate(compose(words).task)
-    (sample, is_part), (again, _), (first, is_whole) = (read(task, n) for n in (1, 1, None))
+    sample, is_part = read(task, 1)
+    again, _ = read(task, 1)
+    first, is_whole = read(task, None)
     assert is_part
     assert not is_whole
     assert str(sample) == str(again) != str(first)
@@ -350,10 +332,8 @@ def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finishe
     )
     assert code == 0, err
     for file in (tmp_path / "run" / "model").glob("*.safetensors"):
-        one, two = (
-            checkpoint.load_tensors(place / "model" / file.name)
-            for place in (finished(name), tmp_path / "run")
-        )
+        one = checkpoint.load_tensors(finished(name) / "model" / file.name)
+        two = checkpoint.load_tensors(file)
         for key in one:
             assert torch.equal(one[key], two[key])
 
@@ -499,7 +479,8 @@ def test_one_class_is_refused(name, data, tmp_path):
     """Any model is right about examples of a single class."""
     file = write_glue(tmp_path / "glue", "mnli") / "train.tsv"
     head, *rows = file.read_text().splitlines()
-    file.write_text("\n".join([head, *(row for row in rows if row.endswith("\tneutral"))]) + "\n")
+    neutral = [row for row in rows if row.endswith("\tneutral")]
+    file.write_text("\n".join([head, *neutral]) + "\n")
     write_images(tmp_path / "imagenet", classes=1)
     words = []
     for word in TASKS[name]:

@@ -227,7 +227,8 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 def test_mixed_targets_are_distributions_and_smoothed_once(rows, folder):
     augment = AUGMENT | {"mixup": 0.8, "cutmix": 1.0}
     task = task_of(folder, augment=augment)
-    batch, again = (next(iter(task.batches("train", Plan(rows, seed=2)))) for _ in range(2))
+    batch = next(iter(task.batches("train", Plan(rows, seed=2))))
+    again = next(iter(task.batches("train", Plan(rows, seed=2))))
     targets = batch["targets"]
     model = task.build(Mechanism.of("exact")).eval()
     assert targets.shape == (rows, 3)

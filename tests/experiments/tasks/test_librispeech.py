@@ -4,7 +4,7 @@ import jiwer
 import pytest
 import torch
 from helpers.small_speech import TEXTS, write_digits, write_librispeech
-from helpers.task_options import options_of
+from helpers.task_options import RECOGNISER, options_of
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import Plan
@@ -14,19 +14,7 @@ from crt_exp.experiments.tasks.librispeech import LibriSpeech
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
-SIZES = {
-    "mels": 16,
-    "channels": 4,
-    "layers": 1,
-    "dim": 16,
-    "ffn": 32,
-    "heads": 2,
-    "kernel": 7,
-    "predictor": 16,
-    "joiner": 16,
-    "dropout": 0.1,
-    "norm": "frame",
-}
+SIZES = RECOGNISER | {"dropout": 0.1, "norm": "frame"}
 
 
 def options(**given):
@@ -48,7 +36,8 @@ def books(tmp_path_factory):
         ("test-clean", 9),
     ]
     for subset, speaker in cases:
-        write_librispeech(root, subset, TEXTS * (3 if speaker == 7 else 1), speaker=speaker)
+        texts = 3 * TEXTS if speaker == 7 else TEXTS
+        write_librispeech(root, subset, texts, speaker=speaker)
     return root
 
 
@@ -81,7 +70,8 @@ def test_error_rates_follow_from_the_transcripts(digits, tmp_path):
     write_predictions(task.predicted, tmp_path)
     rows = read_predictions(tmp_path)
     assert rows["example"].nunique() == 9
-    labels, answers = [*rows["label"]], [*rows["prediction"]]
+    labels = [*rows["label"]]
+    answers = [*rows["prediction"]]
     assert found["wer"] == jiwer.wer(labels, answers)
     assert found["utterances"] == 9
     assert found["cer"] == jiwer.cer(labels, answers)

@@ -294,8 +294,12 @@ def test_the_height_map_is_that_of_the_stones():
     assert image.min() == -4
     side = np.sign(stones[1, 1])  # that the second stone lies to, where left is 1
     off = heights(stones, stones[1, 0] - 1, 0, 0, 16)[6:10]
-    assert (off[:, 15 if side > 0 else 0] == -4).all()
-    assert (off[:, 0 if side > 0 else 15] > -1).all()
+    first = off[:, 0]
+    last = off[:, 15]
+    if side < 0:
+        first, last = last, first
+    assert (last == -4).all()
+    assert (first > -1).all()
     ends = stones[:, 0] + stones[:, 3]
     assert (stones[1:, 0] - stones[1:, 3] - ends[:-1] >= 0.05 - 1e-9).all()
     actual = heights(stones, 2, 1, 0.3, 16).shape

@@ -66,9 +66,8 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     task = mlm(causal=causal)
     train = task.blocks["train"]
     validation = task.blocks["validation"]
-    whole = running_blocks(
-        files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else ""
-    )
+    end = "\n" if causal else ""
+    whole = running_blocks(files / "text.txt", task.tokenizer, train.shape[1], None, end)
     assert len(validation) == -(-len(whole) // 50)
     assert task.test is None
     actual = np.concatenate([train, validation])

@@ -1,6 +1,5 @@
 """Attention transfer and low-rank adapters: what a taught layer sees and learns, and the runs that go on from it."""
 
-import json
 import warnings
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from helpers.refusals import check_error
 from helpers.small_bert import write_text
 from helpers.swap_models import bert, build_model, gpt2, inputs, vit
+from helpers.toy import records
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -166,10 +166,6 @@ def run(typed, exact, tmp_path, monkeypatch):
         )
 
     return go
-
-
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):

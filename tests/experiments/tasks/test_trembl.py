@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small_proteins import name, write
-from helpers.task_options import options_of
+from helpers.task_options import GENERATED, options_of
 
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.tasks.base import Reader
@@ -12,23 +12,12 @@ from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
-GENERATED = {
-    "sequences": 200,
-    "families": 2,
-    "held_out": 1,
-    "shortest": 10,
-    "longest": 16,
-    "nearest": 2,
-    "farthest": 4,
-    "copied": 0.6,
-    "seed": 0,
-}
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 OPTIONS = options_of("trembl") | {
     "max_length": 16,
     "validation_share": 0.1,
     "test_share": 0.1,
-    "generated": GENERATED,
+    "generated": GENERATED | {"seed": 0},
     "sizes": SIZES,
     "dropout": 0.0,
     "calibration": 2,

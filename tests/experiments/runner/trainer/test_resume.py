@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import toy
 from helpers.covering import slow
+from helpers.failing import failing
 from helpers.refusals import check_error
 from helpers.stopping import during_step, stop_signal, stopped_and_continued
 from helpers.toy import ARGS, CARRYING, assert_same, checkpoints, records
@@ -29,11 +30,6 @@ from crt_exp.experiments.runner.checkpoint import CheckpointError
 from crt_exp.experiments.runner.configuration import override
 from crt_exp.experiments.tasks.base import Plan, Task
 from crt_exp.nearfar import NearFar
-
-
-def full(handle):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
 
 # ---- stopped ---------------------------------------------------------------------------------------------------------
 
@@ -113,9 +109,8 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
         *range(1, 7)
     ]  # one after so many minutes: here after every step
     path = tmp_path / "run" / "checkpoints" / "step-6"
-    kept, weights = (
-        checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model")
-    )
+    kept = checkpoint.load_tensors(path / "task.safetensors")
+    weights = checkpoint.load_tensors(path / "model.safetensors")
     assert kept.keys() == {"0.seen", "0.table"}
     assert torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
     actual = checkpoint.load_state(path)["task"]
@@ -168,7 +163,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     run = shutil.copytree(cut, tmp_path / "run")
     with (
         monkeypatch.context() as patch,
-        during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", full)),
+        during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", failing(errno.ENOSPC))),
     ):
         code, _, err = typed(*ARGS, "resume=auto")
     assert code == 2
@@ -217,7 +212,8 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
 
     def written():
         metrics = run / "metrics.jsonl"
-        return checkpoints(run), metrics.stat().st_mtime_ns if metrics.exists() else 0
+        time_of_records = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        return checkpoints(run), time_of_records
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = get_context("forkserver")
@@ -264,9 +260,10 @@ def write(root, step, best=None, model=None):
         "model": (model or Tied()).state_dict(),
         "optimizer": {"a.weight.step": torch.tensor(3.0)},
     }
-    return checkpoint.save(
-        root, step, tensors, {"step": step, "best": {"step": best} if best else None}
-    )
+    state = {"step": step, "best": None}
+    if best:
+        state["best"] = {"step": best}
+    return checkpoint.save(root, step, tensors, state)
 
 
 def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
@@ -360,13 +357,6 @@ READS = [
 ]
 
 
-def failing(code):
-    def fail(*arguments, **options):
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
 @pytest.mark.parametrize("owner, name", READS, ids=[name for _, name in READS])
 def test_a_read_error_is_not_damage_and_removes_nothing(owner, name, code, tmp_path, monkeypatch):
@@ -416,9 +406,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     path = write(tmp_path, 1)
     tensors = checkpoint.load_tensors(path / "model.safetensors")
+    without_counts = {key: t for key, t in tensors.items() if key != "counts"}
     with pytest.raises(CheckpointError, match=r"a.weight has shape \(4, 4\), expected \(4, 5\)"):
         checkpoint.load_model(Tied(width=5), tensors, path)
     with pytest.raises(CheckpointError, match=r"counts has shape none, expected \(6,\)"):
-        checkpoint.load_model(Tied(), {k: v for k, v in tensors.items() if k != "counts"}, path)
+        checkpoint.load_model(Tied(), without_counts, path)
     with pytest.raises(CheckpointError, match=r"more has shape \(1,\), expected none"):
         checkpoint.load_model(Tied(), tensors | {"more": torch.zeros(1)}, path)

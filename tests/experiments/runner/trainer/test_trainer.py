@@ -11,7 +11,6 @@ import torch
 from helpers import toy
 from helpers.refusals import check_error
 from helpers.toy import FILES, OVERSHOT, PLAIN, assert_close, checkpoints, records
-from omegaconf import OmegaConf
 from torch import nn
 
 from crt_exp.experiments.runner import checkpoint, fit
@@ -19,14 +18,6 @@ from crt_exp.experiments.runner.trainer import Trainer
 from crt_exp.experiments.tasks.base import Plan, Reader
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import CONF
-
-CONFIG = {
-    key: value
-    for key, value in OmegaConf.to_container(OmegaConf.load(CONF / "trainer/default.yaml")).items()
-    if key != "_target_"
-}
-
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
