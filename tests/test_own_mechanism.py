@@ -32,7 +32,8 @@ class ClippedRF(FeatureMap):
     """Biased, without a variance."""
 
     def phi_q(self, x, noise, params=()):
-        return Features(ONE, noise.project(x).clamp(-3, 3) - x.square().sum(-1, keepdim=True))
+        log_scale = noise.project(x).clamp(-3, 3) - x.square().sum(-1, keepdim=True)
+        return Features(ONE, log_scale)
 
 
 def encoder():

@@ -429,7 +429,15 @@ def test_float64_throughout(phi, sampler, monkeypatch):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **options):
+def call(
+    x=(2, 4, 6, 4),
+    y=None,
+    v=None,
+    noise=None,
+    params=None,
+    phi=None,
+    **options,
+):
     if y is None:
         y = x
     if v is None:

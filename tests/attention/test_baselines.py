@@ -431,4 +431,4 @@ def test_integer_masks_and_other_heads_are_refused(name):
         layer(q, k, v, torch.ones(2, 12, dtype=torch.long))
     if name != "linformer":  # its projections are of any number of heads
         with pytest.raises(ValueError, match="batch|heads=2"):
-            layer(q.repeat(1, 2, 1, 1), k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))
+            layer(*[torch.cat([t, t], 1) for t in (q, k, v)])

@@ -29,9 +29,8 @@ both_ways = pytest.mark.parametrize("is_causal", [False, True])
 
 def test_defect_mask_zeroes_only_values():
     case = Case(OPRF(), masked=True)
-    wrong = attention(
-        case.x, case.y, case.v * case.mask[:, None, :, None], case.phi, case.noise, case.params
-    )
+    v = case.v * case.mask[:, None, :, None]
+    wrong = attention(case.x, case.y, v, case.phi, case.noise, case.params)
     right = case(attention_reference)
     assert_same([case()], [right])
     assert (wrong - right).norm() > 0.2 * right.norm()  # the test has power

@@ -339,7 +339,7 @@ def test_padding_enters_no_statistics(phi, options):
     v[:, :, 9:] = torch.nan
     for _ in range(2):
         padded = module(q, k, v, mask)
-        cut = short(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+        cut = short(*at_tokens((q, k, v), slice(9)))
     actual = padded[:, :, :9]
     assert_close(actual, cut, rtol=1e-4, atol=1e-5)
 
@@ -376,7 +376,7 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
     assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     module.redraw()
     with pytest.raises(ValueError, match="have changed"):
-        decoder.step(q[:, :, :1], k[:, :, :1], v[:, :, :1], version=module.version)
+        decoder.step(*at_tokens((q, k, v), slice(1)), version=module.version)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def with_logsum(case, function, is_causal, weight):
         out = rows.output
         logs = rows.logsum
     logs = torch.where(logs == -torch.inf, 0.0, logs)
-    loss = (out.double() * case.grad.double()).sum() + (logs.double() * weight).sum()
+    loss = (out.double() * case.grad.double()).sum()
+    loss = loss + (logs.double() * weight).sum()
     return [out, logs, *torch.autograd.grad(loss, case.inputs)]
 
 

@@ -334,7 +334,8 @@ def arc_cosine(X, order=1):
     theta = np.arccos((X @ X.T / np.outer(size, size)).clip(-1, 1))
     if order == 0:
         return 1 - theta / np.pi
-    return np.outer(size, size) * (np.sin(theta) + (np.pi - theta) * np.cos(theta)) / np.pi
+    angular = np.sin(theta) + (np.pi - theta) * np.cos(theta)
+    return np.outer(size, size) * angular / np.pi
 
 
 OWN_KERNELS = {

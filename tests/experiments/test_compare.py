@@ -105,7 +105,9 @@ def test_right_and_wrong_examples_have_the_exact_test(tmp_path):
 def test_word_error_rate_is_that_of_all_words(tmp_path):
     """The mean difference of the jackknife values is close to the difference of the rates."""
     rng = np.random.default_rng(0)
-    labels = [" ".join(rng.choice(["one", "two", "six"], n)) for n in rng.integers(2, 9, 40)]
+    labels = []
+    for n in rng.integers(2, 9, 40):
+        labels.append(" ".join(rng.choice(["one", "two", "six"], n)))
     wrong = [label.replace("one", "two") for label in labels[:20]] + labels[20:]
     rows = [answers(labels, labels), answers(labels, wrong)]
     places = [

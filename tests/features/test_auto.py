@@ -34,7 +34,9 @@ def test_each_head_of_auto_is_its_own_map(causal):
     q, k, v = three_kinds()
     phi = AutoRF()
     noise = samplers.orthogonal(8, D, seeded(), (3,))
-    stats = Statistics.of(q.transpose(0, 1).flatten(1, 2), k.transpose(0, 1).flatten(1, 2))
+    x = q.transpose(0, 1).flatten(1, 2)
+    y = k.transpose(0, 1).flatten(1, 2)
+    stats = Statistics.of(x, y)
     out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
     assert [*phi.candidates(D)] == KINDS
     for h, own in enumerate(phi.candidates(D).values()):

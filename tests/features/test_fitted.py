@@ -120,7 +120,12 @@ def test_no_other_root_or_shift_is_better(phi):
 def test_balance_gives_both_sides_the_same_second_moments(diagonal):
     x, y = vectors()
     G = SDERF(diagonal=diagonal).fit(Statistics.of(x, y)).balance
-    of_x, of_y = (x * G, y / G) if diagonal else (x @ G.mT, y @ torch.linalg.inv(G))
+    if diagonal:
+        of_x = x * G
+        of_y = y / G
+    else:
+        of_x = x @ G.mT
+        of_y = y @ torch.linalg.inv(G)
     a = torch.cov(of_x.mT)
     b = torch.cov(of_y.mT)
     a, b = (a.diagonal(), b.diagonal()) if diagonal else (a, b)

@@ -28,9 +28,9 @@ UNBIASED = Mixture(weights="unbiased", size=6)
 
 def fit_of(phi, centre=0.7, seed=1):
     """To queries and keys around opposite or equal means."""
-    return phi.fit(
-        Statistics.of(0.5 * normal(40, 3, seed=seed) + centre, 0.5 * normal(50, 3, seed=seed + 1))
-    )
+    x = 0.5 * normal(40, 3, seed=seed) + centre
+    y = 0.5 * normal(50, 3, seed=seed + 1)
+    return phi.fit(Statistics.of(x, y))
 
 
 def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
@@ -89,7 +89,8 @@ def test_error_of_several_centres_by_quadrature():
     aim = 2 * log_normal(x + y)
     means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
     expected = (aim - own.logsumexp(0)).exp().sum() * 0.005 - means.square().sum()
-    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / (x * y).sum().exp()
+    exact = (x * y).sum().exp()
+    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / exact
     square = (found - found.mean()).square()
     error = check_mean(square, expected, errors=4.5)
     assert error < 0.012 * expected
@@ -105,7 +106,8 @@ def divergence(log_weights, x, y, rows, exact, seen, least=0.0):
     log_k = log_k.logsumexp(-1).masked_fill(~seen, -torch.inf).log_softmax(-1)
     if least:
         log_k = (log_k.exp() + least).log()
-    return (exact * (exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0))).sum(-1).mean()
+    log_ratio = exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0)
+    return (exact * log_ratio).sum(-1).mean()
 
 
 def neighbours(log_weights):
@@ -180,7 +182,15 @@ def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("counts", [[1, 2, 3, 4, 5, 6, 7], [2, 2, 5, 9], [4, 4, 4], [1]])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1, 2, 3, 4, 5, 6, 7],
+        [2, 2, 5, 9],
+        [4, 4, 4],
+        [1],
+    ],
+)
 def test_blocks_cover_each_visible_pair_once(counts):
     covered = torch.zeros(len(counts), max(counts), dtype=torch.long)
     for queries, keys in mixture.visible_blocks(counts):
@@ -265,7 +275,8 @@ def error(layer, q, k, v):
 
 
 def calibrated(name, causal=False, kv_heads=2, **options):
-    layer = Mechanism.of(name, m=16, **options).layer(2, 8, causal=causal, kv_heads=kv_heads).eval()
+    mechanism = Mechanism.of(name, m=16, **options)
+    layer = mechanism.layer(2, 8, causal=causal, kv_heads=kv_heads).eval()
     with layer.calibration(), torch.no_grad():
         for seed in range(1, 4):
             layer(*clustered(seed=seed))
@@ -307,7 +318,7 @@ def test_padding_is_no_part_of_the_fit_of_a_mixture():
     alone = Mechanism.of("favormix", m=8).layer(2, 8).eval()
     with masked.calibration(), alone.calibration(), torch.no_grad():
         masked(q.masked_fill(padding, torch.nan), k.masked_fill(padding, torch.nan), v, mask)
-        alone(q[:1, :, :40], k[:1, :, :40], v[:1, :, :40])
+        alone(*(t[:1, :, :40] for t in (q, k, v)))
     actual = masked.clusters.params()
     expected = alone.clusters.params()
     assert_close(actual, expected)

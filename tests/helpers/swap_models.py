@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from crt_exp import calibrate_attention, swap_attention
+from crt_exp import calibrate_attention, from_pretrained, swap_attention
 from helpers.seeds import seeded
 
 B = 2
@@ -304,3 +304,16 @@ def attention(**options):
     if module.in_proj_bias is not None:
         nn.init.normal_(module.in_proj_bias)
     return module
+
+
+BARE = {bert: {"add_pooling_layer": False}, vit: {"add_pooling_layer": False}}
+
+
+def alike(model, other, make):
+    return torch.equal(run(model, **inputs(make)), run(other, **inputs(make)))
+
+
+def back(folder, make=bert, auto=None, **options):
+    """The model of a folder, in eval mode."""
+    kind = auto or type(build_model(make))
+    return from_pretrained(kind, folder, **BARE.get(make, {}), **options).eval()

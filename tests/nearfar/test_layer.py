@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from helpers.covering import slow
-from helpers.nearfar_cases import tensors
+from helpers.nearfar_cases import at_tokens, tensors
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,7 +64,8 @@ def test_short_sequences_are_exact(cross):
     actual = gradient[0]
     expected = torch.autograd.grad(exact.square().sum(), v)[0][0]
     assert_close(actual, expected)
-    at_once = torch.func.vmap(make(15))(x[None], y[None], v[None], keep[None])
+    mapped = torch.func.vmap(make(15))
+    at_once = mapped(x[None], y[None], v[None], keep[None])
     assert_close(at_once[0], out)
 
 
@@ -76,7 +77,7 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     keep[:] = True
     keep[0, 15:] = False
     out = layer(x, y, v, keep)
-    short = layer(x[[0], :, :15], y[[0], :, :15], v[[0], :, :15])
+    short = layer(*(t[[0]] for t in at_tokens((x, y, v), slice(15))))
     assert_close(out[[0], :, :15], short)
     assert_close(out[[1]], layer(x[[1]], y[[1]], v[[1]]))
 
@@ -185,7 +186,8 @@ def test_an_empty_batch(causal):
     out.sum().backward()
     assert out.shape == q.shape
     assert v.grad.shape == v.shape
-    actual = RecallState(layer.sizes, 2).step(q.detach(), k.detach(), v.detach()).shape
+    state = RecallState(layer.sizes, 2)
+    actual = state.step(q.detach(), k.detach(), v.detach()).shape
     assert actual == q.shape
 
 

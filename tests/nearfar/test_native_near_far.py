@@ -49,7 +49,16 @@ CASES = {
 }
 
 
-def tensors(Z=2, G=1, S=8, d=8, dv=8, scale=1.0, masked=False, L=None):
+def tensors(
+    Z=2,
+    G=1,
+    S=8,
+    d=8,
+    dv=8,
+    scale=1.0,
+    masked=False,
+    L=None,
+):
     """Queries (Z, G, L, d), keys (Z, S, d), values (Z, S, dv), the gradient (Z, G, L, dv) and a mask (Z, S); L is given
     where queries are of another sequence."""
     L = L or S

@@ -82,7 +82,8 @@ def test_an_empty_batch_has_no_rows(sampler, batch):
 
 @pytest.mark.parametrize("sampler", ALL, ids=name)
 def test_shapes_seeds_and_batches(sampler):
-    for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
+    batches = [(), (), (3,), (2, 3), (2,), (2, 3)]
+    for (m, d), batch in zip(SHAPES, batches):
         one = sampler(m, d, seeded(1), batch=batch)
         same = sampler(m, d, seeded(1), batch=batch)
         other = sampler(m, d, seeded(2), batch=batch)
@@ -197,7 +198,7 @@ def test_haar(d):
     assert difference < 1e-10
     assert within(q, 0)
     assert within(q.square(), 1 / d)
-    assert within(q.unsqueeze(-1).unsqueeze(-1)[:, 0, 0] ** 4, 3 / (d * (d + 2)))
+    assert within(q[:, 0, 0] ** 4, 3 / (d * (d + 2)))
 
 
 @pytest.mark.parametrize("d", [3, 8])
@@ -214,17 +215,26 @@ def test_row_lengths(d):
         sq = rows(sampler, d + 2, d, 50).square().sum(-1)
         expected = torch.full((50, d + 2), float(d)).double()
         assert_close(sq, expected)
-    fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
+    fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50)
+    fixed = fixed.square().sum((-2, -1))
     expected = torch.full((50,), float(n * d)).double()
     assert_close(fixed, expected)
-    chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
+    draw = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64)
+    chi = draw.lengths.squeeze(-1).square()
     assert within(chi, n)
     assert within(chi**2, n * (n + 2))
 
 
 def test_unscrambled_points_are_the_sequences():
     u = torch.special.ndtr(halton(4, 2, scramble=False, dtype=torch.float64).rows())
-    points = torch.tensor([[1 / 2, 1 / 3], [1 / 4, 2 / 3], [3 / 4, 1 / 9], [1 / 8, 4 / 9]]).double()
+    points = torch.tensor(
+        [
+            [1 / 2, 1 / 3],
+            [1 / 4, 2 / 3],
+            [3 / 4, 1 / 9],
+            [1 / 8, 4 / 9],
+        ]
+    ).double()
     assert_close(u, points, rtol=0, atol=1e-7)
     first = torch.special.ndtr(sobol(1, 2, scramble=False, dtype=torch.float64).rows())
     expected = torch.full((1, 2), 0.5).double()
@@ -353,7 +363,8 @@ def test_measured_bias_shows():
     bias = measured_bias(
         PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
     )
-    known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
+    softmax = (x.double() * x).sum(-1)
+    known = (SMREG().log_kernel(x, x) - softmax).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all()
     actual = bias.ratio[0] + 5 * bias.error[0]
     assert actual < 1

@@ -118,7 +118,8 @@ def test_operations_give_what_is_left(state, dtype, padded):
     cache.reorder_cache(torch.tensor(ROWS))
     check_goes_on(model, cache, ids[ROWS], mask[ROWS], whole[ROWS])
     other = copy.deepcopy(kept)
-    called(model, ids[:, [*range(PROMPT), 3, 1, 2]], mask[:, : PROMPT + 3], other, PROMPT)
+    draft = ids[:, [*range(PROMPT), 3, 1, 2]]
+    called(model, draft, mask[:, : PROMPT + 3], other, PROMPT)
     check_goes_on(model, kept, ids, mask, whole)
 
 

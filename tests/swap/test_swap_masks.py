@@ -228,7 +228,9 @@ def test_multihead_attention_equals_torch(options):
         {"average_attn_weights": False},
     ]
     for given in cases:
-        expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
+        turned = [turn(q), turn(k), turn(v)]
+        expected = module(*turned, **given)
+        got = swap(*turned, **given)
         assert_close(got, expected, **LOOSE)
     expected, got = (
         m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap)

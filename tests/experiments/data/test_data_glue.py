@@ -158,7 +158,14 @@ def test_other_labels_are_refused(name, bad, tmp_path):
     assert f"{path}, line 5: label {bad!r}" in refusal(name, data_dir=tmp_path)
 
 
-@pytest.mark.parametrize("rows", [[], rows_of("rte")[:1], [["other"] * 4, ["x"] * 4]])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        rows_of("rte")[:1],
+        [["other"] * 4, ["x"] * 4],
+    ],
+)
 def test_files_without_examples_or_columns(rows, tmp_path):
     actual = str(write(tmp_path, "rte", rows=rows))
     assert actual in refusal("rte", data_dir=tmp_path)

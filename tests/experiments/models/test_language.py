@@ -58,7 +58,9 @@ def mechanism(name, **options):
         "linformer": {"length": 32, "rank": 8},
         "nearfar": {"block": 3, "heavy": 2, "cells": 4},
     }
-    return Mechanism.of(name, **({"m": 16} if features else {}), **own.get(name, {}), **options)
+    if features:
+        options["m"] = 16
+    return Mechanism.of(name, **own.get(name, {}), **options)
 
 
 def model_of(name="exact", causal=True, **options):

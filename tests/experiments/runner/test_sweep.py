@@ -260,7 +260,8 @@ def test_the_picture_has_a_line_for_each_method_if_a_number_was_varied(tmp_path)
 
 
 def test_table_of_losses():
-    runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])])
+    values = [0.5, None, 0.1, 0.3]
+    runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate(values)])
     lines = lines_of(runs)
     # the smallest first, what is no number last
     actual = [line.split()[0] for line in lines[2:]]

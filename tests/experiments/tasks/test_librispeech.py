@@ -94,7 +94,8 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1)):
         actual.append(contents(batch))
     assert actual == whole[1:]
-    by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
+    plan = Plan(batch=8, seed=3, epoch=2, start=1)
+    by_workers = spoken(digits, workers=2).batches("train", plan)
     assert [contents(batch) for batch in by_workers] == whole[1:]
     other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
     assert other != whole

@@ -121,7 +121,10 @@ def test_the_policy_reads_only_what_it_attends_to():
         layer = policy.layer(Mechanism.of(name))
         kept = policy.selected_patches(layer, theta, images)
         assert (kept.sum(-1) == 3).all()
-        seen = torch.stack([tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0) for i in range(5)])
+        parts = []
+        for i in range(5):
+            parts.append(tokens(images, 2)[i, kept[i, 0] > 0, :-1].mean(0))
+        seen = torch.stack(parts)
         seen[:, 0] /= 4  # a mean, where tokens hold the sum
         controller = theta[:, -8:].unflatten(1, (4, 2))
         expected = torch.tanh(

@@ -347,7 +347,9 @@ def test_processes_share_columns(ptb):
     assert actual == [1, 2, 2]
     actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
     assert actual == []
-    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
+    halves = []
+    for rank in (0, 1):
+        halves.append([*ptb().batches("train", Plan(4, rank=rank, world=2))])
     both = []
     for pair in zip(*halves):
         for batch in pair:

@@ -58,7 +58,9 @@ def test_unigram_is_that_of_the_training_letters():
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    made = []
+    for _ in range(n):
+        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
     return write(folder / "a.fasta", made)
 
 

@@ -1,5 +1,7 @@
 """The rows of steps, rates, reading ahead and progress."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from helpers import toy
@@ -139,7 +141,7 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
 
 
 def joined(orders):
-    return np.concatenate(sum(orders, []))
+    return np.concatenate([*chain.from_iterable(orders)])
 
 
 @pytest.mark.parametrize("batches, batch", [(1, 12), (3, 12), (2, 6)])
