@@ -145,7 +145,7 @@ def test_options_reach_the_layer_from_numpy_too():
         (["features=angular", "features.n=5"], "angular m=256 features.n=5"),
     ],
 )
-def test_what_the_command_line_composes_is_written_and_saved(typed, text):
+def test_composed_mechanisms_survive_saving(typed, text):
     cfg = compose(typed)
     made = Mechanism.from_config(cfg, {"attention": None, **cfg.hydra.runtime.choices}.get)
     assert str(made) == text

@@ -96,7 +96,7 @@ def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     assert_same(actual, expected, 1e-7)
 
 
-def test_a_copy_of_a_state_is_a_point_to_come_back_to():
+def test_a_copy_of_a_decoding_state_is_independent():
     case = Case(OPRF())
     state = DecodingState(OPRF(), case.noise, case.params)
     steps(state, case, (0, 1))

@@ -81,7 +81,7 @@ def test_window_is_softmax_over_its_keys(L, S, block, first, causal, masked):
 
 @pytest.mark.parametrize("masked", [False, True])
 @both_ways
-def test_uniform_is_the_mean_of_the_values_that_are_seen(causal, masked):
+def test_uniform_attention_is_the_mean_of_the_visible_values(causal, masked):
     x, y, v, keep = sample_inputs(5, 9)
     i, j = places(5, 9)
     allowed = torch.ones(B, 1, 5, 9, dtype=torch.bool)
@@ -206,7 +206,7 @@ def test_identity_sees_the_key_of_each_query_alone(causal):
 
 @pytest.mark.parametrize("name", ["favorpp", "geom", "nearfar below", "nearfar beyond", "window"])
 @torch.no_grad()
-def test_the_last_queries_of_a_padded_sequence_see_what_they_see_alone(name):
+def test_the_last_queries_of_a_padded_sequence_equal_those_of_the_whole(name):
     attention = build_layer(name, True)
     rows = [*REAL.values()]
     q, k, v, keep = padded(rows)
@@ -274,7 +274,7 @@ def engine_of_gpus(monkeypatch):
     "name, causal",
     in_turn(sorted({*choices("attention")} - {"linformer", "hrf_angular"}), [False, True]),
 )
-def test_a_training_step_asks_for_no_value(name, causal, engine_of_gpus):
+def test_a_training_step_reads_no_value(name, causal, engine_of_gpus):
     """On the meta device a program that asks for a value fails: what runs there keeps no GPU waiting."""
     if (name, causal) in WAITS:  # docs/attention.md names those that wait
         with pytest.raises(RuntimeError, match="item|nonzero|meta"):
@@ -292,9 +292,7 @@ MASKED = [
 
 
 @pytest.mark.parametrize("name, causal, options", MASKED)
-def test_a_training_step_with_a_padding_mask_asks_for_no_value(
-    name, causal, options, engine_of_gpus
-):
+def test_a_training_step_with_a_padding_mask_reads_no_value(name, causal, options, engine_of_gpus):
     step(name, causal, masked=True, **options)
 
 
@@ -375,7 +373,7 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("hedgehog", "favormix")])
-def test_a_buffer_that_was_replaced_counts(name):
+def test_replaced_buffers_are_used(name):
     """As by torch.func.functional_call, and by accelerate when it loads a checkpoint."""
     mechanism = Mechanism.of(name, redraw_every=1)
     ours = mechanism.layer(2, 4, layer=0).eval()

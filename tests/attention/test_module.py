@@ -251,7 +251,7 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
     assert int(parts.folds) == 2
 
 
-def test_a_step_is_of_one_model():
+def test_steps_of_several_models_are_independent():
     """Another one that is trained in between, or within it, has steps of its own."""
     alone = make(causal=True, redraw_every=1)
     other = make(causal=True, redraw_every=1)
@@ -288,7 +288,7 @@ def test_running_average_is_bias_corrected():
     assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_counter_that_is_written_through_data_is_read():
+def test_a_redraw_counter_written_through_data_is_read():
     """Averages of weights write so, which leaves the version of the tensor as it is."""
     module = make(PosRF(), redraw_every=10)
     before = module.rows("omega").clone()

@@ -225,7 +225,7 @@ def test_features_that_fill_up_a_vector_leave_no_trace(first):
 @pytest.mark.parametrize(
     "value, name, causal", in_turn([torch.nan, torch.inf, 1e30, 2e15], ["x", "y"], [False, True])
 )
-def test_what_is_not_finite_is_refused(name, value, causal):
+def test_non_finite_inputs_are_refused(name, value, causal):
     case = Case(OPRF(), L=100, S=100)
     with torch.no_grad():
         getattr(case, name)[1, 1, 77, 2] = value

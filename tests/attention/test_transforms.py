@@ -130,7 +130,7 @@ def test_second_derivatives(phi, causal, four):
 
 @needs_library
 @both_ways
-def test_what_engines_cannot_differentiate_is_refused(causal):
+def test_second_derivatives_of_engines_are_refused(causal):
     """Second derivatives by autograd, batches of gradients, and gradients with a tangent."""
     case = Pair(OPRF(), causal, torch.float32)
     w = case.w.clone().requires_grad_()
@@ -174,7 +174,7 @@ def test_inputs_are_checked(phi):
 
 @needs_library
 @both_ways
-def test_one_backward_pass_stays_with_the_engine(causal, monkeypatch):
+def test_one_backward_pass_uses_the_engine(causal, monkeypatch):
     """Also where it is compiled: the plain operations keep features, which this one must not."""
     case = Pair(OPRF(), causal, torch.float32)
     monkeypatch.setattr(
@@ -277,7 +277,7 @@ def test_fits_and_features_of_each_sample(phi):
     ],
     ids=repr,
 )
-def test_what_cannot_be_traced_is_one_line(phi, words):
+def test_maps_that_transforms_cannot_trace_are_refused(phi, words):
     x = torch.randn(3, 6, 4, dtype=torch.float64)
 
     def variance(x):
@@ -290,7 +290,7 @@ def test_what_cannot_be_traced_is_one_line(phi, words):
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet.*:UserWarning")
 @pytest.mark.parametrize("options", [{"causal": True}, {"redraw_every": 2}], ids=str)
-def test_a_layer_that_would_change_under_a_transform_says_so(options):
+def test_training_mode_is_refused_under_a_transform(options):
     layer = RandomFeatureAttention(OPRF(), samplers.orthogonal, 8, 2, 4, **options).double()
     q = torch.randn(1, 2, 5, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"eval\(\)"):

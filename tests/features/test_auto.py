@@ -84,7 +84,7 @@ def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
     assert_close(params.balance, expected)
 
 
-def test_describe_attention_says_what_each_layer_chose():
+def test_describe_attention_lists_the_map_of_each_layer():
     encoder = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
     ).eval()

@@ -60,7 +60,7 @@ def moment(phi, x, y, params=None):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
+def test_each_fitted_parameter_lowers_the_mean_log_second_moment(seed):
     x, y = vectors(seed=seed)
     plain = {"centred": False, "balance": False}
     order = [

@@ -286,7 +286,7 @@ def test_matrices_in_closed_form():
             ).all()
 
 
-def test_a_covariance_that_is_not_known_is_said_to_be():
+def test_variance_of_unknown_covariances_is_refused():
     bases = ["oprf A=-0.1", TrigRF()]
     phi = Hybrid(coefficients=["angular"], bases=bases)
     with pytest.raises(NotImplementedError, match="shared=False"):

@@ -154,6 +154,6 @@ def test_training_fits_better_and_a_calibration_leaves_it(phi, learn):
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused(phi, options, words):
+def test_maps_without_trainable_parameters_are_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):
         module_cases.make(phi, **options)

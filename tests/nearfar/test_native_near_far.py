@@ -342,7 +342,7 @@ def test_squares_that_overflow_are_named(side):
         near_far.choose(*inputs, Sizes(8, 3, 9), None)
 
 
-def test_what_it_leaves_to_pytorch(monkeypatch):
+def test_inputs_outside_the_c_engine_use_pytorch(monkeypatch):
     x, y, v, *_ = tensors(Z=2, S=20)
     assert near_far.applies(x, y, v)
     assert near_far.applies(x.bfloat16(), y, v)

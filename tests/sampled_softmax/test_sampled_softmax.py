@@ -118,9 +118,9 @@ def test_draws_have_the_probabilities_that_come_with_them(number, head, queries,
     actual = q.sum(1)
     expected = torch.ones(B)
     assert torch.allclose(actual, expected, atol=1e-5)
-    assert bool((q > 0).all())
+    assert (q > 0).all()
     drawn = sampler.draw(queries, targets, DRAWS)
-    assert not bool((drawn.ids == targets[:, None]).any())
+    assert not (drawn.ids == targets[:, None]).any()
     actual = drawn.target_log_q.exp()
     expected = q.gather(1, targets[:, None])[:, 0]
     assert torch.allclose(actual, expected, rtol=1e-4)
@@ -144,8 +144,8 @@ def test_signed_maps_give_every_class_a_probability(phi, head, queries, targets)
     assert torch.allclose(actual, expected, atol=1e-5)
     assert float(q.min()) >= 0.99 * 0.05 / V
     drawn = sampler.draw(queries, targets, 2000)
-    assert bool(drawn.log_q.isfinite().all())
-    assert not bool((drawn.ids == targets[:, None]).any())
+    assert drawn.log_q.isfinite().all()
+    assert not (drawn.ids == targets[:, None]).any()
 
 
 @pytest.mark.parametrize("number", range(9))
@@ -258,7 +258,7 @@ def test_an_update_gives_the_law_of_the_new_vectors(phi, head, queries):
         assert actual == expected
 
 
-def test_rounding_of_the_sums_stays_bounded_and_a_rebuild_ends_it():
+def test_rounding_of_the_sums_is_bounded_and_a_rebuild_removes_it():
     tree = SumTree(1000, 3)
     tree.set(torch.arange(1000), torch.rand(1000, 3))
     for _ in range(300):
@@ -284,8 +284,8 @@ def test_a_class_that_outgrows_the_constants_makes_the_tables_anew(head, queries
     drawn = sampler.draw(
         queries, torch.full((B,), 3), 20_000
     )  # the rest is below rounding: uniform, with a warning
-    assert bool(drawn.log_q.isfinite().all())
-    assert not bool((drawn.ids == 3).any())
+    assert drawn.log_q.isfinite().all()
+    assert not (drawn.ids == 3).any()
     found = torch.zeros(B, V).scatter_(1, drawn.ids, drawn.log_q.exp())
     for sample in zip(drawn.ids, found + (found == 0) * 1e-9):
         assert follows(*sample)
@@ -301,7 +301,7 @@ def test_constants_hold_for_classes_that_nothing_was_fitted_to(head, queries, mo
     assert torch.allclose(actual, expected)
 
 
-def test_what_updates_have_to_follow_stays_bounded_and_takes_rows_that_moved_for_other_reasons(
+def test_the_record_of_changed_rows_is_bounded_and_takes_more_rows(
     head, queries, targets, monkeypatch
 ):
     monkeypatch.setattr("crt_exp.sampled_softmax.softmax.MAX_RECORDED", 100)

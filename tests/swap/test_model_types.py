@@ -355,7 +355,7 @@ def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("name", [*MIXED, "bart", "bert", "llama"])
-def test_layers_that_stay_compute_what_they_computed(name, implementation):
+def test_unswapped_layers_are_unchanged(name, implementation):
     found = list(judge_partly(name, implementation))
     assert found
     assert not [case for case in found if not case[-1] < EXACT]
@@ -363,9 +363,7 @@ def test_layers_that_stay_compute_what_they_computed(name, implementation):
 
 @pytest.mark.parametrize("name, plain", [("gemma3_text", "sdpa"), ("mimo_v2_flash", "eager")])
 @pytest.mark.parametrize("own", ["flash_attention_2", "flex_attention"])
-def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_arguments(
-    name, plain, own
-):
+def test_unswapped_layers_get_an_implementation_that_takes_their_arguments(name, plain, own):
     model = tiny_models.tiny_model(name)
     model.config._attn_implementation_internal = own
     swap_attention(model, "exact", layers="supported")
@@ -379,7 +377,7 @@ def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_a
 
 @pytest.mark.parametrize("name", ["dots3_note", "hy_v4_vl"])
 @torch.no_grad()
-def test_layers_that_stay_select_the_keys_that_they_selected(name):
+def test_unswapped_layers_select_the_same_keys(name):
     """A sparse index that leaves keys out, which those of small models do not."""
     model, batch = tiny_models.of_transformers(name)
     whole = outputs(model, batch)
@@ -395,7 +393,7 @@ def test_layers_that_stay_select_the_keys_that_they_selected(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_layer_that_stays_computes_otherwise():
+def test_unswapped_layers_of_all_models_are_unchanged():
     wrong = []
     for name in tiny_models.model_types():
         try:

@@ -116,7 +116,7 @@ def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
         (llama, "auto", {"m": 4}),
     ],
 )
-def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
+def test_models_made_in_inference_mode_can_be_trained_and_loaded(make, name, options, tmp_path):
     model = build_model(make)
     batch = inputs(make)
     with torch.inference_mode():

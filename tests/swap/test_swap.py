@@ -149,7 +149,7 @@ def test_swapping_twice_replaces_and_layers_mix():
 
 
 @torch.no_grad()
-def test_models_of_one_configuration_are_apart():
+def test_models_of_one_configuration_are_independent():
     config = transformers.BertConfig(**SIZES)
     first = transformers.BertModel(config).eval()
     second = transformers.BertModel(config).eval()

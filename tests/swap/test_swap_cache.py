@@ -366,7 +366,7 @@ def test_a_cache_outlives_no_change_of_the_layer():
 
 
 @torch.no_grad()
-def test_new_keys_are_of_no_other_use():
+def test_new_keys_are_refused_outside_the_swapped_attention():
     model = swapped(llama)
     layer_cache = model(tokens(), use_cache=True).past_key_values
     keys, values = layer_cache.update(torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4), 0)
@@ -386,7 +386,7 @@ def test_new_keys_are_of_no_other_use():
 
 
 @torch.no_grad()
-def test_copies_of_a_model_decode_alike_and_swapping_again_installs_once():
+def test_copies_of_a_model_decode_identically_and_swapping_again_installs_once():
     model = swap_attention(swapped(gpt2), "favorp", m=16)
     ids = tokens()
     expected = generated(model, ids)[1]

@@ -172,7 +172,7 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
             assert_close(whole, expected, **CLOSE)
 
 
-def test_what_changes_the_logits_is_refused_before_anything_changes():
+def test_changes_of_the_logits_are_refused_and_leave_the_model_unchanged():
     model = build(
         "BeitModel",
         transformers.BeitConfig(

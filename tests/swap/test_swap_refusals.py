@@ -154,14 +154,14 @@ def test_adapters_of_peft_stay_and_train(make, targets, first):
     assert trained
     for name, p in trained.items():
         assert ".lora_" in name
-        assert bool(p.grad.isfinite().all())
+        assert p.grad.isfinite().all()
     with torch.no_grad():
         actual = run(unswap_attention(adapted).eval(), **batch)
         assert_close(actual, before, **LOOSE)
 
 
 @torch.no_grad()
-def test_layers_that_stay_keep_their_implementation_and_get_their_configuration_back():
+def test_unswapped_layers_keep_their_implementation_and_configuration():
     model = build_model(bert)
     own = [part.self.config for part in attentions(model)]
     name = model.config._attn_implementation

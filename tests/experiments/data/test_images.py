@@ -50,7 +50,7 @@ def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
         train.held_out(0.01)
 
 
-def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
+def test_a_fifth_of_a_folder_of_classes_is_held_out(tmp_path, caplog):
     root = write_images(tmp_path, train=10) / "train"
     (root / "class1").rename(root / "bullet_train")
     found = images.load("mine", root)

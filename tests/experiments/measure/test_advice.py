@@ -97,7 +97,7 @@ def test_losses_of_images_are_those_of_their_definition():
     assert divergence > 1e-3
 
 
-def test_losses_by_position_are_those_of_the_places_asked_for():
+def test_losses_leave_out_ignored_positions():
     ids, labels = bench.next_token_labels(torch.randint(5, 40, (1, 64)))
     assert labels[0, -1] == IGNORED
     assert torch.equal(labels[0, :-1], ids[0, 1:])
@@ -165,7 +165,7 @@ def test_the_model_is_itself_again_also_after_an_error():
         Bench(swap_attention(bench.model, "uniform"))
 
 
-def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
+def test_models_built_with_attention_are_fitted_and_measured():
     """Each layer as it is calibrated; what has nothing to fit reads nothing."""
 
     def build(mechanism):
@@ -202,7 +202,7 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
     assert after.keys() == before.keys()
     for name, t in before.items():
         assert torch.equal(after[name], t)
-    assert bool((model.lm_head.weight.grad == 1).all())
+    assert (model.lm_head.weight.grad == 1).all()
     assert not model.model.embed_tokens.weight.requires_grad
     assert not hasattr(model.config, "crt_exp")
     assert [row.attention for row in advice.rows] == [
@@ -279,7 +279,7 @@ def advice_with(**options):
     return crt_exp.advise(llama(), ids(), **(given | options))
 
 
-def test_the_table_states_what_was_not_measured():
+def test_the_table_lists_missing_measurements():
     early = advice_with(attentions=["nearfar", "window block=16 first=4"])
     assert [row.samples for row in early.rows] == [6, 2, 6]  # near-far is exact at this length
     assert "Fewer than 6 texts decided the verdict on nearfar." in str(early)
@@ -354,7 +354,7 @@ def test_a_control_on_too_few_samples_asks_for_more_time():
     assert "Increase minutes" in found.sentence
 
 
-def test_what_is_never_advised():
+def test_non_finite_and_exact_attention_are_never_recommended():
     """Attention whose loss is not finite, and exact attention under another name: it is not faster, but the same."""
     found = advice_of(row("favorpp", math.nan), row("window", 0.5))
     assert "the closest, window, costs 0.5000" in found.sentence
@@ -368,7 +368,7 @@ def test_what_is_never_advised():
     assert advice_of(same, near).chosen is near
 
 
-def test_a_model_that_only_copies_is_judged_on_repeated_passages():
+def test_a_copying_model_is_judged_on_repeated_passages():
     forgets = row("window", -1.4, repeated=3.8, ms=(1, 2, 3))
     keeps = row("nearfar", 0.0, ms=(1, 4, 16))
     copying = {
@@ -382,7 +382,7 @@ def test_a_model_that_only_copies_is_judged_on_repeated_passages():
     assert advice_of(forgets, **copying).chosen is None
 
 
-def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
+def test_the_break_even_length_is_where_all_longer_passes_are_faster():
     actual = pays_from({128: 0.5, 256: 1.05, 512: 2.1})
     assert actual == 256
     actual = pays_from({128: 2.0, 256: 2.1, 512: 2.1})

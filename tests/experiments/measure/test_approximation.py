@@ -145,7 +145,7 @@ def test_errors_of_hidden_states_are_those_of_a_sample(folder, name):
     assert (source.hidden_errors(Mechanism.of("exact"), 1, 0) < 1e-5).all()
 
 
-def test_synthetic_queries_have_the_scale_that_is_asked_for():
+def test_synthetic_queries_have_the_requested_scale():
     for scale in (0.5, 2.0):
         layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
         actual = [layer.x.std() * 2, layer.y.std() * 2]
@@ -217,7 +217,7 @@ def test_sample_variance_is_that_of_the_closed_form(features, sampler, monkeypat
         )  # the law above has power
 
 
-def test_uniform_attention_stands_beside_every_error_and_where_it_wins_that_is_told():
+def test_errors_are_reported_with_uniform_attention_and_a_warning_where_it_wins():
     weak = Approximation(**SMALL | {"ms": [2, 1024], "samples": 1, "depth": 0}, length=64)
     records = list(weak.records(mechanism(), 0))
     _, few, many, last = records

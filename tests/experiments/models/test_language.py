@@ -312,7 +312,7 @@ def test_loaded_projections_are_used_whatever_the_seed():
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_loaded(tmp_path):
+def test_unloadable_models_are_refused(tmp_path):
     with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")

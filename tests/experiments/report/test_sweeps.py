@@ -84,7 +84,7 @@ def test_different_runs_of_one_name_are_refused():
         page_of({"a": first + second}).check()
 
 
-def test_missing_runs_are_made_and_rows_have_columns_of_runs_and_records(tmp_path):
+def test_missing_runs_are_run_and_rows_have_columns_of_runs_and_records(tmp_path):
     """Finished runs stay."""
     folder = tmp_path / "runs"
     records = folder / "pos_4/metrics.jsonl"
@@ -103,7 +103,7 @@ def test_missing_runs_are_made_and_rows_have_columns_of_runs_and_records(tmp_pat
     assert frame["versions"].str.startswith("torch ").all()
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, capsys):
+def test_a_failed_run_is_named_and_the_others_are_run(tmp_path, capsys):
     runs = sweep(FAST, **{"task.d": [0, 4]}, features=["pos"])
     with pytest.raises(RunsFailed, match="1 of 2 runs failed.*0_pos"):
         run_missing(runs, tmp_path / "runs", tmp_path)

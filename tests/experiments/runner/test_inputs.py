@@ -59,7 +59,7 @@ def test_every_change_of_inputs_is_seen(change, data):
     assert all(before[key] != after[key] for key in before)
 
 
-def test_of_a_run_its_model_alone_and_no_names_that_are_no_files(data):
+def test_inputs_of_a_run_are_its_model_and_no_names_of_absent_files(data):
     (data / "model").mkdir()
     for name in ("config.yaml", "curves.png", "model/weights"):
         (data / name).write_text(name)

@@ -88,7 +88,7 @@ def test_a_sweep_ends_with_the_table_of_its_own_runs(typed, tmp_path):
         finished_runs(folder)
 
 
-def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
+def test_a_failed_run_does_not_stop_the_sweep(typed, tmp_path):
     code, out, err = typed(
         *WINE,
         "features=gerf",

@@ -187,7 +187,7 @@ def test_stopped_run_continues_to_the_same_numbers(
 
 
 @pytest.mark.parametrize("processes", [1, slow(2)])
-def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
+def test_micro_batches_and_processes_give_the_same_losses(processes, finished, run, tmp_path):
     """Batches of another number of letters, in micro-batches or processes: losses are means over all of them, and
     statistics and projections do not change within a step."""
     words = ["task.dropout=0", "attention.redraw_every=2", "trainer.batch=16"]

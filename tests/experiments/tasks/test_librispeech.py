@@ -193,7 +193,7 @@ def test_splits_share_no_recording(tmp_path):
         read(tmp_path)
 
 
-def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
+def test_truncated_audio_is_refused_when_it_is_read(tmp_path):
     """A FLAC header does not reveal it."""
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
         write_librispeech(tmp_path, subset)

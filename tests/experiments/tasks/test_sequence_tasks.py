@@ -330,7 +330,7 @@ def test_images_are_drawn_and_completed(tmp_path):
 
 
 @pytest.mark.parametrize("length, pairs, queries", [(16, 2, 3), (40, 5, 5), (24, 4, 8)])
-def test_what_is_asked_was_said_before(length, pairs, queries):
+def test_queries_of_recall_ask_for_earlier_pairs(length, pairs, queries):
     for i in range(20):
         tokens, labels = recall_row("train", i, length, 8, pairs, queries)
         asked = np.flatnonzero(labels >= 0)

@@ -42,7 +42,7 @@ ARMS = {
         (gpt2, "favorsharp"),
     ],
 )
-def test_a_taught_model_is_the_exact_one(make, name):
+def test_a_model_in_transfer_computes_exact_attention(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
     plain = build_model(make)
     batch = inputs(make)
@@ -99,7 +99,7 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
     assert wanted == [name for name, _ in model.named_parameters()]
 
 
-def test_padding_teaches_nothing():
+def test_padding_does_not_enter_the_transfer_loss():
     model = swap_attention(build_model(bert), "hedgehog", m=4)
     batch = inputs(bert)
     keep = torch.ones(2, 9, dtype=torch.long)
@@ -111,7 +111,7 @@ def test_padding_teaches_nothing():
     assert_close(actual, one)
 
 
-def test_what_is_no_swapped_model_or_no_batch_is_refused():
+def test_unswapped_models_and_bad_batches_are_refused():
     with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         transfer_attention(build_model(bert), [inputs(bert)])
     with pytest.raises(ValueError, match="attention=window: .*; use hedgehog"):

@@ -117,7 +117,7 @@ def test_options_that_do_not_fit(options, words, monkeypatch):
         task_of(**options).build(Mechanism.of("exact"))
 
 
-def test_what_a_run_cannot_be_started_from(tmp_path):
+def test_unsuitable_starting_runs_are_refused(tmp_path):
     task = task_of()
     model = task.build(Mechanism.of("favorp", m=8))
     task.export(model, model.state_dict(), tmp_path)

@@ -42,7 +42,7 @@ from crt_exp.nearfar import NearFar
         slow(signal.SIGINT, 130),
     ],
 )
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
+def test_a_signal_leaves_a_checkpoint_and_resume_is_exact(
     signum, code, typed, whole, tmp_path, interruptible
 ):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
@@ -122,7 +122,7 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
         Task.load_state_dict(toy.Carrying(), {"count": 6})
 
 
-def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
+def test_other_options_are_refused_and_a_damaged_checkpoint_is_skipped(
     typed, whole, cut, tmp_path, monkeypatch
 ):
     run = shutil.copytree(cut, tmp_path / "run")
@@ -335,7 +335,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("harm, reason", DAMAGE, ids=[reason for _, reason in DAMAGE])
-def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped(harm, reason, tmp_path, capsys):
     write(tmp_path, 5)
     harm(write(tmp_path, 10))
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process
@@ -370,7 +370,7 @@ def test_a_read_error_is_not_damage_and_removes_nothing(owner, name, code, tmp_p
 
 
 @pytest.mark.parametrize("files", [{}, {"model": 3}, []])
-def test_a_checkpoint_of_another_format_is_refused_and_stays(files, tmp_path):
+def test_a_checkpoint_of_another_format_is_refused_and_kept(files, tmp_path):
     write(tmp_path, 5)
     (write(tmp_path, 10) / "manifest.json").write_text(json.dumps({"format": 99, "files": files}))
     with pytest.raises(CheckpointError, match="step-10: its format is 99, this version reads 1"):
@@ -378,9 +378,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_stays(files, tmp_path):
     assert checkpoint.steps(tmp_path) == [5, 10]
 
 
-def test_a_run_whose_checkpoints_cannot_be_read_stays_as_it_is(
-    typed, whole, cut, tmp_path, monkeypatch
-):
+def test_a_run_with_unreadable_checkpoints_is_not_changed(typed, whole, cut, tmp_path, monkeypatch):
     run = shutil.copytree(cut, tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes()
     with monkeypatch.context() as patch:

@@ -124,7 +124,7 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
         (toy.Uneven, 1, 3),
     ],
 )
-def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
+def test_an_evaluation_reads_the_number_of_batches_that_it_reports(kind, rank, world):
     """Where micro-batches are no fixed number of rows it says none; never more than the limit."""
     for limit in (None, 1, 2, 100):
         told = []
