@@ -99,7 +99,11 @@ def test_only_a_regular_file_is_replaced_with_its_mode_and_nothing_beside_it(nam
 
 
 def test_devices_pipes_folders_and_circular_links_are_refused(tmp_path):
-    cases = [("loop", "loop"), ("null", os.devnull), ("to folder", "folder")]
+    cases = [
+        ("loop", "loop"),
+        ("null", os.devnull),
+        ("to folder", "folder"),
+    ]
     for name, target in cases:
         (tmp_path / name).symlink_to(target)
     os.mkfifo(tmp_path / "pipe")

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.covering import cover, slow
 from helpers.pages import BLOCKS, PAGES, RECIPES, ROOT, project, write_recipes
 from helpers.torchrun import ENVIRONMENT
 from omegaconf import OmegaConf
@@ -106,34 +107,28 @@ def is_run(words):
     )
 
 
-def covering(commands):
-    """Commands of runs that together have every choice, and every key of each task."""
-    covered = set()
-    chosen = []
-    for words in sorted(commands, key=len, reverse=True):
-        arguments = words[words.index("crt_exp") + 1 :]
-        task = next((argument for argument in arguments if argument.startswith("task=")), "")
-        parts = set()
-        for argument in arguments:
-            key = argument.partition("=")[0]
-            if key in GROUPS:
-                parts.add(argument)
-            if key.startswith("task."):
-                parts.add((key, task))
-            parts.add(key)
-        if not parts <= covered:
-            covered |= parts
-            chosen.append(words)
-    return chosen
+def parts_of(words):
+    """The choices and keys of the command of a run; those of a task with the task."""
+    arguments = words[words.index("crt_exp") + 1 :]
+    task = next((argument for argument in arguments if argument.startswith("task=")), "")
+    parts = set()
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        if key in GROUPS:
+            parts.add(argument)
+        if key.startswith("task."):
+            parts.add((key, task))
+        parts.add(key)
+    return parts
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, slow(True)])
 def test_every_command_parses(every, folder):
     """In the fast suite, runs that together have every choice and key stand for all runs."""
     runs = [words for words in COMMANDS if is_run(words)]
     others = [words for words in COMMANDS if not is_run(words)]
     if not every:
-        runs = covering(runs)
+        runs = cover(runs, parts_of)
     failures = []
     for words in others + runs:
         try:
@@ -277,7 +272,10 @@ TINY = {  # overrides that make a run of docs/add-your-own.md take a second
 @pytest.mark.slow
 @pytest.mark.parametrize("words", sorted(OF_RECIPES), ids=" ".join)
 def test_command_of_a_recipe_runs(words, typed, folder):
-    tiny = next((TINY.get(word[5:], []) for word in words if word.startswith("task=")), [])
+    tiny = []
+    for word in words:
+        if word.startswith("task="):
+            tiny = TINY.get(word[5:], [])
     if words[:3] == ("python", "-m", "crt_exp") and words[3] not in entry.COMMANDS:
         code, _, err = typed(*words[3:], *tiny)
         # the sweep has two maps and three seeds

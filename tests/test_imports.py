@@ -196,11 +196,10 @@ def test_the_library_needs_the_light_install_alone_and_its_import_loads_nothing(
 
 def test_files_are_read_as_omegaconf_reads_them():
     groups = ("attention", "features", "sampler")
-    cases = [
-        CONF / "config.yaml",
-        *(path for group in groups for path in sorted((CONF / group).rglob("*.yaml"))),
-    ]
-    for path in cases:
+    paths = [CONF / "config.yaml"]
+    for group in groups:
+        paths += sorted((CONF / group).rglob("*.yaml"))
+    for path in paths:
         found = read_yaml(path)
         expected = OmegaConf.to_container(OmegaConf.load(path))
         if path.name == "config.yaml":  # the library reads no Hydra section

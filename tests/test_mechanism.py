@@ -59,7 +59,8 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
     actual = made.layer(2, 8, layer=3, causal=False)(q, q, q).shape
     assert actual == q.shape
     if name != "linformer":
-        actual = made.layer(4, 8, kv_heads=2, causal=True)(torch.randn(1, 4, 5, 8), q, q).shape
+        layer = made.layer(4, 8, kv_heads=2, causal=True)
+        actual = layer(torch.randn(1, 4, 5, 8), q, q).shape
         assert actual == (
             1,
             4,
@@ -143,7 +144,7 @@ def test_options_reach_the_layer_from_numpy_too():
         (["features=angular", "features.n=5"], "angular m=256 features.n=5"),
     ],
 )
-def test_what_the_command_line_composes_is_written_and_saved(typed, text):
+def test_composed_mechanisms_survive_saving(typed, text):
     cfg = compose(typed)
     made = Mechanism.from_config(
         plain_config(cfg), {"attention": None, **cfg.hydra.runtime.choices}.get
@@ -228,7 +229,11 @@ def test_arguments_stand_beside_the_text():
 
 @pytest.mark.parametrize(
     "layers, swapped",
-    [(np.int64(0), [0]), ([np.int64(-1)], [2]), (np.array([0, 2]), [0, 2])],
+    [
+        (np.int64(0), [0]),
+        ([np.int64(-1)], [2]),
+        (np.array([0, 2]), [0, 2]),
+    ],
     ids=str,
 )
 def test_swaps_take_text_and_layers_by_integers_of_numpy(layers, swapped):
@@ -334,7 +339,9 @@ FILES = {
 @pytest.mark.parametrize("read, content, words", FILES.values(), ids=FILES)
 def test_files_that_no_run_writes_are_one_line(read, content, words, tmp_path):
     file = tmp_path / "config"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if isinstance(content, str):
+        content = content.encode()
+    file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"{file}.*{words}") as caught:
         read(file)
     hostile.check_one_line(caught.value)

@@ -60,9 +60,24 @@ def test_equals_reference(phi, shape, small_chunks):
 
 
 @pytest.mark.parametrize(
-    "options", [{"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+    "options",
+    [
+        {"denominator": "clamp"},
+        {"denominator": "abs"},
+        {"normalize": False},
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("phi", [OPRF(), TrigRF(), GeomRF(), Generalized(f="identity")], ids=repr)
+@pytest.mark.parametrize(
+    "phi",
+    [
+        OPRF(),
+        TrigRF(),
+        GeomRF(),
+        Generalized(f="identity"),
+    ],
+    ids=repr,
+)
 def test_treatments_of_denominators_equal_reference(phi, options, small_chunks, monkeypatch):
     for module in (partials, reference):
         monkeypatch.setattr(module, "CLAMP", 0.3)  # so that it acts
@@ -103,50 +118,53 @@ def test_gradcheck(phi, is_causal, small_chunks):
     case = Case(phi, B=1, H=1, L=5, S=6, d=2, dv=1, m=3)
     assert torch.autograd.gradcheck(
         lambda *t: case(x=t[0], y=t[1], v=t[2], causal=is_causal),
-        (case.x, case.y, case.v),
+        case.inputs,
         fast_mode=True,
     )
 
 
 @both_ways
 def test_exact_is_softmax(is_causal):
-    cases = [{}, {"masked": True}, {"Hkv": 2, "L": 5}]
+    cases = [
+        {},
+        {"masked": True},
+        {"Hkv": 2, "L": 5},
+    ]
     for options in cases:
         case = Case(OPRF(), **options)
 
         def run(f, case=case):
-            return f(case.x, case.y, case.v, causal=is_causal, key_mask=case.mask)
+            return f(*case.inputs, causal=is_causal, key_mask=case.mask)
 
         expected = run(softmax_attention)
         assert_same([run(exact_attention)], [expected])
 
 
+@pytest.mark.parametrize("projection", [True, False])
 @pytest.mark.parametrize(
     "f", ["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
 )
-def test_generalized_is_its_formula(f):
+def test_generalized_is_its_formula(f, projection):
     functions = {
         "relu": F.relu,
         "elu+1": lambda t: F.elu(t) + 1,
         "gelu": F.gelu,
         "identity": lambda t: t,
     }
-    for projection in (True, False):
-        case = Case(Generalized(f=f, projection=projection), S=9, L=9)
-        if not projection:
-            case.noise = None
-        u, w = (t @ case.noise.rows().mT if projection else t for t in (case.x, case.y))
-
-        def phi(t):
-            return functions.get(f, getattr(torch, f, None))(t) / t.shape[-1] ** 0.5 + 1e-3
-
-        A = phi(u) @ phi(w).mT
-        assert_same(
-            [case(), case(normalize=False)],
-            [A @ case.v / A.sum(-1, keepdim=True), A @ case.v],
-            1e-7,
-        )
-        assert not case.phi.positive or (A > 0).all()
+    function = functions.get(f) or getattr(torch, f)
+    case = Case(Generalized(f=f, projection=projection), S=9, L=9)
+    u = case.x
+    w = case.y
+    if projection:
+        u = u @ case.noise.rows().mT
+        w = w @ case.noise.rows().mT
+    else:
+        case.noise = None
+    size = u.shape[-1] ** 0.5
+    A = (function(u) / size + 1e-3) @ (function(w) / size + 1e-3).mT
+    found = [case(), case(normalize=False)]
+    assert_same(found, [A @ case.v / A.sum(-1, keepdim=True), A @ case.v], 1e-7)
+    assert not case.phi.positive or (A > 0).all()
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------
@@ -171,7 +189,11 @@ def test_future_never_leaks(phi, dtype, keys, small_chunks):
         case.y[:, :, past] *= early
     before = case.with_grads(causal=True)
     with torch.no_grad():
-        cases = [(case.x, -3.0), (case.y, late), (case.v, 100.0)]
+        cases = [
+            (case.x, -3.0),
+            (case.y, late),
+            (case.v, 100.0),
+        ]
         for t, change in cases:
             t[:, :, 6:] *= change
     after = case.with_grads(causal=True)
@@ -191,10 +213,8 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
     case = Case(phi, L=7, S=11)
     short = Case(phi, L=7, S=11)
     keep = slice(0, 7)
-    short.y, short.v = (
-        short.y[:, :, keep].detach().requires_grad_(),
-        short.v[:, :, keep].detach().requires_grad_(),
-    )
+    short.y = short.y[:, :, keep].detach().requires_grad_()
+    short.v = short.v[:, :, keep].detach().requires_grad_()
     if is_causal:  # padding on the left, so that queries and keys stay aligned
         case.x = short.x.detach().requires_grad_()
         keep = slice(4, 11)
@@ -202,14 +222,13 @@ def test_padding_is_truncation(phi, is_causal, small_chunks):
         def roll(t):
             return torch.cat([t[:, :, 7:], t[:, :, :7]], 2).detach()
 
-        case.y, case.v = roll(case.y), roll(case.v)
+        case.y = roll(case.y)
+        case.v = roll(case.v)
     case.mask = torch.zeros(2, 11, dtype=torch.bool)
     case.mask[:, keep] = True
-    with torch.no_grad():
-        case.y, case.v = (
-            t.masked_fill(~case.mask[:, None, :, None], torch.nan).requires_grad_()
-            for t in (case.y, case.v)
-        )
+    padding = ~case.mask[:, None, :, None]
+    case.y = case.y.detach().masked_fill(padding, torch.nan).requires_grad_()
+    case.v = case.v.detach().masked_fill(padding, torch.nan).requires_grad_()
     out, dx, dy, dv = case.with_grads(causal=is_causal)
     expected = short.with_grads(causal=is_causal)
     assert_same([out, dx, dy[:, :, keep], dv[:, :, keep]], expected)
@@ -243,7 +262,7 @@ def test_converges_to_softmax(phi, is_causal):
     errors = []
     for m in (64, 4096):
         case = Case(phi, m=m, scale=0.4, B=4, L=12, S=12)
-        exact = softmax_attention(case.x, case.y, case.v, causal=is_causal)
+        exact = softmax_attention(*case.inputs, causal=is_causal)
         errors.append((case(causal=is_causal) - exact).square().mean().sqrt())
     assert 4 < errors[0] / errors[1] < 16  # 8 in expectation
     assert errors[1] < 0.05
@@ -284,7 +303,7 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
     for length in (2048, 8192):
         case = Case(PosRF(), B=1, H=2, L=length, S=length, m=128, dtype=torch.float32)
         largest = Largest()
-        inputs = (case.x, case.y, case.v, case.phi, case.noise, case.params)
+        inputs = (*case.inputs, case.phi, case.noise, case.params)
         with largest, torch.no_grad():
             chunked_partial(*inputs, is_causal, None, False)
         sizes.append(largest.found)
@@ -294,7 +313,11 @@ def test_defect_number_of_chunks_taken_for_their_size(is_causal):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-HALVES = [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 5e-3)]
+HALVES = [
+    (torch.float32, 1e-4),
+    (torch.bfloat16, 3e-2),
+    (torch.float16, 5e-3),
+]
 
 
 @pytest.mark.parametrize(
@@ -318,14 +341,20 @@ def test_autocast_changes_nothing(phi, engine):
     case = Case(phi, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out = case()
-    ours = [out, *torch.autograd.grad(out, (case.x, case.y, case.v), case.grad)]
+    ours = [out, *torch.autograd.grad(out, case.inputs, case.grad)]
     assert_same(ours, case.with_grads(), 1e-6)
 
 
 @pytest.mark.parametrize(
     "phi, rounding, is_causal",
     in_turn(
-        [OPRF(), PosRF(), SMREG(), OPRF(antithetic=True), TrigRF()],
+        [
+            OPRF(),
+            PosRF(),
+            SMREG(),
+            OPRF(antithetic=True),
+            TrigRF(),
+        ],
         [(torch.float32, 3e-3), (torch.bfloat16, 2e-2)],
         [False, True],
     ),
@@ -340,9 +369,8 @@ def test_scores_of_a_thousand_are_exact(phi, rounding, is_causal, small_chunks, 
     expected = in_float64(case).with_grads(attention_reference, causal=is_causal)
     for t in ours:
         assert t.isfinite().all()
-    if (
-        phi != TrigRF()
-    ):  # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
+    # float32 holds phases of thousands to 1e-4 only, and cancellation takes the rest
+    if phi != TrigRF():
         assert_same(ours[:1], expected[:1], tolerance)
         # half precision rounds the output, from which these gradients, nearly 0, are subtracted
         if dtype == torch.float32:
@@ -378,8 +406,8 @@ def test_float64_throughout(phi, sampler, monkeypatch):
     state = DecodingState(phi, coarse, case.params)
     state.take(case.y[:, :, :6], case.v[:, :, :6])
     steps = []
-    for a, b in ((6, 10), (10, 11)):
-        steps.append(state.step(*(t[:, :, a:b] for t in (case.x, case.y, case.v))))
+    for first, last in ((6, 10), (10, 11)):
+        steps.append(state.step(*case.tokens(first, last)))
     actual = [torch.cat(steps, 2)]
     assert_same(actual, [exact[1][:, :, 6:]], 1e-12)
 
@@ -387,7 +415,15 @@ def test_float64_throughout(phi, sampler, monkeypatch):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **options):
+def call(
+    x=(2, 4, 6, 4),
+    y=None,
+    v=None,
+    noise=None,
+    params=None,
+    phi=None,
+    **options,
+):
     if y is None:
         y = x
     if v is None:
@@ -395,13 +431,12 @@ def call(x=(2, 4, 6, 4), y=None, v=None, noise=None, params=None, phi=None, **op
     phi = phi or OPRF(A=-0.1)
     if noise is None:
         noise = samplers.iid(5, 4)
-    return attention(
-        *(torch.zeros(*s) if isinstance(s, tuple) else s for s in (x, y, v)),
-        phi,
-        noise,
-        phi.fit(None) if params is None else params,
-        **options,
-    )
+    if params is None:
+        params = phi.fit(None)
+    vectors = []
+    for given in (x, y, v):
+        vectors.append(torch.zeros(given) if isinstance(given, tuple) else given)
+    return attention(*vectors, phi, noise, params, **options)
 
 
 BAD = {

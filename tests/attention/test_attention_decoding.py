@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.attention_cases import FEW, OTHER, Case, assert_same, set_chunks
-from helpers.covering import in_turn
+from helpers.covering import in_turn, slow
 
 from crt_exp import Mechanism
 from crt_exp.attention import DecodingState, attention, attention_reference
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*denominators are not positive:
 
 def steps(state, case, cuts, masked=False):
     """Outputs of the tokens between the cuts, one step from each to the next."""
-    parts = (
-        [t[:, :, a:b] for t in (case.x, case.y, case.v)] + ([case.mask[:, a:b]] if masked else [])
-        for a, b in itertools.pairwise(cuts)
-    )
-    return torch.cat([state.step(*part) for part in parts], 2)
+    parts = []
+    for first, last in itertools.pairwise(cuts):
+        mask = [case.mask[:, first:last]] if masked else []
+        parts.append(state.step(*case.tokens(first, last), *mask))
+    return torch.cat(parts, 2)
 
 
 @pytest.mark.parametrize("phi, size", in_turn(FEW, [1, 4, 5, 64]), ids=repr)
@@ -36,7 +36,7 @@ def test_recurrent_equals_chunked(phi, size, monkeypatch):
         state = DecodingState(phi, case.noise, case.params)
         actual = [steps(state, case, cuts, masked=True)]
         assert_same(actual, [whole.detach()])
-    width = phi.width((6,) * 2 if isinstance(phi, Sum) else 6)
+    width = phi.width((6, 6)) if isinstance(phi, Sum) else phi.width(6)
     assert state.length == 11
     actual = state.sums.sums.numel()
     expected = 2 * 4 * width * (3 + 1)
@@ -57,8 +57,9 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
     cases = [(0, 9), (0, 4, 8)]
     for cuts in cases:
         state = DecodingState(phi, case.noise, case.params)
-        for a, b in itertools.pairwise(cuts):
-            state.take(case.y[:, :, a:b], case.v[:, :, a:b], case.mask[:, a:b])
+        for first, last in itertools.pairwise(cuts):
+            _, y, v = case.tokens(first, last)
+            state.take(y, v, case.mask[:, first:last])
         assert_same(
             [steps(state, case, (cuts[-1], 10, 11), masked=True)],
             [whole[:, :, cuts[-1] :]],
@@ -68,10 +69,23 @@ def test_a_prompt_taken_at_once_leaves_the_same_state(phi, rounding):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"denominator": "clamp"}, {"denominator": "abs"}, {"normalize": False}], ids=str
+    "options",
+    [
+        {},
+        {"denominator": "clamp"},
+        {"denominator": "abs"},
+        {"normalize": False},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
-    "phi", [TrigRF(), AngularHybrid(n=3), ClusteredHybrid(field="complex")], ids=repr
+    "phi",
+    [
+        TrigRF(),
+        AngularHybrid(n=3),
+        ClusteredHybrid(field="complex"),
+    ],
+    ids=repr,
 )
 def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     scale = 2.0 if phi == TrigRF() else 0.6
@@ -84,7 +98,7 @@ def test_steps_treat_denominators_as_the_whole_sequence_does(phi, options):
     assert_same(actual, expected, 1e-7)
 
 
-def test_a_copy_of_a_state_is_a_point_to_come_back_to():
+def test_a_copy_of_a_decoding_state_is_independent():
     case = Case(OPRF())
     state = DecodingState(OPRF(), case.noise, case.params)
     steps(state, case, (0, 1))
@@ -130,7 +144,7 @@ def test_state_follows_a_beam():
     case = Case(TrigRF())
 
     def step(state, rows, t):
-        return state.step(*(u[rows, :, t : t + 1] for u in (case.x, case.y, case.v)))
+        return state.step(*(part[rows] for part in case.tokens(t, t + 1)))
 
     state = DecodingState(TrigRF(), case.noise)
     step(state, [0, 1], 0)
@@ -162,7 +176,7 @@ def states(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["favorpp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("favorp", "favorsharp"))],
+    ["favorpp", slow("favorp"), slow("favorsharp")],
 )
 def test_a_compiled_token_is_the_eager_step(name):
     """In one graph, which asks for no value."""

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from helpers.hybrid_cases import draw, vectors
 from helpers.kernel_estimates import estimate_kernel
 from helpers.module_cases import state
+from helpers.nearfar_cases import at_tokens
 from helpers.seeds import seeded
 from torch.testing import assert_close
 
@@ -45,17 +46,16 @@ def test_clusters_are_found_and_their_bases_exact_there():
 
 
 def test_clusters_gain_on_clustered_vectors_and_one_pair_is_a_single_base():
-    both = []
-    for pair in ((0, 1), (2, 3)):
-        both.append(
-            torch.cat(
-                [vectors(40, 8, seed=s, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + s) for s in pair]
-            )
-        )
-    x, y = both
+
+    def cluster(seed):
+        return vectors(40, 8, seed=seed, scale=0.1) + 1.2 * vectors(1, 8, seed=10 + seed)
+
+    x = torch.cat([cluster(0), cluster(1)])
+    y = torch.cat([cluster(2), cluster(3)])
 
     def mean(phi):
-        return phi.log_variance(x[:, None], y[None], phi.fit(Statistics.of(x, y))).exp().mean()
+        params = phi.fit(Statistics.of(x, y))
+        return phi.log_variance(x[:, None], y[None], params).exp().mean()
 
     actual = mean(ClusteredHybrid(field="complex"))
     assert actual < 0.2 * min(mean(PosRF()), mean(TrigRF()))
@@ -99,7 +99,9 @@ def few(length=20):
 def test_clusters_are_fitted_on_the_first_steps_and_then_frozen(options):
     ours = clustered(fit_steps=2, **options)
     q, k, v = few()
-    k, v = (t[:, : options.get("kv_heads", 2)] for t in (k, v))
+    kv_heads = options.get("kv_heads", 2)
+    k = k[:, :kv_heads]
+    v = v[:, :kv_heads]
     first = ours(q, k, v)
     ours(q, k, v)
     actual = ours(q, k, v)
@@ -146,15 +148,11 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
         other = clustered(fit_steps=2, seed=4)
         for _ in range(passes):
             ours(q, k, v)
-        rows = (
-            256 * int(ours.clusters.passes) or 1
-        )  # a state with no more of them than there are samples
-        other.load_state_dict(
-            {
-                name: t[:, :rows] if name in ("clusters.queries", "clusters.keys") else t.clone()
-                for name, t in ours.state_dict().items()
-            }
-        )
+        rows = max(1, 256 * int(ours.clusters.passes))  # no more than there are samples
+        saved = state(ours)
+        for name in ("clusters.queries", "clusters.keys"):
+            saved[name] = saved[name][:, :rows]
+        other.load_state_dict(saved)
         assert other.clusters.done == ours.clusters.done
         assert (passes == 3) == ours.clusters.done
         for _ in range(3):
@@ -166,7 +164,7 @@ def test_a_layer_is_saved_while_and_after_its_clusters_are_fitted():
 def fit_on_rank(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     q, k, v = torch.randn(3, 2, 2, 7, 4, generator=seeded(rank))
-    q, k, v = (t[:, :, : 7 - rank] for t in (q, k, v))
+    q, k, v = at_tokens((q, k, v), slice(7 - rank))
     for phi in (ClusteredHybrid(), AutoRF(), Mixture()):
         layer = RandomFeatureAttention(phi, samplers.orthogonal, 6, 2, 4, fit_steps=1)
         for _ in range(2):

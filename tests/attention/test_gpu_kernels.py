@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.covering import slow
 from torch import Tensor
 
 from crt_exp.attention.engines import Form
@@ -199,9 +200,7 @@ def test_the_engine_checks_itself(monkeypatch, caplog):
     assert not gpu.works.__wrapped__(cpu, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)], ids=["fast", "slow"]
-)
+@pytest.mark.parametrize("marked", ["not slow", slow("slow")], ids=["fast", "slow"])
 def test_in_the_interpreter(marked):
     """Triton chooses its interpreter at import, so that another process runs the tests above."""
     if INTERPRETED:

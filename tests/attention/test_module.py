@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.hybrid_cases import draw
 from helpers.module_cases import B, D, H, L, make, qkv, same, state
+from helpers.nearfar_cases import at_tokens
 from helpers.seeds import seeded
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +22,7 @@ from crt_exp.features import (
     CERF,
     GERF,
     OPRF,
+    SDERF,
     AngularHybrid,
     ClusteredHybrid,
     GaussianHybrid,
@@ -63,9 +66,12 @@ def test_a_layer_is_attention_with_its_noises_and_fit(phi, m, names):
     scale = D**-0.25
     assert held.keys() == names
     assert module.width == phi.width(m)
-    by_hand = phi.noise(
-        m, lambda p: DenseNoise(held["_".join(filter(None, ("omega", p.name)))], gaussian=True)
-    )
+
+    def noise_of(part):
+        name = f"omega_{part.name}" if part.name else "omega"
+        return DenseNoise(held[name], gaussian=True)
+
+    by_hand = phi.noise(m, noise_of)
     params = phi.fit(Statistics.of(q, k, scale=scale))
     for function in (attention, attention_reference):
         actual = module(q, k, v)
@@ -123,9 +129,10 @@ def test_redraws_after_every_n_training_passes(every, redraws):
 @every
 def test_a_restored_layer_goes_on_bit_for_bit(phi, m, names):
     """With the projections that were saved, also in a layer of another seed."""
-    module, other, foreign = (
-        make(phi, m=m, causal=True, redraw_every=2, seed=seed) for seed in (3, 3, 4)
-    )
+    options = {"m": m, "causal": True, "redraw_every": 2}
+    module = make(phi, **options, seed=3)
+    other = make(phi, **options, seed=3)
+    foreign = make(phi, **options, seed=4)
     first = {}
     for name, t in noises(module).items():
         first[name] = t.clone()
@@ -172,12 +179,16 @@ def test_noises_move_with_the_layer_and_keep_their_names_in_copies():
     ids=repr,
 )
 def test_a_checkpointed_layer_sees_the_same_state_twice(phi, options, reentrant):
-    plain, saved = (make(phi, **options) for _ in range(2))
+    plain = make(phi, **options)
+    saved = make(phi, **options)
     for step in range(4):
         grads = []
         for module, wrap in ((plain, False), (saved, True)):
             q, k, v = (t.requires_grad_() for t in qkv(step))
-            out = checkpoint(module, q, k, v, use_reentrant=reentrant) if wrap else module(q, k, v)
+            if wrap:
+                out = checkpoint(module, q, k, v, use_reentrant=reentrant)
+            else:
+                out = module(q, k, v)
             out.square().sum().backward()
             grads.append((out.detach(), q.grad, k.grad, v.grad))
         for a, b in zip(*grads):
@@ -193,42 +204,38 @@ def test_a_redraw_leaves_the_graph_of_earlier_passes():
     assert int(module.draws) == 1
 
 
-def test_causal_statistics_come_from_earlier_batches_only():
-    module = make(causal=True)
+@pytest.mark.parametrize(
+    "phi, unfitted",
+    [(OPRF(), PosRF()), (SDERF(antithetic=True), PosRF(antithetic=True))],
+    ids=repr,
+)
+def test_causal_statistics_come_from_earlier_batches_only(phi, unfitted):
+    module = make(phi, causal=True)
     first = module(*qkv(0))
-    zero = make(PosRF(), causal=True)
-    assert_close(first, zero(*qkv(0)))  # nothing seen yet: A = 0 is FAVOR+
+    expected = make(unfitted, causal=True)(*qkv(0))
+    assert_close(first, expected, rtol=1e-4, atol=1e-5)
     module(*qkv(1))
     q, k, _ = qkv(0)
-    x, y = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in (q, k))
-    expected = OPRF().fit(Statistics.of(x, y)).A  # one batch folded in, corrected for the start
-    assert_close(module._running_params().A, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("phi", [OPRF(), GeomRF()], ids=repr)
-def test_future_never_leaks_in_training(phi):
-    module = make(phi, causal=True)
-    module(*qkv(0))
-    other = copy.deepcopy(module)
-    q, k, v = qkv(1)
-    k2 = k.clone()
-    v2 = v.clone()
-    q2 = q.clone()
-    for t in (q2, k2, v2):
-        t[:, :, 7:] = 5.0
-    actual = module(q, k, v)[:, :, :7]
-    expected = other(q2, k2, v2)[:, :, :7]
-    assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    x = q.transpose(0, 1).flatten(1, 2) * D**-0.25
+    y = k.transpose(0, 1).flatten(1, 2) * D**-0.25
+    fitted = phi.fit(Statistics.of(x, y))  # one batch folded in, corrected for the start
+    for ours, expected in zip(module._running_params(), fitted):
+        assert_close(ours, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [L, 2 * L], ids=["its own sequence", "others"])
 def test_micro_batches_of_a_step_are_read_as_a_whole(length):
     """Their statistics are those of all rows, padding left out, and nothing changes between them."""
-    options = {"redraw_every": 1, **({"causal": True} if length == L else {"cross": True})}
+    options = {"redraw_every": 1}
+    if length == L:
+        options["causal"] = True
+    else:
+        options["cross"] = True
     whole = make(GERF(), **options)
     parts = make(GERF(), **options)
     for seed in range(3):
-        (q, _, _), (_, k, v) = qkv(seed, batch=4), qkv(seed, batch=4, length=length)
+        q, _, _ = qkv(seed, batch=4)
+        _, k, v = qkv(seed, batch=4, length=length)
         mask = torch.arange(length) < torch.tensor([length, 9, 5, 7])[:, None]
         expected = whole(q, k, v, mask)
         found = []
@@ -244,9 +251,11 @@ def test_micro_batches_of_a_step_are_read_as_a_whole(length):
     assert int(parts.folds) == 2
 
 
-def test_a_step_is_of_one_model():
+def test_steps_of_several_models_are_independent():
     """Another one that is trained in between, or within it, has steps of its own."""
-    alone, other, held = (make(causal=True, redraw_every=1) for _ in range(3))
+    alone = make(causal=True, redraw_every=1)
+    other = make(causal=True, redraw_every=1)
+    held = make(causal=True, redraw_every=1)
     for seed in range(3):
         alone(*qkv(seed))
         with same_step(torch.nn.Sequential(held), seed > 0):
@@ -259,6 +268,12 @@ def test_a_step_is_of_one_model():
     assert int(held.draws) == 1
 
 
+def mean_square(seed):
+    """Of the scaled queries, by head and coordinate."""
+    q, _, _ = qkv(seed)
+    return (q * D**-0.25).square().mean((0, 2))
+
+
 def test_running_average_is_bias_corrected():
     module = make(causal=True, decay=0.9)
     for seed in range(30):
@@ -266,9 +281,10 @@ def test_running_average_is_bias_corrected():
     module._fold(1 - module.decay)
     means = []
     for s in range(30):
-        means.append((qkv(s)[0] * D**-0.25).square().mean((0, 2)))
-    weights = torch.tensor([0.9 ** (29 - s) for s in range(30)])
-    expected = (torch.stack(means) * (weights / weights.sum())[:, None, None]).sum(0)
+        means.append(mean_square(s))
+    weights = 0.9 ** torch.arange(29, -1, -1)
+    weights = weights / weights.sum()
+    expected = (torch.stack(means) * weights[:, None, None]).sum(0)
     assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -288,7 +304,7 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
             for seed in range(3):
                 module(*qkv(seed))
         module(*qkv(5))
-    expected = torch.stack([(qkv(s)[0] * D**-0.25).square().mean((0, 2)) for s in range(3)]).mean(0)
+    expected = (mean_square(0) + mean_square(1) + mean_square(2)) / 3
     assert_close(module.running_x_mean_sq, expected)
 
 
@@ -300,18 +316,22 @@ def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(t
         (OPRF(), {"kv_heads": 2}),
         (OPRF(), {"causal": True, "kv_heads": 2}),
         (ClusteredHybrid(), {"fit_steps": 1}),
+        (SDERF(antithetic=True), {}),
+        (SDERF(antithetic=True), {"causal": True}),
     ],
     ids=repr,
 )
 def test_padding_enters_no_statistics(phi, options):
-    (q, k, v), mask = qkv(kv_heads=options.get("kv_heads", H)), torch.arange(L).expand(B, L) < 9
-    module, short = (make(phi, **options) for _ in range(2))
+    q, k, v = qkv(kv_heads=options.get("kv_heads", H))
+    mask = torch.arange(L).expand(B, L) < 9
+    module = make(phi, **options)
+    short = make(phi, **options)
     q[:, :, 9:] = 1e3
     k[:, :, 9:] = torch.nan
     v[:, :, 9:] = torch.nan
     for _ in range(2):
         padded = module(q, k, v, mask)
-        cut = short(*(t[:, :, :9] for t in (q, k, v)))
+        cut = short(*at_tokens((q, k, v), slice(9)))
     actual = padded[:, :, :9]
     assert_close(actual, cut, rtol=1e-4, atol=1e-5)
 
@@ -324,10 +344,9 @@ def test_grouped_heads_share_their_parameters():
     assert A.shape == (B, H, 1, 1)
     assert torch.equal(A[:, 0], A[:, 1])
     assert not torch.equal(A[:, 1], A[:, 2])
-    x = q * D**-0.25
-    y = k * D**-0.25
-    expected = OPRF().fit(Statistics.of(x[:, :2].flatten(1, 2), y[:, 0])).A
-    assert_close(A[:, 0], expected, rtol=1e-5, atol=0)
+    first_group = q[:, :2].flatten(1, 2)
+    statistics = Statistics.of(first_group, k[:, 0], scale=D**-0.25)
+    assert_close(A[:, 0], OPRF().fit(statistics).A, rtol=1e-5, atol=0)
     assert module(q, k, v).shape == (B, H, L, D)
 
 
@@ -339,15 +358,11 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
     module(*qkv(3, kv_heads=2))
     module.eval()
     decoder = module.decoding()
+    x = module.scaled(q)
+    y = module.scaled(k)
     steps = []
     for i in range(L):
-        steps.append(
-            decoder.step(
-                module.scaled(q[:, :, i : i + 1]),
-                module.scaled(k[:, :, i : i + 1]),
-                v[:, :, i : i + 1],
-            )
-        )
+        steps.append(decoder.step(*at_tokens((x, y, v), slice(i, i + 1))))
     actual = torch.cat(steps, 2)
     expected = module(q, k, v)
     assert_close(actual, expected, rtol=1e-3, atol=1e-4)
@@ -361,15 +376,10 @@ def test_decoding_equals_the_whole_sequence(phi, m, names):
     "phi, m, options",
     [
         (OPRF(), 16, {"causal": True, "redraw_every": 2}),
-        *(
-            pytest.param(phi, m, options, marks=pytest.mark.slow)
-            for phi, m, options in (
-                (OPRF(), 16, {}),
-                (OPRF(), 16, {"causal": True}),
-                (Sum(TrigRF(), PosRF(), shared=True), 4, {"redraw_every": 2}),
-                (Product(PosRF(), PosRF()), (3, 4), {"redraw_every": 2}),
-            )
-        ),
+        slow(OPRF(), 16, {}),
+        slow(OPRF(), 16, {"causal": True}),
+        slow(Sum(TrigRF(), PosRF(), shared=True), 4, {"redraw_every": 2}),
+        slow(Product(PosRF(), PosRF()), (3, 4), {"redraw_every": 2}),
     ],
     ids=str,
 )

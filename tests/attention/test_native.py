@@ -100,7 +100,9 @@ def assert_choices_are_those_of_pytorch():
     """Bit for bit, whatever the vectors."""
     for d in (20, 64):
         g = seeded(d)
-        x, y, v = (torch.randn(2, *size, d, generator=g) for size in ((2, 500), (500,), (500,)))
+        x = torch.randn(2, 2, 500, d, generator=g)
+        y = torch.randn(2, 500, d, generator=g)
+        v = torch.randn(2, 500, d, generator=g)
         ours, theirs = retrieved_in_both(x, y, v, Sizes(16, 0, 6, open=9, exact_until=64))
         assert torch.equal(ours, theirs)
 
@@ -108,7 +110,8 @@ def assert_choices_are_those_of_pytorch():
 def assert_near_far_is_near():
     """Near-far attention in C, with and without whole vectors in a row."""
     for d, dv in ((16, 16), (5, 18)):
-        x, y, v, grad = (torch.randn(1, 2, 60, size) for size in (d, d, dv, dv))
+        x, y = torch.randn(2, 1, 2, 60, d)
+        v, grad = torch.randn(2, 1, 2, 60, dv)
         found = []
         for dtype in (torch.float32, torch.float64):
             inputs = []
@@ -135,7 +138,14 @@ def assert_recall_is_its_twin(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("causal, learned", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "causal, learned",
+    [
+        (False, False),
+        (False, True),
+        (True, True),
+    ],
+)
 def test_more_threads_than_heads(causal, learned, threads):
     case = Case(OPRF(), B=1, H=3, L=700, S=700, d=8, dv=5, m=16, learned=learned)
     expected = case.run(torch.float64, causal=causal)
@@ -163,16 +173,13 @@ def test_any_strides(causal):
     """Heads behind tokens, as projections leave them; columns apart; an expanded gradient; an odd address."""
     case = Case(OPRF(), L=70, S=70, d=6, dv=5)
     expected = case.run(causal=causal)
-    behind = []
-    for t in (case.x, case.y, case.v):
-        behind.append(t.transpose(1, 2).contiguous().transpose(1, 2))
-    columns = []
-    for t in (case.x, case.y, case.v):
-        columns.append(t.mT.contiguous().mT)
-    shifted = []
-    for t in (case.x, case.y, case.v):
-        shifted.append(torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape))
-    for x, y, v in (behind, columns, shifted):
+    layouts = [
+        lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape),
+    ]
+    for layout in layouts:
+        x, y, v = map(layout, case.inputs)
         assert_near(case.run(causal=causal, x=x, y=y, v=v), expected, 1e-6)
     ones = torch.ones(()).expand(case.grad.shape)
     assert_near(
@@ -219,7 +226,7 @@ def test_features_that_fill_up_a_vector_leave_no_trace(first):
 @pytest.mark.parametrize(
     "value, name, causal", in_turn([torch.nan, torch.inf, 1e30, 2e15], ["x", "y"], [False, True])
 )
-def test_what_is_not_finite_is_refused(name, value, causal):
+def test_non_finite_inputs_are_refused(name, value, causal):
     case = Case(OPRF(), L=100, S=100)
     with torch.no_grad():
         getattr(case, name)[1, 1, 77, 2] = value

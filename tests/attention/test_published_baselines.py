@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers.attention_cases import Case, assert_same, sample_inputs
 from helpers.covering import in_turn
+from helpers.nearfar_cases import at_tokens, same
 from helpers.seeds import seeded
 from torch.testing import assert_close
 
@@ -43,13 +44,13 @@ def test_linformer_is_softmax_over_mixtures_and_identity_the_values():
     layer = Linformer(4, 4, length=11, rank=3, scaling=1.0)
     keep = case.mask[:, None, :, None]
     begin = case.mask.int().argmax(1).tolist()  # places count from the first real key
-    both = []
-    for t in (case.y, case.v):
-        both.append(torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)]))
-    y, v = both
-    y = layer.key_projection @ y
-    v = layer.value_projection @ v
-    actual = [layer(case.x, case.y, case.v, case.mask)]
+
+    def aligned(t):
+        return torch.stack([row.roll(-at, 1) for row, at in zip(t * keep, begin)])
+
+    y = layer.key_projection @ aligned(case.y)
+    v = layer.value_projection @ aligned(case.v)
+    actual = [layer(*case.inputs, case.mask)]
     expected = [softmax_attention(case.x, y, v)]
     assert_same(actual, expected, 1e-5)
     layer(case.x, case.y[:, :, :7], case.v[:, :, :7]).sum().backward()
@@ -69,11 +70,8 @@ def test_learned_mixtures_are_parameters_alone():
     before = {}
     for name, value in layer.state_dict().items():
         before[name] = value.clone()
-    assert (
-        {*before}
-        == {"key_projection", "value_projection"}
-        == {name for name, _ in layer.named_parameters()}
-    )
+    assert {*before} == {"key_projection", "value_projection"}
+    assert {name for name, _ in layer.named_parameters()} == {*before}
     layer.train()(Q, K, V), layer(Q, K, V)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name])
@@ -81,7 +79,8 @@ def test_learned_mixtures_are_parameters_alone():
 
 def test_random_mixtures_are_those_of_keys_and_values():
     layer = linformer(redraw_every=2).eval()
-    keys, values = (layer.mixtures[:, :L] @ t for t in (K, V))
+    keys = layer.mixtures[:, :L] @ K
+    values = layer.mixtures[:, :L] @ V
     actual = layer(Q, K, V)
     expected = softmax_attention(D**-0.25 * Q, D**-0.25 * keys, values)
     assert_close(actual, expected)
@@ -141,13 +140,14 @@ def reformer_twin(layer, q, v, keep=None):
     same = buckets.unsqueeze(-1) == buckets.unsqueeze(-2)  # (B, H, R, S, S)
     rank = same.tril().sum(-1)  # within the bucket
     apart = rank.unsqueeze(-1) - rank.unsqueeze(-2)
-    seen = same & (apart <= layer.chunk) & (apart >= (0 if layer.causal else -layer.chunk))
+    latest = 0 if layer.causal else -layer.chunk
+    seen = same & (apart <= layer.chunk) & (apart >= latest)
     seen = seen.any(2) & keep[:, None, None]
     logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT  # scaling d^(1/2) = 1
     logits = torch.where(torch.eye(q.shape[2], dtype=torch.bool), -1e5, logits)
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    weights, v = (torch.where(keep[:, None, :, None], t, 0.0) for t in (weights, v))
-    return weights.nan_to_num() @ v
+    real = keep[:, None, :, None]
+    return torch.where(real, weights, 0.0).nan_to_num() @ torch.where(real, v, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -168,29 +168,26 @@ def reformer_twin(layer, q, v, keep=None):
 )
 def test_reformer_is_softmax_over_the_union_of_the_rounds(options, causal, masked):
     """Outputs and gradients, each pair counted once."""
-    L = options["L"]
-    options = {name: value for name, value in options.items() if name != "L"}
-    (q, k, v, keep), layer = sample_inputs(L, L), reformer(causal, **options).double()
+    options = dict(options)
+    L = options.pop("L")
+    q, k, v, keep = sample_inputs(L, L)
+    layer = reformer(causal, **options).double()
     if not masked:
         keep = None
     out = layer(q, k, v, keep)
     expected = reformer_twin(layer, q, v, keep)
-    assert_close(out, expected)
-    gradients = (
-        torch.autograd.grad(out_of_layer.square().sum(), (q, v)) for out_of_layer in (out, expected)
-    )
-    for ours, theirs in zip(*gradients):
-        assert_close(ours, theirs)
+    same(out, expected, (q, v))
 
 
 @torch.no_grad()
 @both_ways
 def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
-    (q, k, v, _), layer = sample_inputs(11, 11), reformer(causal, buckets=1, chunk=11).double()
+    q, k, v, _ = sample_inputs(11, 11)
+    layer = reformer(causal, buckets=1, chunk=11).double()
     logits = q @ (q / q.norm(dim=-1, keepdim=True)).mT
-    hidden = torch.eye(11, dtype=torch.bool) | (
-        torch.ones(11, 11, dtype=torch.bool).triu(1) & torch.tensor(causal)
-    )
+    hidden = torch.eye(11, dtype=torch.bool)
+    if causal:
+        hidden |= torch.ones(11, 11, dtype=torch.bool).triu(1)
     hidden[0, 0] &= not causal  # the first token sees itself alone
     actual = layer(q, k, v)
     expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v
@@ -200,9 +197,10 @@ def test_one_bucket_is_exact_attention_with_shared_queries_and_keys(causal):
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_future_never_leaks_in_buckets(chunk):
-    (q, k, v, _), layer = sample_inputs(23, 23), reformer(True, chunk=chunk).double()
+    q, k, v, _ = sample_inputs(23, 23)
+    layer = reformer(True, chunk=chunk).double()
     whole = layer(q, k, v)
     for n in range(1, 23):
-        actual = layer(q[:, :, :n], k[:, :, :n], v[:, :, :n])
+        actual = layer(*at_tokens((q, k, v), slice(n)))
         expected = whole[:, :, :n]
         assert_close(actual, expected)

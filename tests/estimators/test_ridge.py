@@ -28,7 +28,9 @@ def rows(n=600, d=3, seed=0, dtype=np.float64):
     r = np.random.default_rng(seed)
     X = r.normal(size=(n, d))
     mean = np.sin(2 * X[:, 0]) + X[:, 1]
-    return X.astype(dtype), mean + 0.3 * r.normal(size=n), LABELS[np.digitize(mean, [-0.7, 0.7])]
+    targets = mean + 0.3 * r.normal(size=n)
+    labels = LABELS[np.digitize(mean, [-0.7, 0.7])]
+    return X.astype(dtype), targets, labels
 
 
 @parametrize_with_checks(
@@ -39,7 +41,12 @@ def test_scikit_learn_compatible(estimator, check):
 
 
 @pytest.mark.parametrize(
-    "mechanism, sampler", [("trig", "orthogonal"), ("oprf", "hadamard"), ("trig", "sobol")]
+    "mechanism, sampler",
+    [
+        ("trig", "orthogonal"),
+        ("oprf", "hadamard"),
+        ("trig", "sobol"),
+    ],
 )
 def test_is_ridge_on_the_same_features(mechanism, sampler):
     X, y, _ = rows()
@@ -74,9 +81,12 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
     def score(ridge):
         if alpha == "gcv":
             H = Z @ np.linalg.solve(Z.T @ Z + ridge * np.eye(30), Z.T)
-            return len(y) * ((y - H @ y) ** 2).sum() / (len(y) - 1 - np.trace(H)) ** 2
+            residuals = y - H @ y
+            freedom = len(y) - 1 - np.trace(H)
+            return len(y) * (residuals**2).sum() / freedom**2
         S = np.eye(len(y)) + Z @ Z.T / ridge
-        return (len(y) - 1) * np.log(y @ np.linalg.solve(S, y)) + np.linalg.slogdet(S)[1]
+        quadratic = y @ np.linalg.solve(S, y)
+        return (len(y) - 1) * np.log(quadratic) + np.linalg.slogdet(S)[1]
 
     actual = score(model.alpha_)
     expected = min(score(model.alpha_ * 10 ** (k / 8)) for k in range(-40, 41))
@@ -93,7 +103,11 @@ def test_a_chosen_ridge_is_the_best_of_its_neighbours(alpha):
 
 @pytest.mark.parametrize(
     "alpha, n, places, order",
-    [("gcv", 60, range(1, 60), 1), (1e-3, 600, [1, 8, 257, 511], 1), ("gcv", 600, [100, 400], -1)],
+    [
+        ("gcv", 60, range(1, 60), 1),
+        (1e-3, 600, [1, 8, 257, 511], 1),
+        ("gcv", 600, [100, 400], -1),
+    ],
     ids=["one by one", "odd", "backwards"],
 )
 def test_coefficients_do_not_depend_on_how_rows_were_split(alpha, n, places, order):
@@ -166,7 +180,8 @@ def test_rows_may_come_in_any_container(container):
     X, y, labels = rows()
     for make, target in ((RandomFeatureRidge, y), (RandomFeatureClassifier, labels)):
         model = make(n_components=40, random_state=0)  # gamma="scale" is that of all rows
-        found, expected = (clone(model).fit(given, target).coef_ for given in (container(X), X))
+        found = clone(model).fit(container(X), target).coef_
+        expected = clone(model).fit(X, target).coef_
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -200,7 +215,8 @@ def test_rows_that_are_repeated_leave_intervals_as_wide(d, alpha, dtype):
         model = RandomFeatureRidge(n_components=200, alpha=alpha, random_state=0)
         model.fit(np.repeat(X[:60], times, 0), np.repeat(y[:60], times))
         mean, std = model.predict(X[60:], return_std=True)
-        found.append(((np.abs(y[60:] - mean) < 1.96 * std).mean(), std.mean()))
+        covered = np.abs(y[60:] - mean) < 1.96 * std
+        found.append((covered.mean(), std.mean()))
     expected = [found[0]] * 3
     np.testing.assert_allclose(found, expected, rtol=0.1)
 

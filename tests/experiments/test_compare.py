@@ -13,8 +13,16 @@ from crt_exp.experiments.predictions import write_predictions
 def write_run(folder, values, metric="accuracy", seed=0, predictions=None, method="trig", **keys):
     """A finished run with one record for each split."""
     folder.mkdir(parents=True)
-    config = {"seed": seed, "features": {"_target_": method}, "task": {}} | keys.pop("config", {})
-    config["task"] = {"_target_": "uci", "dataset": "wine", "split": [0.9, 0.05, 0.05]} | keys
+    config = {
+        "seed": seed,
+        "features": {"_target_": method},
+        "task": {},
+    } | keys.pop("config", {})
+    config["task"] = {
+        "_target_": "uci",
+        "dataset": "wine",
+        "split": [0.9, 0.05, 0.05],
+    } | keys
     (folder / "config.yaml").write_text(json.dumps(config))
     overrides = [f"features={method}", f"seed={seed}"]
     (folder / "versions.json").write_text(json.dumps({"overrides": overrides}))
@@ -22,7 +30,11 @@ def write_run(folder, values, metric="accuracy", seed=0, predictions=None, metho
     for repeat, value in enumerate(values):
         records.append({"split": "split", "repeat": repeat, "draw": 0, metric: value})
     direction = "minimize" if metric == "wer" else "maximize"
-    final = {metric: float(np.mean(values)), "metric": metric, "direction": direction}
+    final = {
+        metric: float(np.mean(values)),
+        "metric": metric,
+        "direction": direction,
+    }
     records.append({"split": "test", **final, "final": True})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     if predictions is not None:
@@ -43,7 +55,8 @@ def compared(*places):
 
 
 def test_seeds_are_paired(tmp_path):
-    one, two = [0.5, 0.6, 0.7], [0.55, 0.7, 0.72]
+    one = [0.5, 0.6, 0.7]
+    two = [0.55, 0.7, 0.72]
     for method, values in (("trig", one), ("oprf", two)):
         for seed, value in enumerate(values):
             write_run(tmp_path / method / str(seed), [value], seed=seed, method=method)
@@ -55,7 +68,8 @@ def test_seeds_are_paired(tmp_path):
 
 
 def test_overlapping_splits_have_a_wider_interval(tmp_path):
-    one, two = [0.5, 0.6, 0.7, 0.9], [0.55, 0.7, 0.72, 0.8]
+    one = [0.5, 0.6, 0.7, 0.9]
+    two = [0.55, 0.7, 0.72, 0.8]
     places = [
         write_run(tmp_path / "a", one),
         write_run(tmp_path / "b", two, method="oprf"),
@@ -91,7 +105,9 @@ def test_right_and_wrong_examples_have_the_exact_test(tmp_path):
 def test_word_error_rate_is_that_of_all_words(tmp_path):
     """The mean difference of the jackknife values is close to the difference of the rates."""
     rng = np.random.default_rng(0)
-    labels = [" ".join(rng.choice(["one", "two", "six"], n)) for n in rng.integers(2, 9, 40)]
+    labels = []
+    for n in rng.integers(2, 9, 40):
+        labels.append(" ".join(rng.choice(["one", "two", "six"], n)))
     wrong = [label.replace("one", "two") for label in labels[:20]] + labels[20:]
     rows = [answers(labels, labels), answers(labels, wrong)]
     places = [

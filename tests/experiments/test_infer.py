@@ -13,6 +13,7 @@ import soundfile
 import torch
 import transformers
 from helpers import hostile
+from helpers.refusals import check_error
 from helpers.small_bert import sentence, write_model, write_text
 from helpers.small_speech import tone, write_digits
 from helpers.task_options import composed_task
@@ -364,10 +365,7 @@ def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
     )
     with own_names([tmp_path / "conf"]):
         export(PROTEINS, "favorp sampler=mine m=8", tmp_path / "run")
-    code, _, err = called(f"run={tmp_path / 'run'}")
-    assert code == 2
-    assert "unknown sampler 'mine'" in err
-    assert "names=FOLDER" in err
+    check_error(called(f"run={tmp_path / 'run'}"), "unknown sampler 'mine'", "names=FOLDER")
     code, out, err = called(f"run={tmp_path / 'run'}", f"names={tmp_path / 'conf'}")
     assert (code, err) == (0, "")
     assert out
@@ -375,7 +373,11 @@ def test_a_run_with_a_custom_sampler_is_read_with_its_names(tmp_path, called):
 
 # ---- runs of others
 
-INPUT = {"favorpp": ["input={root}/digits"], "spoken": ["input={root}/a.wav"], "proteins": []}
+INPUT = {
+    "favorpp": ["input={root}/digits"],
+    "spoken": ["input={root}/a.wav"],
+    "proteins": [],
+}
 ATTENTION = {"favorpp": "crt_exp", "spoken": "attention", "proteins": "attention"}
 SIZES = [
     ("favorpp", None, {"crt_exp": 5}),

@@ -53,7 +53,7 @@ def test_a_ratio_is_taken_within_rounds():
         (2000.0, None, 2),
     ],
 )
-def test_a_short_call_is_made_again(ms, below, calls, monkeypatch):
+def test_a_short_call_is_repeated(ms, below, calls, monkeypatch):
     made = []
 
     def milliseconds(call, *arguments, device):

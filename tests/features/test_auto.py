@@ -2,28 +2,24 @@
 
 import pytest
 import torch
-from helpers.fitted_layers import B, D, L
 from helpers.seeds import seeded
 from torch.testing import assert_close
 
 from crt_exp import calibrate_attention, describe_attention, samplers, swap_attention
-from crt_exp.attention import (
-    RandomFeatureAttention,
-    attention,
-)
-from crt_exp.features import (
-    AutoRF,
-    PosRF,
-    Statistics,
-)
+from crt_exp.attention import RandomFeatureAttention, attention
+from crt_exp.features import AutoRF, PosRF, Statistics
 from crt_exp.samplers import DenseNoise
 from crt_exp.samplers.noise import map_leaves
+
+B = 2
+L = 40
+D = 8
 
 
 def three_kinds(seed=0):
     """Heads (B, 3, L, D) that vary alike in all directions, by coordinates, and in other directions."""
     g = seeded(seed)
-    q, k, v = (torch.randn(B, 3, L, D, generator=g) for _ in range(3))
+    q, k, v = torch.randn(3, B, 3, L, D, generator=g)
     by_coordinates = torch.linspace(0.02, 2, D).diag()
     turn = torch.linalg.qr(torch.randn(D, D, generator=seeded(9)))[0]
     maps = torch.stack([0.7 * torch.eye(D), by_coordinates, by_coordinates @ turn])
@@ -38,17 +34,19 @@ def test_each_head_of_auto_is_its_own_map(causal):
     q, k, v = three_kinds()
     phi = AutoRF()
     noise = samplers.orthogonal(8, D, seeded(), (3,))
-    stats = Statistics.of(*(t.transpose(0, 1).flatten(1, 2) for t in (q, k)))
+    x = q.transpose(0, 1).flatten(1, 2)
+    y = k.transpose(0, 1).flatten(1, 2)
+    stats = Statistics.of(x, y)
     out = attention(q, k, v, phi, noise, phi.fit(stats), causal=causal)
-    for h, (name, own) in enumerate(phi.candidates(D).items()):
-        assert name == KINDS[h]
-        alone = map_leaves(lambda t, h=h: t[h : h + 1], own.fit(stats))
-        of_head = (t[:, h : h + 1] for t in (q, k, v))
+    assert [*phi.candidates(D)] == KINDS
+    for h, own in enumerate(phi.candidates(D).values()):
+        head = slice(h, h + 1)
+        own_params = map_leaves(lambda t, head=head: t[head], own.fit(stats))
+        own_noise = DenseNoise(noise.rows()[head], True)
         expected = attention(
-            *of_head, own, DenseNoise(noise.rows()[h : h + 1], True), alone, causal=causal
+            q[:, head], k[:, head], v[:, head], own, own_noise, own_params, causal=causal
         )
-        actual = out[:, h : h + 1]
-        assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+        assert_close(out[:, head], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_layer_chooses_once_and_keeps_its_choice():
@@ -86,7 +84,7 @@ def test_auto_beyond_full_matrices_and_for_the_gaussian_kernel():
     assert_close(params.balance, expected)
 
 
-def test_describe_attention_says_what_each_layer_chose():
+def test_describe_attention_lists_the_map_of_each_layer():
     encoder = torch.nn.TransformerEncoder(
         torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2, enable_nested_tensor=False
     ).eval()

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.fitted_layers import B, D, L, layer, qkv
 from helpers.kernel_estimates import estimate_kernel
+from helpers.sampled_means import check_mean
 from helpers.seeds import seeded
 from torch.testing import assert_close
 
@@ -39,7 +39,13 @@ def vectors(d=6, n=60, seed=0, apart=0.5):
     def draw(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    x, y = (draw(n, d) @ (draw(d, d) * draw(d).exp() / (2 * d**0.5)) for _ in range(2))
+    def spread():
+        rows = draw(n, d)
+        directions = draw(d, d) * draw(d).exp() / (2 * d**0.5)
+        return rows @ directions
+
+    x = spread()
+    y = spread()
     return x + apart * draw(d), y + apart * draw(d)
 
 
@@ -54,7 +60,7 @@ def moment(phi, x, y, params=None):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_every_freedom_that_is_fitted_lowers_the_mean_log_second_moment(seed):
+def test_each_fitted_parameter_lowers_the_mean_log_second_moment(seed):
     x, y = vectors(seed=seed)
     plain = {"centred": False, "balance": False}
     order = [
@@ -114,7 +120,12 @@ def test_no_other_root_or_shift_is_better(phi):
 def test_balance_gives_both_sides_the_same_second_moments(diagonal):
     x, y = vectors()
     G = SDERF(diagonal=diagonal).fit(Statistics.of(x, y)).balance
-    of_x, of_y = (x * G, y / G) if diagonal else (x @ G.mT, y @ torch.linalg.inv(G))
+    if diagonal:
+        of_x = x * G
+        of_y = y / G
+    else:
+        of_x = x @ G.mT
+        of_y = y @ torch.linalg.inv(G)
     a = torch.cov(of_x.mT)
     b = torch.cov(of_y.mT)
     a, b = (a.diagonal(), b.diagonal()) if diagonal else (a, b)
@@ -152,8 +163,10 @@ def test_parameters_of_nothing_are_those_of_favor_plus():
 @pytest.mark.parametrize("phi", DENSE, ids=repr)
 def test_any_parameters_are_unbiased(phi):
     """R, h and G of other vectors, and trained ones far from every fit: a stale fit costs variance alone."""
-    (x, y), other = (t[:4] / 2 for t in vectors(d=3)), vectors(d=3, seed=5)
-    params = phi.fit(Statistics.of(*other))
+    x, y = vectors(d=3)
+    x = x[:4] / 2
+    y = y[:4] / 2
+    params = phi.fit(Statistics.of(*vectors(d=3, seed=5)))
     g = seeded(2)
     noise = samplers.orthogonal(4, 3, g, batch=(20_000,), dtype=torch.float64)
 
@@ -164,10 +177,8 @@ def test_any_parameters_are_unbiased(phi):
     for own in cases:
         estimate = estimate_kernel(phi, x, y, noise, own)
         exact = phi.log_kernel(x[:, None], y[None]).exp()
-        sem = estimate.std(0) / len(estimate) ** 0.5
-        assert ((estimate.mean(0) - exact).abs() < 5 * sem).all()
-        actual = (sem < 0.2 * exact).float().mean()
-        assert actual > 0.5
+        error = check_mean(estimate, exact)
+        assert (error < 0.2 * exact).float().mean() > 0.5
 
 
 # ---- what leaves softmax unchanged
@@ -207,34 +218,6 @@ def test_covariances_of_all_kinds_of_moments():
     assert_close(Mirrored(own).covariance, own.second)
     actual = own.second.diagonal(dim1=-2, dim2=-1)
     assert_close(actual, own.mean_sq.double(), rtol=1e-5, atol=1e-6)
-
-
-# ---- attention layers
-
-
-def test_a_causal_layer_is_fitted_to_earlier_batches_alone():
-    module = layer(causal=True)
-    first = module(*qkv(0))
-    assert_close(first, layer(PosRF(antithetic=True), causal=True)(*qkv(0)), rtol=1e-4, atol=1e-5)
-    module(*qkv(1))
-    q, k, _ = (t.transpose(0, 1).flatten(1, 2) * D**-0.25 for t in qkv(0))
-    ours = module._running_params()
-    expected = SDERF().fit(Statistics.of(q, k))
-    for a, b in zip(ours, expected):
-        assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_is_no_part_of_what_a_layer_sees(causal):
-    long = layer(causal=causal)
-    short = layer(causal=causal)
-    mask = torch.arange(L)[None].expand(B, L) < 30
-    for seed in range(2):
-        q, k, v = qkv(seed)
-        out = long(q, k.masked_fill(~mask[:, None, :, None], torch.nan), v, mask)
-        expected = short(*(t[:, :, :30] for t in (q, k, v)))
-        actual = out[:, :, :30]
-        assert_close(actual, expected, rtol=2e-4, atol=1e-4)
 
 
 def test_favorsharp_is_dense_centred_balanced_and_antithetic():

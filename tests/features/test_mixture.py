@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from helpers.fitted_layers import normal
-from helpers.seeds import seeded
+from helpers.kernel_estimates import estimate_pairs
+from helpers.sampled_means import check_mean
+from helpers.seeds import normal, seeded
 from torch.testing import assert_close
 
 from crt_exp import Mechanism, samplers
@@ -27,18 +28,15 @@ UNBIASED = Mixture(weights="unbiased", size=6)
 
 def fit_of(phi, centre=0.7, seed=1):
     """To queries and keys around opposite or equal means."""
-    return phi.fit(
-        Statistics.of(0.5 * normal(40, 3, seed=seed) + centre, 0.5 * normal(50, 3, seed=seed + 1))
-    )
+    x = 0.5 * normal(40, 3, seed=seed) + centre
+    y = 0.5 * normal(50, 3, seed=seed + 1)
+    return phi.fit(Statistics.of(x, y))
 
 
 def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
+    """The estimates (draws,) of the kernel of one pair x (1, d), y (1, d)."""
     noise = sampler(phi.size, x.shape[-1], seeded(), batch=(draws,), dtype=torch.float64)
-    return (
-        (phi.phi_q(x[None], noise, params).exp() * phi.phi_k(y[None], noise, params).exp())
-        .sum(-1)
-        .squeeze(-1)
-    )
+    return estimate_pairs(phi, x[None], y[None], noise, params).squeeze(-1)
 
 
 # ---- the unbiased map
@@ -55,11 +53,10 @@ def estimates(x, y, params, draws, sampler=samplers.iid, phi=UNBIASED):
 def test_a_mixture_is_unbiased_whatever_it_was_fitted_to(params, sampler):
     x = 0.5 * normal(1, 3, seed=3) + 0.5
     y = 0.5 * normal(1, 3, seed=4)
+    exact = (x * y).sum().exp()
     found = estimates(x, y, params, 100_000, sampler)
-    actual = found.std() / found.numel() ** 0.5
-    assert actual < 0.02 * found.mean()
-    difference = abs(found.mean() - (x * y).sum().exp())
-    assert difference < 4.5 * found.std() / found.numel() ** 0.5
+    error = check_mean(found, exact, errors=4.5)
+    assert error < 0.02 * exact
 
 
 def test_one_centre_has_the_closed_form():
@@ -69,10 +66,9 @@ def test_one_centre_has_the_closed_form():
     y = 0.4 * normal(1, 3, seed=4)
     params = MixtureParams(torch.eye(3, dtype=torch.float64), x + y + 0.3, torch.zeros(1, 1))
     found = estimates(x, y, params, 100_000, phi=phi)
-    of_square = (found / (x * y).sum().exp()).square()
+    square = (found / (x * y).sum().exp()).square()
     expected = phi.log_relative_second_moment(x[0], y[0], params).exp()
-    difference = abs(of_square.mean() - expected)
-    assert difference < 4.5 * of_square.std() / found.numel() ** 0.5
+    check_mean(square, expected, errors=4.5)
     closed = torch.tensor(math.exp(3 * 0.09), dtype=torch.float64)
     assert_close(expected, closed)
 
@@ -80,9 +76,9 @@ def test_one_centre_has_the_closed_form():
 def test_error_of_several_centres_by_quadrature():
     """With a row for each centre the variance is the integral of N(w; s, 1)^2 / sum_i N(w; c_i, 1), less the squares of
     what each row gives in the mean."""
-    centres, x, y = (
-        torch.tensor(t, dtype=torch.float64) for t in ([[-2.0], [0.0], [1.5]], [[0.4]], [[0.8]])
-    )
+    centres = torch.tensor([[-2.0], [0.0], [1.5]]).double()
+    x = torch.tensor([[0.4]]).double()
+    y = torch.tensor([[0.8]]).double()
     params = MixtureParams(torch.eye(1).double(), centres, torch.zeros(1, 3))
     points = torch.linspace(-12, 12, 4801)
 
@@ -93,9 +89,11 @@ def test_error_of_several_centres_by_quadrature():
     aim = 2 * log_normal(x + y)
     means = (aim / 2 - own.logsumexp(0) + own).exp().sum(-1) * 0.005
     expected = (aim - own.logsumexp(0)).exp().sum() * 0.005 - means.square().sum()
-    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / (x * y).sum().exp()
-    spread = (found - found.mean()).square()
-    assert abs(spread.mean() - expected) < 4.5 * spread.std() / len(found) ** 0.5 < 0.05 * expected
+    exact = (x * y).sum().exp()
+    found = estimates(x, y, params, 200_000, phi=UNBIASED.of_size(3)) / exact
+    square = (found - found.mean()).square()
+    error = check_mean(square, expected, errors=4.5)
+    assert error < 0.012 * expected
 
 
 # ---- fitted weights
@@ -108,7 +106,15 @@ def divergence(log_weights, x, y, rows, exact, seen, least=0.0):
     log_k = log_k.logsumexp(-1).masked_fill(~seen, -torch.inf).log_softmax(-1)
     if least:
         log_k = (log_k.exp() + least).log()
-    return (exact * (exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0))).sum(-1).mean()
+    log_ratio = exact.clamp(min=1e-300).log() - log_k.masked_fill(~seen, 0)
+    return (exact * log_ratio).sum(-1).mean()
+
+
+def neighbours(log_weights):
+    """The log weights (1, size) with one entry 0.05 larger or smaller."""
+    for step in (0.05, -0.05):
+        for change in step * torch.eye(log_weights.shape[-1]).double():
+            yield log_weights + change
 
 
 def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
@@ -132,19 +138,26 @@ def test_a_mixture_is_fitted_to_the_keys_that_a_query_sees(monkeypatch):
     def divergence_of(log_weights):
         return divergence(log_weights, x[0], y[0], params.centres[0], exact, seen)
 
-    for moved in params.log_weights + 0.05 * torch.cat(
-        [torch.eye(4), -torch.eye(4)]
-    ).double().unsqueeze(1):
-        assert divergence_of(moved) > divergence_of(params.log_weights[0]) - 1e-5
+    least = divergence_of(params.log_weights[0])
+    for moved in neighbours(params.log_weights[0]):
+        assert divergence_of(moved) > least - 1e-5
+
+
+def weight_inputs(causal, length=1.0):
+    """Queries, keys and centres, exact attention and the pairs that it sees."""
+    x = length * normal(2, 20, 3)
+    y = length * normal(2, 20, 3, seed=1)
+    rows = length * normal(5, 3, seed=2)
+    seen = torch.ones(20, 20, dtype=torch.bool)
+    if causal:
+        seen = seen.tril()
+    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    return x, y, rows, exact, seen
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch, causal):
-    x = normal(2, 20, 3)
-    y = normal(2, 20, 3, seed=1)
-    rows = normal(5, 3, seed=2)
-    seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
-    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    x, y, rows, exact, seen = weight_inputs(causal)
     found = []
     for updates in (0, 1, 2, 5, 20, 4000):
         monkeypatch.setattr(mixture, "UPDATES", updates)
@@ -152,31 +165,32 @@ def test_each_update_of_a_mixture_lowers_the_divergence_to_the_least(monkeypatch
         found.append(float(divergence(log_weights, x, y, rows, exact, seen)))
     assert found == sorted(found, reverse=True)
     assert found[-1] < 0.98 * found[0]
-    for moved in log_weights + 0.05 * torch.cat([torch.eye(5), -torch.eye(5)]).double():
-        actual = divergence(moved[None], x, y, rows, exact, seen)
-        assert actual > found[-1] - 1e-5
+    for moved in neighbours(log_weights):
+        assert divergence(moved, x, y, rows, exact, seen) > found[-1] - 1e-5
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [6.0, 40.0, 1e4])
 def test_weights_are_fitted_to_vectors_of_any_length(monkeypatch, causal, length):
-    x = length * normal(2, 20, 3)
-    y = length * normal(2, 20, 3, seed=1)
-    rows = normal(5, 3, seed=2)
-    rows = length * rows
-    seen = torch.ones(20, 20, dtype=torch.bool).tril(0 if causal else 20)
-    exact = (x @ y.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    x, y, rows, exact, seen = weight_inputs(causal, length)
     found = []
     for updates in (0, 1, 5, 30):
         monkeypatch.setattr(mixture, "UPDATES", updates)
         log_weights = mixture.fit_weights(x, y, rows, torch.zeros(1, 5).double(), exact, seen)
         assert log_weights.isfinite().all()
-        args = log_weights, x, y, rows, exact, seen
-        found.append(float(divergence(*args, least=mixture.TINY)))
+        found.append(float(divergence(log_weights, x, y, rows, exact, seen, least=mixture.TINY)))
     assert found == sorted(found, reverse=True)
 
 
-@pytest.mark.parametrize("counts", [[1, 2, 3, 4, 5, 6, 7], [2, 2, 5, 9], [4, 4, 4], [1]])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1, 2, 3, 4, 5, 6, 7],
+        [2, 2, 5, 9],
+        [4, 4, 4],
+        [1],
+    ],
+)
 def test_blocks_cover_each_visible_pair_once(counts):
     covered = torch.zeros(len(counts), max(counts), dtype=torch.long)
     for queries, keys in mixture.visible_blocks(counts):
@@ -245,14 +259,14 @@ def clustered(heads=2, length=64, d=8, seed=0):
     g = seeded(seed)
     centres = 2.5 * torch.randn(heads, 6, d, generator=seeded(7))
     at = torch.randint(6, (2, heads, length), generator=g)
-    both = []
-    for _ in range(2):
-        both.append(
-            torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
-            + 0.5 * torch.randn(2, heads, length, d, generator=g)
-        )
-    q, k = both
-    return q, k, torch.randn(2, heads, length, d, generator=g)
+    own_centres = torch.stack([centres[h][at[:, h]] for h in range(heads)], 1)
+
+    def draw():
+        return torch.randn(2, heads, length, d, generator=g)
+
+    q = own_centres + 0.5 * draw()
+    k = own_centres + 0.5 * draw()
+    return q, k, draw()
 
 
 def error(layer, q, k, v):
@@ -261,7 +275,8 @@ def error(layer, q, k, v):
 
 
 def calibrated(name, causal=False, kv_heads=2, **options):
-    layer = Mechanism.of(name, m=16, **options).layer(2, 8, causal=causal, kv_heads=kv_heads).eval()
+    mechanism = Mechanism.of(name, m=16, **options)
+    layer = mechanism.layer(2, 8, causal=causal, kv_heads=kv_heads).eval()
     with layer.calibration(), torch.no_grad():
         for seed in range(1, 4):
             layer(*clustered(seed=seed))
@@ -272,10 +287,8 @@ def calibrated(name, causal=False, kv_heads=2, **options):
 def test_a_mixture_is_nearer_than_one_gaussian_on_clusters(causal):
     others = error(calibrated("favorsharp", causal), *clustered())
     for weights in ("fitted", "unbiased"):
-        assert (
-            error(calibrated("favormix", causal, **{"features.weights": weights}), *clustered())
-            < 0.8 * others
-        )
+        layer = calibrated("favormix", causal, **{"features.weights": weights})
+        assert error(layer, *clustered()) < 0.8 * others
 
 
 def test_calibration_passes_are_exact_and_the_map_is_that_of_all_of_them():
@@ -288,13 +301,11 @@ def test_calibration_passes_are_exact_and_the_map_is_that_of_all_of_them():
         layer(*clustered(seed=2))
         assert int(layer.clusters.fits) == 0
     assert int(layer.clusters.fits) == 1
-    both = []
-    for side in (0, 1):
-        both.append(
-            torch.cat([clustered(seed=seed)[side] * layer.scale for seed in (1, 2)]).transpose(0, 1)
-        )
-    x, y = both
-    expected = Mixture(size=16).fit_sequences(x, y)
+    x, y = (
+        layer.scale * torch.cat([clustered(seed=1)[side], clustered(seed=2)[side]])
+        for side in (0, 1)
+    )
+    expected = Mixture(size=16).fit_sequences(x.transpose(0, 1), y.transpose(0, 1))
     assert_close(layer.clusters.params().centres, expected.centres, rtol=1e-4, atol=1e-4)
 
 
@@ -302,9 +313,11 @@ def test_padding_is_no_part_of_the_fit_of_a_mixture():
     """Nor a sequence that is nothing else."""
     q, k, v = clustered()
     mask = torch.arange(64) < torch.tensor([[40], [0]])
-    masked, alone = (Mechanism.of("favormix", m=8).layer(2, 8).eval() for _ in range(2))
+    padding = ~mask[:, None, :, None]
+    masked = Mechanism.of("favormix", m=8).layer(2, 8).eval()
+    alone = Mechanism.of("favormix", m=8).layer(2, 8).eval()
     with masked.calibration(), alone.calibration(), torch.no_grad():
-        masked(*(t.masked_fill(~mask[:, None, :, None], torch.nan) for t in (q, k)), v, mask)
+        masked(q.masked_fill(padding, torch.nan), k.masked_fill(padding, torch.nan), v, mask)
         alone(*(t[:1, :, :40] for t in (q, k, v)))
     actual = masked.clusters.params()
     expected = alone.clusters.params()
@@ -348,12 +361,8 @@ def test_parameters_of_a_mixture_are_trained_as_those_of_other_maps(weights):
     for seed in range(2):
         out = layer(*clustered(seed=seed))
     out.square().sum().backward()
-    names = {
-        name
-        for name, p in layer.named_parameters()
-        if p.grad is not None and p.grad.abs().sum() > 0
-    }
-    assert {"clusters.fitted_0", "clusters.fitted_1"} <= names
+    for name in ("clusters.fitted_0", "clusters.fitted_1"):
+        assert layer.get_parameter(name).grad.abs().sum() > 0
 
 
 def test_a_mixture_of_the_gaussian_kernel():
@@ -361,6 +370,7 @@ def test_a_mixture_of_the_gaussian_kernel():
     phi = Mixture("gaussian", weights="unbiased", size=16)
     x = 0.4 * normal(40, 3)
     params = phi.fit(Statistics.of(x, x))
+    assert params.balance is None
     found = estimates(x[:1], x[1:2], params, 5_000, phi=phi)
     exact = (-(x[0] - x[1]).square().sum() / 2).exp()
     assert torch.equal(params.balance, torch.eye(3).double())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import module_cases
+from helpers.nearfar_cases import at_tokens
 from helpers.seeds import seeded
 from torch.testing import assert_close
 
@@ -98,7 +99,7 @@ def test_no_future_padding_or_gradient_changes_outputs(phi, learn):
     length = q.shape[2]
     with torch.no_grad():
         whole = layer(q, k, v)
-        actual = layer(q[:, :, :7], k[:, :, :7], v[:, :, :7])
+        actual = layer(*at_tokens((q, k, v), slice(7)))
         expected = whole[:, :, :7]
         assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     actual = layer(q, k, v)
@@ -106,7 +107,7 @@ def test_no_future_padding_or_gradient_changes_outputs(phi, learn):
     past = layer.past()
     steps = []
     for i in range(length):
-        steps.append(past.step(*(t[:, :, i : i + 1] for t in (q, k, v))))
+        steps.append(past.step(*at_tokens((q, k, v), slice(i, i + 1))))
     actual = torch.cat(steps, 2)
     assert_close(actual, whole, rtol=1e-4, atol=1e-5)
     keep = torch.arange(length) < 9
@@ -153,6 +154,6 @@ def test_training_fits_better_and_a_calibration_leaves_it(phi, learn):
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused(phi, options, words):
+def test_maps_without_trainable_parameters_are_refused(phi, options, words):
     with pytest.raises(ValueError, match=words):
         module_cases.make(phi, **options)

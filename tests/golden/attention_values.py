@@ -32,7 +32,11 @@ RETRIEVED = [
     f"{SMALL} open=16 exact_until=64",
     f"{SMALL} open=48 exact_until=0 first_order=true",
 ]  # causal alone
-DIRECTIONS = {"both": {}, "causal": {"causal": True}, "cross": {"cross": True}}
+DIRECTIONS = {
+    "both": {},
+    "causal": {"causal": True},
+    "cross": {"cross": True},
+}
 LENGTHS = {50: 41, 700: 520}  # queries: keys of cross-attention
 DTYPES = {"C": torch.float32, "PyTorch": torch.float64}
 MASKS = ("none", "right", "left")

@@ -98,10 +98,9 @@ class Case:
         Hkv = Hkv or H
         self.phi = phi.of_size(m)
         self.heads = H
-        self.x = scale * draw(B, H, L, d)
-        self.y = scale * draw(B, Hkv, S, d)
-        self.v = draw(B, Hkv, S, dv)
-        self.x, self.y, self.v = (t.to(dtype).requires_grad_() for t in (self.x, self.y, self.v))
+        self.x = (scale * draw(B, H, L, d)).to(dtype).requires_grad_()
+        self.y = (scale * draw(B, Hkv, S, d)).to(dtype).requires_grad_()
+        self.v = draw(B, Hkv, S, dv).to(dtype).requires_grad_()
         batch = () if shared else (H,)
         self.noise = independent(
             phi, lambda: samplers.orthogonal(m, d, g, batch=batch, dtype=torch.float64)
@@ -117,14 +116,25 @@ class Case:
             self.mask[0, :5] = False
         self.grad = draw(B, H, L, dv).to(dtype)
 
+    @property
+    def inputs(self):
+        return self.x, self.y, self.v
+
+    def tokens(self, first, last):
+        """Queries, keys and values of tokens [first, last)."""
+        return [t[:, :, first:last] for t in self.inputs]
+
     def __call__(self, function=attention, x=None, y=None, v=None, **options):
-        given = {"key_mask": self.mask} if self.mask is not None else {}
-        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
-        return function(x, y, v, self.phi, self.noise, self.params, **given | options)
+        if self.mask is not None:
+            options = {"key_mask": self.mask} | options
+        x = self.x if x is None else x
+        y = self.y if y is None else y
+        v = self.v if v is None else v
+        return function(x, y, v, self.phi, self.noise, self.params, **options)
 
     def with_grads(self, function=attention, **options):
         out = self(function, **options)
-        return out, *torch.autograd.grad(out, (self.x, self.y, self.v), self.grad.to(out.dtype))
+        return out, *torch.autograd.grad(out, self.inputs, self.grad.to(out.dtype))
 
 
 def assert_same(ours, expected, rtol=1e-9):
@@ -133,15 +143,14 @@ def assert_same(ours, expected, rtol=1e-9):
         assert a.shape == b.shape
         assert a.isfinite().all()
         assert b.isfinite().all()
-        assert (a.double() - b.double()).abs().max() <= rtol * b.double().abs().max().clamp(
-            min=1e-3
-        ), (a, b)
+        difference = (a.double() - b.double()).abs().max()
+        size = b.double().abs().max().clamp(min=1e-3)
+        assert difference <= rtol * size, (a, b)
 
 
 def in_float64(case):
     """The case with the same rounded vectors."""
     exact = copy.copy(case)
-    exact.x, exact.y, exact.v, exact.grad = (
-        t.detach().double().requires_grad_() for t in (case.x, case.y, case.v, case.grad)
-    )
+    for name in ("x", "y", "v", "grad"):
+        setattr(exact, name, getattr(case, name).detach().double().requires_grad_())
     return exact

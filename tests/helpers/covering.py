@@ -24,3 +24,20 @@ def in_turn(first, *others, times=1):
                 marks.append(pytest.mark.slow)
             cases.append(pytest.param(*value.values, *combination, marks=marks))
     return cases
+
+
+def cover(items, parts_of):
+    """Few of the items that together have every part of all: each time the one with most missing parts."""
+    parts = [parts_of(item) for item in items]
+    missing = set().union(*parts)
+    chosen = []
+    while missing:
+        best = max(range(len(items)), key=lambda i: len(parts[i] & missing))
+        missing -= parts[best]
+        chosen.append(items[best])
+    return chosen
+
+
+def slow(*values):
+    """A case that is among all tests alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)

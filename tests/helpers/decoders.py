@@ -4,11 +4,11 @@ import copy
 from functools import cache
 
 import torch
-import transformers
 
 from crt_exp import calibrate_attention, swap_attention
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices
+from helpers import swap_models
 from helpers.seeds import seeded
 
 SMALL = {"block": 4, "cells": 6, "heavy": 2}
@@ -57,27 +57,12 @@ def tokens(batch=3, length=30, seed=0):
 def llama(dtype=torch.float64, layers=2):
     """Heads of d = 16, which the C engine of near-far reads where they lie, in float32."""
     torch.manual_seed(0)
-    model = (
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=64,
-                num_hidden_layers=layers,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=32,
-                vocab_size=40,
-                max_position_embeddings=80,
-                bos_token_id=0,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        )
-        .to(dtype)
-        .eval()
-    )
+    sizes = {"hidden_size": 64, "num_hidden_layers": layers, "max_position_embeddings": 80}
+    model = swap_models.llama(**sizes).to(dtype).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.normal_(std=0.2) if p.ndim > 1 else None
+            if p.ndim > 1:
+                p.normal_(std=0.2)
     return model
 
 
@@ -97,5 +82,7 @@ def calibrated(name, options, dtype, layers):
 def called(model, ids, mask, past=None, start=0):
     """Logits of the tokens from `start` on, with the cache of those before, or alone."""
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"attention_mask": mask if not mask.all() else None, "position_ids": places[:, start:]}
+    given = {"position_ids": places[:, start:]}
+    if not mask.all():
+        given["attention_mask"] = mask
     return model(ids[:, start:], past_key_values=past, use_cache=past is not None, **given).logits

@@ -3,11 +3,11 @@
 import torch
 
 from crt_exp import samplers
-from helpers.seeds import seeded
+from helpers.seeds import normal, seeded
 
 
 def vectors(*shape, seed=0, scale=0.5):
-    return scale * torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+    return scale * normal(*shape, seed=seed)
 
 
 def draw(phi, m, d, batch=(), seed=0, sampler=samplers.iid):

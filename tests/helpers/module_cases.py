@@ -31,4 +31,6 @@ def state(module):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(a[k], b[k]) for k in a)

@@ -57,7 +57,12 @@ class Case:
         self.mask = None
         if masked:
             self.mask = torch.rand(B, S, generator=g) > 0.3
-            self.mask[0, :70], self.mask[1] = False, self.mask[1] & (torch.arange(S) < 100)
+            self.mask[0, :70] = False
+            self.mask[1, 100:] = False
+
+    @property
+    def inputs(self):
+        return self.x, self.y, self.v
 
     def run(
         self,
@@ -70,29 +75,28 @@ class Case:
         function=attention,
     ):
         """Outputs and gradients, with NaN in the padding; of a map that learns those to rows and parameters too."""
-        x, y, v = (a if a is not None else b for a, b in zip((x, y, v), (self.x, self.y, self.v)))
-        x, y, v = (
-            t.to(dtype).detach().clone(memory_format=torch.preserve_format).requires_grad_()
-            for t in (x, y, v)
-        )
+        wanted = []
+        for given, own in ((x, self.x), (y, self.y), (v, self.v)):
+            t = (own if given is None else given).to(dtype).detach()
+            wanted.append(t.clone(memory_format=torch.preserve_format).requires_grad_())
+        x, y, v = wanted
         if self.mask is not None:
             with torch.no_grad():
                 for t in (y, v):
                     t.masked_fill_(~self.mask[:, None, :, None], torch.nan)
         noise = self.noise
         params = self.params
-        wanted = [x, y, v]
         if self.learned:
             noise = map_leaves(
                 lambda n: DenseNoise(n.rows().to(dtype, copy=True).requires_grad_(), True), noise
             )
             params = map_leaves(lambda t: t.clone().requires_grad_(t.is_floating_point()), params)
-            wanted += [n.rows() for n in leaves(noise)] + [
-                t for t in leaves(params) if t.requires_grad
-            ]
+            wanted += [n.rows() for n in leaves(noise)]
+            wanted += [t for t in leaves(params) if t.requires_grad]
         out = function(x, y, v, self.phi, noise, params, causal=causal, key_mask=self.mask)
-        grad = (self.grad if grad is None else grad).to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+        if grad is None:
+            grad = self.grad
+        return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(dtype))]
 
 
 def assert_near(ours, expected, tolerance=1e-5):
@@ -100,6 +104,6 @@ def assert_near(ours, expected, tolerance=1e-5):
     for name, a, b in zip(("out", "dx", "dy", "dv", "drows", "dparams"), ours, expected):
         assert a.shape == b.shape, name
         assert a.isfinite().all(), name
-        assert (a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max().clamp(
-            min=1e-2
-        ), name
+        difference = (a.double() - b.double()).abs().max()
+        size = b.double().abs().max().clamp(min=1e-2)
+        assert difference <= tolerance * size, name

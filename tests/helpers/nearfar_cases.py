@@ -1,6 +1,6 @@
 """Tensors for tests of near-far attention, the reference for batches, and the choice of keys by its definition."""
 
-from itertools import product
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,17 @@ from crt_exp.nearfar.retrieval import retrieved_positions
 from helpers.seeds import seeded
 
 
-def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.float64):
+def tensors(
+    B=2,
+    H=2,
+    kv_heads=2,
+    L=23,
+    S=None,
+    d=4,
+    dv=3,
+    seed=0,
+    dtype=torch.float64,
+):
     """Queries, keys and values that need a gradient, and a mask."""
     g = seeded(seed)
     S = S or L
@@ -36,6 +46,13 @@ def tensors(B=2, H=2, kv_heads=2, L=23, S=None, d=4, dv=3, seed=0, dtype=torch.f
 def at_tokens(inputs, at):
     """A range of tokens of each of some tensors (B, H, S, .)."""
     return [t[:, :, at] for t in inputs]
+
+
+def one_by_one(first, last):
+    """The tokens [0, first) at once, then each one up to `last`."""
+    yield slice(0, first)
+    for i in range(first, last):
+        yield slice(i, i + 1)
 
 
 def random_integers(g):
@@ -97,7 +114,7 @@ def retrieved_in_c(x, y, v, inputs):
     native._NearFarInC.apply("near_far_causal", pointers, numbers, x.detach(), y, v)
     most = min(inputs.sizes["open"], y.shape[1])
     positions = torch.full((*x.shape[:3], most), -1)
-    for z, g, i in product(*map(range, x.shape[:3])):
+    for z, g, i in itertools.product(*map(range, x.shape[:3])):
         start = int(pointers["gap_offset"][z, g, i])
         gaps = pointers["gaps"][z, start:].numpy()
         gaps = gaps[: (gaps == 0).argmax()].astype(int)

@@ -18,5 +18,7 @@ def write(path, sequences, kind="tr", width=10, end="\n"):
         for line in cases:
             lines.append(line)
     content = "".join(line + end for line in lines).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    path.write_bytes(content)
     return path

@@ -13,7 +13,12 @@ def tone(frequency, seconds, rate=8000, seed=0):
     return (0.3 * np.sin(2 * np.pi * frequency * time) + 0.01 * noise).astype(np.float32)
 
 
-def write_digits(folder, speakers=("ann", "bob"), indices=(0, 1, 5, 6, 8, 9), rate=8000):
+def write_digits(
+    folder,
+    speakers=("ann", "bob"),
+    indices=(0, 1, 5, 6, 8, 9),
+    rate=8000,
+):
     """<digit>_<speaker>_<index>.wav: 0.15 to 0.25 s of a tone of the digit's own."""
     folder.mkdir(parents=True, exist_ok=True)
     for digit in range(10):

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from crt_exp import calibrate_attention, swap_attention
+from crt_exp import calibrate_attention, from_pretrained, swap_attention
 from helpers.seeds import seeded
 
 B = 2
@@ -71,21 +71,20 @@ def gpt2():
     )
 
 
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=32,
-            vocab_size=40,
-            max_position_embeddings=40,
-            bos_token_id=0,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    )
+def llama(**sizes):
+    defaults = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 40,
+        "max_position_embeddings": 40,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**defaults | sizes))
 
 
 def vit():
@@ -277,7 +276,9 @@ def inputs(make, length=L, batch=B, seed=0):
     g = seeded(seed)
     if make in IMAGE.values():
         found = {"pixel_values": torch.randn(batch, 3, 8, 8, generator=g)}
-        return found | ({"noise": torch.rand(batch, 4, generator=g)} if make is vit_mae else {})
+        if make is vit_mae:
+            found["noise"] = torch.rand(batch, 4, generator=g)
+        return found
     return {"input_ids": torch.randint(2, 40, (batch, length), generator=g)}
 
 
@@ -303,3 +304,16 @@ def attention(**options):
     if module.in_proj_bias is not None:
         nn.init.normal_(module.in_proj_bias)
     return module
+
+
+BARE = {bert: {"add_pooling_layer": False}, vit: {"add_pooling_layer": False}}
+
+
+def alike(model, other, make):
+    return torch.equal(run(model, **inputs(make)), run(other, **inputs(make)))
+
+
+def back(folder, make=bert, auto=None, **options):
+    """The model of a folder, in eval mode."""
+    kind = auto or type(build_model(make))
+    return from_pretrained(kind, folder, **BARE.get(make, {}), **options).eval()

@@ -42,34 +42,30 @@ IMAGE = [
     "task.sizes.heads=2",
     "task.workers=0",
 ]
-SPEECH = [
-    f"+task.sizes.{key}={value}"
-    for key, value in {
-        "mels": 16,
-        "channels": 4,
-        "layers": 1,
-        "dim": 16,
-        "ffn": 32,
-        "heads": 2,
-        "kernel": 7,
-        "predictor": 16,
-        "joiner": 16,
-    }.items()
-]
+RECOGNISER = {
+    "mels": 16,
+    "channels": 4,
+    "layers": 1,
+    "dim": 16,
+    "ffn": 32,
+    "heads": 2,
+    "kernel": 7,
+    "predictor": 16,
+    "joiner": 16,
+}
+SPEECH = [f"+task.sizes.{key}={value}" for key, value in RECOGNISER.items()]
 RULES = ["+task.rules.train=60", "+task.rules.validation=20", "+task.rules.test=20"]
-FAMILIES = [
-    f"task.generated.{key}={value}"
-    for key, value in {
-        "sequences": 200,
-        "families": 2,
-        "held_out": 1,
-        "shortest": 10,
-        "longest": 16,
-        "nearest": 2,
-        "farthest": 4,
-        "copied": 0.6,
-    }.items()
-]
+GENERATED = {
+    "sequences": 200,
+    "families": 2,
+    "held_out": 1,
+    "shortest": 10,
+    "longest": 16,
+    "nearest": 2,
+    "farthest": 4,
+    "copied": 0.6,
+}
+FAMILIES = [f"task.generated.{key}={value}" for key, value in GENERATED.items()]
 TASKS = {
     "mlm": [
         "task=mlm",

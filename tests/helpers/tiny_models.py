@@ -269,7 +269,11 @@ def batches(model: nn.Module) -> list[dict[str, Any]]:
             80,
         )
         frames = 2 * _first(config, ("max_source_positions",), POSITIONS)
-        cases = [(BATCH, mels, frames), (BATCH, frames, mels), (BATCH, 1, 64, 64)]
+        cases = [
+            (BATCH, mels, frames),
+            (BATCH, frames, mels),
+            (BATCH, 1, 64, 64),
+        ]
         for shape in cases:
             decoded = {"decoder_input_ids": tokens(seed=3)} if "decoder_input_ids" in names else {}
             result.append({"input_features": randn(*shape)} | decoded)

@@ -12,10 +12,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.tasks.base import Task
+from crt_exp.registry import CONF
 
 
 class Network(nn.Module):
@@ -138,11 +140,13 @@ class Carrying(Uneven):
         return super().build(mechanism)
 
     def loss(self, model, batch):
-        self.seen, self.count = 0.9 * self.seen + batch["x"].mean(0), self.count + 1
+        self.seen = 0.9 * self.seen + batch["x"].mean(0)
+        self.count += 1
         inner = batch | {"x": batch["x"] + 0.01 * self.seen / self.count}
-        return super().loss(model, inner) * (
-            1 if self.table is None else 1 + 0.1 * self.table.square().mean()
-        )
+        loss = super().loss(model, inner)
+        if self.table is None:
+            return loss
+        return loss * (1 + 0.1 * self.table.square().mean())
 
     def updated(self, model, step):
         assert model.training
@@ -151,15 +155,19 @@ class Carrying(Uneven):
         self.table = model.outer.weight.clone() + step
 
     def state_dict(self):
-        return {"seen": self.seen, "count": self.count} | (
-            {} if self.table is None else {"table": self.table}
-        )
+        state = {"seen": self.seen, "count": self.count}
+        if self.table is not None:
+            state["table"] = self.table
+        return state
 
     def load_state_dict(self, state):
         self.seen = state["seen"]
         self.count = state["count"]
         self.table = state.get("table")
 
+
+TRAINER = OmegaConf.to_container(OmegaConf.load(CONF / "trainer/default.yaml"))
+del TRAINER["_target_"]
 
 # ---- its runs by the command line ------------------------------------------------------------------------------------
 
@@ -216,9 +224,11 @@ def assert_same(a, b):
     both = {*checkpoints(a)} & {*checkpoints(b)}
     assert max(both) == max(checkpoints(a)) == max(checkpoints(b))
     for step in both:
-        one, two = (d / "checkpoints" / f"step-{step}" for d in (a, b))
-        for name in ("model", "optimizer"):
-            x, y = (checkpoint.load_tensors(p / f"{name}.safetensors") for p in (one, two))
+        one = a / "checkpoints" / f"step-{step}"
+        two = b / "checkpoints" / f"step-{step}"
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            x = checkpoint.load_tensors(one / name)
+            y = checkpoint.load_tensors(two / name)
             assert x.keys() == y.keys()
             for k in x:
                 assert torch.equal(x[k], y[k])

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 import torch
-from helpers.nearfar_cases import tensors
+from helpers.covering import slow
+from helpers.nearfar_cases import at_tokens, tensors
 from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crt_exp import swap_attention
 from crt_exp.attention import exact_attention, softmax_attention
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
@@ -22,11 +22,16 @@ from crt_exp.swap.attend import attend
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def layer_of(causal=True, dtype=torch.float64, **options):
-    options = {"block": 3, "heavy": 4, "cells": 3, "open": 5, "exact_until": 0} | options
-    return (
-        Mechanism.of("nearfar", **options).layer(4, 4, kv_heads=2, causal=causal).to(dtype).eval()
-    )
+def layer_of(causal=True, **options):
+    sizes = {
+        "block": 3,
+        "heavy": 4,
+        "cells": 3,
+        "open": 5,
+        "exact_until": 0,
+    }
+    mechanism = Mechanism.of("nearfar", **(sizes | options))
+    return mechanism.layer(4, 4, kv_heads=2, causal=causal).double().eval()
 
 
 @pytest.mark.parametrize("cross", [False, True])
@@ -34,24 +39,13 @@ def test_short_sequences_are_exact(cross):
     """And no row's outputs depend on how long the others are."""
 
     def make(until):
-        return (
-            NearFar(
-                4,
-                4,
-                kv_heads=2,
-                cross=cross,
-                block=2,
-                heavy=1,
-                cells=2,
-                scaling=1.0,
-                exact_until=until,
-            )
-            .double()
-            .eval()
-        )
+        sizes = {"block": 2, "heavy": 1, "cells": 2, "exact_until": until}
+        return NearFar(4, 4, kv_heads=2, cross=cross, scaling=1.0, **sizes).double().eval()
 
-    x, y, v, keep = tensors(H=4, L=9 if cross else 40, S=40)
-    keep[0, 15:], keep[1] = False, True
+    L = 9 if cross else 40
+    x, y, v, keep = tensors(H=4, L=L, S=40)
+    keep[0, 15:] = False
+    keep[1] = True
     exact = softmax_attention(x, y, v, key_mask=keep)
     for until in (None, 40):
         actual = make(until)(x, y, v, keep)
@@ -70,7 +64,8 @@ def test_short_sequences_are_exact(cross):
     actual = gradient[0]
     expected = torch.autograd.grad(exact.square().sum(), v)[0][0]
     assert_close(actual, expected)
-    at_once = torch.func.vmap(make(15))(*(t.unsqueeze(0) for t in (x, y, v, keep)))
+    mapped = torch.func.vmap(make(15))
+    at_once = mapped(x[None], y[None], v[None], keep[None])
     assert_close(at_once[0], out)
 
 
@@ -82,18 +77,17 @@ def test_long_rows_alone_are_to_first_order(monkeypatch):
     keep[:] = True
     keep[0, 15:] = False
     out = layer(x, y, v, keep)
-    actual = out[[0], :, :15]
-    expected = layer(*(t[[0], :, :15] for t in (x, y, v)))
-    assert_close(actual, expected)
-    actual = out[[1]]
-    expected = layer(*(t[[1]] for t in (x, y, v)))
-    assert_close(actual, expected)
+    short = layer(*(t[[0]] for t in at_tokens((x, y, v), slice(15))))
+    assert_close(out[[0], :, :15], short)
+    assert_close(out[[1]], layer(x[[1]], y[[1]], v[[1]]))
 
 
 def test_across_a_query_depends_on_no_other_but_earlier_ones():
     layer = NearFar(2, 4, cross=True, heavy=2, cells=3, exact_until=0, fit_steps=1)
     q, k, v, keep = tensors(L=9, S=23)
-    q, k, v = (t.detach().float() for t in (q, k, v))
+    q = q.detach().float()
+    k = k.detach().float()
+    v = v.detach().float()
     before = layer.eval()(q, k, v, keep)
     actual = layer(q[:, :, 4:5], k, v, keep)
     expected = before[:, :, 4:5]
@@ -112,7 +106,7 @@ def test_moments_that_inference_mode_fitted_can_be_loaded_and_trained():
     x, y, v, _ = tensors(L=5, S=20)
     with torch.inference_mode():
         for _ in range(3):
-            layer.train()(*(t.float() for t in (x, y, v)))
+            layer.train()(x.float(), y.float(), v.float())
     assert int(layer.clusters.fits) == 2
     assert not any(t.is_inference() for t in layer.buffers())
     layer.load_state_dict(layer.state_dict())
@@ -167,7 +161,11 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
     actual = layer(q, k, v)
     expected = exact_attention(q, k, v, causal=causal, scale=8**-0.5)
     assert_close(actual, expected)
-    cases = [(q[..., :7], k, v), (q, k, v[:, :, :20]), (q.long(), k.long(), v)]
+    cases = [
+        (q[..., :7], k, v),
+        (q, k, v[:, :, :20]),
+        (q.long(), k.long(), v),
+    ]
     for wrong in cases:
         with pytest.raises(ValueError):
             layer(*wrong)
@@ -181,22 +179,24 @@ def test_a_call_of_the_kernel_refuses_what_others_do(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_empty_batch(causal):
     layer = layer_of(causal)
-    q, k, v = (
-        torch.zeros(0, heads, 9, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
-    )
+    q = torch.zeros(0, 4, 9, 4).double().requires_grad_()
+    k = torch.zeros(0, 2, 9, 4).double().requires_grad_()
+    v = torch.zeros(0, 2, 9, 4).double().requires_grad_()
     out = layer(q, k, v, torch.ones(0, 9, dtype=torch.bool))
     out.sum().backward()
     assert out.shape == q.shape
     assert v.grad.shape == v.shape
-    actual = RecallState(layer.sizes, 2).step(q.detach(), k.detach(), v.detach()).shape
+    state = RecallState(layer.sizes, 2)
+    actual = state.step(q.detach(), k.detach(), v.detach()).shape
     assert actual == q.shape
 
 
 def test_vmap_and_derivatives():
     layer = layer_of(causal=False)
-    q, k, v = (
-        torch.stack(parts) for parts in zip(*(tensors(H=4, seed=seed)[:3] for seed in range(3)))
-    )
+    samples = [tensors(H=4, seed=seed) for seed in range(3)]
+    q = torch.stack([sample[0] for sample in samples])
+    k = torch.stack([sample[1] for sample in samples])
+    v = torch.stack([sample[2] for sample in samples])
     keep = torch.ones(3, 2, 23, dtype=torch.bool)
     keep[1, 0, :5] = False
     cases = [(q, k, v, keep), (q, k, v)]
@@ -207,15 +207,13 @@ def test_vmap_and_derivatives():
     causal = layer_of()
     with pytest.raises(ValueError, match="key_mask: not supported by causal near-far"):
         torch.func.vmap(causal)(q, k, v, keep)
-    out, tangent = torch.func.jvp(
-        lambda v: causal(q[0], k[0], v), (v[0],), (torch.ones_like(v[0]),)
-    )
-    expected = causal(q[0], k[0], v[0])
-    assert_close(out, expected)
+    ones = torch.ones_like(v[0])
+    out, tangent = torch.func.jvp(lambda v: causal(q[0], k[0], v), (v[0],), (ones,))
+    assert_close(out, causal(q[0], k[0], v[0]))
     assert_close(tangent, torch.ones_like(out))  # weights sum to 1
 
 
-@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, slow(True)])
 def test_export_is_of_a_fixed_length(causal):
     layer = layer_of(causal, block=4)
     inputs = []
@@ -269,45 +267,3 @@ def test_names_and_sizes():
             near_far_attention(x, y, v, Sizes()._replace(**given), causal=True)
     with pytest.raises(ValueError, match="cross=True"):
         near_far_attention(x[:, :, :5], y, v, Sizes())
-
-
-# ---- swapped models
-
-
-@torch.no_grad()
-def test_a_swapped_decoder_generates_as_without_a_cache():
-    """Rows of two lengths, padded on the left: greedy text, and that of each row alone."""
-    transformers = pytest.importorskip("transformers")
-    model = (
-        transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                intermediate_size=32,
-                vocab_size=50,
-                max_position_embeddings=512,
-                pad_token_id=0,
-                eos_token_id=None,
-                bos_token_id=1,
-            )
-        )
-        .double()
-        .eval()
-    )
-    for p in model.parameters():
-        p.normal_(std=0.4) if p.ndim > 1 else None
-    swap_attention(model, "nearfar", block=4, cells=6, heavy=2, open=8, exact_until=16)
-    ids = torch.randint(2, 50, (2, 110))
-    mask = torch.ones_like(ids)
-    mask[0, :37] = 0
-    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
-    text = model.generate(**given)
-    expected = model.generate(**given, use_cache=False)
-    assert torch.equal(text, expected)
-    input_ids = ids[:1, 37:]
-    alone = model.generate(input_ids=input_ids, max_new_tokens=12, do_sample=False)
-    assert torch.equal(alone[0], text[0, 37:])
-    actual = model.generate(**given, num_beams=3).shape
-    assert actual == text.shape

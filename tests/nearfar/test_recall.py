@@ -3,11 +3,13 @@ single key that matters is found."""
 
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.native_cases import needs_library
 from helpers.nearfar_cases import (
     as_integers,
     at_tokens,
     by_reference,
+    one_by_one,
     random_integers,
     retrieved_in_both,
     same,
@@ -24,16 +26,29 @@ from crt_exp.nearfar.decoding import RecallState
 
 SIZES = Sizes(block=4, heavy=3, cells=6, open=12, exact_until=10)
 LENGTH = 330
-SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 40))]
+SEEDS = [*range(6), *map(slow, range(6, 40))]
 
 
-def draw_inputs(B=2, H=2, kv_heads=1, S=LENGTH, L=None, d=5, dv=3, seed=0, dtype=torch.float64):
+def draw_inputs(
+    B=2,
+    H=2,
+    kv_heads=1,
+    S=LENGTH,
+    L=None,
+    d=5,
+    dv=3,
+    seed=0,
+    dtype=torch.float64,
+):
     g = seeded(seed)
 
     def draw(heads, n, k):
         return torch.randn(B, heads, n, k, generator=g, dtype=dtype)
 
-    return draw(H, L or S, d), draw(kv_heads, S, d) + 0.5, draw(kv_heads, S, dv)
+    x = draw(H, L or S, d)
+    y = draw(kv_heads, S, d) + 0.5
+    v = draw(kv_heads, S, dv)
+    return x, y, v
 
 
 def attend(x, y, v, sizes=SIZES, keep=None):
@@ -63,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_the_reference(masked, sizes, dtype, 
     if masked:
         mask = keep
     expected = by_reference(x, y, v, sizes, causal=True, key_mask=mask)
-    out = attend(*(t.to(dtype) for t in (x, y, v)), sizes, mask).double()
+    out = attend(x.to(dtype), y.to(dtype), v.to(dtype), sizes, mask).double()
     same(out, expected, (x, y, v), rtol=tolerance, atol=tolerance)
 
 
@@ -104,13 +119,6 @@ def test_a_part_that_is_computed_again_in_the_backward_pass(monkeypatch):
 
 
 # ---- properties ----
-
-
-def test_future_never_leaks():
-    x, y, v = (t.requires_grad_() for t in draw_inputs(S=100))
-    for grad in torch.autograd.grad(attend(x, y, v)[:, :, :60].sum(), (y, v)):
-        assert (grad[:, :, 60:] == 0).all()
-        assert (grad[:, :, :60] != 0).any()
 
 
 @torch.no_grad()
@@ -181,7 +189,8 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     pick = random_integers(g)
     group = pick(1, 3)
     kv_heads = pick(1, 2)
-    S = pick(40, 1200 if seed > 5 else 700)
+    longest = 1200 if seed > 5 else 700
+    S = pick(40, longest)
     d = pick(1, 70)
     dv = pick(1, 70)
     open = 1000
@@ -199,7 +208,9 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
     for t in inputs:
         t.requires_grad_()
     x, y, v = inputs
-    keep = None if seed % 2 else torch.rand(2, S, generator=g) < 0.7
+    keep = None
+    if seed % 2 == 0:
+        keep = torch.rand(2, S, generator=g) < 0.7
 
     def outputs_and_gradients():
         out = attend(0.7 * x, y, v, sizes, keep)
@@ -207,7 +218,8 @@ def test_c_is_the_twin_at_any_shape(seed, monkeypatch):
 
     in_c = outputs_and_gradients()
     monkeypatch.setattr(native, "applies", lambda *tensors: False)
-    for ours, theirs, tolerance in zip(in_c, outputs_and_gradients(), (2e-4, *[5e-4] * 3)):
+    tolerances = [2e-4, 5e-4, 5e-4, 5e-4]
+    for ours, theirs, tolerance in zip(in_c, outputs_and_gradients(), tolerances):
         difference = (ours - theirs).norm()
         assert difference <= tolerance * theirs.norm()
 
@@ -228,8 +240,8 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     whole = attend(x, y, v, sizes, keep)
     first = RecallState(sizes, 1)
 
-    def token(t, i, rows=slice(None)):
-        return t[rows, :, i : i + 1]
+    def token(i, rows=slice(None)):
+        return [t[rows] for t in at_tokens((x, y, v), slice(i, i + 1))]
 
     out = first.step(*at_tokens((x, y, v), slice(150)), keep[:, :150])  # a prompt
     expected = whole[:, :, :150]
@@ -239,10 +251,10 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
             block = int(memory.numbers[0, :2].view(torch.int64))
             assert block == 149 // 8
     first.step(*at_tokens((x, y, v), slice(150, 200)), keep[:, 150:200])
-    first.step(*(token(t, 200) for t in (x, y, v)))
+    first.step(*token(200))
     other = first.copy()
-    other.step(*(token(t, 5) for t in (x, y, v)))  # another token, in the same buffer
-    out = first.step(*(token(t, 201) for t in (x, y, v)))
+    other.step(*token(5))  # another token, in the same buffer
+    out = first.step(*token(201))
     expected = whole[:, :, 201:202]
     assert_close(out, expected, **close)
     assert bool(first.memories) == in_c
@@ -250,13 +262,13 @@ def test_states_go_on_in_two_ways_and_change_their_rows(in_c, monkeypatch):
     rows = torch.tensor([2, 1, 1])
     first.select(rows)
     for i in range(202, 230):
-        out = first.step(*(token(t, i, rows) for t in (x, y, v)))
+        out = first.step(*token(i, rows))
         expected = whole[rows, :, i : i + 1]
         assert_close(out, expected, **close)
         if i == 215:  # a copy that goes on does not change what is here
             ahead = first.copy()
             for j in range(216, 226):
-                ahead.step(*(token(t, j - 200, rows) for t in (x, y, v)))
+                ahead.step(*token(j - 200, rows))
 
 
 @torch.no_grad()
@@ -278,7 +290,7 @@ def test_threads_decide_nothing_of_a_state(d, dv, before, after, one_thread):
     torch.set_num_threads(after)
     for i in range(251, 270):
         token = at_tokens((x, y, v), slice(i, i + 1))
-        out = state.step(*(t.expand(4, -1, -1, -1) for t in token))
+        out = state.step(*[t.expand(4, -1, -1, -1) for t in token])
         expected = whole[:, :, i : i + 1].expand_as(out)
         assert_close(out, expected)
 
@@ -334,7 +346,8 @@ def test_keys_are_measured_about_the_means_of_their_blocks(masked):
     keep = torch.ones(y.shape[:2], dtype=torch.bool)
     keep[:, 1:7] = not masked  # a block without a key beside one with one
     sizes = SIZES._replace(exact_until=200)
-    metric = recall.fit_metric(y, keep if masked else None, sizes)
+    mask = keep if masked else None
+    metric = recall.fit_metric(y, mask, sizes)
     far = recall.renewals(sizes, 0)[0] - sizes.block
     for z in range(len(y)):
         residuals = []
@@ -366,7 +379,8 @@ def test_tokens_that_do_not_fit_a_state_are_refused():
 
 @pytest.mark.parametrize("d", [1, 5, 64, 96])
 def test_numbers_are_those_of_the_definition(d):
-    t = torch.randn(200, d, generator=seeded(d)) * 10.0 ** torch.linspace(-12, 12, 200)[:, None]
+    lengths = 10.0 ** torch.linspace(-12, 12, 200)[:, None]
+    t = lengths * torch.randn(200, d, generator=seeded(d))
     numbers, step = retrieval.quantize(t)
     expected, width = as_integers(t)
     assert (numbers - expected).abs().max() <= 1
@@ -431,8 +445,7 @@ def test_more_keys_are_read_of_a_longer_past():
     state = RecallState(sizes, 1)
     whole = call.attend(x, y, v, None, call.choose(x, y, None))
     parts = []
-    cases = [slice(0, 2940), *(slice(i, i + 1) for i in range(2940, 2960))]
-    for at in cases:
+    for at in one_by_one(2940, 2960):
         parts.append(state.step(x[:, :, at], y[:, None, at], v[:, None, at]))
     actual = torch.cat(parts, 2)
     assert_close(actual, whole, rtol=0, atol=2e-4)
@@ -453,6 +466,8 @@ def test_c_and_pytorch_choose_the_same_keys(seed):
     kind = ("normal", "few different", "huge and tiny", "zeros", "equal keys", "one far")[seed % 6]
     S = pick(300, 2500) if seed > 5 else 210 + 10 * seed
     x, y, v = vectors(kind, pick(1, 2), pick(1, 3), S, pick(1, 130), seed)
-    keep = None if seed % 4 < 2 else torch.rand(len(y), S, generator=g) < 0.7
+    keep = None
+    if seed % 4 >= 2:
+        keep = torch.rand(len(y), S, generator=g) < 0.7
     ours, theirs = retrieved_in_both(x, y, v, sizes, keep)
     assert torch.equal(ours, theirs)

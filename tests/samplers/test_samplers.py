@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import scipy.linalg
 import torch
+from helpers.covering import in_turn
 from helpers.seeds import seeded
 from scipy.stats import kstest
 from torch.testing import assert_close
@@ -79,8 +80,11 @@ def test_an_empty_batch_has_no_rows(sampler, batch):
 
 @pytest.mark.parametrize("sampler", ALL, ids=name)
 def test_shapes_seeds_and_batches(sampler):
-    for (m, d), batch in zip(SHAPES, [(), (), (3,), (2, 3), (2,), (2, 3)]):
-        one, same, other = (sampler(m, d, seeded(s), batch=batch) for s in (1, 1, 2))
+    batches = [(), (), (3,), (2, 3), (2,), (2, 3)]
+    for (m, d), batch in zip(SHAPES, batches):
+        one = sampler(m, d, seeded(1), batch=batch)
+        same = sampler(m, d, seeded(1), batch=batch)
+        other = sampler(m, d, seeded(2), batch=batch)
         assert one.m == m
         assert one.d == d
         assert one.batch == batch
@@ -153,9 +157,13 @@ def test_blocks_are_orthogonal(sampler):
             ).abs().max() < 1e-10 * d, (m, d)
 
 
+def hadamard_matrix(n):
+    return torch.from_numpy(scipy.linalg.hadamard(n)).double()
+
+
 def test_hadamard_is_the_product():
     draw = hadamard(8, 8, seeded(), blocks=3, lengths="fixed", dtype=torch.float64)
-    h = torch.from_numpy(scipy.linalg.hadamard(8)).double() / 8**0.5
+    h = hadamard_matrix(8) / 8**0.5
     product = torch.eye(8).double()
     for signs in draw.signs[0]:
         product = h @ torch.diag(signs * 8**0.5) @ product
@@ -165,14 +173,10 @@ def test_hadamard_is_the_product():
 def test_fwht_is_the_hadamard_product():
     for n in (1, 2, 64, 128, 1024):
         x = torch.randn(3, n, generator=seeded(), dtype=torch.float64)
-        actual = fwht(x)
-        expected = x @ torch.from_numpy(scipy.linalg.hadamard(n)).double()
-        assert_close(actual, expected)
+        assert_close(fwht(x), x @ hadamard_matrix(n))
     long = torch.randn(128, 64, generator=seeded(), dtype=torch.float64)  # three factors
-    left, right = (torch.from_numpy(scipy.linalg.hadamard(n)).double() for n in long.shape)
-    actual = fwht(long.flatten())
-    expected = (left @ long @ right).flatten()
-    assert_close(actual, expected)
+    product = hadamard_matrix(128) @ long @ hadamard_matrix(64)
+    assert_close(fwht(long.flatten()), product.flatten())
 
 
 @pytest.mark.parametrize("d", [2, 6])
@@ -192,7 +196,7 @@ def test_haar(d):
     assert difference < 1e-10
     assert within(q, 0)
     assert within(q.square(), 1 / d)
-    assert within(q.unsqueeze(-1).unsqueeze(-1)[:, 0, 0] ** 4, 3 / (d * (d + 2)))
+    assert within(q[:, 0, 0] ** 4, 3 / (d * (d + 2)))
 
 
 @pytest.mark.parametrize("d", [3, 8])
@@ -209,10 +213,12 @@ def test_row_lengths(d):
         sq = rows(sampler, d + 2, d, 50).square().sum(-1)
         expected = torch.full((50, d + 2), float(d)).double()
         assert_close(sq, expected)
-    fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50).square().sum((-2, -1))
+    fixed = rows(partial(hadamard, lengths="fixed"), n, d, 50)
+    fixed = fixed.square().sum((-2, -1))
     expected = torch.full((50,), float(n * d)).double()
     assert_close(fixed, expected)
-    chi = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64).lengths.squeeze(-1).square()
+    draw = hadamard(d, d, seeded(), batch=(4000,), dtype=torch.float64)
+    chi = draw.lengths.squeeze(-1).square()
     assert within(chi, n)
     assert within(chi**2, n * (n + 2))
 
@@ -232,23 +238,21 @@ def test_bad_input(make, message):
 
 
 @pytest.mark.parametrize(
-    "sampler, dtype, tolerance",
-    [
-        (sampler, *((torch.float32, 1e-5) if n % 2 else (torch.float64, 1e-12)))
-        for n, sampler in enumerate(ALL)
-    ],
+    "sampler, rounding",
+    in_turn(ALL, [(torch.float64, 1e-12), (torch.float32, 1e-5)]),
     ids=lambda value: name(value) if callable(value) else str(value),
 )
-def test_project_is_the_product(sampler, dtype, tolerance):
+def test_project_is_the_product(sampler, rounding):
     """Also against the matrix-free path, with batched noise, broadcast heads and gradients."""
+    dtype, tolerance = rounding
     x = torch.randn(2, 3, 5, 6, generator=seeded(1), dtype=dtype)
     cases = [(), (3,), (2, 1), (2, 3)]
     for batch in cases:
         draw = sampler(11, 6, seeded(), batch=batch, dtype=torch.float64).to(dtype)
         expected = x @ draw.rows().mT
-        paths = [draw.project] + (
-            [draw._transform] if isinstance(draw, samplers.HadamardNoise) else []
-        )
+        paths = [draw.project]
+        if isinstance(draw, samplers.HadamardNoise):
+            paths.append(draw._transform)
         for project in paths:
             leaf = x.clone().requires_grad_()
             out = project(leaf)
@@ -258,7 +262,14 @@ def test_project_is_the_product(sampler, dtype, tolerance):
             assert_close(gradient, weight @ draw.rows(), rtol=tolerance, atol=100 * tolerance)
 
 
-@pytest.mark.parametrize("m, d, free", [(1024, 1024, True), (2048, 600, False), (64, 64, False)])
+@pytest.mark.parametrize(
+    "m, d, free",
+    [
+        (1024, 1024, True),
+        (2048, 600, False),
+        (64, 64, False),
+    ],
+)
 def test_hadamard_path_switches(m, d, free):
     draw = hadamard(m, d, seeded())
     assert draw.matrix_free == free
@@ -334,7 +345,8 @@ def test_measured_bias_shows():
     bias = measured_bias(
         PosRF(), partial(orthogonal, lengths="sqrt_d"), x, x, m=3, draws=4000, generator=seeded()
     )
-    known = (SMREG().log_kernel(x, x) - (x.double() * x).sum(-1)).exp()
+    softmax = (x.double() * x).sum(-1)
+    known = (SMREG().log_kernel(x, x) - softmax).exp()
     assert ((bias.ratio - known).abs() < 5 * bias.error).all()
     actual = bias.ratio[0] + 5 * bias.error[0]
     assert actual < 1

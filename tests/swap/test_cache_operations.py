@@ -106,7 +106,7 @@ CASES = (
 
 @pytest.mark.parametrize("state, dtype, padded", CASES)
 @torch.no_grad()
-def test_operations_give_what_is_left(state, dtype, padded):
+def test_cache_operations_keep_the_logits(state, dtype, padded):
     """Each on a copy of one cache, which no use of a copy changes."""
     model = swapped(*STATES[state], dtype)
     ids = tokens()
@@ -118,7 +118,8 @@ def test_operations_give_what_is_left(state, dtype, padded):
     cache.reorder_cache(torch.tensor(ROWS))
     check_goes_on(model, cache, ids[ROWS], mask[ROWS], whole[ROWS])
     other = copy.deepcopy(kept)
-    called(model, ids[:, [*range(PROMPT), 3, 1, 2]], mask[:, : PROMPT + 3], other, PROMPT)
+    draft = ids[:, [*range(PROMPT), 3, 1, 2]]
+    called(model, draft, mask[:, : PROMPT + 3], other, PROMPT)
     check_goes_on(model, kept, ids, mask, whole)
 
 
@@ -173,7 +174,7 @@ def check_pieces(model, ids, mask, whole, *makers):
 
 @pytest.mark.parametrize("name, padded", in_turn(DECODE, ["sides", "ends", "not"]))
 @torch.no_grad()
-def test_room_changes_nothing(name, padded):
+def test_a_static_cache_equals_the_whole_sequence(name, padded):
     model = swapped(*DECODE[name], layers=1)
     ids = tokens(length=SHORT)
     mask = short_masks(padded)
@@ -189,10 +190,15 @@ def test_room_changes_nothing(name, padded):
 
 @pytest.mark.parametrize(
     "name, padded",
-    [("window", "sides"), ("nearfar beyond", "ends"), ("favorp", "not"), ("window", "ends")],
+    [
+        ("window", "sides"),
+        ("nearfar beyond", "ends"),
+        ("favorp", "not"),
+        ("window", "ends"),
+    ],
 )
 @torch.no_grad()
-def test_room_changes_nothing_in_masks_of_pairs(name, padded):
+def test_a_static_cache_with_masks_of_pairs_equals_the_whole_sequence(name, padded):
     """Those of transformers itself, which a model keeps that holds attention of other kinds."""
     model = swapped(*DECODE[name], layers=1)
     ids = tokens(length=SHORT)
@@ -205,7 +211,7 @@ def test_room_changes_nothing_in_masks_of_pairs(name, padded):
 
 @pytest.mark.parametrize("name", ["window", "nearfar beyond"])
 @torch.no_grad()
-def test_a_mask_of_pairs_that_says_no_place_is_refused(name):
+def test_a_mask_of_pairs_without_positions_is_refused(name):
     """One token and its padding see the same keys, as the tokens of a prefix do."""
     model = swapped(*DECODE[name], layers=1)
     ids = tokens(length=SHORT)
@@ -234,7 +240,7 @@ def test_a_prefix_in_a_static_cache_is_one_sequence():
 
 
 @torch.no_grad()
-def test_layers_that_are_not_swapped_see_what_they_saw():
+def test_unswapped_layers_see_the_same_masks():
     model = swapped("exact", {})
     ids = tokens(length=SHORT)
     mask = short_masks("sides")

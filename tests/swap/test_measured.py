@@ -152,7 +152,7 @@ def test_measuring_leaves_the_layer_as_it_is():
         assert not one._forward_hooks
 
 
-def test_matrices_that_are_asked_for_are_not_measured():
+def test_requested_matrices_are_not_measured():
     """need_weights, the default, puts unit vectors behind the values."""
     x = torch.randn(2, 30, 16)
     found = []

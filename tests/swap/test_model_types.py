@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import tiny_models
+from helpers.covering import slow
 from helpers.tiny_models import BATCH, NotBuilt, outputs, spread
 from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
 
@@ -120,12 +121,9 @@ def judge_model(model, batch):
         swap_attention(model, "exact")
     except ValueError as error:
         why = " ".join(str(error).split())
-        return (
-            "no attention"
-            if "no supported attention" in why and "unsupported: none" in why
-            else "refused",
-            why,
-        )
+        if "no supported attention" in why and "unsupported: none" in why:
+            return "no attention", why
+        return "refused", why
     try:
         check_laws(model, cases, before, causal)
     except NotBuilt:
@@ -203,17 +201,18 @@ def future_leak(model, batch):
     half = batch[key].shape[1] // 2
     late = changed[:, half:]
     changed[:, half:] = -late if late.is_floating_point() else 5 + (late + 1) % 40
-    both = []
-    for values in (batch[key], changed):
-        both.append(
-            [
-                t
-                for t in outputs(model, batch | {key: values})
-                if t.ndim == 3 and t.shape[:2] == changed.shape[:2]
-            ]
-        )
-    one, two = both
-    return distance([one[0][:, :half]], [two[0][:, :half]]) if one else float("inf")
+
+    def early(values):
+        """The first output by tokens, at the earlier half; none where there is none."""
+        for t in outputs(model, batch | {key: values}):
+            if t.ndim == 3 and t.shape[:2] == changed.shape[:2]:
+                return [t[:, :half]]
+        return []
+
+    before = early(batch[key])
+    if not before:
+        return float("inf")
+    return distance(before, early(changed))
 
 
 def distance(one, two, mask=None):
@@ -313,7 +312,12 @@ def test_attention_over_layers_or_channels_is_refused():
     with pytest.raises(ValueError, match="another axis than tokens"):
         layers = [places.index(path) for path in depth]
         swap_attention(text, "exact", layers=layers)
-    sizes = {"embed_dim": [32], "num_heads": [4], "num_groups": [4], "depths": [1]}
+    sizes = {
+        "embed_dim": [32],
+        "num_heads": [4],
+        "num_groups": [4],
+        "depths": [1],
+    }
     shapes = {
         "patch_size": [7],
         "patch_stride": [4],
@@ -351,7 +355,7 @@ def test_layers_that_run_twice_keep_the_keys_of_each_time(name):
 
 @pytest.mark.parametrize("implementation", [None, "eager"])
 @pytest.mark.parametrize("name", [*MIXED, "bart", "bert", "llama"])
-def test_layers_that_stay_compute_what_they_computed(name, implementation):
+def test_unswapped_layers_are_unchanged(name, implementation):
     found = list(judge_partly(name, implementation))
     assert found
     assert not [case for case in found if not case[-1] < EXACT]
@@ -359,9 +363,7 @@ def test_layers_that_stay_compute_what_they_computed(name, implementation):
 
 @pytest.mark.parametrize("name, plain", [("gemma3_text", "sdpa"), ("mimo_v2_flash", "eager")])
 @pytest.mark.parametrize("own", ["flash_attention_2", "flex_attention"])
-def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_arguments(
-    name, plain, own
-):
+def test_unswapped_layers_get_an_implementation_that_takes_their_arguments(name, plain, own):
     model = tiny_models.tiny_model(name)
     model.config._attn_implementation_internal = own
     swap_attention(model, "exact", layers="supported")
@@ -375,7 +377,7 @@ def test_layers_that_stay_beside_swapped_ones_get_an_implementation_with_their_a
 
 @pytest.mark.parametrize("name", ["dots3_note", "hy_v4_vl"])
 @torch.no_grad()
-def test_layers_that_stay_select_the_keys_that_they_selected(name):
+def test_unswapped_layers_select_the_same_keys(name):
     """A sparse index that leaves keys out, which those of small models do not."""
     model, batch = tiny_models.of_transformers(name)
     whole = outputs(model, batch)
@@ -391,7 +393,7 @@ def test_layers_that_stay_select_the_keys_that_they_selected(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_layer_that_stays_computes_otherwise():
+def test_unswapped_layers_of_all_models_are_unchanged():
     wrong = []
     for name in tiny_models.model_types():
         try:
@@ -470,10 +472,7 @@ def answer(model, batch):
         "bert",
         "gemma3_text",
         "llama",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("distilbert", "gpt2", "modernbert", "qwen2_vl")
-        ),
+        *map(slow, ("distilbert", "gpt2", "modernbert", "qwen2_vl")),
     ],
 )
 def test_a_mask_of_any_form_means_what_it_did_or_is_refused(name):

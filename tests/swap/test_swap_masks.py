@@ -68,7 +68,11 @@ def gemma(**changes):
 def test_a_mask_of_one_sequence_serves_the_batch():
     past = torch.ones(L, L, dtype=torch.bool).tril()[None, None]
     pads = (torch.arange(L) < 6).expand(1, 1, 1, L)
-    cases = [(llama, past), (bert, pads.expand(1, 1, L, L)), (bert, pads)]
+    cases = [
+        (llama, past),
+        (bert, pads.expand(1, 1, L, L)),
+        (bert, pads),
+    ]
     for make, mask in cases:
         model = make()
         ids = tokens()
@@ -168,7 +172,7 @@ def test_layers_with_a_window_stay_and_decode_beside_the_others():
             assert_close(whole, expected, **CLOSE)
 
 
-def test_what_changes_the_logits_is_refused_before_anything_changes():
+def test_changes_of_the_logits_are_refused_and_leave_the_model_unchanged():
     model = build(
         "BeitModel",
         transformers.BeitConfig(
@@ -191,7 +195,14 @@ def test_what_changes_the_logits_is_refused_before_anything_changes():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_first": True}, {"kdim": 6, "vdim": 5}, {"bias": False}], ids=str
+    "options",
+    [
+        {},
+        {"batch_first": True},
+        {"kdim": 6, "vdim": 5},
+        {"bias": False},
+    ],
+    ids=str,
 )
 @torch.no_grad()
 def test_multihead_attention_equals_torch(options):
@@ -217,7 +228,9 @@ def test_multihead_attention_equals_torch(options):
         {"average_attn_weights": False},
     ]
     for given in cases:
-        expected, got = (m(turn(q), turn(k), turn(v), **given) for m in (module, swap))
+        turned = [turn(q), turn(k), turn(v)]
+        expected = module(*turned, **given)
+        got = swap(*turned, **given)
         assert_close(got, expected, **LOOSE)
     expected, got = (
         m(q[0], k[0], v[0], key_padding_mask=padding[0]) for m in (module, swap)

@@ -175,7 +175,11 @@ def test_whisper_of_ctranslate2_computes_what_that_of_transformers_does(tmp_path
     for name in sorted(weights):
         place = renamed(name, CTRANSLATE2)
         variables[place] = np.concatenate([variables.get(place, weights[name][:0]), weights[name]])
-    parts = [struct.pack("<I", 6), string("WhisperSpec"), struct.pack("<II", 3, len(variables))]
+    parts = [
+        struct.pack("<I", 6),
+        string("WhisperSpec"),
+        struct.pack("<II", 3, len(variables)),
+    ]
     for name, value in variables.items():
         kind = 2
         if value.dtype == np.float32:

@@ -156,7 +156,11 @@ def test_bad_archive_leaves_nothing_behind(server, body, checksum, tmp_path):
 
 @pytest.mark.parametrize(
     "target, name",
-    [("/etc/passwd", "link.txt"), ("../../../a.txt", "link.txt"), (None, "../../../up.txt")],
+    [
+        ("/etc/passwd", "link.txt"),
+        ("../../../a.txt", "link.txt"),
+        (None, "../../../up.txt"),
+    ],
 )
 def test_nothing_leads_out_of_an_archive(server, target, name, tmp_path):
     stream = io.BytesIO()

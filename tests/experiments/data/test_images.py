@@ -50,7 +50,7 @@ def test_held_out_images_are_of_all_classes_and_not_trained_on(tmp_path):
         train.held_out(0.01)
 
 
-def test_of_classes_alone_a_fifth_is_held_out(tmp_path, caplog):
+def test_a_fifth_of_a_folder_of_classes_is_held_out(tmp_path, caplog):
     root = write_images(tmp_path, train=10) / "train"
     (root / "class1").rename(root / "bullet_train")
     found = images.load("mine", root)
@@ -139,7 +139,8 @@ def test_every_kind_of_image_becomes_rgb(mode, suffix, tolerance, tmp_path):
         image = Image.fromarray(grey.astype(np.uint16) * 257)
     else:
         image = Image.fromarray(grey).convert(mode)
-    image.save(path, **({"quality": 100} if suffix in ("jpg", "webp") else {}))
+    options = {"quality": 100} if suffix in ("jpg", "webp") else {}
+    image.save(path, **options)
     found = images.read_image(path)
     assert found.mode == "RGB"
     assert found.size == (16, 16)
@@ -248,7 +249,11 @@ def noisy(image):
 
 
 def together(pixels, labels, draws):
-    return {"images": pixels, "labels": labels, "first": torch.tensor(draws[0].random())}
+    return {
+        "images": pixels,
+        "labels": labels,
+        "first": torch.tensor(draws[0].random()),
+    }
 
 
 def batches(part, plan, workers=0, repeats=1):

@@ -26,7 +26,12 @@ def decode(tokens):
 
 
 @pytest.mark.parametrize(
-    "file, kind, end", [("a.faa.gz", "sp", "\n"), ("a.fa", "sp", "\r\n"), ("a.FAA", "tr", "\r")]
+    "file, kind, end",
+    [
+        ("a.faa.gz", "sp", "\n"),
+        ("a.fa", "sp", "\r\n"),
+        ("a.FAA", "tr", "\r"),
+    ],
 )
 def test_entries_are_those_of_the_file(file, kind, end, tmp_path):
     wanted = sequences(20)

@@ -2,26 +2,16 @@
 within a swap the model is itself again, the sentence follows the numbers, and bad inputs are refused."""
 
 import csv
-import json
 import math
-import shutil
 
 import pytest
-import soundfile
 import torch
-import transformers
-from helpers.refusals import check_refused
-from helpers.small_bert import VOCABULARY, write_text
-from helpers.small_images import write_images
-from helpers.small_speech import WORDS, tone
+from helpers.advised_models import bert, ids, images, llama, vit
 from torch.nn.functional import cross_entropy, kl_div
 
 import crt_exp
 from crt_exp import swap_attention
-from crt_exp.experiments.data.text import bert_tokenizer
-from crt_exp.experiments.data.vocabularies import Symbols
 from crt_exp.experiments.measure import bench
-from crt_exp.experiments.measure.advise import mechanisms
 from crt_exp.experiments.measure.bench import IGNORED, BatchBench, Bench, Split, TextBench
 from crt_exp.experiments.measure.model_files import label_of
 from crt_exp.experiments.measure.recall import DenseBaseline
@@ -31,44 +21,8 @@ from crt_exp.experiments.models.conformer_transducer import PRESETS, Recogniser,
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-SIZES = HEADS | {"hidden_size": 16, "vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
-CLASSES = ("class0", "class1", "class2")
-DESCRIPTION = vision.VisionDescription(
-    vision.SIZED, 12, vision.NEW | {"patch_size": 3, "embed_dim": 32, "depth": 2}, CLASSES
-)
-
-
-def peaked(model):
-    """Attention that is not flat."""
-    torch.manual_seed(0)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.3) if p.ndim > 1 else None
-    return model.eval()
-
-
-def llama():
-    return peaked(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
-
-
-def bert():
-    return peaked(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)))
-
-
-def vit():
-    return peaked(DESCRIPTION.make())
-
-
-def ids(count=1200):
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(5, len(VOCABULARY), (count,), generator=generator)
-
-
-def images(count=7):
-    return torch.randn(count, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
 def bench_of(model, length=64):
@@ -145,7 +99,7 @@ def test_losses_of_images_are_those_of_their_definition():
     assert divergence > 1e-3
 
 
-def test_losses_by_position_are_those_of_the_places_asked_for():
+def test_losses_leave_out_ignored_positions():
     ids, labels = bench.next_token_labels(torch.randint(5, 40, (1, 64)))
     assert labels[0, -1] == IGNORED
     assert torch.equal(labels[0, :-1], ids[0, 1:])
@@ -213,7 +167,7 @@ def test_the_model_is_itself_again_also_after_an_error():
         Bench(swap_attention(bench.model, "uniform"))
 
 
-def test_models_that_were_built_with_attention_are_fitted_and_looked_at():
+def test_models_built_with_attention_are_fitted_and_measured():
     """Each layer as it is calibrated; what has nothing to fit reads nothing."""
 
     def build(mechanism):
@@ -250,7 +204,7 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
     assert after.keys() == before.keys()
     for name, t in before.items():
         assert torch.equal(after[name], t)
-    assert bool((model.lm_head.weight.grad == 1).all())
+    assert (model.lm_head.weight.grad == 1).all()
     assert not model.model.embed_tokens.weight.requires_grad
     assert not hasattr(model.config, "crt_exp")
     assert [row.attention for row in advice.rows] == [
@@ -289,7 +243,13 @@ def test_advise_leaves_the_model_as_it_was_and_states_everything(tmp_path, capsy
 
 def advice_with(**options):
     methods = ["favorpp m=8", "window block=16 first=4"]
-    given = {"length": 64, "samples": 6, "calibration": 1, "rounds": 2, "attentions": methods}
+    given = {
+        "length": 64,
+        "samples": 6,
+        "calibration": 1,
+        "rounds": 2,
+        "attentions": methods,
+    }
     return crt_exp.advise(llama(), ids(), **(given | options))
 
 
@@ -371,17 +331,21 @@ def test_what_is_never_advised():
     assert advice_of(same, near).chosen is near
 
 
-def test_a_model_that_only_copies_is_judged_on_repeated_passages():
+def test_a_copying_model_is_judged_on_repeated_passages():
     forgets = row("window", -1.4, repeated=3.8, ms=(1, 2, 3))
     keeps = row("nearfar", 0.0, ms=(1, 4, 16))
-    copying = {"loss": 5.2, "repeated": 0.1, "uniform": (-0.6, 4.6)}
+    copying = {
+        "loss": 5.2,
+        "repeated": 0.1,
+        "uniform": (-0.6, 4.6),
+    }
     found = advice_of(forgets, keeps, **copying)
     assert found.chosen is keeps
     assert "on repeated passages" in found.sentence
     assert advice_of(forgets, **copying).chosen is None
 
 
-def test_it_pays_from_the_length_on_from_which_every_pass_is_faster():
+def test_the_break_even_length_is_where_all_longer_passes_are_faster():
     actual = pays_from({128: 0.5, 256: 1.05, 512: 2.1})
     assert actual == 256
     actual = pays_from({128: 2.0, 256: 2.1, 512: 2.1})

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.refusals import check_error
 
 from crt_exp.attention import attention_reference, softmax_attention
 from crt_exp.attention.reference import attention_matrix
@@ -68,7 +69,13 @@ def mechanism(features="oprf", sampler="orthogonal"):
 
 
 @pytest.mark.parametrize(
-    "phi, causal", [(OPRF(), True), (PosRF(), False), (GeomRF(), True)], ids=repr
+    "phi, causal",
+    [
+        (OPRF(), True),
+        (PosRF(), False),
+        (GeomRF(), True),
+    ],
+    ids=repr,
 )
 def test_matrix_is_attention_to_unit_vectors(phi, causal):
     x = torch.randn(2, 4, 5, 8, dtype=torch.float64)
@@ -135,7 +142,7 @@ def test_errors_of_hidden_states_are_those_of_a_sample(folder, name):
     assert (source.hidden_errors(Mechanism.of("exact"), 1, 0) < 1e-5).all()
 
 
-def test_synthetic_queries_have_the_scale_that_is_asked_for():
+def test_synthetic_queries_have_the_requested_scale():
     for scale in (0.5, 2.0):
         layer = Synthetic(256, 4, 16, scale, 1).layers(0, 0)[0]
         actual = [layer.x.std() * 2, layer.y.std() * 2]
@@ -194,9 +201,7 @@ def test_command(folder, typed, tmp_path):
             *args,
         )
 
-    code, _, err = run()
-    assert code == 2
-    assert "task.model and task.text: expected both" in err
+    check_error(run(), "task.model and task.text: expected both")
     assert not (tmp_path / "run").exists()
     code, out, err = run(
         f"task.text={folder}/text.txt",

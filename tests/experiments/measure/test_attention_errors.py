@@ -23,7 +23,14 @@ from crt_exp.experiments.measure.attention_errors import (
 from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 
-SIZES = {"sum": 4, "length": 16, "heads": 8, "d": 64, "depth": 3, "texts": 3}
+SIZES = {
+    "sum": 4,
+    "length": 16,
+    "heads": 8,
+    "d": 64,
+    "depth": 3,
+    "texts": 3,
+}
 
 
 def errors(task, text, seed=1):
@@ -90,7 +97,7 @@ def test_similarity_is_that_of_the_shares_and_blind_to_frequencies():
         similarity(np.full((8, 20), 0.05))
 
 
-def test_permutations_move_rows_and_columns_alike():
+def test_permutations_move_rows_and_columns_together():
     """p is smallest for a matrix with itself, and uniform for independent ones, also where pairs are dependent."""
     rng = np.random.default_rng(0)
     matrix = blosum62()

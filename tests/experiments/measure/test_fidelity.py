@@ -172,7 +172,10 @@ def test_a_run_and_its_rows(folder, typed, tmp_path):
     expected = np.mean(texts["above"])
     assert actual == pytest.approx(expected)
     source = subject(folder, "gpt2", calibration=str(folder / "other.txt"))
-    both = [source.errors(Mechanism.of("favorpp", m=8, seed=seed))["above"] for seed in (0, 1)]
+    both = []
+    for seed in (0, 1):
+        errors = source.errors(Mechanism.of("favorpp", m=8, seed=seed))
+        both.append(errors["above"])
     actual = texts["above"]
     expected = np.mean(both, 0)
     np.testing.assert_allclose(actual, expected, atol=1e-6)

@@ -155,7 +155,7 @@ FAR = {
 }
 
 
-def test_a_query_gives_its_far_key_the_weight_that_is_said():
+def test_a_query_gives_its_far_key_the_stated_weight():
     q, k, _ = FarKey(512, **FAR).sample_heads(0)
     places = torch.arange(512 - 256, 512)
     future = torch.arange(512) > places.unsqueeze(1)

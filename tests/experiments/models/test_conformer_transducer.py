@@ -93,7 +93,12 @@ def alone(batch, i):
 
 
 @pytest.mark.parametrize(
-    "attention, norm", [("exact", "batch"), ("favorpp", "frame"), ("favor", "batch")]
+    "attention, norm",
+    [
+        ("exact", "batch"),
+        ("favorpp", "frame"),
+        ("favor", "batch"),
+    ],
 )
 def test_a_batch_recognises_what_each_utterance_alone_gives(attention, norm):
     model = model_of(attention, norm=norm).eval().double()

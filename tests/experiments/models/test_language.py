@@ -58,7 +58,9 @@ def mechanism(name, **options):
         "linformer": {"length": 32, "rank": 8},
         "nearfar": {"block": 3, "heavy": 2, "cells": 4},
     }
-    return Mechanism.of(name, **({"m": 16} if features else {}), **own.get(name, {}), **options)
+    if features:
+        options["m"] = 16
+    return Mechanism.of(name, **own.get(name, {}), **options)
 
 
 def model_of(name="exact", causal=True, **options):
@@ -306,7 +308,7 @@ def test_loaded_projections_are_used_whatever_the_seed():
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_loaded(tmp_path):
+def test_unloadable_models_are_refused(tmp_path):
     with pytest.raises(DataError, match="run=.*nowhere: no such directory"):
         language.load(tmp_path / "nowhere", "run")
     (tmp_path / "config.yaml").write_text("seed: 0\n")
@@ -364,7 +366,14 @@ ENCODER = {
 }
 
 
-@pytest.mark.parametrize("kind, longest", [("Bert", 40), ("Roberta", 38), ("Data2VecText", 38)])
+@pytest.mark.parametrize(
+    "kind, longest",
+    [
+        ("Bert", 40),
+        ("Roberta", 38),
+        ("Data2VecText", 38),
+    ],
+)
 def test_the_longest_sequence_is_what_the_model_takes(kind, longest):
     """In models such as RoBERTa, positions begin after the number of the padding."""
     config = getattr(transformers, f"{kind}Config")(**ENCODER)

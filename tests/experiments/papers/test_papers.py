@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
+from helpers.covering import cover, slow
 
 from crt_exp.experiments.papers import results
 from crt_exp.experiments.report import pages, plots, rendering
@@ -83,7 +84,7 @@ def figures(monkeypatch):
 
 PARTS = [
     single_sweeps,
-    pytest.param(single_methods, marks=pytest.mark.slow),
+    slow(single_methods),
 ]
 
 
@@ -178,43 +179,39 @@ def test_measurements_accept_every_method_of_their_page(name):
 
 
 def runs_of_pages():
-    """Each run of each sweep, as (page, number of the sweep, run), those of most overrides first."""
+    """Each run of each sweep, as (page, number of the sweep, run)."""
     runs = []
     for page in NAMES:
         for i, sweep in enumerate(sweeps_of(page)):
             for run in sweep:
                 runs.append((page, i, run))
-    return sorted(runs, key=lambda entry: -len(entry[-1].overrides))
+    return runs
 
 
-def keys_by_task(run):
+def keys_by_task(entry):
     """Each key of a run, with the task where the key is one of a task."""
+    _, _, run = entry
     tasks = [override for override in run.overrides if override.startswith("task=")]
     task = tasks[0] if tasks else "of a recipe"
     parts = set()
     for override in run.overrides:
         key = override.partition("=")[0]
-        parts.add((key, task if key.startswith("task") else ""))
+        parts.add((key, task) if key.startswith("task") else key)
     return parts
 
 
-SLOW = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-]
+LONG = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=LONG)])
 def test_a_run_is_a_command(every, tmp_path):
     """Runs that together have every key of each task, and every other key; or one of each method in each sweep."""
-    checked = set()
-    for page, i, run in runs_of_pages():
-        parts = keys_by_task(run)
-        if every:
-            parts = {(page, i, run.columns.get("method", ""))}
-        if parts <= checked:
-            continue
-        checked |= parts
+    runs = runs_of_pages()
+    if every:
+        chosen = {(page, i, run.columns.get("method")): run for page, i, run in runs}.values()
+    else:
+        chosen = [run for _, _, run in cover(runs, keys_by_task)]
+    for run in chosen:
         overrides = [f"hydra.run.dir={tmp_path}/run"]
         for override in run.overrides:
             overrides.append(override.replace("{runs}", str(tmp_path)))

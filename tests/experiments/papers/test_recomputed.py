@@ -110,15 +110,22 @@ def test_the_report_s_rows_give_nearly_uniform_attention(m):
 def test_the_report_s_code_in_numpy_gives_the_same_errors():
     """Attention with q, k, v ~ N(0, 1.5^2), L = 1024, d = 16, positive features, m = 512."""
     rng = np.random.default_rng(0)
-    d, m = 16, 512
-    errors = {"iid": [], "orthogonal": [], "hadamard": [], "uniform": []}
+    d = 16
+    m = 512
+    errors = {
+        "iid": [],
+        "orthogonal": [],
+        "hadamard": [],
+        "uniform": [],
+    }
     for _ in range(15):
         q, k, v = 1.5 * rng.normal(size=(3, 1024, d))
         weights = np.exp(q @ k.T / d**0.5)
         exact = weights @ v / weights.sum(1, keepdims=True)
         errors["uniform"].append(np.square(exact - v.mean(0)).mean())
         for name, rows in rows_of_code(m, d, rng).items():
-            phi_q, phi_k = positive_features(q, rows), positive_features(k, rows)
+            phi_q = positive_features(q, rows)
+            phi_k = positive_features(k, rows)
             weights = phi_q @ phi_k.T
             estimate = weights @ v / weights.sum(1, keepdims=True)
             errors[name].append(np.square(exact - estimate).mean())
@@ -133,7 +140,8 @@ def test_the_report_s_code_in_numpy_gives_the_same_errors():
 
 def rows_of_code(m, d, rng):
     blocks = m // d
-    orthogonal, sums = [], []
+    orthogonal = []
+    sums = []
     for _ in range(blocks):
         orthogonal.append(np.linalg.qr(rng.normal(size=(d, d)))[0].T)
         signs = rng.choice([-1, 1], size=(3, d)).sum(0)
@@ -206,7 +214,8 @@ def test_recovered_accuracy_of_the_models_added_last_is_not_above_90_percent():
     start = tuned(frame, "accuracy", "favorp m=256", 0)
     gain = tuned(frame, "accuracy", "favorp m=256", 100) - start
     added = [str(model) for model in range(8, 20)]
-    gain, lost = gain[added], (exact - start)[added]
+    gain = gain[added]
+    lost = (exact - start)[added]
     share = gain.mean() / lost.mean()
     spread = (gain - share * lost) / lost.mean()
     p = 2 * stats.t.sf((share - 0.9) / stats.sem(spread), len(added) - 1)

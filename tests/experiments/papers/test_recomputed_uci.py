@@ -73,7 +73,8 @@ def test_verdicts_of_crt_uci():
     """Corrected t-test of Nadeau and Bengio over 15 splits, Holm over the page."""
     frame = rows_of("crt_uci")
     claims = claims_of("crt_uci")
-    p_values, means = {}, {}
+    p_values = {}
+    means = {}
     for claim, case in zip(claims["claim"], claims["case"]):
         pair, columns = case.split(", ")
         better, worse = pair.split(" against ")
@@ -153,7 +154,8 @@ def accuracies(x, labels, splits):
 def test_only_added_seeds_decide_perf_kernels():
     frame = rows_of("perf_kernels")
     frame = frame[(frame["dataset"] == "generated families") & (frame["split"] == "test")]
-    relu, gelu = (f"generalized kernel={name} normalize=true m=32" for name in ("relu", "gelu"))
+    relu = "generalized kernel=relu normalize=true m=32"
+    gelu = "generalized kernel=gelu normalize=true m=32"
     for other, every, fresh in [("exact", 0.0081, 0.14), (gelu, 0.0062, 0.080)]:
         gain = differences(frame, relu, other, "accuracy")
         assert stats.ttest_1samp(gain, 0).pvalue == pytest.approx(every, rel=0.02)
@@ -191,7 +193,8 @@ def test_verdicts_of_perf_proteins():
         "Reformer": "reformer chunk=16 buckets=16 hashes=2",
         "Linformer": "linformer length=128 rank=32",
     }
-    samples, reductions = {}, {}
+    samples = {}
+    reductions = {}
     for mode in "UB":
         part = frame[frame["mode"] == mode]
         whole = differences(part, "uniform", "exact", "loss")

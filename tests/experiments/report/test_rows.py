@@ -119,7 +119,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("column", ["sweep", "method", "sample", "metric", "commit"])
 @pytest.mark.parametrize("text", NUMBERS)
-def test_text_that_looks_like_a_number_stays_as_it_is(column, text, tmp_path):
+def test_text_that_looks_like_a_number_is_read_as_text(column, text, tmp_path):
     frame = ROWS.assign(sweep="a")
     frame[column] = text
     write_rows("page", frame, tmp_path)

@@ -84,18 +84,15 @@ def test_different_runs_of_one_name_are_refused():
         page_of({"a": first + second}).check()
 
 
-def test_missing_runs_are_made_and_finished_ones_stay(tmp_path):
+def test_missing_runs_are_run_and_rows_have_columns_of_runs_and_records(tmp_path):
+    """Finished runs stay."""
     folder = tmp_path / "runs"
     records = folder / "pos_4/metrics.jsonl"
     run_missing(RUNS[:1], folder, tmp_path)
     written = records.stat().st_mtime_ns
     run_missing(RUNS, folder, tmp_path)
     assert records.stat().st_mtime_ns == written
-
-
-def test_rows_have_columns_of_runs_and_records(tmp_path):
-    run_missing(RUNS, tmp_path / "runs", tmp_path)
-    frame = rows_of_runs(RUNS, tmp_path / "runs", "fig1", ["method", "d", "sum"], ["gain"])
+    frame = rows_of_runs(RUNS, folder, "fig1", ["method", "d", "sum"], ["gain"])
     assert [*frame.columns[:7]] == ["sweep", "method", "d", "sum", "sample", "metric", "value"]
     assert len(frame) == 2 * 3
     assert {*frame["d"]} == {4}
@@ -106,7 +103,7 @@ def test_rows_have_columns_of_runs_and_records(tmp_path):
     assert frame["versions"].str.startswith("torch ").all()
 
 
-def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, capsys):
+def test_a_failed_run_is_named_and_the_others_are_run(tmp_path, capsys):
     runs = sweep(FAST, **{"task.d": [0, 4]}, features=["pos"])
     with pytest.raises(RunsFailed, match="1 of 2 runs failed.*0_pos"):
         run_missing(runs, tmp_path / "runs", tmp_path)
@@ -114,30 +111,25 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(tmp_path, capsys):
     assert "task.d" in capsys.readouterr().err
 
 
-def test_a_run_that_diverged_is_a_result(tmp_path):
-    """It is not started again, and its row states it."""
+def test_training_runs_give_curves_and_speed_or_diverge(tmp_path):
+    """A run that diverged is a result: it is not started again, and its row states it."""
     steep = "trainer.lr=1e30 trainer.warmup=0 trainer.clip=null trainer.schedule=constant"
-    runs = sweep(f"{TRAINED} {steep}", attention=["exact"], seed=[0])
+    diverging = sweep(f"{TRAINED} {steep}", attention=["exact"], seed=[0])
+    options = f"{TRAINED} trainer.eval_every=2 trainer.log_every=1"
+    trained = sweep(options, attention=["exact"], seed=[1])
     folder = tmp_path / "runs"
-    run_missing(runs, folder, tmp_path)
+    run_missing(diverging + trained, folder, tmp_path)
     assert (folder / "exact_0" / sweeps.DIVERGED).is_file()
     assert is_finished(folder / "exact_0")
-    frame = rows_of_runs(runs, folder, "a", ["method"], ["diverged", "loss"])
+    frame = rows_of_runs(diverging, folder, "a", ["method"], ["diverged", "loss"])
     (row,) = frame.to_dict("records")
     assert row["metric"] == "diverged"
     assert row["value"] == 1
     assert row["method"] == "exact"
     assert row["sample"] == 0
-
-
-def test_training_runs_give_curves_and_speed(tmp_path):
-    options = f"{TRAINED} trainer.eval_every=2 trainer.log_every=1"
-    runs = sweep(options, attention=["exact"], seed=[0])
-    folder = tmp_path / "runs"
     metrics = ["loss", "steps_per_s"]
-    run_missing(runs, folder, tmp_path)
-    curve = rows_of_runs(runs, folder, "a", ["method", "step"], metrics)
-    end = rows_of_runs(runs, folder, "a", ["method"], metrics)
+    curve = rows_of_runs(trained, folder, "a", ["method", "step"], metrics)
+    end = rows_of_runs(trained, folder, "a", ["method"], metrics)
     assert [*end.metric] == metrics
     assert (end.value > 0).all()
     assert len(curve[curve.metric == "loss"]) > 1
@@ -157,7 +149,13 @@ def test_unknown_parts_of_a_page_are_refused():
 
 def test_rows_of_some_methods_have_a_folder_and_rows_of_other_sweeps_stay():
     trig = sweep(FAST, features=["trig"])
-    page = page_of({"a": RUNS, "b/c": sweep(FAST, features=["hyp"]), "b": trig})
+    page = page_of(
+        {
+            "a": RUNS,
+            "b/c": sweep(FAST, features=["hyp"]),
+            "b": trig,
+        }
+    )
     assert page.run(wanted="a", methods=["pos"]) == PART
     assert not has_rows("mine")
     assert has_rows("mine", PART)

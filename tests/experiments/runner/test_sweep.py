@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.covering import slow
 from helpers.torchrun import ENVIRONMENT
 from hydra.core.hydra_config import HydraConfig
 from pandas import DataFrame
@@ -87,7 +88,7 @@ def test_a_sweep_ends_with_the_table_of_its_own_runs(typed, tmp_path):
         finished_runs(folder)
 
 
-def test_one_run_of_a_sweep_fails_and_the_others_are_made(typed, tmp_path):
+def test_a_failed_run_does_not_stop_the_sweep(typed, tmp_path):
     code, out, err = typed(
         *WINE,
         "features=gerf",
@@ -164,14 +165,13 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
             2 + 4,
             ["attention=identity does not use features.m: run without"],
         ),
-        pytest.param(
+        slow(
             ["features=pos,oprf", "sampler=iid,orthogonal", "attention=window,uniform,favorpp"],
             1 + 1 + 4,
             [
                 "attention=window does not use features: run without",
                 "attention=uniform does not use features: run without",
             ],
-            marks=pytest.mark.slow,
         ),
         (
             ["attention=exact,favorpp", "features.m=64"],
@@ -183,11 +183,10 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
             1 + 2,
             ["attention=window does not use attention.redraw_every: run without"],
         ),
-        pytest.param(
+        slow(
             ["attention=relu,favorpp", "features=pos,oprf", "features.m=4,8"],
             2 + 4,
             ["attention=relu does not use features: run without"],
-            marks=pytest.mark.slow,
         ),
         (
             ["features=trig,gerf", "features.A=0.1,null"],
@@ -247,7 +246,8 @@ def test_the_picture_has_a_line_for_each_method_if_a_number_was_varied(tmp_path)
 
 
 def test_table_of_losses():
-    runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate([0.5, None, 0.1, 0.3])])
+    values = [0.5, None, 0.1, 0.3]
+    runs = DataFrame([done({"lr": f"{i}"}, value) for i, value in enumerate(values)])
     lines = lines_of(runs)
     # the smallest first, what is no number last
     actual = [line.split()[0] for line in lines[2:]]

@@ -1,7 +1,6 @@
 """Properties of every trained task on the command line: the run, its resume, where weights go, what is refused."""
 
 import csv
-import json
 import re
 from collections import defaultdict
 from functools import partial
@@ -10,7 +9,8 @@ from itertools import chain, count, islice
 import pytest
 import torch
 import transformers
-from helpers.refusals import check_refused
+from helpers.covering import slow
+from helpers.refusals import check_error, check_refused
 from helpers.small_bert import write_glue, write_model, write_text, write_words
 from helpers.small_images import write_images
 from helpers.small_speech import write_digits
@@ -29,7 +29,6 @@ from crt_exp.experiments.tasks.mlm import MaskedModel
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError, import_object
 
-SLOW = pytest.mark.slow
 KEPT = [name for name in TASKS if name != "lra"]  # task=lra keeps no model
 
 
@@ -84,18 +83,11 @@ def finished(run, folder):
     return go
 
 
-def records(directory):
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    entries = []
-    for line in lines:
-        entries.append({key: value for key, value in json.loads(line).items() if key != "time_s"})
-    return entries
-
-
 def same_run(one, two):
     assert records(one) == records(two)
     for file in (one / "model").glob("*.safetensors"):
-        here, there = (checkpoint.load_tensors(run / "model" / file.name) for run in (one, two))
+        here = checkpoint.load_tensors(file)
+        there = checkpoint.load_tensors(two / "model" / file.name)
         assert here.keys() == there.keys(), file.name
         for key in here:
             assert torch.equal(here[key], there[key]), file.name
@@ -156,15 +148,10 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
 @pytest.mark.parametrize(
     "name, more",
     [
-        *[
-            pytest.param(name, [], marks=[] if name in ("ptb", "trembl") else SLOW)
-            for name in TASKS
-        ],
-        pytest.param("ptb", ["task.softmax=full", "trainer.accumulate=2"], marks=SLOW),
-        pytest.param(
-            "trembl", ["attention=reformer", "attention.chunk=8", "attention.buckets=4"], marks=SLOW
-        ),
-        pytest.param(
+        *[(name, []) if name in ("ptb", "trembl") else slow(name, []) for name in TASKS],
+        slow("ptb", ["task.softmax=full", "trainer.accumulate=2"]),
+        slow("trembl", ["attention=reformer", "attention.chunk=8", "attention.buckets=4"]),
+        slow(
             "imagenet",
             [
                 "task.augment.policy=rand-m9-mstd0.5-inc1",
@@ -175,9 +162,8 @@ def test_kept_model_gives_the_recorded_metrics(name, finished, data):
                 "task.layer_decay=0.7",
                 "task.workers=2",
             ],
-            marks=SLOW,
         ),
-        pytest.param("librispeech", ["+task.sizes.norm=batch", "task.workers=2"], marks=SLOW),
+        slow("librispeech", ["+task.sizes.norm=batch", "task.workers=2"]),
     ],
     ids=str,
 )
@@ -185,15 +171,12 @@ def test_stopped_run_continues_to_the_same_numbers(
     name, more, finished, run, tmp_path, monkeypatch, interruptible
 ):
     """Bit for bit: in the middle of an epoch, dropout, statistics, tables of samplers and augmentation included."""
-    run = partial(
-        run,
-        name,
-        without=("attention", "features")
-        if "task.softmax=full" in more
-        else ("features",)
-        if "attention=reformer" in more
-        else ("-",),
-    )
+    without = ("-",)
+    if "task.softmax=full" in more:
+        without = ("attention", "features")
+    elif "attention=reformer" in more:
+        without = ("features",)
+    run = partial(run, name, without=without)
     whole = tmp_path / "run" if more else finished(name)
     if more:
         assert run(*more)[0] == 0
@@ -202,8 +185,8 @@ def test_stopped_run_continues_to_the_same_numbers(
     same_run(whole, tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=SLOW)])
-def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_micro_batches_and_processes_give_the_same_losses(processes, finished, run, tmp_path):
     """Batches of another number of letters, in micro-batches or processes: losses are means over all of them, and
     statistics and projections do not change within a step."""
     words = ["task.dropout=0", "attention.redraw_every=2", "trainer.batch=16"]
@@ -216,10 +199,8 @@ def test_parts_of_a_batch_change_nothing(processes, finished, run, tmp_path):
         processes=processes,
     )
     assert code == 0, err
-    both = []
-    for name in ("run", "parts"):
-        both.append([record["loss"] for record in records(tmp_path / name)])
-    whole, parts = both
+    whole = [record["loss"] for record in records(tmp_path / "run")]
+    parts = [record["loss"] for record in records(tmp_path / "parts")]
     assert parts == pytest.approx(whole, rel=1e-4)
 
 
@@ -243,11 +224,7 @@ def test_histograms_hold_every_query_and_every_key(finished):
 )
 def test_divergence_that_a_fit_or_a_metric_meets_first(args, place, run):
     """Exit code 3, step and layer, as where the loss shows it."""
-    code, _, err = run("glue", *args, "trainer.warmup=0")
-    assert code == 3, err
-    assert place in err, err
-    assert len(err.splitlines()) == 1, err
-    assert "checkpoint" in err, err
+    check_error(run("glue", *args, "trainer.warmup=0"), place, "checkpoint", code=3)
 
 
 def trained(task, attention, steps, lr, batch=10):
@@ -310,9 +287,7 @@ FAST = ("trembl", "lra", "ptb full", "ptb log_uniform", "ptb quadratic", "ptb fe
 
 
 @pytest.mark.filterwarnings("ignore:.*no statistics yet:UserWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else SLOW) for name in LEARNED]
-)
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in LEARNED])
 def test_training_beats_the_baseline(name, data, one_thread):
     attention, more, steps, better = LEARNED[name]
     write_glue(data / "SST-2", "sst2")
@@ -349,19 +324,15 @@ def test_a_partial_evaluation_does_not_read_the_first_rows(name, data, one_threa
 # ---- where weights go ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["trembl", *[pytest.param(name, marks=SLOW) for name in ("mlm", "imagenet", "mae")]]
-)
+@pytest.mark.parametrize("name", ["trembl", slow("mlm"), slow("imagenet"), slow("mae")])
 def test_a_run_of_the_same_attention_keeps_weights_and_projections(name, finished, run, tmp_path):
     code, _, err = run(
         name, "trainer.steps=0", "seed=7", f"task.init={finished(name)}", without=("task.size",)
     )
     assert code == 0, err
     for file in (tmp_path / "run" / "model").glob("*.safetensors"):
-        one, two = (
-            checkpoint.load_tensors(place / "model" / file.name)
-            for place in (finished(name), tmp_path / "run")
-        )
+        one = checkpoint.load_tensors(finished(name) / "model" / file.name)
+        two = checkpoint.load_tensors(file)
         for key in one:
             assert torch.equal(one[key], two[key])
 
@@ -370,8 +341,10 @@ def test_another_attention_is_refused_and_its_weights_alone_are_not(finished, ru
     """The keys that differ are named, and the way that the message names works."""
     before = finished("mlm")
     glue = ["trainer.steps=0", "attention=favorp", "features.m=16"]
-    code, _, err = run(
-        "glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)
+    check_error(
+        run("glue", *glue, f"task.init={before}", directory="wrong", without=("task.model",)),
+        "features.m (it was 8, now 16)",
+        f"task.init=uptrain task.model={before}/model",
     )
     assert code == 2
     assert "m (it was 8, now 16)" in err
@@ -509,7 +482,8 @@ def test_one_class_is_refused(name, data, tmp_path):
     """Any model is right about examples of a single class."""
     file = write_glue(tmp_path / "glue", "mnli") / "train.tsv"
     head, *rows = file.read_text().splitlines()
-    file.write_text("\n".join([head, *(row for row in rows if row.endswith("\tneutral"))]) + "\n")
+    neutral = [row for row in rows if row.endswith("\tneutral")]
+    file.write_text("\n".join([head, *neutral]) + "\n")
     write_images(tmp_path / "imagenet", classes=1)
     words = []
     for word in TASKS[name]:

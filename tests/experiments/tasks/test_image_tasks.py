@@ -59,7 +59,9 @@ def mae_of(folder, **options):
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    if one.keys() != other.keys():
+        return False
+    return all(torch.equal(one[key], other[key]) for key in one)
 
 
 # ---- where weights come from -----------------------------------------------------------------------------------------
@@ -227,7 +229,8 @@ def test_layer_wise_rates_are_those_of_timm(folder):
 def test_mixed_targets_are_distributions_and_smoothed_once(rows, folder):
     augment = AUGMENT | {"mixup": 0.8, "cutmix": 1.0}
     task = task_of(folder, augment=augment)
-    batch, again = (next(iter(task.batches("train", Plan(rows, seed=2)))) for _ in range(2))
+    batch = next(iter(task.batches("train", Plan(rows, seed=2))))
+    again = next(iter(task.batches("train", Plan(rows, seed=2))))
     targets = batch["targets"]
     model = task.build(Mechanism.of("exact")).eval()
     assert targets.shape == (rows, 3)
@@ -297,7 +300,8 @@ def test_masks_belong_to_the_row(folder):
     assert not torch.equal(four[0], four[1])
     train = []
     for e in (0, 0, 1):
-        train.append(torch.cat([b["noise"] for b in task.batches("train", Plan(8, epoch=e))]))
+        batches = task.batches("train", Plan(8, epoch=e))
+        train.append(torch.cat([batch["noise"] for batch in batches]))
     assert torch.equal(train[0], train[1])
     assert not torch.equal(train[0], train[2])
 

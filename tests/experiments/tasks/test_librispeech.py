@@ -4,7 +4,7 @@ import jiwer
 import pytest
 import torch
 from helpers.small_speech import TEXTS, write_digits, write_librispeech
-from helpers.task_options import options_of
+from helpers.task_options import RECOGNISER, options_of
 
 from crt_exp.experiments.data import DataError, warn
 from crt_exp.experiments.data.plan import Plan
@@ -14,19 +14,7 @@ from crt_exp.experiments.tasks.librispeech import LibriSpeech
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
-SIZES = {
-    "mels": 16,
-    "channels": 4,
-    "layers": 1,
-    "dim": 16,
-    "ffn": 32,
-    "heads": 2,
-    "kernel": 7,
-    "predictor": 16,
-    "joiner": 16,
-    "dropout": 0.1,
-    "norm": "frame",
-}
+SIZES = RECOGNISER | {"dropout": 0.1, "norm": "frame"}
 
 
 def options(**given):
@@ -42,9 +30,14 @@ def digits(tmp_path_factory):
 def books(tmp_path_factory):
     """The three subsets that are read by default."""
     root = tmp_path_factory.mktemp("LibriSpeech")
-    cases = [("train-clean-100", 7), ("dev-clean", 8), ("test-clean", 9)]
+    cases = [
+        ("train-clean-100", 7),
+        ("dev-clean", 8),
+        ("test-clean", 9),
+    ]
     for subset, speaker in cases:
-        write_librispeech(root, subset, TEXTS * (3 if speaker == 7 else 1), speaker=speaker)
+        texts = 3 * TEXTS if speaker == 7 else TEXTS
+        write_librispeech(root, subset, texts, speaker=speaker)
     return root
 
 
@@ -77,7 +70,8 @@ def test_error_rates_follow_from_the_transcripts(digits, tmp_path):
     write_predictions(task.predicted, tmp_path)
     rows = read_predictions(tmp_path)
     assert rows["example"].nunique() == 9
-    labels, answers = [*rows["label"]], [*rows["prediction"]]
+    labels = [*rows["label"]]
+    answers = [*rows["prediction"]]
     assert found["wer"] == jiwer.wer(labels, answers)
     assert found["utterances"] == 9
     assert found["cer"] == jiwer.cer(labels, answers)
@@ -100,7 +94,8 @@ def test_batches_are_the_same_wherever_a_run_stands(digits):
     for batch in task.batches("train", Plan(batch=8, seed=3, epoch=2, start=1)):
         actual.append(contents(batch))
     assert actual == whole[1:]
-    by_workers = spoken(digits, workers=2).batches("train", Plan(batch=8, seed=3, epoch=2, start=1))
+    plan = Plan(batch=8, seed=3, epoch=2, start=1)
+    by_workers = spoken(digits, workers=2).batches("train", plan)
     assert [contents(batch) for batch in by_workers] == whole[1:]
     other = [contents(batch) for batch in task.batches("train", Plan(batch=8, seed=3, epoch=1))]
     assert other != whole
@@ -200,7 +195,7 @@ def test_splits_share_no_recording(tmp_path):
         read(tmp_path)
 
 
-def test_audio_that_ends_early_is_found_when_it_is_read(tmp_path):
+def test_truncated_audio_is_refused_when_it_is_read(tmp_path):
     """A FLAC header does not reveal it."""
     for subset in ("train-clean-100", "dev-clean", "test-clean"):
         write_librispeech(tmp_path, subset)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.covering import slow
 from helpers.task_options import options_of
 from PIL import Image
 from torch.testing import assert_close
@@ -111,9 +112,7 @@ def joined(grey, gap):
     return last.tolist() not in left
 
 
-@pytest.mark.parametrize(
-    "scale, count", [("small", 20), pytest.param("full", 40, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("scale, count", [("small", 20), slow("full", 40)])
 def test_labels_are_what_a_walk_over_the_picture_finds(scale, count):
     changes = {"train": count, "validation": 1, "test": 1}
     size = arena.PRESETS["pathfinder"][scale]["size"]
@@ -331,7 +330,7 @@ def test_images_are_drawn_and_completed(tmp_path):
 
 
 @pytest.mark.parametrize("length, pairs, queries", [(16, 2, 3), (40, 5, 5), (24, 4, 8)])
-def test_what_is_asked_was_said_before(length, pairs, queries):
+def test_queries_of_recall_ask_for_earlier_pairs(length, pairs, queries):
     for i in range(20):
         tokens, labels = recall_row("train", i, length, 8, pairs, queries)
         asked = np.flatnonzero(labels >= 0)

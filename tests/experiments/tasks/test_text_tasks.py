@@ -65,9 +65,8 @@ def test_held_out_blocks_are_not_trained_on(causal, mlm, files):
     task = mlm(causal=causal)
     train = task.blocks["train"]
     validation = task.blocks["validation"]
-    whole = running_blocks(
-        files / "text.txt", task.tokenizer, train.shape[1], None, "\n" if causal else ""
-    )
+    end = "\n" if causal else ""
+    whole = running_blocks(files / "text.txt", task.tokenizer, train.shape[1], None, end)
     assert len(validation) == -(-len(whole) // 50)
     assert task.test is None
     actual = np.concatenate([train, validation])
@@ -156,7 +155,11 @@ def test_longer_blocks_go_on_from_a_model(mlm, files, tmp_path):
     first = mlm(causal=True)
     model = first.build(Mechanism.of("exact"))
     first.export(model, model.state_dict(), tmp_path)
-    given = {"causal": True, "model": str(tmp_path / "model"), "init": "uptrain"}
+    given = {
+        "causal": True,
+        "model": str(tmp_path / "model"),
+        "init": "uptrain",
+    }
     task = mlm(block=40, **given)
     assert (
         running_blocks(files / "text.txt", task.tokenizer, 40)[: len(task.blocks["train"])]
@@ -341,7 +344,9 @@ def test_processes_share_columns(ptb):
     assert actual == [1, 2, 2]
     actual = [*ptb(eval_columns=1).batches("test", Plan(1, rank=0, world=2))]
     assert actual == []
-    halves = [[*ptb().batches("train", Plan(4, rank=rank, world=2))] for rank in (0, 1)]
+    halves = []
+    for rank in (0, 1):
+        halves.append([*ptb().batches("train", Plan(4, rank=rank, world=2))])
     both = []
     for pair in zip(*halves):
         for batch in pair:
@@ -379,14 +384,22 @@ def test_a_model_is_continued_with_sampled_negatives(ptb, tmp_path):
     )
     for name, tensor in model.body.state_dict().items():
         assert torch.equal(found[name], tensor)
-    cases = [{"width": task.width + 1}, {"layers": task.layers + 1}, {"temperature": 0.5}]
+    cases = [
+        {"width": task.width + 1},
+        {"layers": task.layers + 1},
+        {"temperature": 0.5},
+    ]
     for other in cases:
         with pytest.raises(ConfigError, match="task.init=.*other words or sizes"):
             ptb(init=str(tmp_path), **other).build(Mechanism.of("exact"))
 
 
 def test_texts_and_runs_that_are_not_of_ptb(ptb, tmp_path):
-    cases = [("train", "a b\n"), ("valid", "a\n"), ("test", "a c\n")]
+    cases = [
+        ("train", "a b\n"),
+        ("valid", "a\n"),
+        ("test", "a c\n"),
+    ]
     for part, text in cases:
         (tmp_path / f"ptb.{part}.txt").write_text(text)
     with pytest.raises(DataError, match="'c' and <unk> are not in the training text"):

@@ -1,10 +1,10 @@
 """Attention transfer and low-rank adapters: what a taught layer sees and learns, and the runs that go on from it."""
 
-import json
 import warnings
 
 import pytest
 import torch
+from helpers.refusals import check_error
 from helpers.small_bert import write_text
 from helpers.swap_models import bert, build_model, gpt2, inputs, vit
 from helpers.task_options import composed_task
@@ -22,16 +22,25 @@ from crt_exp.experiments.tasks.transfer import (
 )
 from crt_exp.mechanism import Mechanism
 
-ARMS = {"hedgehog": {}, "favorpp": {"learn": "projections"}, "favorsharp": {"learn": "parameters"}}
+ARMS = {
+    "hedgehog": {},
+    "favorpp": {"learn": "projections"},
+    "favorsharp": {"learn": "parameters"},
+}
 
 
 # ---- any model
 
 
 @pytest.mark.parametrize(
-    "make, name", [(gpt2, "hedgehog"), (bert, "favorpp"), (gpt2, "favorsharp")]
+    "make, name",
+    [
+        (gpt2, "hedgehog"),
+        (bert, "favorpp"),
+        (gpt2, "favorsharp"),
+    ],
 )
-def test_a_taught_model_is_the_exact_one(make, name):
+def test_a_model_in_transfer_computes_exact_attention(make, name):
     """Its output, and with it every layer's input; its errors depend on no other layer; only the layers are trained."""
     plain = build_model(make)
     batch = inputs(make)
@@ -88,7 +97,7 @@ def test_transfer_brings_any_model_nearer_to_exact(make):
     assert wanted == [name for name, _ in model.named_parameters()]
 
 
-def test_padding_teaches_nothing():
+def test_padding_does_not_enter_the_transfer_loss():
     model = swap_attention(build_model(bert), "hedgehog", m=4)
     batch = inputs(bert)
     keep = torch.ones(2, 9, dtype=torch.long)
@@ -100,7 +109,7 @@ def test_padding_teaches_nothing():
     assert_close(actual, one)
 
 
-def test_what_is_no_swapped_model_or_no_batch_is_refused():
+def test_unswapped_models_and_bad_batches_are_refused():
     with pytest.raises(ValueError, match="BertModel: no swapped attention"):
         transfer_attention(build_model(bert), [inputs(bert)])
     with pytest.raises(ValueError, match="attention=window: .*; use hedgehog"):
@@ -155,10 +164,6 @@ def run(typed, exact, tmp_path, monkeypatch):
         )
 
     return go
-
-
-def records(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_transferred_model_goes_on_with_adapters(run, exact, tmp_path):
@@ -246,9 +251,10 @@ def test_peft_loads_the_adapters_onto_the_swapped_model(run, exact, tmp_path):
     for name, t in kept.items():
         actual = state[name.replace(".weight", ".default.weight")]
         assert torch.equal(actual, t)
-    code, _, err = run("mlm", f"task.init={tmp_path / 'run'}", *favorp, directory="on")
-    assert code == 2
-    assert "only adapters are saved (adapter/); run it with trainer.lora.merge=true" in err
+    check_error(
+        run("mlm", f"task.init={tmp_path / 'run'}", *favorp, directory="on"),
+        "only adapters are saved (adapter/); run it with trainer.lora.merge=true",
+    )
 
 
 def test_a_new_head_is_trained_with_the_adapters():
@@ -260,7 +266,14 @@ def test_a_new_head_is_trained_with_the_adapters():
     model.__dict__["made_anew"] = ["classifier.bias", "classifier.weight"]
     adapters = Adapters(
         model,
-        {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": ["query"], "also": [], "merge": False},
+        {
+            "rank": 2,
+            "alpha": 4.0,
+            "dropout": 0.0,
+            "targets": ["query"],
+            "also": [],
+            "merge": False,
+        },
     )
     assert {"classifier.weight", "classifier.bias"}.isdisjoint(adapters.stay)
     for p in model["classifier"].parameters():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small_proteins import name, write
-from helpers.task_options import options_of
+from helpers.task_options import GENERATED, options_of
 
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.tasks.base import Reader
@@ -12,23 +12,12 @@ from crt_exp.experiments.tasks.trembl import TrEMBL
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import ConfigError
 
-GENERATED = {
-    "sequences": 200,
-    "families": 2,
-    "held_out": 1,
-    "shortest": 10,
-    "longest": 16,
-    "nearest": 2,
-    "farthest": 4,
-    "copied": 0.6,
-    "seed": 0,
-}
 SIZES = {"heads": 2, "layers": 1, "d_ff": 32, "d": 16}
 OPTIONS = options_of("trembl") | {
     "max_length": 16,
     "validation_share": 0.1,
     "test_share": 0.1,
-    "generated": GENERATED,
+    "generated": GENERATED | {"seed": 0},
     "sizes": SIZES,
     "dropout": 0.0,
     "calibration": 2,
@@ -69,7 +58,9 @@ def test_unigram_is_that_of_the_training_letters():
 def fasta(folder, n=150):
     rng = np.random.default_rng(0)
     folder.mkdir(exist_ok=True)
-    made = ["".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))) for _ in range(n)]
+    made = []
+    for _ in range(n):
+        made.append("".join(rng.choice(list(protein.STANDARD), rng.integers(5, 30))))
     return write(folder / "a.fasta", made)
 
 
@@ -126,7 +117,7 @@ def test_options_that_do_not_fit(options, words, monkeypatch):
         task_of(**options).build(Mechanism.of("exact"))
 
 
-def test_what_a_run_cannot_be_started_from(tmp_path):
+def test_unsuitable_starting_runs_are_refused(tmp_path):
     task = task_of()
     model = task.build(Mechanism.of("favorp", m=8))
     task.export(model, model.state_dict(), tmp_path)

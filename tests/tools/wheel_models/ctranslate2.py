@@ -15,7 +15,13 @@ from torch import Tensor
 from crt_exp.experiments.data import DataError
 
 VERSION = 6
-TYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}
+TYPES = {
+    0: "<f4",
+    1: "i1",
+    2: "<i2",
+    3: "<i4",
+    4: "<f2",
+}
 LAYER = {
     "self_attention/layer_norm": "self_attn_layer_norm",
     "self_attention/linear_1": "self_attn.out_proj",

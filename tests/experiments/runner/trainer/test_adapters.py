@@ -10,7 +10,6 @@ from helpers import toy
 from helpers.stopping import stop_signal
 from helpers.swap_models import bert, build_model, gpt2, inputs
 from helpers.toy import assert_same
-from omegaconf import OmegaConf
 from torch import nn
 
 from crt_exp import from_pretrained, swap_attention
@@ -23,16 +22,16 @@ from crt_exp.experiments.runner.trainer_config import (
     linear_layers,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import CONF, ConfigError
+from crt_exp.registry import ConfigError
 
-CONFIG = {
-    key: value
-    for key, value in OmegaConf.to_container(OmegaConf.load(CONF / "trainer/default.yaml")).items()
-    if key != "_target_"
+LOW_RANK = {
+    "rank": 2,
+    "alpha": 4.0,
+    "dropout": 0.0,
+    "targets": None,
+    "also": [],
+    "merge": False,
 }
-
-
-LOW_RANK = {"rank": 2, "alpha": 4.0, "dropout": 0.0, "targets": None, "also": [], "merge": False}
 
 
 ADAPTED = [
@@ -196,7 +195,7 @@ def test_adapters_without_their_library_are_refused(monkeypatch):
         lambda name, *rest: None if name == "peft" else find(name, *rest),
     )
     with pytest.raises(ConfigError, match=r"pip install 'crt_exp\[adapt\]'"):
-        TrainerConfig(**CONFIG | {"adapt": "lora"})
+        TrainerConfig(**toy.TRAINER | {"adapt": "lora"})
 
 
 def test_frozen_weights_stay():

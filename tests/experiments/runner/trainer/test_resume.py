@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import toy
+from helpers.covering import slow
+from helpers.failing import failing
+from helpers.refusals import check_error
 from helpers.stopping import during_step, stop_signal, stopped_and_continued
 from helpers.toy import ARGS, CARRYING, assert_same, checkpoints, records
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,11 +30,6 @@ from crt_exp.experiments.runner.configuration import override
 from crt_exp.experiments.tasks.base import Plan, Task
 from crt_exp.nearfar import NearFar
 
-
-def full(handle):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 # ---- stopped ---------------------------------------------------------------------------------------------------------
 
 
@@ -40,10 +38,10 @@ def full(handle):
     [
         (signal.SIGTERM, 143),
         (signal.SIGUSR1, 138),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        slow(signal.SIGINT, 130),
     ],
 )
-def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
+def test_a_signal_leaves_a_checkpoint_and_resume_is_exact(
     signum, code, typed, whole, tmp_path, interruptible
 ):
     """The step is finished first; the continued run gives the numbers of the one that was never stopped."""
@@ -79,7 +77,7 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
             ],
         ),
         ("Carrying", 11, ["trainer.accumulate=2", "trainer.save_every=3"]),
-        pytest.param(
+        slow(
             "Toy",
             9,
             [
@@ -87,7 +85,6 @@ def test_a_signal_leaves_a_checkpoint_and_resume_ends_alike(
                 "trainer.eval_every=4",
                 "trainer.prefetch=0",
             ],
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -110,9 +107,8 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
         *range(1, 7)
     ]  # one after so many minutes: here after every step
     path = tmp_path / "run" / "checkpoints" / "step-6"
-    kept, weights = (
-        checkpoint.load_tensors(path / f"{name}.safetensors") for name in ("task", "model")
-    )
+    kept = checkpoint.load_tensors(path / "task.safetensors")
+    weights = checkpoint.load_tensors(path / "model.safetensors")
     assert kept.keys() == {"0.seen", "0.table"}
     assert torch.equal(kept["0.table"], weights["outer.weight"] + 6)  # after the update
     actual = checkpoint.load_state(path)["task"]
@@ -124,16 +120,14 @@ def test_the_state_of_a_task_is_in_the_checkpoint_and_verified(typed, tmp_path):
         Task.load_state_dict(toy.Carrying(), {"count": 6})
 
 
-def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
+def test_other_options_are_refused_and_a_damaged_checkpoint_is_skipped(
     typed, whole, cut, tmp_path, monkeypatch
 ):
     run = shutil.copytree(cut, tmp_path / "run")
     assert checkpoints(run) == [10, 12, 13]
-    code, _, err = typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1")
-    assert code == 2
-    assert (
-        "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)"
-        in err
+    check_error(
+        typed(*ARGS, "resume=auto", "features.m=64", "trainer.lr=0.1"),
+        "these keys differ: features.m (it was 256, now 64), trainer.lr (it was 0.01, now 0.1)",
     )
     code, _, err = typed(*ARGS)
     assert code == 2
@@ -145,10 +139,9 @@ def test_what_does_not_fit_is_refused_and_a_damaged_checkpoint_passed_over(
     assert "inner.0.bias has shape (16,), expected (17,)" in err
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text(lines[0])
-    code, _, err = typed(*ARGS, "resume=auto")
-    assert code == 2
-    assert (
-        f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file" in err
+    check_error(
+        typed(*ARGS, "resume=auto"),
+        f"step-13: expected {len(lines)} records in metrics.jsonl, found 1; restore the file",
     )
     assert (run / "metrics.jsonl").read_text() == lines[0]
     (run / "metrics.jsonl").write_text("".join(lines))
@@ -168,7 +161,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     run = shutil.copytree(cut, tmp_path / "run")
     with (
         monkeypatch.context() as patch,
-        during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", full)),
+        during_step(toy.Toy, break_at, lambda: patch.setattr(os, "fsync", failing(errno.ENOSPC))),
     ):
         code, _, err = typed(*ARGS, "resume=auto")
     assert code == 2
@@ -217,7 +210,8 @@ def test_kill_at_random_points(tmp_path, monkeypatch):
 
     def written():
         metrics = run / "metrics.jsonl"
-        return checkpoints(run), metrics.stat().st_mtime_ns if metrics.exists() else 0
+        time_of_records = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        return checkpoints(run), time_of_records
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = get_context("forkserver")
@@ -264,9 +258,10 @@ def write(root, step, best=None, model=None):
         "model": (model or Tied()).state_dict(),
         "optimizer": {"a.weight.step": torch.tensor(3.0)},
     }
-    return checkpoint.save(
-        root, step, tensors, {"step": step, "best": {"step": best} if best else None}
-    )
+    state = {"step": step, "best": None}
+    if best:
+        state["best"] = {"step": best}
+    return checkpoint.save(root, step, tensors, state)
 
 
 def test_round_trip_keeps_ties_layout_and_precision(tmp_path):
@@ -338,7 +333,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("harm, reason", DAMAGE, ids=[reason for _, reason in DAMAGE])
-def test_damage_is_found_and_passed_over(harm, reason, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_skipped(harm, reason, tmp_path, capsys):
     write(tmp_path, 5)
     harm(write(tmp_path, 10))
     (tmp_path / ".step-3.123").mkdir()  # left by a killed process
@@ -358,13 +353,6 @@ READS = [
     (Path, "read_bytes"),
     (Path, "open"),
 ]
-
-
-def failing(code):
-    def fail(*arguments, **options):
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
@@ -407,9 +395,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 def test_weights_that_do_not_fit_are_refused(tmp_path):
     path = write(tmp_path, 1)
     tensors = checkpoint.load_tensors(path / "model.safetensors")
+    without_counts = {key: t for key, t in tensors.items() if key != "counts"}
     with pytest.raises(CheckpointError, match=r"a.weight has shape \(4, 4\), expected \(4, 5\)"):
         checkpoint.load_model(Tied(width=5), tensors, path)
     with pytest.raises(CheckpointError, match=r"counts has shape none, expected \(6,\)"):
-        checkpoint.load_model(Tied(), {k: v for k, v in tensors.items() if k != "counts"}, path)
+        checkpoint.load_model(Tied(), without_counts, path)
     with pytest.raises(CheckpointError, match=r"more has shape \(1,\), expected none"):
         checkpoint.load_model(Tied(), tensors | {"more": torch.zeros(1)}, path)

@@ -1,9 +1,10 @@
 """The rows of steps, rates, reading ahead and progress."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 from helpers import toy
-from omegaconf import OmegaConf
 
 from crt_exp.experiments.data.plan import Limit, by_length
 from crt_exp.experiments.runner.trainer import read_ahead
@@ -13,13 +14,6 @@ from crt_exp.experiments.runner.trainer_config import (
     schedule,
 )
 from crt_exp.experiments.tasks.base import Plan, Reader
-from crt_exp.registry import CONF
-
-CONFIG = {
-    key: value
-    for key, value in OmegaConf.to_container(OmegaConf.load(CONF / "trainer/default.yaml")).items()
-    if key != "_target_"
-}
 
 
 @pytest.mark.parametrize("world, micro", [(2, 2), (4, 1)])
@@ -35,9 +29,10 @@ def test_plan_divides_the_steps_of_one_process(world, micro):
     for rows in Plan(8, seed=3, epoch=1).rows(30, "train"):
         single.append(list(rows))
     for step, rows in enumerate(single):
-        actual = sum(
-            (part for share in shares for part in share[step * micro : (step + 1) * micro]), []
-        )
+        actual = []
+        for share in shares:
+            for part in share[step * micro : (step + 1) * micro]:
+                actual += part
         assert actual == rows
     assert len(set(sum(single, []))) == 24
     assert single != [list(rows) for rows in Plan(8, seed=3, epoch=2).rows(30, "train")]
@@ -51,14 +46,13 @@ def test_plan_reads_every_row_once_for_evaluation():
     parts = []
     for r in range(3):
         parts.append(list(Plan(4, rank=r, world=3).rows(10, "test")))
-    actual = []
-    for part in parts:
-        for rows in part:
-            for i in rows:
-                actual.append(int(i))
-    expected = list(range(10))
-    assert actual == expected
-    plans = Plan(8, seed=1), Plan(4, seed=1, rank=1, world=2), Plan(8, seed=1, epoch=1)
+    actual = joined(parts).tolist()
+    assert actual == list(range(10))
+    plans = [
+        Plan(8, seed=1),
+        Plan(4, seed=1, rank=1, world=2),
+        Plan(8, seed=1, epoch=1),
+    ]
     draws = [plan.rng(3).random() for plan in plans]
     assert draws[0] == draws[1] != draws[2]
 
@@ -108,7 +102,8 @@ def test_by_cost_reads_every_row_once_within_the_budget(n, world, micro):
 
 def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
     costs = np.full(60, 5.0)
-    first, second = ([*Plan(1, epoch=e).by_cost(costs, 30, "train")] for e in (0, 1))
+    first = [*Plan(1, epoch=0).by_cost(costs, 30, "train")]
+    second = [*Plan(1, epoch=1).by_cost(costs, 30, "train")]
     assert [len(rows) for rows in first] == [6] * 10
     actual = {frozenset(r) for r in first}
     assert actual != {frozenset(r) for r in second}
@@ -122,7 +117,12 @@ def test_by_cost_mixes_rows_of_equal_cost_and_fills_batches():
 
 
 @pytest.mark.parametrize(
-    "kind, rank, world", [(toy.Toy, 0, 1), (toy.Toy, 2, 3), (toy.Uneven, 1, 3)]
+    "kind, rank, world",
+    [
+        (toy.Toy, 0, 1),
+        (toy.Toy, 2, 3),
+        (toy.Uneven, 1, 3),
+    ],
 )
 def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
     """Never more than the limit."""
@@ -136,7 +136,7 @@ def test_an_evaluation_reads_as_many_batches_as_it_says(kind, rank, world):
 
 
 def joined(orders):
-    return np.concatenate([rows for order in orders for rows in order])
+    return np.concatenate([*chain.from_iterable(orders)])
 
 
 @pytest.mark.parametrize("batches, batch", [(1, 12), (3, 12), (2, 6)])
@@ -224,7 +224,7 @@ def test_schedules():
 def test_decay_and_layer_wise_rates():
     model = toy.Network(6, 16, 0.0)
     task = toy.Toy()
-    config = TrainerConfig(**CONFIG | {"lr": 0.1})
+    config = TrainerConfig(**toy.TRAINER | {"lr": 0.1})
 
     def scale(name):
         return {"inner.0.weight": 0.0, "outer.weight": 0.5}.get(name, 1.0)
