@@ -3,7 +3,6 @@ nothing is lost, seeds, and who is evaluated."""
 
 import pytest
 import torch
-from helpers.covering import slow
 from torch.testing import assert_close
 
 from crt_exp.experiments.measure.adapt import AdaptPretrained, training_rows

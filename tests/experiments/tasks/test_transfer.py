@@ -8,6 +8,7 @@ from helpers.refusals import check_error
 from helpers.small_bert import write_text
 from helpers.swap_models import bert, build_model, gpt2, inputs, vit
 from helpers.task_options import composed_task
+from helpers.toy import records
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
