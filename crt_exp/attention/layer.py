@@ -13,6 +13,7 @@ q and y = scale k, where scale^2 = scaling is the factor of q.k in the logits.
 
 import copy
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -40,6 +41,9 @@ from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statis
 from crt_exp.samplers import DenseNoise, Noise
 from crt_exp.samplers.noise import Nested, cacheable, map_leaves, transforming
 from crt_exp.validation import Count, Whole, checked, warn
+
+# A torch operator takes only tensors and numbers, so `_count_pass` looks its layer up by id.
+_MODULES: "weakref.WeakValueDictionary[int, RandomFeatureAttention]" = weakref.WeakValueDictionary()
 
 
 @checked("attention")
@@ -158,6 +162,11 @@ class RandomFeatureAttention(Redraws, Running):
         self.moments = tuple(moments)
         if phi.fitted and (causal or cross) and self.clusters is None:
             self._register_statistics()
+        _MODULES[id(self)] = self
+
+    def __setstate__(self, state) -> None:  # copies and unpickled layers register themselves
+        super().__setstate__(state)
+        _MODULES[id(self)] = self
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         """Return the attention outputs (B,H,L,dv).
@@ -328,7 +337,12 @@ class RandomFeatureAttention(Redraws, Running):
             self._fold(1 - self.decay)
         if unfitted is not None:
             unfitted.advance()
-        if self.redraw_every and self.gaussian:
+        if not self.redraw_every or not self.gaussian:
+            return
+        if torch.compiler.is_compiling():
+            omegas = [getattr(self, name) for name in self.gaussian]
+            _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
+        else:
             self.count_pass()
 
     def _running_params(self):
@@ -414,3 +428,25 @@ def check_learning(phi: FeatureMap, learn: str, redraw_every: int) -> None:
         raise ValueError(f"learn=parameters: {phi} has none; use learn=projections")
     if redraw_every and (phi.learned or learn == "projections"):
         raise ValueError(f"redraw_every={redraw_every}: expected 0 with trained projections")
+
+
+@torch.library.custom_op("crt_exp::count_pass", mutates_args=("omegas", "steps", "draws"))
+def _count_pass(
+    omegas: list[Tensor],
+    steps: Tensor,
+    draws: Tensor,
+    every: int,
+    module: int,
+) -> None:
+    """Count a pass and redraw in place, as an operator opaque to torch.compile."""
+    if int(steps) and int(steps) % every == 0:
+        draws.add_(1)
+        drawn = _MODULES[module].rows_of_draw(int(draws))
+        for omega, rows in zip(omegas, drawn.values(), strict=True):
+            omega.copy_(rows)
+    steps.add_(1)
+
+
+@_count_pass.register_fake
+def _(omegas, steps, draws, every, module):
+    return None
