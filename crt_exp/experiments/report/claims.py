@@ -28,8 +28,9 @@ class Claim:
 
     Args:
         text: The claim in the terms of the page.
-        cases: Samples by case, compared with `above` or `below` (default: above 0). A float is a closed form, without
-            variance. Cases without samples are left out.
+        cases: Samples by case, compared with `above` or `below` (default: above 0). With both, the claim is that the
+            value lies between (equivalence, by two one-sided tests). A float is a closed form, without variance. Cases
+            without samples are left out.
         paper: The result that the paper reports, or a mapping from cases; empty for our own questions.
         needs: What would decide cases that are inconclusive or not measured.
         above: Threshold, or a mapping from cases.
@@ -72,26 +73,38 @@ class Claim:
         return self.not_measured or self.not_judged
 
     @property
-    def sign(self) -> int:
-        """1 for claims that a value is above its threshold, -1 for claims that it is below."""
+    def between(self) -> bool:
+        return self.above is not None and self.below is not None
+
+    def sign(self, case: str) -> int:
+        """1 if the value is claimed to be above its threshold, -1 if it is claimed to be below.
+
+        Of the two thresholds of an equivalence, the one that is nearer to the mean decides.
+        """
+        if self.between:
+            middle = (self._in_samples(self.above) + self._in_samples(self.below)) / 2
+            return 1 if np.mean(self.cases[case]) < middle else -1
         return 1 if self.below is None else -1
 
     def threshold(self, case: str) -> float:
-        bound = self.above if self.below is None else self.below
+        bound = self.above if self.sign(case) > 0 else self.below
         if isinstance(bound, Mapping):
             bound = bound.get(case)
         return float(bound or 0.0)
 
     def limit(self, case: str) -> float:
         """The threshold in the unit of the samples, which are logarithms for claims with `log`."""
-        threshold = self.threshold(case)
+        return self._in_samples(self.threshold(case))
+
+    def _in_samples(self, threshold: float) -> float:
         return math.log(threshold) if self.log and threshold else threshold
 
     def test_case(self, case: str) -> "CaseResult":
         """Test one case, before the correction for multiple tests."""
         limit = self.limit(case)
+        sign = self.sign(case)
         samples = np.asarray(self.cases[case], float)
-        gains = self.sign * (samples - limit)
+        gains = sign * (samples - limit)
         wins = int((gains > 0).sum())
         losses = int((gains < 0).sum())
         if samples.ndim == 0:
@@ -101,7 +114,7 @@ class Claim:
             estimate = Mean(float(np.median(samples)), math.nan, p, len(samples))
         else:
             estimate = mean_ci(samples, limit, overlap=self.overlap)
-        agrees = self.sign * (estimate.mean - limit) >= 0
+        agrees = sign * (estimate.mean - limit) >= 0
         if self.sign_test:
             agrees = wins > losses
         return CaseResult(self, case, estimate, agrees, wins)
@@ -163,7 +176,7 @@ class CaseResult:
 
     @property
     def side(self) -> str:
-        return "above" if self.claim.sign > 0 else "below"
+        return "above" if self.claim.sign(self.case) > 0 else "below"
 
     @property
     def paper(self) -> str:

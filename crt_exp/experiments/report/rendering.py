@@ -206,6 +206,8 @@ def _claims_row(result: CaseResult) -> list[Any]:
 
 def threshold(result: CaseResult) -> str:
     claim = result.claim
+    if claim.between:
+        return f"between {claim.above:g} and {claim.below:g}"
     base = "e^" if claim.power else ""
     value = claim.threshold(result.case) or float(claim.log)
     return f"{result.side} {base}{value:g}"

@@ -78,9 +78,8 @@ def test_favor_plus_against_trigonometric_features_depends_on_m():
 @pytest.mark.parametrize("sampler", ["iid", "orthogonal"])
 def test_figure_4_of_performers_at_each_m(m, sampler):
     methods = f"pos sampler={sampler}", f"trig sampler={sampler}"
-    ratios = log_ratio(read("perf_error"), *methods, "mse", heads="Gaussian", sum=8, m=m)
-    if m == 256:
-        ratios = ratios.drop([str(sample) for sample in range(15)])
+    where = {"sweep": "performers-fig4/judged", "m": m}
+    ratios = log_ratio(read("perf_error"), *methods, "mse", **where)
     text = f"MSE of attention at |x + y|^2 = 8, {sampler}: FAVOR+ below trigonometric"
     row = committed("perf_error", text, f"m = {m}")
     assert row["n"] == len(ratios)

@@ -40,6 +40,16 @@ def test_mean_ci_equals_scipy():
     assert interval(values, "loss")["loss_ci95"] == pytest.approx(mean.half)
 
 
+@pytest.mark.parametrize(
+    "mean, verdict",
+    [(1.0, "supported"), (1.24, "inconclusive"), (0.7, "contradicted"), (1.6, "contradicted")],
+)
+def test_equivalence_needs_both_sides(mean, verdict):
+    samples = np.log(mean) + np.linspace(-0.1, 0.1, 20)
+    claim = Claim("equal", {"A": samples}, above=0.8, below=1.25, log=True)
+    assert verdicts(claim) == [verdict]
+
+
 def test_equal_samples_are_certain_and_infinite_ones_refused():
     assert mean_ci([0.0, 0.0]).p == 1
     assert mean_ci([1.0, 1.0]).p == 0
