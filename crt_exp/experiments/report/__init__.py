@@ -14,6 +14,7 @@ from crt_exp.experiments.report.sweeps import (
     HOME,
     PlannedRun,
     quoted_override,
+    seeds_from,
     staged_sweep,
     sweep,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "mean_table",
     "panels",
     "quoted_override",
+    "seeds_from",
     "share",
     "staged_sweep",
     "sweep",

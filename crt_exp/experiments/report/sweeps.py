@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import date
@@ -115,14 +115,23 @@ def staged_sweep(
     runs = []
     previous = None
     for block, stage_options in stages.items():
-        starts = {}
-        for seed in range(seeds):
-            starts[seed] = f"seed={seed}"
-            if previous:
-                starts[seed] += f" task.init={HOME}/{name}/{previous}_{seed}"
+        starts = {seed: f"seed={seed}" for seed in range(seeds)}
+        if previous:
+            starts = seeds_from(f"task.init={HOME}/{name}/{previous}", range(seeds))
         runs += sweep(f"{options} {stage_options}", **{"task.block": [block]}, seed=starts)
         previous = block
     return runs
+
+
+def seeds_from(start: str, models: Iterable[int], first_seed: int = 0) -> dict[int, str]:
+    """Return values of the axis `seed` for runs that start from models, one run for each.
+
+    start: override of the model, without its number at the end.
+
+    >>> seeds_from("task.init={runs}/books/exact", range(2), first_seed=8)
+    {0: 'seed=8 task.init={runs}/books/exact_0', 1: 'seed=9 task.init={runs}/books/exact_1'}
+    """
+    return {model: f"seed={first_seed + model} {start}_{model}" for model in models}
 
 
 def quoted_override(key: str, value: Any) -> str:
