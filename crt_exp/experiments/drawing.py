@@ -88,6 +88,7 @@ KERNELS = {
 }
 # Attention methods and feature maps as the papers write them.
 LABELS = {
+    "favor": "trigonometric",
     "favorp": "FAVOR+",
     "favorpp": "FAVOR++",
     "favorsharp": "FAVOR#",

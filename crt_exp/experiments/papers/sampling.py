@@ -9,7 +9,6 @@ from crt_exp.experiments.report import (
     dot_plot,
     filters_over,
     geometric_interval,
-    label,
     line_plot,
     mean_table,
     panels,
@@ -32,9 +31,7 @@ NAMES = [
     "favor m=128",
     "favor m=512",
 ]
-GRADIENTS = {
-    name: label(name).replace("favor,", "trigonometric,") for name in [*NAMES, "quadratic"]
-}
+GRADIENTS = [*NAMES, "quadratic"]
 STEPS = {
     "full": "full softmax",
     "dense m=64": "dense FAVOR++, m = 64",
@@ -114,7 +111,7 @@ def figure(rows: Rows):
     fig, (left, right) = panels(2)
     line_plot(left, rows, "classes", "ms", STEPS, log="xy", sweep="sampling/steps")
     left.set(title="Time of a training step", xlabel="classes", ylabel="ms (lower is better)")
-    dot_plot(right, rows.by_method("variance", GRADIENTS, length=8), labels=GRADIENTS)
+    dot_plot(right, rows.by_method("variance", GRADIENTS, length=8))
     right.set_title("Variance of the gradient, queries of length 8")
     right.set_xlabel("relative to the squared full gradient (lower is better)")
     return fig
