@@ -9,10 +9,11 @@ import words
 import yaml
 from helpers.pages import BLOCKS, PAGES, ROOT, project
 
-from crt_exp.experiments.papers.results import SPEED, model_times
+from crt_exp.experiments.papers.results import model_times
 from crt_exp.experiments.papers.whole_models import BUILDS
 from crt_exp.experiments.report import mean_ci
 from crt_exp.experiments.report.rows import read_rows
+from crt_exp.experiments.report.settings import FAMILIES
 from crt_exp.registry import choices
 
 
@@ -156,7 +157,7 @@ def test_counts_of_verdicts_are_those_of_the_claims():
 
 def test_times_of_a_swap_are_those_of_the_page():
     times = model_times(read_rows("whole_models", ROOT / "outputs/report"))
-    measured = {SPEED[family]: builds for family, builds in times.items()}
+    measured = {FAMILIES[family]: builds for family, builds in times.items()}
     for row in tables_of("SmolLM2-135M-Instruct"):
         builds = measured.get(METHODS[row["SmolLM2-135M-Instruct"]].split()[0], {})
         for build in BUILDS:
