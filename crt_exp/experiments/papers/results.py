@@ -1,7 +1,4 @@
-"""Write results.md and index.md from the rows of all pages.
-
-results.md recommends an attention; index.md counts the verdicts on the claims of the papers.
-"""
+"""Write results.md, which recommends an attention, and index.md from the rows of all pages."""
 
 import math
 from collections.abc import Mapping
@@ -164,7 +161,7 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
     near_tuned, favorpp_tuned, n = shared_medians(tuned, "near-far")
     mixed = shared_medians(swapped, "mixture", "FAVOR#")
     fitted = shared_medians(tuned, "mixture", "FAVOR#")
-    near = {task.name: percentage(task.costs(rows)["near-far"]) for task in (QNLI, STSB)}
+    qnli, stsb = [percentage(task.costs(rows)["near-far"]) for task in (QNLI, STSB)]
     paragraphs = [
         "# Which attention to use",
         "**A pretrained model, without training: near-far attention.** Near-far attention increases the loss "
@@ -173,7 +170,7 @@ def results_text(rows: Mapping[str, Rows], verdicts: Verdicts) -> str:
         "of which also served for tuning).",
         "**After fine-tuning: near-far attention, after a test on your task.** Its median loss increase is "
         f"{near_tuned} of that of uniform attention, that of FAVOR++ {favorpp_tuned} ({n} settings). The share of "
-        f"near-far attention is {near['STS-B']} on STS-B. On QNLI it is no better than uniform attention ({near['QNLI']}).",
+        f"near-far attention is {stsb} on STS-B. On QNLI it is no better than uniform attention ({qnli}).",
         "**A causal model with a state of constant size: a window with the first tokens.** At equal bytes of state, "
         f"a window increases the loss of SmolLM2 by {small_window:.2f} nats, the mixture by {mixture:.2f} (512 tokens, "
         f"without training). After training adapters, the loss increases on new and repeated text by "

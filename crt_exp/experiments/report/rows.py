@@ -98,6 +98,15 @@ class Rows:
                 samples[method] = scale * self.paired(method, less, metric, **where)
         return samples
 
+    def best(self, column: str, by: Sequence[str]) -> "Rows":
+        """Return the rows with the best value of a column, such as a learning rate, of each group.
+
+        The best value has the largest mean.
+        """
+        means = self.frame.groupby([*by, column])["value"].transform("mean")
+        best = means.groupby([self.frame[name] for name in by]).transform("max")
+        return Rows(self.frame[means == best])
+
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
