@@ -71,27 +71,25 @@ def estimate_runs(models: str, every: int) -> list[PlannedRun]:
 
 
 def sampling_runs(
-    common: str, m: int, n: int, k: int, seeds: int, lengths: dict[str, str]
+    common: str, m: str, hybrid: str, seeds: int, lengths: dict[str, str]
 ) -> list[PlannedRun]:
-    """m features; hybrids of n projections of the coefficient and k of each base."""
+    """m, hybrid: options of the features of methods and of hybrids."""
     methods = {}
     for method in NEGATIVES:
         name, *options = method.split()
-        if not options:
-            methods[method] = f"task.softmax={name}"
-        elif name.startswith("hrf"):
-            methods[method] = (
-                f"task.softmax=features attention={name} features.m={k} features.n={n}"
-            )
-        else:
-            methods[method] = f"task.softmax=features attention={name} features.m={m}"
+        methods[method] = f"task.softmax={name}"
+        if options:
+            size = hybrid if name.startswith("hrf") else m
+            methods[method] = f"task.softmax=features attention={name} {size}"
     return sweep(common, lengths=lengths, method=methods, seed=range(seeds))
 
 
 def continued_runs(name: str, seeds: int) -> list[PlannedRun]:
     """Sampled training that continues the model of some lengths."""
     start = f"{KERNELS[name]} task.init={{runs}}/hrf-lm-models/{name.replace(' ', '-')}"
-    return sampling_runs(CONTINUED, 64, 8, 8, seeds, {name: start})
+    return sampling_runs(
+        CONTINUED, "features.m=64", "features.m=8 features.n=8", seeds, {name: start}
+    )
 
 
 def finding(rows: Rows) -> str:
@@ -109,8 +107,10 @@ def finding(rows: Rows) -> str:
 
 def claims(rows: Rows) -> list[Claim]:
     near = {"lengths": "near 1", "sweep": "hrf-lm"}
-    negative = {"lengths near 1": 100 * rows.paired("favor", "hrf_angular", "negative", **near)}
     claims = [distance_claim(rows, metric, **near) for metric in DISTANCES]
+    text = "the angular hybrid has fewer negative estimates than trigonometric features"
+    fewer = {"lengths near 1": 100 * rows.paired("favor", "hrf_angular", "negative", **near)}
+    claims.append(Claim(text, fewer, unit="points"))
     trained, fails = {}, {}
     for lengths in {*rows.select("loss", "full")["lengths"]} - {"free"}:
         where = {"sweep": "hrf-sampled", "lengths": lengths}
@@ -120,23 +120,11 @@ def claims(rows: Rows) -> list[Claim]:
             cases[case] = rows.paired(f"{other} m=64", f"{hybrid} m=8", "loss", **where)
         trained |= cases
         fails |= failed_checks(cases, sampling_checks(rows, where))
-    return [
-        *claims,
-        Claim(
-            "the angular hybrid has fewer negative estimates than trigonometric features",
-            negative,
-            unit="points",
-        ),
-        Claim(
-            "training with negatives from a hybrid reduces the loss by less than 0.02 nats",
-            trained,
-            below=0.02,
-            unit="nats",
-            paper="the difference is not very significant",
-            fails=fails,
-            needs="more seeds, or full size: experiment=hrf_ptb_softmax, 29 GPU hours",
-        ),
-    ]
+    text = "training with negatives from a hybrid reduces the loss by less than 0.02 nats"
+    paper = "the difference is not very significant"
+    needs = "more seeds, or full size: experiment=hrf_ptb_softmax, 29 GPU hours"
+    claims.append(Claim(text, trained, paper, needs, below=0.02, unit="nats", fails=fails))
+    return claims
 
 
 Checks = dict[str, tuple[float, float]]  # text -> value and least value
@@ -156,16 +144,13 @@ def distance_claim(rows: Rows, metric: str, **where) -> Claim:
         "gain of the model over word frequencies": (gain, 0.5),
         f"{name} of word frequencies over that of the best features": (unigram / best, 1.0),
     }
-    return Claim(
-        f"hybrids have a smaller {name} distance to the softmax (lengths near 1)",
-        distances,
-        below=1,
-        log=True,
-        unit="times",
-        paper="HRFs lead to the most accurate estimates",
-        fails=failed_checks(distances, checks),
-        needs="features that are closer to the softmax than word frequencies; the paper's length costs",
+    fails = failed_checks(distances, checks)
+    text = f"hybrids have a smaller {name} distance to the softmax (lengths near 1)"
+    paper = "HRFs lead to the most accurate estimates"
+    needs = (
+        "features that are closer to the softmax than word frequencies; the paper's length costs"
     )
+    return Claim(text, distances, paper, needs, below=1, log=True, unit="times", fails=fails)
 
 
 def sampling_checks(rows: Rows, where: dict[str, str]) -> Checks:
@@ -189,45 +174,29 @@ def failed_checks(cases: dict, checks: Checks) -> dict[str, str]:
 
 
 def tables(rows: Rows) -> Tables:
-    distances, others = {}, {}
-    for lengths, m in [("near 1", 64), ("near 1", 512), ("free", 512)]:
-        distances[f"KS, {lengths}, m = {m}"] = {"metric": "ks", "lengths": lengths, "m": m}
+    where = {"metric": "ks", "lengths": "near 1"}
+    distances = filters_over("m", MS, "lengths near 1, m = {}", **where)
     trained = rows.select("loss", sweep="hrf-sampled")["lengths"].unique()
     losses = filters_over("lengths", trained, "lengths {}", metric="loss", sweep="hrf-sampled")
-    for name, metric in [("W1", "w1"), ("negative", "negative")]:
-        others |= filters_over("m", MS, name + ", m = {}", metric=metric, lengths="near 1")
-    title = "Distance to the exact softmax, by lengths of the vectors (lower is better)"
+    title = "KS distance to the exact softmax (lower is better)"
     tables = {title: mean_table(rows, distances, SHOWN, spec=".2f")}
     title = "Sampled training, by the negatives: test loss, nats"
     tables[title] = mean_table(rows, losses, NEGATIVES, spec=".2f")
-    title = "Lengths near 1: W1 and share of negative estimates"
-    tables[title] = mean_table(rows, others, SHOWN)
     return tables
 
 
 def figure(rows: Rows):
     fig, (left, right) = panels(2)
     line_plot(left, rows, "m", "ks", SHOWN, log="x", lengths="near 1")
-    left.set(
-        title="Distance to the exact softmax, lengths near 1",
-        xlabel="m",
-        ylabel="KS (lower is better)",
-    )
+    left.set(title="Distance to the exact softmax, lengths near 1", xlabel="m")
+    left.set_ylabel("KS (lower is better)")
     left.set_xticks(MS, MS)
     for lengths in rows.select("loss", sweep="hrf-sampled")["lengths"].unique()[-1:]:
-        plot_losses(right, rows, lengths)
+        losses = rows.by_method("loss", NEGATIVES, sweep="hrf-sampled", lengths=lengths)
+        dot_plot(right, losses, labels=NEGATIVES)
+        right.set(title=f"Sampled training, lengths {lengths}")
+        right.set_xlabel("test loss, nats (lower is better)")
     return fig
-
-
-def plot_losses(ax, rows: Rows, lengths: str) -> None:
-    """Plot the test loss of sampled training, and that of word frequencies."""
-    losses = rows.by_method("loss", NEGATIVES, sweep="hrf-sampled", lengths=lengths)
-    dot_plot(ax, losses, labels=NEGATIVES)
-    ax.set(title=f"Sampled training, lengths {lengths}", xlabel="test loss, nats (lower is better)")
-    frequencies = rows.values("unigram_loss", "full")
-    if len(frequencies):
-        ax.axvline(frequencies.mean(), color="grey", lw=1, ls="--", label="word frequencies")
-        ax.legend()
 
 
 page = Page(
@@ -241,7 +210,11 @@ page = Page(
     full={
         "hrf-lm": estimate_runs("hrf-lm-models-full", 1),
         "hrf-sampled": sampling_runs(
-            "experiment=hrf_ptb_softmax", 1024, 16, 64, 25, {"from scratch": ""}
+            "experiment=hrf_ptb_softmax",
+            "features.m=1024",
+            "features.m=64 features.n=16",
+            25,
+            {"from scratch": ""},
         ),
     },
     models={
