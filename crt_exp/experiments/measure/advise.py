@@ -29,7 +29,6 @@ from crt_exp.experiments.measure.recommendation import (
     UNIFORM,
     Advice,
     Row,
-    is_decided,
     mean_difference,
     pays_from,
 )
@@ -76,7 +75,7 @@ def advise(
         length: tokens of a document. Default: 512, or the model's positions if fewer.
         attentions: methods such as "window block=32". Default: TRIED.
         samples: maximum number of samples to evaluate. Default: 8 documents, 64 images, 16 others. 95% CIs are over
-            samples. A method is measured on fewer samples if these decide its verdict.
+            samples.
         calibration: number of further samples, to which attention is fitted.
         rounds: maximum number of timing rounds; the median counts.
         tolerance: allowed loss increase over exact attention, in nats.
@@ -111,7 +110,7 @@ def advise(
         else:
             bench = _batch_bench(model, texts, labels, split)
         methods = mechanisms(attentions, seed)
-        records = list(measure_methods(bench, methods, rounds, tolerance, minutes))
+        records = list(measure_methods(bench, methods, rounds, minutes))
         return advice_of(bench, methods, records, tolerance, rounds)
 
 
@@ -231,7 +230,7 @@ class TimeBudget:
         """Describe the time left: `seconds` of work, or the limit if that is less."""
         limit = self.seconds - self.used
         if seconds and limit < 0:
-            return "time over, measuring only what a verdict needs"
+            return "time over"
         return f"at most {min(seconds, max(0, limit)):.0f} s left"
 
 
@@ -239,7 +238,6 @@ def measure_methods(
     bench: Bench,
     methods: Mapping[str, Mechanism | None],
     rounds: int,
-    tolerance: float,
     minutes: float | None,
 ) -> Records:
     """Yield a record of losses and memory for each method, then times by length.
@@ -252,7 +250,7 @@ def measure_methods(
         f"{type(bench.model).__name__}: {len(methods)} methods, up to {len(bench.judged)} "
         f"{bench.noun} of {bench.length} tokens"
     )
-    losses = measure_losses(bench, methods, rounds, tolerance, budget)
+    losses = measure_losses(bench, methods, rounds, budget)
     seconds = pass_seconds(budget, losses)
     for label, attention in methods.items():
         mib = None
@@ -275,25 +273,17 @@ def pass_seconds(budget: TimeBudget, losses: Losses) -> float:
 
 
 def measure_losses(
-    bench: Bench,
-    methods: Mapping[str, Mechanism | None],
-    rounds: int,
-    tolerance: float,
-    budget: TimeBudget,
+    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int, budget: TimeBudget
 ) -> Losses:
-    """Measure all methods on one sample after the other.
-
-    A method is finished if its verdict is decided; all are if the time is over.
-    """
+    """Measure all methods on one sample after the other, until the time is over."""
     losses: Losses = {label: {"loss": [], "repeated": []} for label in methods}
-    undecided = dict(methods)
     count = len(bench.judged)
     seconds = 0.0
     for i in range(count):
         if i >= FEWEST and not budget.allows(seconds, LOSS_SHARE):
             break
         begun = budget.used
-        for label, attention in undecided.items():
+        for label, attention in methods.items():
             for key, values in bench.losses(attention, [i]).items():
                 losses[label][key] += values
             if i == 0:
@@ -301,22 +291,15 @@ def measure_losses(
         seconds = budget.used - begun
         rest = (count - i - 1) * seconds
         rest += timing_seconds(bench, methods, rounds, pass_seconds(budget, losses))
-        shown = [describe(label, losses) for label in undecided if label != EXACT]
+        shown = [describe(label, losses) for label in methods if label != EXACT]
         report(f"{bench.noun}: {i + 1} of {count}; {', '.join(shown)}; {budget.left(rest)}")
-        if i + 1 < FEWEST:
-            continue
-        for label in [*undecided]:
-            if label != EXACT and is_decided(losses[label], losses[EXACT], tolerance):
-                del undecided[label]
-        if [*undecided] == [EXACT]:
-            break
     return losses
 
 
 def describe(label: str, losses: Losses) -> str:
     """Describe the loss increase of a method so far."""
     values = losses[label]["loss"]
-    above, half = mean_difference(values, losses[EXACT]["loss"][: len(values)])
+    above, half = mean_difference(values, losses[EXACT]["loss"])
     if len(values) == 1:
         return f"{label} {above:+.4f}"
     return f"{label} {above:+.4f} ± {half:.4f}"
@@ -373,20 +356,19 @@ def advice_of(
     own = losses[EXACT]
     rows = []
     for label, record in losses.items():
-        count = len(record["loss"])
         gains = {}
         ms = {}
         for length, measured in times.items():
             if measured[EXACT]:
                 gains[length] = ratio(measured[EXACT], measured[label])
                 ms[length] = statistics.median(measured[label])
-        above, above_ci95 = mean_difference(record["loss"], own["loss"][:count])
-        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"], samples=count)
+        above, above_ci95 = mean_difference(record["loss"], own["loss"])
+        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"])
         row.speedup = gains[max(gains)]
         row.pays_from = pays_from(gains)
         if own["repeated"]:
-            repeated = own["repeated"][: len(record["repeated"])]
-            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], repeated)
+            repeated = mean_difference(record["repeated"], own["repeated"])
+            row.repeated, row.repeated_ci95 = repeated
         with bench.swapped(methods[label]) as states:
             row.exact_to = min((state.exact_to for state in states.values()), default=0)
             row.fitted = learns(bench.model)
@@ -395,13 +377,13 @@ def advice_of(
     return Advice(
         rows,
         bench.length,
-        len(bench.judged),
+        len(own["loss"]),
         statistics.mean(own["loss"]),
         repeated,
         tolerance,
         bench.noun,
         bench.labelled,
-        unmeasured(bench, losses, times, tolerance, rounds),
+        unmeasured(bench, losses, times, rounds),
     )
 
 
@@ -409,29 +391,13 @@ def unmeasured(
     bench: Bench,
     losses: Mapping[str, Mapping[str, Any]],
     times: Mapping[int, Mapping[str, Sequence[float]]],
-    tolerance: float,
     rounds: int,
 ) -> list[str]:
-    """Return sentences on what was not measured, and why."""
-    decided = []
-    open_verdicts = []
-    for label, record in losses.items():
-        if label == EXACT or len(record["loss"]) == len(bench.judged):
-            continue
-        if is_decided(record, losses[EXACT], tolerance):
-            decided.append(label)
-        else:
-            open_verdicts.append(label)
+    """Return sentences on what was not measured."""
     sentences = []
-    if decided:
-        sentences.append(
-            f"Fewer than {len(bench.judged)} {bench.noun} decided the verdict on {', '.join(decided)}."
-        )
-    if open_verdicts:
-        sentences.append(
-            f"The time was over before all {len(bench.judged)} {bench.noun} were measured with "
-            f"{', '.join(open_verdicts)}."
-        )
+    measured = len(losses[EXACT]["loss"])
+    if measured < len(bench.judged):
+        sentences.append(f"The time was over after {measured} of {len(bench.judged)} {bench.noun}.")
     without_memory = [label for label, record in losses.items() if record["mib"] is None]
     if without_memory:
         sentences.append(f"Memory was not measured: {', '.join(without_memory)}.")
@@ -482,8 +448,7 @@ class Advise(Measurement):
         bench = self.bench(seed)
         records = []
         methods = mechanisms(self.attentions, seed)
-        measured = measure_methods(bench, methods, self.rounds, self.tolerance, self.minutes)
-        for record in measured:
+        for record in measure_methods(bench, methods, self.rounds, self.minutes):
             records.append(record)
             yield record
         self.advice = advice_of(bench, methods, records, self.tolerance, self.rounds)

@@ -2,7 +2,7 @@
 
 A method is close enough if the upper end of its 95% CI is at most `tolerance` nats. If the model uses repetition, the
 limit on repeated passages is `REPEATED` nats. A method pays from the shortest timed length from which every pass is at
-least MARGIN times as fast. Methods that are clearly close enough, or clearly not, are measured on fewer samples.
+least MARGIN times as fast.
 """
 
 import math
@@ -54,7 +54,6 @@ class Row:
     pays_from: int | None = None  # None: not at any timed length
     exact_to: int = 0  # sequence length up to which the method computes exact attention
     fitted: bool = False  # whether it needs calibrate_attention
-    samples: int | None = None  # number of samples that were evaluated; None: all
 
     @property
     def worst(self) -> float:
@@ -125,17 +124,20 @@ class Advice:
                 f"({self.repeated_loss:.3f})",
                 *(format_interval(row.repeated, row.repeated_ci95) for row in others),
             ]
-        cells[self.noun] = [str(row.samples or self.samples) for row in self.rows]
         cells["ms"] = [f"{row.ms[self.length]:.1f}" for row in self.rows]
         cells["MiB"] = [format_mib(row.mib) for row in self.rows]
         cells["speed-up"] = [f"{row.speedup:.2f}" for row in self.rows]
         cells["pays from"] = ["", *(str(row.pays_from or f"> {self.length}") for row in others)]
         return pd.DataFrame(cells)
 
+    @property
+    def measured(self) -> str:
+        """A sentence with the number and the length of the samples."""
+        return f"Measured on {self.samples} {self.noun} of {self.length} tokens, one seed."
+
     def __str__(self) -> str:
-        return "\n".join(
-            [self.table.to_string(index=False), "", self.sentence, *self.notes, "", self.code]
-        )
+        table = self.table.to_string(index=False)
+        return "\n".join([table, "", self.sentence, self.measured, *self.notes, "", self.code])
 
     def save(self, directory: str | Path) -> None:
         """Write advise.csv, advise.md and advise.png to a folder."""
@@ -144,7 +146,7 @@ class Advice:
         table = self.table
         paragraphs = [
             markdown(list(table.columns), table.values.tolist()).rstrip(),
-            f"{self.sentence} Measured on up to {self.samples} {self.noun} of {self.length} tokens, one seed.",
+            f"{self.sentence} {self.measured}",
             *self.notes,
             f"```python\n{self.code}\n```\n",
         ]
@@ -176,15 +178,9 @@ def recommendation(advice: Advice) -> tuple[Row | None, str]:
     tried = [row for row in advice.rows if row.attention not in (EXACT, UNIFORM)]
     control = next((row for row in advice.rows if row.attention == UNIFORM), None)
     if control is not None and not is_costly(advice, control):
-        fewer = (control.samples or advice.samples) < advice.samples
-        if fewer and not is_close(advice, control):
-            return None, (
-                f"No recommendation: the time allowed {control.samples} of {advice.samples} {advice.noun}, too few to "
-                f"judge uniform attention ({cost(advice, control)}). Increase minutes."
-            )
         return None, (
             f"No recommendation: uniform attention costs only {cost(advice, control)}. Use data that the "
-            "model predicts well, or longer pieces."
+            "model predicts well, longer pieces, or more minutes."
         )
     if not tried:
         return None, "No recommendation: only exact and uniform attention were measured."
@@ -232,26 +228,6 @@ def is_costly(advice: Advice, row: Row) -> bool:
         advice.uses_repetition and row.repeated - row.repeated_ci95 >= CONTROL_TOLERANCES * REPEATED
     )
     return forgets or not row.above - row.above_ci95 < CONTROL_TOLERANCES * advice.tolerance
-
-
-def is_decided(
-    record: Mapping[str, Sequence[float]], own: Mapping[str, Sequence[float]], tolerance: float
-) -> bool:
-    """Whether a method needs no more samples.
-
-    Its 95% CI, twice as wide, must lie within the tolerance, or above that of the control. The wider interval allows
-    for a decision after each sample.
-    """
-    near, far = is_within(record["loss"], own["loss"], tolerance)
-    if not record["repeated"]:
-        return near or far
-    return far or (near and any(is_within(record["repeated"], own["repeated"], REPEATED)))
-
-
-def is_within(losses: Sequence[float], own: Sequence[float], tolerance: float) -> tuple[bool, bool]:
-    """Whether the doubled interval lies within the tolerance, and far above (not finite: True)."""
-    above, half = mean_difference(losses, own[: len(losses)])
-    return above + 2 * half <= tolerance, not above - 2 * half < CONTROL_TOLERANCES * tolerance
 
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
