@@ -253,16 +253,3 @@ def geometric_interval(values: Sequence[float], spec: str) -> str:
     if len(values) == 1:
         return f"{mean:{spec}}"
     return f"{mean:{spec}} ({low:{spec}} to {high:{spec}})"
-
-
-def interval_or_range(percent: Sequence[float]) -> str:
-    """Format percentages as mean ± 95% CI; below 5 samples, as a range; none as "".
-
-    >>> interval_or_range([90.0, 92.0])
-    '90 to 92'
-    """
-    if not len(percent):
-        return ""
-    if len(percent) < 5:
-        return f"{min(percent):.0f} to {max(percent):.0f}"
-    return f"{mean_ci(percent):.1f}"

@@ -1,7 +1,6 @@
 """Approximation error of softmax attention, on pretrained or synthetic tensors.
 
-Also measures error propagation through the hidden states, and predicts the best feature map of each head by closed
-forms.
+Also measures error propagation through the hidden states.
 
 Notation: H query heads, Hkv key heads, L queries, S keys, m projections, M features. x and y are scaled queries and
 keys, so that x.y is the logit. Errors are relative, in the Frobenius norm of a head: |estimate - exact| / |exact|.
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
 from crt_exp.attention.base import LinearAttention
-from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
@@ -31,24 +29,17 @@ from crt_exp.experiments.measure import (
     seeded,
 )
 from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
-from crt_exp.experiments.measure.kernel import KernelEstimate, fit_map, generator
+from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models.language import Transformer
-from crt_exp.features import FeatureMap, Statistics
+from crt_exp.features import FeatureMap
 from crt_exp.features.base import Params
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import choices
 from crt_exp.samplers.bias import bias_record, bias_sentence
 from crt_exp.samplers.noise import cached_property
 from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked
 
-PREDICTED = 256  # query-key pairs of a head over which closed forms are averaged
-MEANS = (
-    "output_error",
-    "uniform_error",
-    "matrix_error",
-    "negative_denominators",
-)  # averaged over layers in the final record
-SMALL = -60.0  # minimum log relative MSE, nats
+# averaged over layers in the final record
+MEANS = ("output_error", "uniform_error", "matrix_error", "negative_denominators")
 ERRORS = {
     "the output": "output_error",
     "uniform attention": "uniform_error",
@@ -63,12 +54,11 @@ class Approximation(SwapMeasurement):
 
     conf/task/approximation.yaml explains the options. Splits of the rows:
 
-    - `heads`, one row per layer: mean |x + y|^2, and the log relative MSE of each map by closed forms.
     - `layer`, one row per layer and m: errors.
     - `depth`, one row per m: error of the hidden states after each layer.
     - `test`, the final row: means at the largest m.
 
-    Attention without projections has no `heads` rows, no matrix error and no m.
+    Attention without projections has no matrix error and no m.
     """
 
     metric = "output_error"
@@ -85,82 +75,36 @@ class Approximation(SwapMeasurement):
         model: FileName | None = None,
         text: FileName | None = None,
         length: Count | None = None,
-        turn: Positive | None = None,
     ):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
         self.ms = ms
         self.has_depth = model is not None or depth > 0
         if model is None:
-            self.source = Synthetic(length or 1024, heads, d, scale, depth, turn)
+            self.source = Synthetic(length or 1024, heads, d, scale, depth)
         else:
             self.source = Pretrained(model, text, length)
         self.errors = LayerErrors(self.source, samples, rows)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        ms: Sequence[int | None] = [None]
-        if mechanism.estimates:
-            self.check_map(mechanism, self.source.layers(0, seed)[0], seed)
-            ms = self.ms
+        ms = self.ms if mechanism.estimates else [None]
         rows = []
         for row in self.layer_and_depth_rows(mechanism, ms, seed):
             rows.append(row)
             yield row
         yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
 
-    def check_map(self, mechanism: Mechanism, layer: "LayerInputs", seed: int) -> None:
-        """Raise before the first row if map and sampler are incompatible."""
-        noise = mechanism.with_projections(1).noise(layer.d, generator(seed))
-        phi = mechanism.map("softmax")
-        query = layer.x[:, :, :1]
-        phi.phi_q(query, noise, layer.fit(phi))
-
     def layer_and_depth_rows(
         self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
     ) -> Records:
         layers = len(self.source.layers(0, seed))
-        if mechanism.estimates:
-            for i in range(layers):
-                yield {"split": "heads", **self.heads_record(i, seed)}
         for m in ms:
             for i in range(layers):
                 yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
         if self.has_depth:
             for m in ms:
                 yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
-
-    def heads_record(self, i: int, seed: int) -> Record:
-        """Return mean |x + y|^2 and log relative MSE (nats) of each head of a layer.
-
-        All maps have M = the largest m features, independent projections and parameters fitted to the head; `best` has
-        the smallest MSE. The MSE of SMREG includes its bias. Mixtures are left out, because they have no closed form.
-        """
-        layer = self.source.layers(0, seed)[i]
-        means = Statistics.of(layer.x, layer.y_of_heads).mean_sq_sum[0]
-        x, y = random_pairs(layer, PREDICTED, generator(seed))
-        log_mse = {}
-        for name in choices("features"):
-            mechanism = Mechanism.of(features=name)
-            if mechanism.own_kernel:
-                continue
-            phi = mechanism.map()
-            if phi.estimates and not phi.on_sequences:
-                m = max(1, max(self.ms) // phi.width(1))
-                estimate = KernelEstimate(replace(mechanism, m=m), x, y, layer.fit(phi))
-                log_errors = estimate.log_relative_mse[0].clamp(min=SMALL)
-                log_mse[name] = log_errors.mean(-1).tolist()
-        best = []
-        for head in range(layer.heads):
-            best.append(min(log_mse, key=lambda name: log_mse[name][head]))
-        return {
-            "layer": i,
-            "path": layer.path,
-            "heads": layer.heads,
-            "mean_sq_sum": means.tolist(),
-            "best": best,
-            "log_relative_mse": {name: _numbers(values) for name, values in log_mse.items()},
-        }
 
     def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
@@ -187,7 +131,7 @@ class Approximation(SwapMeasurement):
         return record
 
     def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> Record:
-        """Return means over layers at the largest m, and counts of the best map by head."""
+        """Return means over layers at the largest m, and the bias of an approximate sampler."""
         largest = [row for row in rows if self.is_at_largest_m(row)]
         layer_rows = [row for row in largest if row["split"] == "layer"]
         record: Record = {}
@@ -199,11 +143,6 @@ class Approximation(SwapMeasurement):
             if row["split"] == "depth":
                 record["hidden_error"] = row["hidden_error"]
         if mechanism.estimates:
-            best = Counter()
-            for row in rows:
-                if row["split"] == "heads":
-                    best.update(row["best"])
-            record["best"] = dict(best.most_common())
             record["m"] = max(self.ms)
             phi = mechanism.map("softmax")
             layer = self.source.layers(0, seed)[0]
@@ -224,13 +163,7 @@ class Approximation(SwapMeasurement):
         lines = [f"relative error {', '.join(errors)}", *self.warnings(records)]
         if "m" in last:
             lines[0] = f"m = {last['m']}: {lines[0]}"
-        if last.get("best"):
-            best = ", ".join(f"{name} {heads}" for name, heads in last["best"].items())
-            lines.append(
-                f"heads by the map that the closed forms predict best at equal M: {best}"
-                f"{bias_sentence(last)}"
-            )
-        return "\n".join(lines)
+        return "\n".join(lines) + bias_sentence(last)
 
     def warnings(self, records: list[dict]) -> Iterator[str]:
         """Yield a warning for each m with layers whose error exceeds that of uniform attention."""
@@ -324,11 +257,6 @@ class LayerInputs:
     def __post_init__(self):
         self.heads = self.x.shape[1]
         self.d = self.x.shape[3]
-
-    @cached_property
-    def y_of_heads(self) -> Tensor:
-        """Keys of each query head, (1, H, S, d)."""
-        return repeat_heads(self.y, self.heads)
 
     @cached_property
     def output(self) -> Tensor:
@@ -480,18 +408,6 @@ def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
         with state.calibration():
             state(layer.x, layer.y, layer.v)
     return state(layer.x, layer.y, layer.v)
-
-
-def random_pairs(layer: LayerInputs, pairs: int, g: torch.Generator) -> TensorPair:
-    """Random queries and keys (1, H, pairs, d), float64; causal: key not after query."""
-    queries = layer.x.shape[2]
-    keys = layer.y.shape[2]
-    i = torch.randint(queries, (pairs,), generator=g)
-    allowed = i + (keys - queries) + 1 if layer.causal else keys
-    j = (torch.rand(pairs, generator=g) * allowed).long()
-    x = layer.x[:, :, i]
-    y = layer.y_of_heads[:, :, j]
-    return x.double(), y.double()
 
 
 def _number(value: Tensor | float) -> float | None:

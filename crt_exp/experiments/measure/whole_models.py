@@ -57,24 +57,19 @@ def whole_model(name: str, method: Mechanism, length: int) -> WholeModel:
     ids = passage(name, "valid", 0, length)[None]
     if config.architectures[0].endswith("ForCausalLM"):
         inputs = {"input_ids": ids, "labels": ids}
-        return WholeModel(decoder(name, method), inputs, lambda output: output.loss)
-    return WholeModel(encoder(name, method), {"input_ids": ids}, mean_square)
-
-
-@lru_cache(maxsize=8)
-def decoder(name: str, method: Mechanism) -> nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32)
-    model.config.use_cache = False
-    return swap_and_fit(model, method, fitting_text(name))
-
-
-@lru_cache(maxsize=8)
-def encoder(name: str, method: Mechanism) -> nn.Module:
+        model = text_model(name, method, AutoModelForCausalLM)
+        return WholeModel(model, inputs, lambda output: output.loss)
     # dropout of weights, which only exact attention has, would slow it down in training
-    model = AutoModel.from_pretrained(
-        folder_of(name), dtype=torch.float32, attention_probs_dropout_prob=0.0
-    )
-    return swap_and_fit(model, method, fitting_text(name))
+    encoder = text_model(name, method, AutoModel, attention_probs_dropout_prob=0.0)
+    return WholeModel(encoder, {"input_ids": ids}, mean_square)
+
+
+@lru_cache(maxsize=8)
+def text_model(name: str, method: Mechanism, kind: type, **options: Any) -> nn.Module:
+    """Return a model fitted to the calibration row: the start of WikiText-2's training split."""
+    model = kind.from_pretrained(folder_of(name), dtype=torch.float32, **options)
+    model.config.use_cache = False
+    return swap_and_fit(model, method, [{"input_ids": passage(name, "train", 0, FITTED)[None]}])
 
 
 @lru_cache(maxsize=8)
@@ -83,11 +78,6 @@ def speech_encoder(name: str, method: Mechanism) -> nn.Module:
     positions = 2 * model.config.max_source_positions
     sample = torch.randn(1, model.config.num_mel_bins, positions, generator=seeded(1))
     return swap_and_fit(model, method, [{"input_features": sample}])
-
-
-def fitting_text(name: str) -> list[dict[str, Tensor]]:
-    """Return the calibration row of a text model: the start of WikiText-2's training split."""
-    return [{"input_ids": passage(name, "train", 0, FITTED)[None]}]
 
 
 def mean_square(output: Any) -> Tensor:

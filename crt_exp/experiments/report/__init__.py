@@ -3,7 +3,6 @@
 from crt_exp.experiments.intervals import (
     geometric_interval,
     geometric_mean_ci,
-    interval_or_range,
     mean_ci,
 )
 from crt_exp.experiments.report.claims import Claim, control_checks
@@ -33,7 +32,6 @@ __all__ = [
     "filters_over",
     "geometric_interval",
     "geometric_mean_ci",
-    "interval_or_range",
     "label",
     "line_plot",
     "mean_ci",
