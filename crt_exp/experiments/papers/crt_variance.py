@@ -82,15 +82,8 @@ def claims(rows: Rows) -> list[Claim]:
     gain = rows.values("gain", "oprf", d=64, sum=100)
     if len(gain):
         closed_form[""] = gain.item()
-    claims = [
-        Claim(
-            "OPRF has a variance below e^-60 times that of PosRF at d = 64, |x + y|^2 = 100",
-            closed_form,
-            below=-60,
-            paper="more than e^60",
-            power=True,
-        )
-    ]
+    text = "OPRF has a variance below e^-60 times that of PosRF at d = 64, |x + y|^2 = 100"
+    claims = [Claim(text, closed_form, "more than e^60", below=-60, power=True)]
     for method, gains in PAPER.items():
         baseline = BASELINE[method]
         names = label(method), label(baseline)
@@ -116,14 +109,10 @@ def claims(rows: Rows) -> list[Claim]:
                 needs="the range of the pixels in the paper",
             )
         )
-    claims.append(
-        Claim(
-            "the new maps have less variance than the maps that they extend for vectors on a sphere",
-            not_judged=sphere_gains(rows),
-            paper="less variance in many scenarios (Figure 2)",
-            needs="numbers of the sphere panel in the paper",
-        )
-    )
+    text = "the new maps have less variance than the maps that they extend for vectors on a sphere"
+    paper = "less variance in many scenarios (Figure 2)"
+    needs = "numbers of the sphere panel in the paper"
+    claims.append(Claim(text, paper=paper, needs=needs, not_judged=sphere_gains(rows)))
     return claims
 
 

@@ -3,6 +3,8 @@
 Reproduces Figures 3, 8 and 10, and Tables 4 and 5.
 """
 
+from itertools import product
+
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -35,27 +37,17 @@ NEGATIVES = {
     "exact": "exact softmax",
     "full": "full softmax",
 }
-COMPARED = [
-    ("hrf_angular", "favor"),
-    ("hrf_angular", "favorp"),
-    ("hrf_gaussian", "favor"),
-    ("hrf_gaussian", "favorp"),
-]
+COMPARED = [*product(("hrf_angular", "hrf_gaussian"), ("favor", "favorp"))]
 DISTANCES = {"ks": "KS", "w1": "W1"}
 MS = [64, 128, 256, 512]
 TRAINED = "task=ptb task.corpus=ptb task.dropout=0.2 trainer.log_every=1000 trainer.schedule=linear"
-SMALL = {
-    "free": "trainer.epochs=7",
-    "near 1": "task.temperature=0.2 task.lengths.queries=1 task.lengths.keys=100 trainer.epochs=4",
-}
+NEAR1 = "task.temperature=0.2 task.lengths.queries=1 task.lengths.keys=100"
+SMALL = {"free": "trainer.epochs=7", "near 1": f"{NEAR1} trainer.epochs=4"}
 CONTINUED = (
     f"{TRAINED} task.sampling.tree=false trainer.epochs=1 trainer.lr=1e-3 trainer.eval_every=443"
 )
-KERNELS = {
-    "free": "",
-    "near 1": "task.sampling.temperature=0.2 task.temperature=0.2 task.lengths.queries=1 "
-    "task.lengths.keys=100",
-}  # near 1, the kernel of the negatives is that of the softmax
+# near 1, the kernel of the negatives is that of the softmax
+KERNELS = {"free": "", "near 1": f"task.sampling.temperature=0.2 {NEAR1}"}
 FULL = {"free": "experiment=hrf_ptb_softmax", "near 1": "experiment=hrf_wikitext2_softmax"}
 
 

@@ -66,13 +66,9 @@ VIT_MEMORY = sweep(
     method={name: quoted_override("task.method", name) for name in MEMORY},
 )
 FIG4 = {"fig4-right": VIT_TIMES, "fig4-right/memory": VIT_MEMORY}
-GPU_OPTIONS = "task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536]"
-GPU_RUNS = sweep(
-    f"task=speed {GPU_OPTIONS} {quoted_override('task.methods', ON_GPU)}",
-    alone=True,
-    what=GPU,
-    seed=range(2),
-)
+GPU_OPTIONS = "task=speed task.device=cuda task.rounds=9 task.lengths=[256,1024,4096,16384,65536]"
+GPU_OPTIONS += " " + quoted_override("task.methods", ON_GPU)
+GPU_RUNS = sweep(GPU_OPTIONS, alone=True, what=GPU, seed=range(2))
 
 
 def finding(rows: Rows) -> str:
@@ -149,7 +145,7 @@ def claims(rows: Rows) -> list[Claim]:
     text = "training a ViT above 1000 tokens fails for lack of memory"
     needs = "a TPU, and exact attention that forms its matrix"
     measured = measured.format(*memory)
-    claims.append(Claim(text, paper="out of memory", needs=needs, not_judged=measured))
+    claims.append(Claim(text, {}, "out of memory", needs, not_judged=measured))
     return claims
 
 
