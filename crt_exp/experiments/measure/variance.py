@@ -10,7 +10,7 @@ Regimes, d = 64: `normal` x, y ~ N(0, sigma^2 I); `sphere` uniform on sigma S^(d
 import gzip
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -76,19 +76,15 @@ def mnist_file(name: str) -> np.ndarray:
         ) from None
 
 
-def mnist(n: int, g: torch.Generator, **resize: Any) -> TensorPair:
-    """Sample pairs of MNIST images, resized to 8 x 8.
-
-    resize: options of torch's interpolate. Default: bilinear, antialiased.
-    """
+def mnist(n: int, g: torch.Generator) -> TensorPair:
+    """Sample pairs of MNIST images, resized to 8 x 8 (bilinear, antialiased)."""
     pixels = mnist_file("t10k-images-idx3-ubyte.gz").astype(np.float64)
     images = torch.from_numpy(pixels) / 255
-    options = resize or {"mode": "bilinear", "antialias": True}
-    small = F.interpolate(images.unsqueeze(1), size=(8, 8), **options)
+    small = F.interpolate(images.unsqueeze(1), size=(8, 8), mode="bilinear", antialias=True)
     return sample_images(small.flatten(1), n, g)
 
 
-REGIMES: dict[str, Callable[..., TensorPair]] = {
+REGIMES: dict[str, Callable[[int, torch.Generator], TensorPair]] = {
     "normal": normal,
     "sphere": sphere,
     "heterogen": heterogen,
@@ -98,9 +94,9 @@ REGIMES: dict[str, Callable[..., TensorPair]] = {
 
 
 @lru_cache(maxsize=1)
-def sample_pairs(regime: str, n: int, seed: int, resize: tuple[tuple[str, Any], ...]) -> TensorPair:
+def sample_pairs(regime: str, n: int, seed: int) -> TensorPair:
     """Sample the pairs of a regime with sigma = 1, once for all sigmas."""
-    return REGIMES[regime](n, seeded(seed), **dict(resize))
+    return REGIMES[regime](n, seeded(seed))
 
 
 def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
@@ -129,7 +125,6 @@ class Variance(Series):
 
     Args:
         fit: "pair": fit parameters to each pair. "set": fit parameters to all pairs.
-        resize: Options of the regime mnist.
     """
 
     metric = "log_variance"
@@ -140,16 +135,12 @@ class Variance(Series):
     sigmas: Several[Positive]
     kernel: Kernel
     fit: Literal[*FITS] = "pair"
-    resize: dict[str, Any] | None = None
 
     def __post_init__(self):
-        if self.resize and self.regime != "mnist":
-            raise ValueError("task.resize: only for task.regime=mnist; remove it")
         self.values = self.sigmas
 
     def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> Record:
-        resize = tuple((self.resize or {}).items())
-        x, y = sample_pairs(self.regime, self.pairs, seed, resize)
+        x, y = sample_pairs(self.regime, self.pairs, seed)
         phi = mechanism.map(self.kernel)
         values = FITS[self.fit](phi, sigma * x, sigma * y)
         record: Record = {"log_variance": values.mean().item()}

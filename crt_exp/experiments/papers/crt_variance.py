@@ -44,8 +44,6 @@ PIXELS = "the range of the pixels decides the gain, and the paper does not state
 BASELINE = {"gerf": "trig", "oprf": "pos", "geom_plus": "pos"}
 VARIANCE = "task=variance task.pairs=1000"
 
-RESIZINGS = ["bilinear", "nearest-exact", "area", "bicubic"]
-
 
 def map_runs() -> list[PlannedRun]:
     runs = []
@@ -57,17 +55,11 @@ def map_runs() -> list[PlannedRun]:
 small = {
     "fig1": sweep("task=variance_by_length", features=["oprf"], **{"task.d": [16, 64, 128, 256]}),
     "fig2": map_runs(),
-    "fig2/mnist": sweep(
-        VARIANCE,
-        features=COMPARED,
-        **{"task.regime": ["mnist"], "task.fit": ["set"]},
-        resize={name: f"task.resize={{mode:{name}}}" for name in RESIZINGS},
-    ),
 }
 
 
 def finding(rows: Rows) -> str:
-    where = {"regime": "normal", "resize": ""}
+    where = {"regime": "normal"}
     pair = mean_ci(rows.paired("pos", "oprf", "of_pairs", fit="pair", **where))
     whole = mean_ci(rows.paired("pos", "geom_plus", "of_pairs", fit="set", **where))
     return (
@@ -90,7 +82,7 @@ def claims(rows: Rows) -> list[Claim]:
         samples, thresholds, paper, fails = {}, {}, {}, {}
         for fit, (regime, least) in product(FITS, gains.items()):
             case = f"{regime}, fitted to the {fit}"
-            where = {"regime": regime, "fit": fit, "resize": ""}
+            where = {"regime": regime, "fit": fit}
             samples[case] = rows.paired(baseline, method, "of_pairs", **where)
             thresholds[case] = least
             if fit == "pair":
@@ -120,7 +112,7 @@ def sphere_gains(rows: Rows) -> str:
     """State by how much each map lies below the map that it extends, on the sphere."""
     gains = []
     for method, baseline in BASELINE.items():
-        where = {"regime": "sphere", "fit": "pair", "resize": ""}
+        where = {"regime": "sphere", "fit": "pair"}
         gain = mean_ci(rows.paired(baseline, method, "of_pairs", **where))
         gains.append(f"{label(method)} lies {gain:.2f} nats below {label(baseline)}")
     return ", ".join(gains)
@@ -133,7 +125,7 @@ def variance_table(rows: Rows, columns: dict[str, dict], methods: list[str]) -> 
 
 
 def fitted_table(rows: Rows, fit: str) -> pd.DataFrame:
-    return variance_table(rows, filters_over("regime", REGIMES, fit=fit, resize=""), FITS[fit])
+    return variance_table(rows, filters_over("regime", REGIMES, fit=fit), FITS[fit])
 
 
 def tables(rows: Rows) -> Tables:
@@ -143,15 +135,10 @@ def tables(rows: Rows) -> Tables:
         listed = ", ".join(f"{least} ({regime})" for regime, least in gains.items())
         paper[label(method)] = f"below {label(BASELINE[method])} by {listed}"
     fitted_to_set["paper"] = fitted_to_set.index.map(paper)
-    resized = {"antialiased": {"regime": "mnist", "fit": "set", "resize": ""}}
-    resized |= filters_over("resize", RESIZINGS, regime="mnist", fit="set")
     title = "Mean log variance at sigma = 1"
     return {
         f"{title} (lower is better), parameters fitted to the set": fitted_to_set,
         f"{title}, parameters fitted to each pair": fitted_table(rows, "pair"),
-        "Mean log variance on mnist, by method of resizing": variance_table(
-            rows, resized, COMPARED
-        ),
     }
 
 
@@ -164,7 +151,7 @@ def figure(rows: Rows):
         ylabel="difference of log variance, nats",
     )
     for ax, regime in zip(axes[1:], ["normal", "heterogen", "mnist"]):
-        line_plot(ax, rows, "sigma", "log_variance", MAPS, regime=regime, fit="set", resize="")
+        line_plot(ax, rows, "sigma", "log_variance", MAPS, regime=regime, fit="set")
         ax.set(
             title=f"Figure 2: {regime}, fitted to the set",
             xlabel="sigma",
@@ -180,7 +167,7 @@ page = Page(
     small=small,
     full=small,
     reduced=False,
-    columns=["regime", "fit", "resize", "method", "d", "sum", "sigma"],
+    columns=["regime", "fit", "method", "d", "sum", "sigma"],
     metrics=["gain", "log_variance", "of_pairs"],
     measured=[
         "Closed forms of the log variance of one projection, Gaussian kernel. Figure 2: d = 64, 1000 pairs.",

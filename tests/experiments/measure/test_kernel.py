@@ -292,7 +292,7 @@ def test_the_ratio_is_that_of_the_closed_forms():
 
 def test_variances_of_pairs_are_those_of_the_closed_forms():
     """Of the Gaussian kernel; the last record has each pair, and each has their mean and standard deviation."""
-    x, y = sample_pairs("normal", 6, 3, ())
+    x, y = sample_pairs("normal", 6, 3)
     for name, variance in (
         ("pos", lambda z, apart: (-apart).exp() * (z.exp() - 1)),
         ("trig", lambda z, apart: (1 - (-apart).exp()) ** 2 / 2),

@@ -254,7 +254,7 @@ def test_digits_fine_tuned_after_the_swap_are_not_the_paper_s_setting(m, gain):
 def test_closed_forms_of_the_variance_come_from_a_clean_tree():
     frame = read("crt_variance")
     assert not frame["commit"].str.endswith("+").any()
-    frame = frame[frame["resize"].isna() & (frame["regime"] == "normal") & (frame["fit"] == "pair")]
+    frame = frame[(frame["regime"] == "normal") & (frame["fit"] == "pair")]
     gain = by_sample(frame, "of_pairs", "pos") - by_sample(frame, "of_pairs", "oprf")
     assert gain.mean() == pytest.approx(85.1, abs=0.05)
     assert half_width(gain) == pytest.approx(1.2, abs=0.2)
