@@ -121,6 +121,7 @@ class Solution:
         part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)  # (M, T)
         explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
         rest = (squares - explained.sum(0)).clamp(min=0)  # unexplained by every ridge
+        rest[rest <= floor * squares] = 0.0  # rounding, which would choose among the ridges of interpolated rows
         self.count = torch.full_like(squares, sums.weight)
         # interpolated repeated rows are no evidence of zero noise
         exact = rest <= floor**0.5 * squares
@@ -151,7 +152,8 @@ class Solution:
 
     def _gcv(self, shrunk: Tensor, explained: Tensor, rest: Tensor) -> Tensor:
         """Return n RSS / (n - degrees of freedom)^2; infinite without residual degrees."""
-        left = self.count - 1 - (1 - shrunk).sum(0)[:, None]
+        kept = self.values > 0
+        left = self.count - 1 - kept.sum() + shrunk[kept].sum(0)[:, None]
         residual = rest + shrunk.square().mT @ explained
         score = self.count * residual / left.square()
         return torch.where(left > 1e-9 * self.count, score, torch.inf)
