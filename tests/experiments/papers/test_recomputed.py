@@ -177,7 +177,7 @@ def test_the_length_of_a_table_decides_whether_hybrids_have_less_error(dataset):
     ratios = {}
     for length in [0.5, 1.0, 1.5, 2.0]:
         where = {"dataset": dataset, "length": length}
-        ratios[length] = geometric_mean(log_ratio(frame, *methods, "mse_of_groups", **where))
+        ratios[length] = geometric_mean(log_ratio(frame, *methods, "mse", **where))
     assert ratios[0.5] > 1 > ratios[2.0]
     row = committed(
         "hrf_kernels",
