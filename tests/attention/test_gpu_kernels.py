@@ -287,7 +287,7 @@ def compile_kernel(name: str, capability: int, dtype: str, d: int, causal: bool,
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="compiled by the other process")
 @pytest.mark.parametrize("d", [32, 64, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled_kernels_fit_the_registers(capability, dtype, d, record_property):
     for name in KERNELS:

@@ -1,8 +1,10 @@
 """Triton kernels of attention with positive exponential features.
 
 Features exist in registers only. A program forms the logits of a block of tokens, takes exponents in float32 and
-multiplies at once; sums are float32. Half precision multiplies bfloat16 features on tensor cores. The directions and
-sums over keys then enter as two parts, high and low, because logits and differences of averages need more than 8 bits.
+multiplies at once; sums are float32. Half precision multiplies bfloat16 features on tensor cores. The directions, sums
+over keys and float16 vectors then enter as two parts, high and low, because logits and differences of averages need
+more than 8 bits. The sums of values and of features add the same rounded features, because gradients are differences of
+both.
 
 All logs are binary. With a_im = W_m.x_i + bias_m and b_jm = W_m.y_j + bias_m - norm_weight |y_j|^2 let r_m be a maximum
 of b_jm over a set of keys, its reference, and
