@@ -13,9 +13,9 @@ from crt_exp.attention.baselines import (
     window_attention,
 )
 from crt_exp.attention.decoding import DecodingState
-from crt_exp.attention.feature_attention import attention
+from crt_exp.attention.feature_attention import attention, partial_attention
 from crt_exp.attention.layer import RandomFeatureAttention
-from crt_exp.attention.partials import DenominatorCount
+from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, softmax_partial
 from crt_exp.attention.published_baselines import Generalized, Linformer, Reformer
 from crt_exp.attention.reference import attention_reference, softmax_attention
 
@@ -28,6 +28,7 @@ __all__ = [
     "Identity",
     "LinearAttention",
     "Linformer",
+    "Partial",
     "RandomFeatureAttention",
     "Reformer",
     "Uniform",
@@ -35,8 +36,12 @@ __all__ = [
     "attention",
     "attention_reference",
     "exact_attention",
+    "finish",
     "identity_attention",
+    "merge",
+    "partial_attention",
     "softmax_attention",
+    "softmax_partial",
     "uniform_attention",
     "window_attention",
 ]

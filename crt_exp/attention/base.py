@@ -4,7 +4,7 @@ Notation: B batch, H query heads, Hkv key heads (H is a multiple of Hkv), L quer
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from crt_exp.attention.checks import check_kv_heads, outside_graphs
 from crt_exp.attention.decoding import RecurrentPast, TokenState
+from crt_exp.features.base import values_readable
 from crt_exp.samplers import at_least_float32
 from crt_exp.validation import whole_number
 
@@ -42,11 +43,13 @@ def set_known_value(t: Tensor, value: int | None) -> None:
 def read_value(t: Tensor) -> int:
     """Return the integer in a scalar tensor, which is read from a device only if it is not known.
 
+    Averages that write through `Tensor.data` leave the version as it is: on a CPU the tensor itself is read.
+
     >>> counter = torch.zeros((), dtype=torch.long)
     >>> read_value(counter), read_value(counter.add_(2))
     (0, 2)
     """
-    value = known_value(t)
+    value = None if values_readable(t) else known_value(t)
     if value is None:
         value = int(t)
         set_known_value(t, value)
@@ -210,13 +213,18 @@ class LinearAttention(AttentionLayer):
 class Redraws(nn.Module):
     """Mixin for layers with random tensors that are drawn from a seed and redrawn.
 
-    The tensors are buffers, and so are the counters `steps` and `draws`. Averages of weights must leave out the buffers
-    of a layer that redraws, because an average of projections has another distribution.
+    The tensors are buffers, and so are the counters `steps` and `draws`.
+
+    Averages of weights (EMA, SWA) change buffers in place, and an average of projections has another distribution.
+    The layer therefore computes with copies of its buffers. It redraws when `draws` exceeds the number of the copies.
+    A buffer that was replaced by another tensor (by a loader or torch.func.functional_call) is used directly.
     """
 
     redraw_every: int
     steps: Tensor
     draws: Tensor
+    copied_draw = 0  # number of the projections in the copies
+    copies: dict[str, tuple[Tensor, Tensor]] = {}  # buffers and their copies
 
     @abstractmethod
     def rows_of_draw(self, draw: int) -> dict[str, Tensor]:
@@ -227,6 +235,23 @@ class Redraws(nn.Module):
             self.register_buffer(name, t)
         for name in ("steps", "draws"):
             self.register_buffer(name, torch.zeros((), dtype=torch.long))
+        if self.redraw_every:
+            self._copy_buffers(tensors)
+
+    def rows(self, name: str) -> Tensor:
+        """Return the tensor to compute with."""
+        buffer = getattr(self, name)
+        if name not in self.copies:
+            return buffer
+        copied, copy = self.copies[name]
+        if torch.compiler.is_compiling() or buffer.is_meta:
+            return copy
+        if copied is not buffer:
+            return buffer
+        # averaged counters are rounded down: fewer draws change nothing
+        if read_value(self.draws) > self.copied_draw:
+            self._redraw_buffers()
+        return self.copies[name][1].to(buffer)
 
     @outside_graphs
     def count_pass(self) -> None:
@@ -236,12 +261,42 @@ class Redraws(nn.Module):
             self.redraw()
         add_to_counter(self.steps)
 
-    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
     def redraw(self) -> None:
         """Redraw now into new tensors; existing autograd graphs keep the old tensors."""
         add_to_counter(self.draws)
-        for name, t in self.rows_of_draw(read_value(self.draws)).items():
+        self._redraw_buffers()
+
+    @torch.inference_mode(False)  # buffers of inference mode could not be trained or loaded later
+    def _redraw_buffers(self) -> None:
+        self.copied_draw = read_value(self.draws)
+        for name, t in self.rows_of_draw(self.copied_draw).items():
             setattr(self, name, t.to(getattr(self, name)).contiguous())
+        self._copy_buffers(self.copies)
+
+    def _copy_buffers(self, names: Iterable[str]) -> None:
+        copies = {}
+        for name in names:
+            buffer = getattr(self, name)
+            copies[name] = (buffer, buffer.clone())
+        self.copies = copies
+
+    def _apply(self, *args, **options) -> "Redraws":
+        for name in self.copies:  # convert the copies, not averaged buffers
+            setattr(self, name, self.rows(name))
+        super()._apply(*args, **options)
+        self._copy_buffers(self.copies)
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.copies:
+            destination[prefix + name] = self.rows(name).clone()
+
+    def _load_from_state_dict(self, *args) -> None:
+        super()._load_from_state_dict(*args)
+        if self.copies:
+            self.copied_draw = read_value(self.draws)
+            self._copy_buffers(self.copies)
 
 
 @contextmanager

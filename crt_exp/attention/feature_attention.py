@@ -15,13 +15,14 @@ from crt_exp.attention.checks import (
     check_gradient,
     check_inputs,
     check_result,
+    finite,
     repeat_heads,
     requires_gradient,
 )
 from crt_exp.attention.engines import Form, Gradients, Saved
 from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
-from crt_exp.attention.partials import POLICIES, DenominatorCount, finish
+from crt_exp.attention.partials import POLICIES, DenominatorCount, Partial, finish, with_ones
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast
 
@@ -121,6 +122,63 @@ def attention(
     return out.to(out_dtype)
 
 
+def partial_attention(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    phi: FeatureMap,
+    noise,
+    params=(),
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    modulus: bool = False,
+    scale: float = 1.0,
+) -> Partial:
+    """Return the partial sums of attention to a set of keys.
+
+    The Partial has one row for each query, (B,H,L,.). `merge` adds the partials of disjoint sets of keys. `finish` and
+    `.output` divide by the denominator, and `.logsum` is its log in nats. Outputs and log-sums are differentiable like
+    the outputs of `attention`, which also has the other arguments and the errors.
+
+    Args:
+        modulus: also compute the sums of absolute values that `finish(..., "clamp")` needs.
+
+    >>> from crt_exp.features import PosRF
+    >>> from crt_exp.samplers import iid
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> method = (PosRF(), iid(8, 4))
+    >>> out = partial_attention(x, y, v, *method).output
+    >>> torch.allclose(out, attention(x, y, v, *method), atol=1e-6)
+    True
+    """
+    dtype = check_inputs(x, y, v, noise, params, causal, key_mask)
+    if dtype == torch.float64:
+        noise = match_float64(noise, dtype)
+    engine = PLAIN if modulus else choose_engine(phi, x, y, v, noise, params)
+    y = repeat_heads(y, x.shape[1])
+    v = repeat_heads(v, x.shape[1])
+    if engine == PLAIN:
+        x = at_least_float32(x) * scale
+        y = at_least_float32(y) * scale
+        return chunked_partial(x, y, v, phi, noise, params, causal, key_mask, modulus)
+    if engine == C:
+        x, y, v = x.float(), y.float(), v.float()
+    x, y, form = positive_form(x, y, phi, noise, params, key_mask, scale, dtype)
+    out, logsum, *_ = torch.ops.crt_exp.attention(x, y, v, *form, engine, causal)
+    logsum = find_engine(engine, causal).unit * logsum
+    logsum = logsum - form.norm_weight * x.to(dtype).square().sum(-1)
+    if key_mask is not None:
+        seen = key_mask.any(-1, keepdim=True)
+        if causal:
+            seen = key_mask.cumsum(-1)[:, y.shape[2] - x.shape[2] :] > 0
+        logsum = torch.where(seen.unsqueeze(1), logsum, -torch.inf)
+    top = logsum.detach().unsqueeze(-1)
+    # 1, or 0 in rows without keys; carries the gradient of the log-sum
+    weight = torch.exp(logsum.unsqueeze(-1) - finite(top))
+    return Partial(weight * with_ones(out.to(dtype)), top)
+
+
 def _shared_by_heads(noise, params) -> bool:
     """Return whether all heads have the same projections and parameters."""
     batches = [part.batch for part in leaves(noise)]
@@ -206,6 +264,7 @@ def _forward(
 @torch.library.custom_op("crt_exp::attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
+    grad_logsum: Tensor | None,
     x: Tensor,
     y: Tensor,
     v: Tensor,
@@ -221,7 +280,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     form = Form(rows, scale, bias, norm_weight, keep, learned)
     with no_autocast(rows):
-        grads = find_engine(engine, causal).backward(x, y, v, form, Saved(*saved), grad)
+        inputs = (x, y, v, form, Saved(*saved), grad, grad_logsum)
+        grads = find_engine(engine, causal).backward(*inputs)
     return grads.x, grads.y, grads.v, grads.weights, grads.bias
 
 
@@ -234,6 +294,7 @@ def _(x, y, v, rows, scale, bias, norm_weight, keep, learned, engine, causal):
 @_backward.register_fake
 def _(
     grad,
+    grad_logsum,
     x,
     y,
     v,
@@ -253,15 +314,17 @@ def _(
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.norm_weight, keep, ctx.learned, ctx.engine, ctx.causal = inputs
     ctx.save_for_backward(*tensors, keep, *output)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grad, *_):
+def _gradients(ctx, grad, grad_logsum, *_):
     x, y, v, rows, scale, bias, keep, *saved = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(Saved(*saved).out)
     check_gradient(grad)
     form = Form(rows, scale, bias, ctx.norm_weight, keep, ctx.learned)
-    grads = Gradients(*_backward(grad, x, y, v, *form, ctx.engine, ctx.causal, saved))
+    grads = Gradients(*_backward(grad, grad_logsum, x, y, v, *form, ctx.engine, ctx.causal, saved))
     of_map = grads.of_map(form) if form.learned else (None, None, None)
     of_options = (None,) * 5
     return grads.x, grads.y, grads.v, *of_map, *of_options

@@ -229,7 +229,7 @@ class RandomFeatureAttention(Redraws, Running):
 
     def _noise_of(self, name: str) -> DenseNoise:
         """Return the projections of a buffer; the object keeps their norms while they do not change."""
-        rows = getattr(self, name)
+        rows = self.rows(name)
         traced = torch.compiler.is_compiling() or not cacheable()
         if traced or rows.requires_grad or rows.is_inference():
             return DenseNoise(rows, self.gaussian[name])
@@ -340,7 +340,7 @@ class RandomFeatureAttention(Redraws, Running):
         if not self.redraw_every or not self.gaussian:
             return
         if torch.compiler.is_compiling():
-            omegas = [getattr(self, name) for name in self.gaussian]
+            omegas = [self.rows(name) for name in self.gaussian]
             _count_pass(omegas, self.steps, self.draws, self.redraw_every, id(self))
         else:
             self.count_pass()
@@ -441,7 +441,9 @@ def _count_pass(
     """Count a pass and redraw in place, as an operator opaque to torch.compile."""
     if int(steps) and int(steps) % every == 0:
         draws.add_(1)
-        drawn = _MODULES[module].rows_of_draw(int(draws))
+        layer = _MODULES[module]
+        layer.copied_draw = int(draws)
+        drawn = layer.rows_of_draw(layer.copied_draw)
         for omega, rows in zip(omegas, drawn.values(), strict=True):
             omega.copy_(rows)
     steps.add_(1)

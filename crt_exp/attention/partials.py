@@ -1,8 +1,13 @@
 """Partial attention: sums over sets of keys, to be added and normalized.
 
+    near = softmax_partial(x, y[:, :, :n], v[:, :, :n])
+    far = partial_attention(x, y[:, :, n:], v[:, :, n:], phi, noise, params)
+    out = finish(merge(near, far))
+
 The R rows of a `Partial` are queries (the sums of each query) or features (the state: sums over keys for each feature).
 `merge` adds partials as online softmax does, and `finish` divides.
-Log scales carry no gradient, because they cancel in numerator / denominator.
+Gradients flow through the sums, and therefore into `output` and `logsum`. Log scales carry no gradient, because they
+cancel in numerator / denominator.
 
 Notation: L queries x, S keys y, values v (..., S, dv), M features; a and b are the log features of queries and keys.
 """
@@ -12,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.checks import finite
+from crt_exp.attention.checks import check_inputs, finite, repeat_heads
 from crt_exp.attention.engines import TINY
 from crt_exp.features.base import Features
 from crt_exp.features.blocks import Block, Blocks
@@ -43,10 +48,60 @@ class Partial(NamedTuple):
         modulus = None if self.modulus is None else weight * self.modulus
         return Partial(weight * self.sums, log_scale, modulus)
 
+    @property
+    def output(self) -> Tensor:
+        """numerator / denominator (..., R, dv), 0 in rows without keys."""
+        return finish(self)
+
+    @property
+    def logsum(self) -> Tensor:
+        """Log of the absolute denominator in nats, (..., R, 1).
+
+        It is -inf where the denominator is 0.
+        """
+        denominator = self.sums[..., -1:]
+        empty = denominator == 0
+        logs = torch.where(empty, 1.0, denominator).abs().log() + self.log_scale
+        return torch.where(empty, -torch.inf, logs)
+
 
 class ScaledKeys(NamedTuple):
     phi: Tensor  # (..., S, M): features of the keys times exp(-top)
     top: Tensor  # (..., M or 1, 1): maximum of b over the unmasked keys, by feature
+
+
+def softmax_partial(
+    x: Tensor,
+    y: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Partial:
+    """Return the partial of exact softmax attention with logits x.y.
+
+    x (B,H,L,d), y (B,Hkv,S,d), v (B,Hkv,S,dv). Memory is O(L S). Other arguments are those of `attention`.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> exact = (x @ y.mT).softmax(-1) @ v
+    >>> torch.allclose(softmax_partial(x, y, v).output, exact, atol=1e-5)
+    True
+    """
+    dtype = check_inputs(x, y, v, None, (), causal, key_mask)
+    x = x.to(dtype)
+    y = repeat_heads(y, x.shape[1]).to(dtype)
+    v = repeat_heads(v, x.shape[1]).to(dtype)
+    seen = torch.ones(x.shape[2], y.shape[2], dtype=torch.bool, device=x.device)
+    if causal:
+        seen = seen.tril(y.shape[2] - x.shape[2])
+    if key_mask is not None:
+        masked = ~key_mask[:, None, :, None]
+        y = y.masked_fill(masked, 0)  # padding may hold NaN
+        v = v.masked_fill(masked, 0)
+        seen = seen & key_mask[:, None, None]
+    logits = (x @ y.mT).masked_fill(~seen, -torch.inf)
+    top = logits.detach().amax(-1, keepdim=True)
+    return Partial(torch.exp(logits - finite(top)) @ with_ones(v), top)
 
 
 def scale_keys(f: Features | Blocks, keep: Tensor | None = None) -> ScaledKeys:
@@ -88,7 +143,15 @@ def within(f: Features, keys: ScaledKeys, v: Tensor, modulus: bool = False) -> P
 
 
 def merge(a: Partial | None, b: Partial) -> Partial:
-    """Add two partials with the same rows; None is the empty partial."""
+    """Add two partials with the same rows; None is the empty partial.
+
+    >>> x, y, v = torch.randn(3, 1, 2, 6, 4)
+    >>> first = softmax_partial(x, y[:, :, :4], v[:, :, :4])
+    >>> rest = softmax_partial(x, y[:, :, 4:], v[:, :, 4:])
+    >>> whole = softmax_partial(x, y, v)
+    >>> torch.allclose(merge(first, rest).output, whole.output, atol=1e-5)
+    True
+    """
     if a is None:
         return b
     top = torch.maximum(a.log_scale, b.log_scale)

@@ -139,7 +139,6 @@ class Linformer(Redrawn):
 
     can_be_causal = False
     name = "mixtures"
-    mixtures: Tensor
 
     def __init__(
         self,
@@ -191,7 +190,8 @@ class Linformer(Redrawn):
         """Return the projections of keys and of values, (rank, length) each."""
         if not self.redraw_every:
             return self.key_projection, self.value_projection
-        return self.mixtures, self.mixtures
+        mixtures = self.rows("mixtures")
+        return mixtures, mixtures
 
 
 @checked("attention")
@@ -220,7 +220,6 @@ class Reformer(Redrawn):
     """
 
     name = "rotations"
-    rotations: Tensor
 
     def __init__(
         self,
@@ -273,8 +272,8 @@ class Reformer(Redrawn):
         if self.buckets == 1:
             buckets = y.new_zeros(*y.shape[:2], self.shape[1], y.shape[2], dtype=torch.long)
         else:
-            rotated = y.detach().to(self.rotations.dtype)
-            sides = torch.einsum("bhsd,hrdn->bhrsn", rotated, self.rotations)
+            rotations = self.rows("rotations")
+            sides = torch.einsum("bhsd,hrdn->bhrsn", y.detach().to(rotations.dtype), rotations)
             buckets = torch.cat([sides, -sides], -1).argmax(-1)
         if key_mask is None:
             return buckets

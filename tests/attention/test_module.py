@@ -288,6 +288,14 @@ def test_running_average_is_bias_corrected():
     assert_close(module.running_x_mean_sq / module.running_weight, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_counter_that_is_written_through_data_is_read():
+    """Averages of weights write so, which leaves the version of the tensor as it is."""
+    module = make(PosRF(), redraw_every=10)
+    before = module.rows("omega").clone()
+    module.draws.data.fill_(1)
+    assert not torch.equal(module.rows("omega"), before)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_calibration_takes_the_mean_of_all_its_passes_and_silences_the_warning(trained):
     """Of these alone: what a training pass left pending is forgotten."""

@@ -3,16 +3,18 @@
 native.py has the engine in C for CPUs, gpu.py that in Triton for GPUs, and selection.py chooses. chunks.py serves every
 map by plain operations and does not have this interface.
 
-An engine has four functions:
+An engine has a `unit` and four functions:
 
     empty(x, y, v, form)        a `Saved` like that of `forward`, of which only shapes and dtypes matter
     forward(x, y, v, form)      a `Saved`: out, logsum, and what the backward pass needs
-    backward(x, y, v, form, saved, grad)
-                                `Gradients`, from `Saved` and the gradient of out
+    backward(x, y, v, form, saved, grad, grad_logsum)
+                                `Gradients`, from `Saved` and the gradients of out and logsum (None for 0)
     sum_keys(y, v, form)        exp(-top) sum_j [v_j, 1] phi(y_j) (B,H,dv+1,M) and top (B,H,M), in nats
 
-x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). logsum is the log of a row's denominator, natural or binary, without
--norm_weight |x|^2, which all features of a row share. It is undefined in rows without keys.
+x (B,H,L,d), y (B,H,S,d), v (B,H,S,dv). unit * logsum is the log of a row's denominator in nats, without -norm_weight
+|x|^2, which all features of a row share. It is undefined in rows without keys, and its gradient there is 0.
+An engine that works in binary logarithms has the unit log 2, because its backward pass needs exactly the numbers of its
+forward pass.
 
 Bidirectional. With log features a_im of queries and b_jm of keys, z_m = sum_j exp(b_jm), U_m = sum_j exp(b_jm) v_j /
 z_m and l_i = log sum_m exp(a_im + log z_m),
@@ -20,8 +22,8 @@ z_m and l_i = log sum_m exp(a_im + log z_m),
     output_i = sum_m exp(a_im + log z_m - l_i) U_m:
 
 queries attend to M virtual keys with logits a + log z and values U, and each virtual key attends to the true keys.
-Let g be the gradient of the output and G = [g, -g.output] that of [output, 1]. With Q_im = exp(a_im + log z_m - l_i)
-and K_jm = exp(b_jm - log z_m), whose sums are 1,
+Let g be the gradient of the output and G = [g, grad_logsum - g.output] that of [output, 1]; with G the formulas include
+the gradient of the log-sum. With Q_im = exp(a_im + log z_m - l_i) and K_jm = exp(b_jm - log z_m), whose sums are 1,
 
     dQ = G [U, 1]^T,  d[U, 1] = Q^T G,  dv = K dU,  dK = [v, 1] d[U, 1]^T.
 

@@ -5,7 +5,7 @@
    exp2(ref - new_ref) <= 1.
 
    Notation: n tokens of a chunk, M features, d and dv columns of vectors and values. X, Y (n, d); V = [v, 1] and G =
-   [g, -g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, stored as (dv + 1, M); D
+   [g, grad_logsum - g.output] (n, dv + 1); Q, K (n, M) features; S = K' V the state, stored as (dv + 1, M); D
    gradients of features. Matrices with M columns have row stride `ld`, those with dv + 1 columns `lv`; padding is 0. */
 
 #pragma once
@@ -19,8 +19,8 @@ static const float EMPTY_LOGSUM = 1e30f;  /* log-sum of a row without keys: the 
 typedef struct {
     int64_t B, H, L, S, d, dv, M, segment, threads;
     double norm_weight;
-    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dx, dy, dvalues, dweights,
-        dbias;            /* null unless the map learns */
+    View x, y, v, rows, scale, bias, out, logsum, states, logs, grad, dlogsum, dx, dy, dvalues,
+        dweights, dbias;  /* null unless the map learns */
     const uint8_t *keep;  /* (B, S), or null */
     uint8_t *levels;      /* (B, H, chunks): 1 if a chunk was processed token by token */
 } Call;
@@ -133,12 +133,13 @@ static void load_keys(Head *e, int64_t start, int n) {
     }
 }
 
-/* G = [g, -g.output]. */
+/* G = [g, gradient of the log-sum - g.output]. */
 static void load_gradients(Head *e, int64_t start, int n) {
     load_tokens(e, e->c->grad, start, n, e->dv, e->G, e->lv);
     for (int i = 0; i < n; i++) {
         const float *g = e->G + i * e->lv, *out = token_ptr(e, e->c->out, start + i);
-        e->G[i * e->lv + e->dv] = -dot(g, out, e->dv);
+        const float dlogsum = e->c->dlogsum.data ? *token_ptr(e, e->c->dlogsum, start + i) : 0;
+        e->G[i * e->lv + e->dv] = dlogsum - dot(g, out, e->dv);
     }
 }
 

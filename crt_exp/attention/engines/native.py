@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -65,6 +66,7 @@ VIEWS = (
     "states",
     "logs",
     "grad",
+    "dlogsum",
     "dx",
     "dy",
     "dvalues",
@@ -97,6 +99,7 @@ class Engine:
 
     def __init__(self, causal: bool):
         self.causal = causal
+        self.unit = math.log(2) if causal else 1.0
 
     def empty(self, x: Tensor, y: Tensor, v: Tensor, form: Form) -> Saved:
         B, H, L, _ = x.shape
@@ -128,9 +131,12 @@ class Engine:
         form: Form,
         saved: Saved,
         grad: Tensor,
+        grad_logsum: Tensor | None = None,
     ) -> Gradients:
         grads = Gradients.empty(x, y, v, form.rows, form.learned)
         views = {"grad": grad, "dx": grads.x, "dy": grads.y, "dvalues": grads.v}
+        if grad_logsum is not None:
+            views["dlogsum"] = grad_logsum / self.unit
         if form.learned:
             views["dweights"] = grads.weights
             views["dbias"] = grads.bias.unsqueeze(-2)
