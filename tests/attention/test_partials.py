@@ -85,6 +85,20 @@ def test_log_sums_alone_have_gradients(is_causal, engine):
 
 
 @both_ways
+def test_log_sums_compile_without_graph_breaks(is_causal):
+    torch._dynamo.reset()
+    case = Case(OPRF(), masked=True, dtype=torch.float32)
+
+    def function(x, y, v):
+        rows = case(partial_attention, x=x, y=y, v=v, causal=is_causal)
+        return rows.output, rows.logsum
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = with_gradients(case, *compiled(*case.inputs))
+    assert_same(found, by_partials(case, is_causal), 2e-6)
+
+
+@both_ways
 def test_the_scale_is_a_factor_of_queries_and_keys(is_causal, engine):
     case = Case(OPRF(), dtype=torch.float32)
     rows = case(partial_attention, causal=is_causal, scale=0.5)
