@@ -269,7 +269,11 @@ class Mechanism:
     @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        return self.features is not None and self.map(own_kernel=True).estimates
+        if self.features is None:
+            return False
+        content = self.features.content
+        phi = content if isinstance(content, FeatureMap) else self.map(own_kernel=True)
+        return phi.estimates
 
     @property
     def own_kernel(self) -> bool:

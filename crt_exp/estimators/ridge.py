@@ -121,7 +121,9 @@ class Solution:
         part = self.basis.mT @ (sums.right - sums.features[:, None] * shift)  # (M, T)
         explained = part.square() / values[:, None].clamp(min=least) * (self.values > 0)[:, None]
         rest = (squares - explained.sum(0)).clamp(min=0)  # unexplained by every ridge
-        rest[rest <= floor * squares] = 0.0  # rounding, which would choose among the ridges of interpolated rows
+        rest[rest <= floor * squares] = (
+            0.0  # rounding, which would choose among the ridges of interpolated rows
+        )
         self.count = torch.full_like(squares, sums.weight)
         # interpolated repeated rows are no evidence of zero noise
         exact = rest <= floor**0.5 * squares

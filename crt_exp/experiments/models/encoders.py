@@ -98,6 +98,14 @@ def load_config(origin: Origin, **changes: Any):
     )
 
 
+def attention_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The options in which two `Mechanism.describe` results differ, each with both values."""
+    changes = []
+    for key, change in differences(old, new).items():
+        changes.append(f"features.{change}" if key == "m" else change.replace("._target_", ""))
+    return ", ".join(changes)
+
+
 def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Module:
     """Build a model of class `kind` in float32 with the attention of `mechanism`.
 
@@ -108,11 +116,11 @@ def load_model(kind: str, config, origin: Origin, mechanism: Mechanism) -> nn.Mo
 
     auto = getattr(transformers, kind)
     if origin.noise:
-        changed = differences(saved_attention(config), mechanism.describe())
+        changed = attention_changes(saved_attention(config), mechanism.describe())
         if changed:
             raise ConfigError(
                 f"{origin.option}={origin.name}: trained with another attention "
-                f"({', '.join(changed.values())}); "
+                f"({changed}); "
                 f"use that attention, or task.init=uptrain task.model={origin.name}"
             )
     if origin.weights:
@@ -145,10 +153,8 @@ def saved_attention(config) -> dict[str, Any]:
 
 def check_exact(named: str, described: dict[str, Any]) -> None:
     """Raise ConfigError for weights that were saved with other than exact attention."""
-    if changed := differences(described, EXACT):
-        raise ConfigError(
-            f"{named}: expected exact attention; different keys: {', '.join(changed.values())}"
-        )
+    if changed := attention_changes(described, EXACT):
+        raise ConfigError(f"{named}: expected exact attention; different keys: {changed}")
 
 
 def check_complete(model: nn.Module, info: dict, origin: Origin) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import DataError, sources
 from crt_exp.experiments.data.sources import reason_of
-from crt_exp.experiments.models.encoders import EXACT, buildable, quiet
+from crt_exp.experiments.models.encoders import EXACT, attention_changes, buildable, quiet
 from crt_exp.experiments.models.folder import (
     CONFIG,
     MODEL,
@@ -384,10 +384,10 @@ def check_attention(checkpoint: Checkpoint, mechanism: Mechanism) -> None:
     """
     if not checkpoint.attention:
         return
-    if changed := differences(checkpoint.attention["described"], mechanism.describe()):
+    if changed := attention_changes(checkpoint.attention["described"], mechanism.describe()):
         raise ConfigError(
             f"{checkpoint.named}: trained with another attention; these keys differ: "
-            f"{', '.join(changed.values())}. Use that attention, or only the weights: "
+            f"{changed}. Use that attention, or only the weights: "
             f"task.init={checkpoint.path / 'model.safetensors'}"
         )
 
