@@ -52,7 +52,8 @@ def attention(
     features are large (causal: from a state of M dv numbers for every 512 tokens).
     torch.func transforms, forward-mode differentiation and torch.export use plain operations with O(L M) memory.
     Second derivatives by autograd alone exist only where plain operations compute (see engines/selection.py).
-    Half precision is computed in float32. Nothing is added to features or denominators.
+    Half precision is computed in float32; on GPUs, products of half precision have float32 sums. Nothing is added to
+    features or denominators.
     With one projection the feature of a query cancels, and its gradient is zero up to rounding.
 
     Args:
