@@ -170,7 +170,9 @@ def test_a_sweep_with_exact_attention_runs_it_once_and_continues(typed, tmp_path
             1 + 1 + 4,
             [
                 "attention=window does not use features: run without",
+                "attention=window does not use sampler: run without",
                 "attention=uniform does not use features: run without",
+                "attention=uniform does not use sampler: run without",
             ],
         ),
         (
