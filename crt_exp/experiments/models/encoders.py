@@ -17,6 +17,7 @@ from crt_exp.experiments.data.sources import from_hub, reason_of
 from crt_exp.experiments.models import folder
 from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
+from crt_exp.optional import explain
 from crt_exp.registry import ConfigError, differences
 from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
 from crt_exp.validation import did_you_mean
@@ -244,9 +245,8 @@ def buildable(option: str, library: str = "transformers") -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # exception types differ between models and libraries
-        raise ConfigError(
-            f"{option}: {library} cannot build the model: {reason_of(error)}"
-        ) from None
+        cause = f"{option}: {library} cannot build the model: {reason_of(error)}"
+        raise ConfigError(explain(error) or cause) from None
 
 
 def save_model(model: nn.Module, tensors: dict[str, Tensor], tokenizer, directory: Path) -> None:
