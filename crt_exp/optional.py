@@ -41,7 +41,8 @@ def _package_of(error: BaseException | None) -> str | None:
         missing = (getattr(error, "name", None) or "").partition(".")[0]
         if isinstance(error, ModuleNotFoundError) and missing in OPTIONAL:
             return missing
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for frame in reversed(frames):  # the innermost: timm imports torchvision
             name = frame.f_globals.get("__name__", "").partition(".")[0]
             if name in OPTIONAL and frame.f_code.co_name == "<module>":
                 return name
