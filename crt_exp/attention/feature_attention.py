@@ -96,7 +96,7 @@ def attention(
     out_dtype = v.dtype
     engine = choose_engine(phi, x, y, v, noise, params) if normalize else PLAIN
     groups = 1  # of query heads that became one longer set of queries
-    if x.shape[1] != y.shape[1] and (engine != TRITON or phi.transforms_inputs):
+    if x.shape[1] != y.shape[1] and not _serves_groups(engine, phi):
         if not causal and _shared_by_heads(noise, params):
             groups = x.shape[1] // y.shape[1]
             x = x.unflatten(1, (-1, groups)).flatten(2, 3)
@@ -157,8 +157,9 @@ def partial_attention(
     if dtype == torch.float64:
         noise = match_float64(noise, dtype)
     engine = PLAIN if modulus else choose_engine(phi, x, y, v, noise, params)
-    y = repeat_heads(y, x.shape[1])
-    v = repeat_heads(v, x.shape[1])
+    if not _serves_groups(engine, phi):
+        y = repeat_heads(y, x.shape[1])
+        v = repeat_heads(v, x.shape[1])
     if engine == PLAIN:
         x = at_least_float32(x) * scale
         y = at_least_float32(y) * scale
@@ -178,6 +179,11 @@ def partial_attention(
     # 1, or 0 in rows without keys; carries the gradient of the log-sum
     weight = torch.exp(logsum.unsqueeze(-1) - finite(top))
     return Partial(weight * with_ones(out.to(dtype)), top)
+
+
+def _serves_groups(engine: str, phi: FeatureMap) -> bool:
+    """Return whether an engine reads the keys of several query heads without copies."""
+    return engine == TRITON and not phi.transforms_inputs
 
 
 def _shared_by_heads(noise, params) -> bool:
