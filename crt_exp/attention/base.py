@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from crt_exp.attention.checks import check_kv_heads, outside_graphs
+from crt_exp.attention.checks import check_kv_heads
 from crt_exp.attention.decoding import RecurrentPast, TokenState
 from crt_exp.features.base import values_readable
 from crt_exp.samplers import at_least_float32
@@ -253,7 +253,6 @@ class Redraws(nn.Module):
             self._redraw_buffers()
         return self.copies[name][1].to(buffer)
 
-    @outside_graphs
     def count_pass(self) -> None:
         """Count a training pass at its start, and redraw first if that is due."""
         steps = read_value(self.steps)
