@@ -1,6 +1,10 @@
-"""What the error of a command line looks like."""
+"""What the errors of command lines and of data look like."""
 
 import re
+
+import pytest
+
+from crt_exp.experiments.data import DataError
 
 
 def check_error(found, *words, code=2, lines=1):
@@ -23,3 +27,10 @@ def check_refused(found, words, directory):
     check_error(found, "crt_exp: error:", *words, lines=4)
     assert found[2].count("crt_exp: error:") == 1, found[2]
     assert not directory.exists(), found[2]
+
+
+def refused(call, *arguments, **options) -> str:
+    """The message of the DataError that a call raises."""
+    with pytest.raises(DataError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.refusals import refused
 
 from crt_exp.experiments.data import DataError, text, vocabularies
 from crt_exp.experiments.data.text import (
@@ -37,19 +38,6 @@ def vocabulary(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokenizer(vocabulary):
     return bert_tokenizer(vocabulary)
-
-
-@pytest.fixture(scope="module")
-def byte_pairs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pairs") / "a.txt"
-    path.write_text("one two\n\nthree\n")
-    return new_tokenizer("byte_pairs", path, 300)
-
-
-def refused(call, *arguments, **options) -> str:
-    with pytest.raises(DataError) as caught:
-        call(*arguments, **options)
-    return str(caught.value)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers

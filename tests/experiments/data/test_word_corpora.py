@@ -4,29 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.refusals import refused
 
-from crt_exp.experiments.data import DataError, corpora, glue
+from crt_exp.experiments.data import corpora, glue
 from crt_exp.experiments.data.corpora import Rows, TokenText, columns, word_corpus
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.text import (
     IGNORED,
 )
-from crt_exp.experiments.data.vocabularies import new_tokenizer
 
 WORD_ENDS = np.array([0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1], np.float32)
-
-
-@pytest.fixture(scope="module")
-def byte_pairs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pairs") / "a.txt"
-    path.write_text("one two\n\nthree\n")
-    return new_tokenizer("byte_pairs", path, 300)
-
-
-def refused(call, *arguments, **options) -> str:
-    with pytest.raises(DataError) as caught:
-        call(*arguments, **options)
-    return str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------- corpora of words
