@@ -19,6 +19,7 @@ from crt_exp.attention.checks import (
     repeat_heads,
     requires_gradient,
 )
+from crt_exp.attention.compiled import compiled_on_gpus
 from crt_exp.attention.engines import Form, Gradients, Saved
 from crt_exp.attention.engines.chunks import chunked_partial
 from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
@@ -215,14 +216,23 @@ def positive_form(
     if phi.transforms_inputs:
         x, remaining = phi.transform_inputs(x, params, factor=factor)
         y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
+    rows, scale, bias = exponent(x, phi, noise, params, remaining, dtype)
+    norm_weight = phi.norm_weight * remaining**2
+    return x, y, Form(rows, scale, bias, norm_weight, keep, learned)
+
+
+@compiled_on_gpus
+def exponent(
+    x: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x."""
     rows, scale, bias = phi.exponent(noise, params)
-    scale = rows.new_full((1, 1), remaining) if scale is None else scale * remaining
+    scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
     tensors = []
     for t in (rows, scale, bias):
         tensors.append(t.to(device=x.device, dtype=dtype)[(None,) * (4 - t.ndim)])
     rows, scale, bias = tensors
-    norm_weight = phi.norm_weight * remaining**2
-    return x, y, Form(rows, scale, bias.squeeze(-2), norm_weight, keep, learned)
+    return rows, scale, bias.squeeze(-2)
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ from crt_exp.attention.state import (
     FittedOnce,
     FittedToSequences,
     Running,
+    fit_to_call,
     for_query_heads,
-    grouped_statistics,
 )
 from crt_exp.features.base import FeatureMap, distinct
 from crt_exp.features.statistics import EitherMoments, Mirrored, Moments, Statistics
@@ -304,10 +304,10 @@ class RandomFeatureAttention(Redraws, Running):
         if not self.phi.fitted or self.causal or self.clusters is not None:
             return self._running_params()
         if not self.cross and q.shape[2] == k.shape[2]:
-            stats = grouped_statistics(q, k, key_mask, self.scale)
+            params = fit_to_call(q, k, key_mask, self.scale, self.phi)
         else:
-            stats = self._without_queries(k, key_mask)
-        return for_query_heads(self.phi.fit(stats), self.heads // self.kv_heads)
+            params = self.phi.fit(self._without_queries(k, key_mask))
+        return for_query_heads(params, self.heads // self.kv_heads)
 
     def _without_queries(self, k: Tensor, key_mask: Tensor | None) -> Statistics:
         """Return statistics of these keys and of the queries of earlier batches.
@@ -351,8 +351,7 @@ class RandomFeatureAttention(Redraws, Running):
         if not (self.training or self._warned):
             self._warn_uncalibrated()
         if self.clusters is None:
-            params = self.phi.fit(self.running_statistics())
-            return for_query_heads(params, self.heads // self.kv_heads)
+            return for_query_heads(self.fit_to_running(), self.heads // self.kv_heads)
         return for_query_heads(self.clusters.params(), self.heads // self.clusters.heads)
 
     def _warn_uncalibrated(self) -> None:

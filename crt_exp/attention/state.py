@@ -12,13 +12,13 @@ Notation: B batch, H query heads, Hkv key heads, P vectors of a sample, d.
 """
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as ranks
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from crt_exp.attention.base import (
     LinearAttention,
@@ -28,13 +28,13 @@ from crt_exp.attention.base import (
     set_known_value,
 )
 from crt_exp.attention.checks import outside_graphs, repeat_heads
+from crt_exp.attention.compiled import compiled_on_gpus
 from crt_exp.features.base import FeatureMap, NotFinite, Params, values_readable
 from crt_exp.features.statistics import Moments, Statistics
 from crt_exp.samplers.noise import Nested, leaves, map_leaves
 
-# running averages, with the power of the scale in them; the minimum is stored separately
+# running averages; the minimum is stored separately
 MOMENTS = ("mean", "mean_sq", "mean_abs")
-POWERS = {"mean": 1, "mean_abs": 1, "mean_sq": 2, "second": 2}
 SAMPLE = 512  # vectors of each head for a fit, for queries and keys each
 MIN_TOKENS = 16  # of a sequence
 CALIBRATION_FACTOR = 8  # size of a calibration's sample, relative to that of a training pass
@@ -90,18 +90,19 @@ class Running(LinearAttention):
 
         Before the first batch they are those of zero vectors.
         """
-        # averages of weight 0 are 0
-        tiny = torch.finfo(self.running_weight.dtype).tiny
-        weight = self.running_weight.clamp(min=tiny)
-        sides = []
-        for side in "xy":
-            sums = [getattr(self, f"running_{side}_{name}") for name in self.moments]
-            moments = dict(zip(self.moments, torch._foreach_div(sums, weight)))
-            if self._uses_minimum:
-                low = getattr(self, f"running_{side}_minimum")
-                moments["minimum"] = torch.where(self.running_weight > 0, low, 0.0)
-            sides.append(Moments.from_values(**moments))
-        return Statistics(*sides)
+        x, y = (averages(self.running_weight, self._running_sums(side)) for side in "xy")
+        return Statistics(x, y)
+
+    def fit_to_running(self) -> Params:
+        """Return the parameters of the map for the running averages."""
+        sums = [self._running_sums(side) for side in "xy"]
+        return fit_to_sums(self.running_weight, *sums, self.phi)
+
+    def _running_sums(self, side: str) -> dict[str, Tensor]:
+        names = list(self.moments)
+        if self._uses_minimum:
+            names.append("minimum")
+        return {name: getattr(self, f"running_{side}_{name}") for name in names}
 
     def _buffers_of(self, stage: str) -> list[Tensor]:
         return [getattr(self, f"{stage}_{name}") for name in self._averages]
@@ -113,82 +114,45 @@ class Running(LinearAttention):
         Raises:
             NotFinite: a statistic overflows, on CPUs or in a calibration; the stored ones stay.
         """
+        if len(q) == 0 and not several_ranks():
+            return
         same = self.causal or not self.cross
-        stats = grouped_statistics(q, k, key_mask, self.scale, same)
-        sides: dict[str, Any] = {"x": stats.x, "y": stats.y}
-        whole = len(q) > 0 and stats.x.has_all_vectors and stats.y.has_all_vectors
-        whole = whole and not several_ranks()
-        if whole and not self._uses_minimum and known_value(self.pending_weight) == 0:
-            self._store_first(sides, len(q))
+        inputs = (q, k, key_mask, self.scale, same)
+        batch = batch_moments(*inputs, self.moments, self._uses_minimum)
+        if several_ranks():
+            batch = [reduce_ranks(moments) for moments in batch]
+        means = [*batch[0].means, *batch[1].means]
+        self._check_statistics(means)
+        counts = [self.pending_x_count, self.pending_y_count]
+        counted = all(isinstance(moments.number, int) for moments in batch)
+        first = counted and known_value(self.pending_weight) == 0
+        if self._uses_minimum:
+            for side, moments, count in zip("xy", batch, counts):
+                low = getattr(self, f"pending_{side}_minimum")
+                seen = torch.ones_like(count) * moments.number > 0
+                low.copy_(_lower_minimum(low, count > 0, moments.minimum, seen))
+        if first:  # in few operations
+            torch._foreach_copy_(self._buffers_of("pending"), means)
+            numbers = [float(moments.number) for moments in batch]
+            torch._foreach_add_([*counts, self.pending_weight], [*numbers, 1.0])
+            set_known_value(self.pending_weight, 1)
         else:
-            self._pool(sides, len(q))
-        set_known_value(self.pending_weight, 1 if whole else None)
+            for side, moments, count in zip("xy", batch, counts):
+                count.add_(moments.number)
+                share = moments.number / count.clamp(min=1)
+                for name, mean in zip(self.moments, moments.means):
+                    pending = getattr(self, f"pending_{side}_{name}")
+                    pending.lerp_(mean.to(pending), share.to(pending))
+            self.pending_weight.copy_(self.pending_y_count > 0)
+            set_known_value(self.pending_weight, None)
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(1 / self.calibrated)
 
-    def _store_first(self, sides: dict[str, Moments], batch: int) -> None:
-        """Store the statistics of a batch where none are pending, in few operations."""
-        sums = []
-        factors = []
-        numbers = []
-        for moments in sides.values():
-            number = batch * moments.count
-            numbers.append(float(number))
-            for name in self.moments:
-                sums.append(moments.batch_sum(name))
-                factors.append(moments.scale ** POWERS[name] / number)
-        means = torch._foreach_mul(sums, factors)
-        self._check_statistics(means)
-        torch._foreach_copy_(self._buffers_of("pending"), means)
-        counts = [self.pending_x_count, self.pending_y_count]
-        torch._foreach_add_([*counts, self.pending_weight], [*numbers, 1.0])
-
-    def _pool(self, sides: dict[str, Moments], batch: int) -> None:
-        """Pool the statistics of a batch with the pending ones, whatever their numbers are."""
-        pooled: dict[str, Tensor] = {}
-        for side, moments in sides.items():
-            pooled |= self._pool_moments(side, moments, batch)
-        self._check_statistics(pooled.values())
-        for name, value in pooled.items():
-            getattr(self, name).copy_(value)
-        self.pending_weight.copy_(self.pending_y_count > 0)
-
-    def _pool_moments(self, side: str, moments: Any, batch: int) -> dict[str, Tensor]:
-        """Return the pending statistics of one side together with those of a batch."""
-        pending_count = getattr(self, f"pending_{side}_count")
-        shape = (batch, self.kv_heads, 1)
-        if moments.has_all_vectors:
-            tokens = pending_count.new_full(shape, moments.count, dtype=torch.float32)
-        else:
-            tokens = moments.count.expand(shape).to(torch.float32)
-        columns = [(getattr(moments, name).flatten(2) * tokens).sum(0) for name in self.moments]
-        minimum = getattr(self, f"pending_{side}_minimum")
-        low = None
-        if self._uses_minimum:
-            low = torch.full_like(minimum, torch.inf)
-            if batch:
-                low = moments.minimum.amin(0)
-        sums, low = _reduce_ranks(torch.cat([*columns, tokens.sum(0)], -1), low)
-        count = sums[0, -1]
-        total = pending_count + count
-        share = (count / total.clamp(min=1)).to(sums)  # 0 for an empty batch
-        widths = [column.shape[-1] for column in columns]
-        pooled = {}
-        for name, new in zip(self.moments, sums[:, :-1].split(widths, -1)):
-            old = getattr(self, f"pending_{side}_{name}")
-            mean = (new / count.clamp(min=1)).view_as(old)
-            pooled[f"pending_{side}_{name}"] = torch.lerp(old.to(sums), mean, share).to(old)
-        if low is not None:
-            lower = _lower_minimum(minimum, pending_count > 0, low, count > 0)
-            pooled[f"pending_{side}_minimum"] = lower
-        pooled[f"pending_{side}_count"] = total
-        return pooled
-
-    def _check_statistics(self, values: Iterable[Tensor]) -> None:
-        for value in values:
-            readable = self.calibrated is not None or values_readable(value)
-            if readable and not bool(value.isfinite().all()):
+    def _check_statistics(self, means: list[Tensor]) -> None:
+        for mean in means:
+            readable = self.calibrated is not None or values_readable(mean)
+            if readable and not bool(mean.isfinite().all()):
                 raise NotFinite(
                     f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
                     "infinity or overflow"
@@ -246,15 +210,78 @@ def _lower_minimum(low: Tensor, counts: Tensor, other: Tensor, other_counts: Ten
     return torch.where(counts | other_counts, torch.minimum(low, other), 0.0)
 
 
-def _reduce_ranks(sums: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Reduce sums and minima over all processes."""
-    if several_ranks():
-        sums = sums.contiguous()
-        ranks.all_reduce(sums)
-        if low is not None:
-            low = low.contiguous()
-            ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
-    return sums, low
+def averages(weight: Tensor, sums: dict[str, Tensor]) -> Moments:
+    """Return the moments of weighted sums; 0 for weight 0."""
+    values = {}
+    for name, total in sums.items():
+        if name == "minimum":
+            values[name] = torch.where(weight > 0, total, 0.0)
+        else:
+            values[name] = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+    return Moments.from_values(**values)
+
+
+@compiled_on_gpus
+def fit_to_sums(
+    weight: Tensor, x: dict[str, Tensor], y: dict[str, Tensor], phi: FeatureMap
+) -> Params:
+    """Return the parameters of a map for the averages of queries and keys."""
+    return phi.fit(Statistics(averages(weight, x), averages(weight, y)))
+
+
+@compiled_on_gpus
+def fit_to_call(
+    q: Tensor, k: Tensor, key_mask: Tensor | None, scale: float, phi: FeatureMap
+) -> Params:
+    """Return the parameters of a map for the scaled queries and keys of a call."""
+    return phi.fit(grouped_statistics(q, k, key_mask, scale))
+
+
+class BatchMoments(NamedTuple):
+    """Moments of the queries or keys of a batch, by key head."""
+
+    means: list[Tensor]  # (Hkv, .) each
+    minimum: Tensor | None  # (Hkv, d)
+    number: Tensor | int  # of vectors of a head; a tensor if a mask or other ranks decide it
+
+
+@compiled_on_gpus
+def batch_moments(
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    scale: float,
+    same: bool,
+    names: tuple[str, ...],
+    with_minimum: bool,
+) -> list[BatchMoments]:
+    """Return the moments of the scaled queries and keys of a batch; see `grouped_statistics`."""
+    stats: Any = grouped_statistics(q, k, key_mask, scale, same)
+    sides = []
+    for moments in (stats.x, stats.y):
+        means = [moments.batch_mean(name) for name in names]
+        low = None
+        if with_minimum:
+            low = torch.full_like(means[0], torch.inf)
+            if len(q):
+                low = moments.minimum.amin(0)
+        sides.append(BatchMoments(means, low, moments.batch_count))
+    return sides
+
+
+def reduce_ranks(moments: BatchMoments) -> BatchMoments:
+    """Return the moments of the vectors of all processes."""
+    means = moments.means
+    number = means[0].new_tensor(moments.number, dtype=torch.float64)
+    totals = [*(mean * number for mean in means), number]
+    flat = _flatten_dense_tensors(totals)
+    ranks.all_reduce(flat)
+    *totals, number = _unflatten_dense_tensors(flat, totals)
+    low = moments.minimum
+    if low is not None:
+        low = low.contiguous()
+        ranks.all_reduce(low, op=ranks.ReduceOp.MIN)
+    return BatchMoments([total / number.clamp(min=1) for total in totals], low, number)
 
 
 def grouped_statistics(

@@ -17,6 +17,7 @@ from torch import Tensor
 from crt_exp.samplers.noise import at_least_float32, cached_property, transforming
 
 Kernel = Literal["softmax", "gaussian"]
+POWERS = {"mean": 1, "mean_sq": 2, "mean_abs": 1, "second": 2}  # of the vectors, by average
 
 
 def check_kernel(kernel: str) -> None:
@@ -134,15 +135,6 @@ class Moments:
         raise AttributeError(f"statistics: no {name!r}; expected one of {sorted(self.__dict__)}")
 
     @cached_property
-    def _x(self) -> Tensor:
-        """The vectors in at least float32."""
-        return at_least_float32(self._vectors)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.float64 if self._vectors.dtype == torch.float64 else torch.float32
-
-    @cached_property
     def count(self) -> Tensor | int:
         """Number of vectors, (..., 1) for a masked set.
 
@@ -150,45 +142,20 @@ class Moments:
         """
         if self._mask is None:
             return self._vectors.shape[-2]
-        return self._mask.sum(-1, keepdim=True).clamp(min=1).to(self._dtype)
+        return self._mask.sum(-1, keepdim=True).clamp(min=1)
 
     @cached_property
     def mean(self) -> Tensor:
-        return self.total / self.count * self.scale
+        return self.sum("mean") / self.count * self.scale
 
     @cached_property
     def mean_sq(self) -> Tensor:
         """Mean of x_l^2 per coordinate, (..., d)."""
-        return self._average(self._x.square()) * self.scale**2
-
-    @cached_property
-    def mean_norm(self) -> Tensor:
-        """Mean of |x|^2, (...) float64."""
-        if "mean_sq" in self.__dict__:
-            return self.mean_sq.sum(-1, dtype=torch.float64)
-        square = self.norm.double().square()
-        if self._mask is None:
-            return square * (self.scale**2 / self.count)
-        return square * self.scale**2 / self.count.squeeze(-1)
-
-    @cached_property
-    def total(self) -> Tensor:
-        """Sum of the vectors, (..., d), without the scale."""
-        return self._vectors.sum(-2, dtype=self._dtype)
-
-    @cached_property
-    def norm(self) -> Tensor:
-        """Root of the sum of all |x|^2, (...), without the scale."""
-        return torch.linalg.vector_norm(self._vectors, dim=(-2, -1), dtype=self._dtype)
-
-    @property
-    def has_all_vectors(self) -> bool:
-        """Whether the moments are those of vectors without a mask."""
-        return "_vectors" in self.__dict__ and self._mask is None
+        return self.sum("mean_sq") / self.count * self.scale**2
 
     @cached_property
     def mean_abs(self) -> Tensor:
-        return self._average(self._x.abs()) * self.scale
+        return self.sum("mean_abs") / self.count * self.scale
 
     @property
     def variance(self) -> Tensor:
@@ -198,8 +165,7 @@ class Moments:
     @cached_property
     def second(self) -> Tensor:
         """Mean of x x^T, (..., d, d)."""
-        x = self._vectors.double()
-        return self._average_product(x)
+        return self._average_product(self._vectors.double())
 
     @cached_property
     def covariance(self) -> Tensor:
@@ -217,15 +183,16 @@ class Moments:
 
     @cached_property
     def minimum(self) -> Tensor:
+        x = at_least_float32(self._vectors)
         if self._mask is None:
-            return self._x.amin(-2) * self.scale
-        low = self._x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
+            return x.amin(-2) * self.scale
+        low = x.masked_fill(~self._mask[..., None], torch.inf).amin(-2)
         return torch.where(low.isinf(), 0.0, low) * self.scale  # all positions masked
 
     @cached_property
     def largest(self) -> Tensor:
         """The largest |x_l| of each coordinate, (..., d)."""
-        return self._x.abs().amax(-2) * self.scale
+        return at_least_float32(self._vectors).abs().amax(-2) * self.scale
 
     def sets(self) -> tuple[torch.Size, list[Tensor]]:
         """Return the batch shape and, for each batch entry, the unmasked vectors (n, d).
@@ -241,7 +208,7 @@ class Moments:
             raise ValueError(
                 "a map that is fitted to vectors: torch.func cannot trace the fit; fit before"
             )
-        x = self._x * self.scale
+        x = at_least_float32(self._vectors) * self.scale
         batch = x.shape[:-2]
         if 0 in batch:
             raise ValueError(
@@ -253,20 +220,29 @@ class Moments:
         masks = self._mask.expand(x.shape[:-1]).reshape(vectors.shape[:-1])
         return batch, [v[mask] for v, mask in zip(vectors, masks)]
 
-    def batch_sum(self, name: str) -> Tensor:
-        """Return the sum behind an averaged moment over the batch and the vectors, without the scale.
-
-        The vectors are (B, H, L, d), and the result is (H, d), or (H, d, d) for second moments.
-        """
+    def sum(self, name: str) -> Tensor:
+        """Return the sum over the vectors behind an average, (..., d) or (..., d, d), without the scale."""
         if name == "second":
             x = self._vectors.double()
-            return (x.mT @ x).sum(0)
-        x = self._x
-        terms = {"mean": lambda: x, "mean_sq": x.square, "mean_abs": x.abs}[name]()
-        return terms.sum(-2).sum(0)
+            return x.mT @ x
+        x = self._vectors
+        if name == "mean":
+            return x.sum(-2, dtype=torch.promote_types(x.dtype, torch.float32))
+        x = at_least_float32(x)
+        return (x.abs() if name == "mean_abs" else x.square()).sum(-2)
 
-    def _average(self, values: Tensor) -> Tensor:
-        return values.sum(-2) / self.count
+    def batch_mean(self, name: str) -> Tensor:
+        """Return an average over the vectors of all sets (B, H, L, d), by head; 0 without vectors."""
+        count = self.batch_count
+        least_one = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+        return self.sum(name).sum(0) / least_one * self.scale ** POWERS[name]
+
+    @property
+    def batch_count(self) -> Tensor | int:
+        """Number of vectors of each head in all sets of a batch."""
+        if self._mask is None:
+            return len(self._vectors) * self._vectors.shape[-2]
+        return self._mask.sum()
 
     def _average_product(self, x: Tensor) -> Tensor:
         """Return the mean of scale^2 x x^T for x (..., L, d)."""
@@ -381,7 +357,7 @@ class Statistics:
     @cached_property
     def mean_norms(self) -> Tensor:
         """Mean of N = |x|^2 + |y|^2."""
-        return self.x.mean_norm + self.y.mean_norm
+        return (self.x.mean_sq + self.y.mean_sq).sum(-1, dtype=torch.float64)
 
     @cached_property
     def mean_sq_sum(self) -> Tensor:
@@ -394,22 +370,7 @@ class Statistics:
         return self._mean_s(-1)
 
     def _mean_s(self, s: int) -> Tensor:
-        """Return the mean of |x + s y|^2 over all pairs, in few operations on small tensors."""
+        """Return the mean of |x + s y|^2 over all pairs."""
         x, y = self.x, self.y
-        if isinstance(x, Moments) and x.has_all_vectors and y.has_all_vectors:
-            return self._mean_s_of_vectors(s)
-        if "mean_sq" in x.__dict__ and "mean_sq" in y.__dict__:  # no vector has to be read
-            terms = torch.addcmul(x.mean_sq + y.mean_sq, x.mean, y.mean, value=2 * s)
-            return terms.sum(-1, dtype=torch.float64).clamp(min=0)
-        cross = (x.mean * y.mean).sum(-1, dtype=torch.float64)
-        return torch.add(self.mean_norms, cross, alpha=2 * s).clamp(min=0)
-
-    def _mean_s_of_vectors(self, s: int) -> Tensor:
-        x: Any = self.x
-        y = self.y
-        scales = x.scale * y.scale
-        cross = (x.total * y.total).sum(-1, dtype=torch.float64)
-        result = cross * (2 * s * scales / (x.count * y.count))
-        result = torch.addcmul(result, x.norm, x.norm, value=x.scale**2 / x.count)
-        result = torch.addcmul(result, y.norm, y.norm, value=y.scale**2 / y.count)
-        return result.clamp(min=0)
+        terms = torch.addcmul(x.mean_sq + y.mean_sq, x.mean, y.mean, value=2 * s)
+        return terms.sum(-1, dtype=torch.float64).clamp(min=0)

@@ -377,5 +377,5 @@ def _params(state: RandomFeatureAttention) -> Params:
     if state.clusters is not None:
         return state.clusters.params() if state.clusters.done else None
     if state.keeps_statistics and float(state.running_weight) > 0:
-        return state.phi.fit(state.running_statistics())
+        return state.fit_to_running()
     return state.fitted_to_calls if state.phi.fitted else state.phi.fit(None)

@@ -1,0 +1,54 @@
+"""Functions of few numbers, joined by torch.compile to few launches on GPUs.
+
+A fit has about 20 operations on small tensors. Each is a launch on a GPU, which takes longer than its numbers. On CPUs
+a call costs little, and the functions run as they are.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from crt_exp.samplers.noise import cacheable
+
+NOT_COMPILED: set[Callable] = set()  # functions that the compiler refused
+
+
+def compiled_on_gpus(function: Callable) -> Callable:
+    """Compile a function at its first call with a first argument on a GPU.
+
+    If it cannot be compiled, one warning says so, and it runs as it is. So does it with CRT_EXP_ENGINE=plain.
+    """
+
+    @functools.wraps(function)
+    def call(first: Tensor, *args):
+        if not compiles(first) or function in NOT_COMPILED:
+            return function(first, *args)
+        try:
+            return compile_once(function)(first, *args)
+        except RuntimeError as error:
+            result = function(first, *args)  # raises if the arguments are wrong
+            NOT_COMPILED.add(function)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            logging.getLogger(__name__).warning(
+                "%s cannot be compiled for %s (%s): its operations run one by one, which takes longer",
+                *(function.__name__, first.device, lines[0]),
+            )
+            return result
+
+    return call
+
+
+@functools.cache
+def compile_once(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+def compiles(t: Tensor) -> bool:
+    """Return whether functions of this tensor are compiled: on GPUs, if nothing traces or transforms them."""
+    if t.device.type != "cuda" or torch.compiler.is_compiling() or not cacheable():
+        return False
+    return os.environ.get("CRT_EXP_ENGINE") != "plain"
