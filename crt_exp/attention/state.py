@@ -122,7 +122,13 @@ class Running(LinearAttention):
         if several_ranks():
             batch = [reduce_ranks(moments) for moments in batch]
         means = [*batch[0].means, *batch[1].means]
-        self._check_statistics(means)
+        for mean in means:
+            readable = self.calibrated is not None or values_readable(mean)
+            if readable and not bool(mean.isfinite().all()):
+                raise NotFinite(
+                    f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
+                    "infinity or overflow"
+                )
         counts = [self.pending_x_count, self.pending_y_count]
         counted = all(isinstance(moments.number, int) for moments in batch)
         first = counted and known_value(self.pending_weight) == 0
@@ -148,15 +154,6 @@ class Running(LinearAttention):
         if self.calibrated is not None:
             self.calibrated += 1
             self._fold(1 / self.calibrated)
-
-    def _check_statistics(self, means: list[Tensor]) -> None:
-        for mean in means:
-            readable = self.calibrated is not None or values_readable(mean)
-            if readable and not bool(mean.isfinite().all()):
-                raise NotFinite(
-                    f"statistics of {type(self.phi).__name__}: not finite; expected vectors without NaN, "
-                    "infinity or overflow"
-                )
 
     @torch.no_grad()
     def _fold(self, share: float) -> None:
