@@ -216,22 +216,23 @@ def positive_form(
     if phi.transforms_inputs:
         x, remaining = phi.transform_inputs(x, params, factor=factor)
         y, _ = phi.transform_inputs(y, params, key=True, factor=factor)
-    rows, scale, bias = exponent(x, phi, noise, params, remaining, dtype)
+    rows, scale, bias = exponent(noise.rows(), phi, noise, params, remaining, dtype)
+    rows, scale, bias = (t.to(x.device) for t in (rows, scale, bias))
     norm_weight = phi.norm_weight * remaining**2
     return x, y, Form(rows, scale, bias, norm_weight, keep, learned)
 
 
 @compiled_on_gpus
 def exponent(
-    x: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
+    rows: Tensor, phi: Any, noise, params, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x."""
+    """Return rows (., ., M, d), scale (., ., 1, 1) and bias (., ., M) of the features of factor * x.
+
+    `rows` are those of the noise.
+    """
     rows, scale, bias = phi.exponent(noise, params)
     scale = rows.new_full((1, 1), factor) if scale is None else scale * factor
-    tensors = []
-    for t in (rows, scale, bias):
-        tensors.append(t.to(device=x.device, dtype=dtype)[(None,) * (4 - t.ndim)])
-    rows, scale, bias = tensors
+    rows, scale, bias = (t.to(dtype)[(None,) * (4 - t.ndim)] for t in (rows, scale, bias))
     return rows, scale, bias.squeeze(-2)
 
 
