@@ -103,10 +103,6 @@ def known_names(group: str) -> list[str]:
     return sorted(names)
 
 
-def is_known(group: str, name: Any) -> bool:
-    return isinstance(name, str) and name in known_names(group)
-
-
 def file_of(group: str, name: str) -> Path:
     """The yaml file of a name."""
     files = [folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get())]

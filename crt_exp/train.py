@@ -112,7 +112,7 @@ def execute(cfg: DictConfig) -> float | None:
         check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
     task = construct(config["task"])
     mechanism = Mechanism.from_config(config, choice)
-    if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
+    if "features" in mechanism.parts and not (mechanism.own_kernel and task.accepts_own_kernel):
         with errors_of("features"):
             mechanism.map()
     run = run_training
