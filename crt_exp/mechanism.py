@@ -56,33 +56,12 @@ BASE = "base/random_features"  # file of conf/attention: the layer around a feat
 class Component:
     """The features or the sampler of a mechanism: its name, and its yaml node or object.
 
-    >>> Component("features", "pos", {"_target_": "crt_exp.features.PosRF"}).text()
+    >>> Component("pos", {"_target_": "crt_exp.features.PosRF"}).text()
     'pos'
     """
 
-    group: str
     name: str
     content: Any
-
-    def target(self) -> Any:
-        """Return the class or function of the node, or the object."""
-        if isinstance(self.content, dict):
-            return import_object(self.content["_target_"])
-        return self.content
-
-    def options(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the options, and those of the yaml file or the defaults of the dataclass."""
-        options = {}
-        defaults = {}
-        if isinstance(self.content, dict):
-            options = own_options(self.content)
-            if self.name in known_names(self.group):
-                defaults = read_yaml(file_of(self.group, self.name))
-        elif is_dataclass(self.content):
-            for entry in fields(self.content):
-                options[entry.name] = getattr(self.content, entry.name)
-                defaults[entry.name] = entry.default
-        return options, defaults
 
     def text(self) -> str:
         """Return the name, or the import path of an object's class."""
@@ -236,7 +215,7 @@ class Mechanism:
         node = config.get("attention")
         if node is None:
             node, _ = read_preset(BASE)
-        parts = {group: Component(group, choice(group), dict(config[group])) for group in PARTS}
+        parts = {group: Component(choice(group), dict(config[group])) for group in PARTS}
         m = parts["features"].content.pop("m")
         return cls._build(choice("attention"), node, parts, m, config["seed"])
 
@@ -267,7 +246,11 @@ class Mechanism:
 
         Such a map serves kernel regression, and no attention.
         """
-        return "features" in self.parts and self.parts["features"].target().own_kernel
+        if "features" not in self.parts:
+            return False
+        content = self.parts["features"].content
+        target = import_object(content["_target_"]) if isinstance(content, dict) else content
+        return target.own_kernel
 
     @property
     def columns(self) -> int | None:
@@ -315,10 +298,10 @@ class Mechanism:
         """The function that samples the random projections; None for a baseline."""
         if "sampler" not in self.parts:
             return None
-        part = self.parts["sampler"]
-        if isinstance(part.content, dict):
-            return partial(part.target(), **own_options(part.content))
-        return part.content
+        content = self.parts["sampler"].content
+        if isinstance(content, dict):
+            return partial(import_object(content["_target_"]), **own_options(content))
+        return content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -403,7 +386,19 @@ class Mechanism:
 
     def _changes(self) -> dict[str, Any]:
         """Options of the parts that differ from their files, with keys as in `of`."""
-        pairs = {group: part.options() for group, part in self.parts.items()}
+        pairs = {}  # the options of each part, and those of its file or the defaults of its class
+        for group, part in self.parts.items():
+            options = {}
+            defaults = {}
+            if isinstance(part.content, dict):
+                options = own_options(part.content)
+                if part.name in known_names(group):
+                    defaults = read_yaml(file_of(group, part.name))
+            elif is_dataclass(part.content):
+                for entry in fields(part.content):
+                    options[entry.name] = getattr(part.content, entry.name)
+                    defaults[entry.name] = entry.default
+            pairs[group] = (options, defaults)
         if "phi" in self.options and self.name in known_names("attention"):
             preset, _ = read_preset(self.name)
             phi = resolve_references(self.options | {"phi": preset["phi"]})["phi"]
@@ -588,7 +583,7 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
             raise error
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
-        return Component(group, choice, node)
+        return Component(choice, node)
     if FEATURES.is_one(target):
         check_options(group, target, changes)
         target = target(**changes)
@@ -601,7 +596,7 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         raise ConfigError(
             f"{group}={format_value(target)}: expected a name of conf/{group} or an object"
         )
-    return Component(group, definition_of(target).__name__, target)
+    return Component(definition_of(target).__name__, target)
 
 
 def definition_of(value: Any) -> Any:

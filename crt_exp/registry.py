@@ -38,7 +38,7 @@ ALIASES = {
     "task": {"sweep": "arm_sweeping"},
 }
 LARGEST = 2**17  # maximum number of characters of a YAML file
-_OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
+OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())  # folders of `own_names`
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
@@ -70,11 +70,11 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
                 raise ConfigError(
                     f"{file}: the name {file.stem} exists in {taken}; rename the file"
                 )
-    before = _OWN.set(paths)
+    before = OWN.set(paths)
     try:
         yield
     finally:
-        _OWN.reset(before)
+        OWN.reset(before)
 
 
 def user_message(error: Exception) -> str | None:
@@ -87,25 +87,20 @@ def user_message(error: Exception) -> str | None:
     return message or str(error)
 
 
-def own_folders() -> tuple[Path, ...]:
-    """The folders of the active `own_names`."""
-    return _OWN.get()
-
-
 def known_names(group: str) -> list[str]:
     """The names of a group, including those of `own_names`.
 
     Only these names become parts of file paths.
     """
     names = set()
-    for folder in (CONF, *_OWN.get()):
+    for folder in (CONF, *OWN.get()):
         names |= {path.stem for path in (folder / group).glob("*.yaml")}
     return sorted(names)
 
 
 def file_of(group: str, name: str) -> Path:
     """The yaml file of a name."""
-    files = [folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get())]
+    files = [folder / group / f"{name}.yaml" for folder in (CONF, *OWN.get())]
     return next(filter(Path.is_file, files))
 
 

@@ -35,7 +35,11 @@ NEW_NOISE = "use saved=False for new ones"
 
 def write_record(model: nn.Module) -> None:
     """Update `config.crt_exp` of each outermost transformers model."""
-    for holder in holders(model):
+    written: set[nn.Module] = set()
+    for holder in pretrained_models(model):
+        if holder in written:
+            continue
+        written.update(holder.modules())
         mechanisms: list[dict] = []
         layers = {}
         for path, module in attention_modules(holder):
@@ -44,43 +48,30 @@ def write_record(model: nn.Module) -> None:
                 mechanisms.append(state.record)
             layers[path] = None if state is None else mechanisms.index(state.record)
         take_record(holder)
-        if mechanisms:
-            record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
-            setattr(holder.config, KEY, record)
-            _name_implementation(holder)
+        if not mechanisms:
+            continue
+        record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
+        setattr(holder.config, KEY, record)
+        # a model inside another one may be saved by itself
+        for part in pretrained_models(holder):
+            if any("swapped" in inner._modules for inner in part.modules()):
+                setattr(part.config, IMPLEMENTATION, KEY)
 
 
-def holders(model: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models: the model itself, or those in a wrapper."""
-    if _is_pretrained(model):
-        return [model]
-    outermost = []
-    for child in model.children():
-        outermost += holders(child)
-    return outermost
-
-
-def _is_pretrained(part: nn.Module) -> bool:
-    bases = {kind.__name__ for kind in type(part).__mro__}
-    return "PreTrainedModel" in bases and getattr(part, "config", None) is not None
-
-
-def _name_implementation(holder: nn.Module) -> None:
-    """Write the attention's name into the configurations of all models with swapped layers.
-
-    A model inside another one may be saved by itself.
-    """
-    for part in holder.modules():
-        has_swapped = any("swapped" in inner._modules for inner in part.modules())
-        if has_swapped and _is_pretrained(part):
-            setattr(part.config, IMPLEMENTATION, KEY)
+def pretrained_models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in a model, each before those inside it."""
+    models = []
+    for part in model.modules():
+        bases = {kind.__name__ for kind in type(part).__mro__}
+        if "PreTrainedModel" in bases and getattr(part, "config", None) is not None:
+            models.append(part)
+    return models
 
 
 def take_record(holder: nn.Module) -> dict[str, Any] | None:
     """Remove `config.crt_exp` and return it; None if there is none."""
-    for part in holder.modules():
-        if _is_pretrained(part):
-            vars(part.config).pop(IMPLEMENTATION, None)
+    for part in pretrained_models(holder):
+        vars(part.config).pop(IMPLEMENTATION, None)
     return vars(holder.config).pop(KEY, None)
 
 

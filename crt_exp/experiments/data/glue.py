@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, numbered_lines, warn
 from crt_exp.experiments.data.plan import pad_rows
 from crt_exp.experiments.data.sources import (
     how_to_fetch,
@@ -26,7 +26,6 @@ from crt_exp.experiments.data.sources import (
     missing_file,
     task_folder,
 )
-from crt_exp.experiments.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"
 GROUP = 10_000  # examples per call of the tokenizer

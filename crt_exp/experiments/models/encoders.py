@@ -85,6 +85,26 @@ def load_tokenizer(origin: Origin):
     return tokenizer
 
 
+def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
+    """Raise DataError if the tokenizer does not fit the model.
+
+    The tokenizer's ids must have embeddings, and its padding id must be the model's. vocab_size, pad_token_id: those of
+    the model's configuration. A model may have unused entries at the end.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    problem = ""
+    if largest >= vocab_size:
+        problem = f"the tokenizer's ids go up to {largest} ({token!r}), the model's vocabulary ends at {vocab_size - 1}"
+    elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
+        problem = (
+            f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
+        )
+    if problem:
+        raise DataError(
+            f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training"
+        )
+
+
 def load_config(origin: Origin, **changes: Any):
     """Load the model's configuration with changed keys. Raises DataError."""
     from transformers import AutoConfig

@@ -22,7 +22,6 @@ from crt_exp.experiments.data import check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.sources import Place, refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
-from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
@@ -98,7 +97,7 @@ class GLUE(Task):
         self.config.text_columns = list(self.glue_task.columns)
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
-        check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        encoders.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         if self.test is None:
             self.texts = {
                 part: glue.load(self.dataset, part, self.data_dir, self.source)
