@@ -5,6 +5,7 @@ The files of conf/ define the names, for the library and for the command line: "
 """
 
 import json
+import os
 import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -107,6 +108,24 @@ def file_of(group: str, name: str) -> Path:
 def canonical(group: str, name: Any) -> Any:
     """Replace an alias such as "favor++" by its name in conf/."""
     return ALIASES.get(group, {}).get(str(name).lower(), name)
+
+
+def fetched(name: str | Path, option: str = "") -> Path | None:
+    """The folder of a fetched model such as models/minilm; None for other names.
+
+    An existing path with that name takes precedence. Raises ConfigError, naming `option`, if the model was not fetched.
+    """
+    if not str(name).startswith("models/") or Path(name).exists():
+        return None
+    root = os.environ.get("CRT_DATA")
+    folder = Path(root or ".", name).expanduser()
+    if root and (folder / "config.json").is_file():
+        return folder
+    where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
+    raise ConfigError(
+        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp data fetch {name} "
+        f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

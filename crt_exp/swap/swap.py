@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from crt_exp import __version__
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.swap import families
 from crt_exp.swap.families import WINDOW_REASON
-from crt_exp.swap.saved import restore_own, write_record
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, restore_own
 from crt_exp.validation import warn
 
 # builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> AttentionLayer
@@ -259,8 +260,10 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     """
     from crt_exp.swap import interface
 
-    _own_configurations(model)
-    _return_configurations(model)
+    if "unswapped_configs" in model.__dict__:
+        _return_configurations(model)
+    else:
+        _own_configurations(model)
     originals = model.__dict__.setdefault("unswapped_configs", [])
     names = {id(config): name for config, name in originals}
     for config in {id(module.config): module.config for module in swapped}.values():
@@ -318,8 +321,6 @@ def _own_configurations(model: nn.Module) -> None:
     """Copy the model's configurations once; parts that shared one share the copy."""
     from transformers import PreTrainedConfig
 
-    if "unswapped_configs" in model.__dict__:
-        return
     memo: dict = {}
     for part in model.modules():
         for key, value in list(vars(part).items()):
@@ -350,3 +351,48 @@ def _warn_unreached(model: nn.Module, *_: Any) -> None:
             f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
             "other inputs may call them, or the model computes attention itself"
         )
+
+
+# ---- the record that save_pretrained of transformers stores
+
+
+def write_record(model: nn.Module) -> None:
+    """Update `config.crt_exp` of each outermost transformers model."""
+    written: set[nn.Module] = set()
+    for holder in pretrained_models(model):
+        if holder in written:
+            continue
+        written.update(holder.modules())
+        mechanisms: list[dict] = []
+        layers = {}
+        for path, module in families.attention_modules(holder):
+            state: Any = module._modules.get("swapped")
+            if state is not None and state.record not in mechanisms:
+                mechanisms.append(state.record)
+            layers[path] = None if state is None else mechanisms.index(state.record)
+        take_record(holder)
+        if not mechanisms:
+            continue
+        record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
+        setattr(holder.config, KEY, record)
+        # a model inside another one may be saved by itself
+        for part in pretrained_models(holder):
+            if any("swapped" in inner._modules for inner in part.modules()):
+                setattr(part.config, IMPLEMENTATION, KEY)
+
+
+def pretrained_models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in a model, each before those inside it."""
+    models = []
+    for part in model.modules():
+        bases = {kind.__name__ for kind in type(part).__mro__}
+        if "PreTrainedModel" in bases and getattr(part, "config", None) is not None:
+            models.append(part)
+    return models
+
+
+def take_record(holder: nn.Module) -> dict[str, Any] | None:
+    """Remove `config.crt_exp` and return it; None if there is none."""
+    for part in pretrained_models(holder):
+        vars(part.config).pop(IMPLEMENTATION, None)
+    return vars(holder.config).pop(KEY, None)

@@ -39,8 +39,7 @@ from crt_exp.swap.calibration import (
     learns,
     swapped_states,
 )
-from crt_exp.swap.saved import pretrained_models
-from crt_exp.swap.swap import unswap_attention
+from crt_exp.swap.swap import pretrained_models, unswap_attention
 
 MAX_CACHED = 32  # number of fitted methods that a bench caches
 MASKED = "masked"

@@ -18,8 +18,9 @@ from crt_exp.experiments.models import folder
 from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.optional import explain
-from crt_exp.registry import ConfigError, differences
-from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
+from crt_exp.registry import ConfigError, differences, fetched
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record
+from crt_exp.swap.swap import take_record
 from crt_exp.validation import did_you_mean
 
 EXACT = {"attention": "exact"}  # `Mechanism.describe` of exact attention, without nulls

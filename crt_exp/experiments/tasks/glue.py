@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.experiments.data import check_classes, glue, labelled_text
+from crt_exp.experiments.data import DataError, check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.sources import Place, refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
@@ -104,13 +104,18 @@ class GLUE(Task):
                 for part in self.glue_task.splits
             }
         self.published = len(self.texts["train"])
-        self.texts["train"] = self.texts["train"].subsample(self.examples)
+        if self.examples:
+            _, self.texts["train"] = self.texts["train"].sample(self.examples)
         if self.held_out:
+            if self.held_out >= self.length("train"):
+                raise DataError(
+                    f"task.held_out={self.held_out}: expected 1 to {self.length('train') - 1}, of "
+                    f"{self.length('train')} examples"
+                )
             self.validation = "held_out"
             self.test = "dev"
-            self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(
-                self.held_out
-            )
+            rest, held_out = self.texts["train"].sample(self.held_out)
+            self.texts |= {"train": rest, "held_out": held_out}
         if self.glue_task.names:
             check_classes(self.texts["train"].labels, f"{self.glue_task.folder}, training split")
         self.final = self.test or self.validation
