@@ -201,13 +201,15 @@ class Mechanism:
             parts[group] = find_component(group, choice, changes[group])
         if m is None:
             m = default_choice("m")
-        return cls._build(name and what, node, parts, m, seed)
+        m = whole_number(m, "m") if "m" in used else None
+        seed = whole_number(seed, "seed", None)
+        return cls(parts["features"].name if name is None else what, node, parts, m, seed)
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], choice: Callable[[str], str | None]
     ) -> "Mechanism":
-        """Build the mechanism of the configuration of a run, as plain values.
+        """Build the mechanism of the checked configuration of a run, as plain values.
 
         `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
         with its sampler.
@@ -215,19 +217,14 @@ class Mechanism:
         node = config.get("attention")
         if node is None:
             node, _ = read_preset(BASE)
-        parts = {group: Component(choice(group), dict(config[group])) for group in PARTS}
-        m = parts["features"].content.pop("m")
-        return cls._build(choice("attention"), node, parts, m, config["seed"])
-
-    @classmethod
-    def _build(
-        cls, name: str | None, node: dict[str, Any], parts: dict[str, Component], m: Any, seed: Any
-    ) -> "Mechanism":
         used = uses(node)
-        parts = {group: part for group, part in parts.items() if group in used}
-        m = whole_number(m, "m") if "m" in used else None
-        seed = whole_number(seed, "seed", None)
-        return cls(name or parts["features"].name, node, parts, m, seed)
+        parts = {}
+        for group in filter(used.__contains__, PARTS):
+            content = {key: value for key, value in config[group].items() if key != "m"}
+            parts[group] = Component(choice(group), content)
+        m = config["features"]["m"] if "m" in used else None
+        name = choice("attention") or choice("features")
+        return cls(name, node, parts, m, config["seed"])
 
     # ---- parts
 

@@ -184,7 +184,6 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
     from crt_exp.experiments.runner.trainer import Trainer, planned_steps
 
     trainer = construct(config["trainer"])
-    trainer.check_processes(world_size())
     if trainer.strategy == "fsdp" and not inside_torchrun():
         raise ConfigError(
             "trainer.strategy=fsdp: expected several processes; start with torchrun "

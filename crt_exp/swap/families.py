@@ -294,12 +294,18 @@ def passed_arguments(kind: Any) -> Passed:
     values: dict[str, list[ast.expr | None]] = {}  # that are assigned to each single name
     for node in ast.walk(tree):
         match node:
-            case ast.Call() if _calls_interface(node):
-                for word in node.keywords:
-                    if word.arg and getattr(word.value, "value", word.value) is not None:
-                        keywords.add(word.arg)
-                named = [word.value for word in node.keywords if word.arg == "attention_mask"]
-                masks += node.args[4:5] or named
+            # attention_interface(self, query, key, value, mask, ...)
+            case ast.Call(func=ast.Name(), args=[ast.Name(id="self"), *others], keywords=words):
+                named = {word.arg: word.value for word in words}
+                if len(others) < 3 and not named.keys() >= {"query", "key", "value"}:
+                    continue
+                for key, value in named.items():
+                    if key and getattr(value, "value", value) is not None:
+                        keywords.add(key)
+                if len(others) > 3:
+                    masks.append(others[3])
+                elif "attention_mask" in named:
+                    masks.append(named["attention_mask"])
             case ast.AugAssign(target=ast.Name(id=name)):
                 value = ast.BinOp(node.target, node.op, node.value)
                 values.setdefault(name, []).append(value)
@@ -311,16 +317,6 @@ def passed_arguments(kind: Any) -> Passed:
                         values.setdefault(target.id, []).append(value)
     computes_mask = any(_computed(mask, values) for mask in masks)
     return Passed(frozenset(keywords), parameters, computes_mask)
-
-
-def _calls_interface(call: ast.Call) -> bool:
-    """Whether a call has the form attention_interface(self, query, key, value, ...)."""
-    if not isinstance(call.func, ast.Name) or not call.args:
-        return False
-    first = call.args[0]
-    takes_self = isinstance(first, ast.Name) and first.id == "self"
-    named = {word.arg for word in call.keywords}
-    return takes_self and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
 
 
 def _computed(

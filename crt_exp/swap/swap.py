@@ -258,17 +258,24 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     Models built from one configuration object share it. The swapped model gets copies, so that other models keep
     theirs.
     """
+    from transformers import PreTrainedConfig
+
     from crt_exp.swap import interface
 
     if "unswapped_configs" in model.__dict__:
         _return_configurations(model)
     else:
-        _own_configurations(model)
-    originals = model.__dict__.setdefault("unswapped_configs", [])
+        model.__dict__["unswapped_configs"] = []
+        memo: dict = {}  # parts that shared a configuration share the copy
+        for part in model.modules():
+            for key, value in list(vars(part).items()):
+                if isinstance(value, PreTrainedConfig):
+                    vars(part)[key] = copy.deepcopy(value, memo)
+    originals = model.__dict__["unswapped_configs"]
     names = {id(config): name for config, name in originals}
     for config in {id(module.config): module.config for module in swapped}.values():
         name = config._attn_implementation
-        if interface.is_ours(config):
+        if name in interface.OURS:
             name = names.get(id(config), "eager")
         if id(config) not in names:
             originals.append((config, name))
@@ -315,17 +322,6 @@ def _return_configurations(model: nn.Module) -> None:
     for part in model.modules():
         if "shared_config" in part.__dict__:
             part.config = part.__dict__.pop("shared_config")
-
-
-def _own_configurations(model: nn.Module) -> None:
-    """Copy the model's configurations once; parts that shared one share the copy."""
-    from transformers import PreTrainedConfig
-
-    memo: dict = {}
-    for part in model.modules():
-        for key, value in list(vars(part).items()):
-            if isinstance(value, PreTrainedConfig):
-                vars(part)[key] = copy.deepcopy(value, memo)
 
 
 # ---- check that a forward pass reaches the swapped modules

@@ -48,8 +48,16 @@ from crt_exp.registry import ConfigError
 def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int, int]:
     """Return the steps of an epoch and of the run.
 
-    Raises ConfigError if task and config are incompatible.
+    Raises ConfigError for an indivisible batch, for fp16 on a CPU, and if task and config are incompatible.
     """
+    parts = processes * config.accumulate
+    if config.batch % parts:
+        raise ConfigError(
+            f"trainer.batch={config.batch}: expected a multiple of {parts} ({processes} processes x "
+            f"{config.accumulate} micro-batches)"
+        )
+    if config.precision == "fp16" and (config.cpu or not torch.accelerator.is_available()):
+        raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
     per_epoch = task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
     total = config.steps
     if total is None:
@@ -245,9 +253,8 @@ class Trainer:
         """Compute gradients of the step's mean loss; return this process's share."""
         processes = self.accelerator.num_processes
         weights = [self.task.weight(batch) for batch in batches]
-        shares = [1 / (len(batches) * processes)] * len(
-            batches
-        )  # their sum over all processes is 1
+        # the shares of all processes add up to 1
+        shares = [1 / (len(batches) * processes)] * len(batches)
         if weights[0] is not None:
             device = self.accelerator.device
             weights = [torch.as_tensor(w, dtype=torch.float32, device=device) for w in weights]

@@ -103,7 +103,7 @@ class GLUE(Task):
                 part: glue.load(self.dataset, part, self.data_dir, self.source)
                 for part in self.glue_task.splits
             }
-        self.published = len(self.texts["train"])
+        self.published = self.length("train")
         if self.examples:
             _, self.texts["train"] = self.texts["train"].sample(self.examples)
         if self.held_out:
@@ -160,7 +160,7 @@ class GLUE(Task):
         }
 
     def length(self, split: str) -> int:
-        return len(self.texts[split])
+        return len(self.texts[split].labels)
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return encoders.load_model(
