@@ -113,10 +113,9 @@ def run(cfg: DictConfig) -> float | None:
             check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
         task = construct(config["task"])
         mechanism = Mechanism.from_config(config, choice)
-        own_kernel = mechanism.own_kernel and task.accepts_own_kernel
-        if "features" in mechanism.parts and not own_kernel:
+        if "features" in mechanism.parts:
             with errors_of("features"):
-                mechanism.map()
+                mechanism.map(own_kernel=task.accepts_own_kernel)
         is_measurement = isinstance(task, Measurement)
         unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
         if is_measurement:

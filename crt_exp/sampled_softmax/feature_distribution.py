@@ -244,6 +244,7 @@ class ClassFeatures(nn.Module):
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.m = mechanism.m
         self.scale = float(temperature) ** -0.5
+        assert mechanism.sampler is not None
         features = mechanism.parts["features"].name
         names = f"{features} x {mechanism.parts['sampler'].name}, m = {self.m}"
         self.described = (

@@ -292,6 +292,7 @@ def passed_arguments(kind: Any) -> Passed:
     keywords = set()
     masks: list[ast.expr] = []
     values: dict[str, list[ast.expr | None]] = {}  # that are assigned to each single name
+    value: ast.expr | None
     for node in ast.walk(tree):
         match node:
             # attention_interface(self, query, key, value, mask, ...)
@@ -307,8 +308,8 @@ def passed_arguments(kind: Any) -> Passed:
                 elif "attention_mask" in named:
                     masks.append(named["attention_mask"])
             case ast.AugAssign(target=ast.Name(id=name)):
-                value = ast.BinOp(node.target, node.op, node.value)
-                values.setdefault(name, []).append(value)
+                computed = ast.BinOp(node.target, node.op, node.value)
+                values.setdefault(name, []).append(computed)
             case ast.AnnAssign(target=ast.Name(id=name), value=value):
                 values.setdefault(name, []).append(value)
             case ast.Assign(targets=targets, value=value):

@@ -107,6 +107,9 @@ class Examples:
     texts: list[list[str]]
     labels: list[int] | list[float]
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def sample(self, n: int) -> tuple["Examples", "Examples"]:
         """Split off n random examples: (other examples, sample), in file order.
 
@@ -216,7 +219,7 @@ def encode(examples: Examples, tokenizer, max_length: int, classes: bool) -> lis
     kind = np.int64 if classes else np.float32
     labels = np.array(examples.labels, kind)
     rows: list[dict[str, Any]] = []
-    for start in range(0, len(labels), GROUP):
+    for start in range(0, len(examples), GROUP):
         group = [column[start : start + GROUP] for column in examples.texts]
         encoded = tokenizer(
             *group, truncation=True, max_length=max_length, return_attention_mask=False

@@ -82,7 +82,7 @@ def read_labelled(
         chosen = parts == part
         texts = [rows.loc[chosen, column].tolist() for column in columns]
         examples[part] = Examples(texts, targets[chosen].tolist())
-        if not examples[part].labels:
+        if not len(examples[part]):
             raise DataError(f"{named}: no row is left for {part}")
     if classes is not None:
         check_trained(examples["train"], classes, f"{named}: column {target}, training part")

@@ -160,7 +160,7 @@ class GLUE(Task):
         }
 
     def length(self, split: str) -> int:
-        return len(self.texts[split].labels)
+        return len(self.texts[split])
 
     def build(self, mechanism: Mechanism) -> nn.Module:
         return encoders.load_model(
