@@ -371,13 +371,15 @@ class Mechanism:
         for group, part in self.parts.items():
             named = named and isinstance(part.content, dict)
             names[group] = part.name
+        if named:
+            options |= self._changes()
         return {
             "name": self.name if self.name in known_names("attention") else None,
             "m": self.m,
             "seed": self.seed,
             **names,
             "rebuilds": named,
-            "options": options | self._changes() if named else options,
+            "options": options,
             "described": json.loads(json.dumps(self.describe(), default=str)),
         }
 

@@ -332,7 +332,7 @@ class TrainingState:
                 "expected a disk that all nodes share"
             )
         path = newest(self.root) if self.accelerator.is_main_process else None
-        path = gather_object([path])[0]
+        path = gather_object([path])[0]  # that of the first process
         if path is None:
             self.run.rewind(0)
             return

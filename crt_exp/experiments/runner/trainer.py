@@ -429,7 +429,7 @@ class Trainer:
         for name, value in result.items():
             number = float(value)
             metrics[name] = number if math.isfinite(number) else None
-        return gather_object([metrics])[0]
+        return gather_object([metrics])[0]  # those of the first process
 
     def _finish(self) -> None:
         """Write the final record: the test split with the selected weights.
