@@ -30,7 +30,6 @@ from crt_exp.registry import (
     file_of,
     import_object,
     import_path,
-    is_known,
     known_names,
     own_options,
     read_yaml,
@@ -57,39 +56,16 @@ BASE = "base/random_features"  # file of conf/attention: the layer around a feat
 class Component:
     """The features or the sampler of a mechanism: its name, and its yaml node or object.
 
-    >>> Component("features", "pos", {"_target_": "crt_exp.features.PosRF"}).text()
+    >>> Component("pos", {"_target_": "crt_exp.features.PosRF"}).text()
     'pos'
     """
 
-    group: str
     name: str
     content: Any
 
-    @property
-    def is_node(self) -> bool:
-        return isinstance(self.content, dict)
-
-    def target(self) -> Any:
-        """Return the class or function of the node, or the object."""
-        return import_object(self.content["_target_"]) if self.is_node else self.content
-
-    def changes(self) -> dict[str, Any]:
-        """Return the options that differ from the yaml file, or from dataclass defaults."""
-        options = {}
-        defaults = {}
-        if self.is_node:
-            options = own_options(self.content)
-            if is_known(self.group, self.name):
-                defaults = read_yaml(file_of(self.group, self.name))
-        elif is_dataclass(self.content):
-            for entry in fields(self.content):
-                options[entry.name] = getattr(self.content, entry.name)
-                defaults[entry.name] = entry.default
-        return changed_options(options, defaults)
-
     def text(self) -> str:
         """Return the name, or the import path of an object's class."""
-        if self.is_node:
+        if isinstance(self.content, dict):
             return self.name
         return import_path(definition_of(self.content))
 
@@ -104,8 +80,7 @@ class Mechanism:
     Attributes:
         name: the name in tables.
         options: the content of the attention's yaml file.
-        features: the feature map; None for a baseline.
-        sampler_part: the sampler of the random projections; None for a baseline.
+        parts: the feature map ("features") and the sampler of the random projections ("sampler"); empty for a baseline.
         m: number of projections; None if the method samples none.
 
     >>> mechanism = Mechanism.of("favorpp", m=16)
@@ -116,8 +91,7 @@ class Mechanism:
 
     name: str
     options: dict[str, Any] = field(hash=False)
-    features: Component | None = field(default=None, hash=False)
-    sampler_part: Component | None = field(default=None, hash=False)
+    parts: dict[str, Component] = field(default_factory=dict, hash=False)
     m: int | None = None
     seed: int = 0
 
@@ -179,8 +153,10 @@ class Mechanism:
         'favorpp m=64 sampler=givens'
         """
         name = from_import_path("attention", canonical("attention", name))
-        of_map = FEATURES.is_one(name) or isinstance(name, FeatureMap) or is_known("features", name)
-        if of_map and not is_known("attention", name):
+        of_map = (
+            FEATURES.is_one(name) or isinstance(name, FeatureMap) or name in known_names("features")
+        )
+        if of_map and name not in known_names("attention"):
             if features is not None:
                 raise ConfigError(
                     f"features={format_value(features)}: not allowed with a feature map; remove it"
@@ -188,7 +164,7 @@ class Mechanism:
             features = name
             name = None
         elif (name is None and features is None) or (
-            isinstance(name, str) and not is_known("attention", name)
+            isinstance(name, str) and name not in known_names("attention")
         ):
             raise unknown(
                 "attention",
@@ -220,18 +196,20 @@ class Mechanism:
         node = resolve_references(node)
         check_node("attention", node, ATTENTION)
         parts = {}
-        for group in used - {"m"}:
+        for group in filter(used.__contains__, PARTS):
             choice = choices[group] or named.get(group) or default_choice(group)
             parts[group] = find_component(group, choice, changes[group])
         if m is None:
             m = default_choice("m")
-        return cls._build(name and what, node, parts, m, seed)
+        m = whole_number(m, "m") if "m" in used else None
+        seed = whole_number(seed, "seed", None)
+        return cls(parts["features"].name if name is None else what, node, parts, m, seed)
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], choice: Callable[[str], str | None]
     ) -> "Mechanism":
-        """Build the mechanism of the configuration of a run, as plain values.
+        """Build the mechanism of the checked configuration of a run, as plain values.
 
         `choice` maps a group to the name chosen for it. Without a choice of attention the mechanism is the feature map
         with its sampler.
@@ -239,39 +217,23 @@ class Mechanism:
         node = config.get("attention")
         if node is None:
             node, _ = read_preset(BASE)
-        parts = {group: Component(group, choice(group), dict(config[group])) for group in PARTS}
-        m = parts["features"].content.pop("m")
-        return cls._build(choice("attention"), node, parts, m, config["seed"])
-
-    @classmethod
-    def _build(
-        cls, name: str | None, node: dict[str, Any], parts: dict[str, Component], m: Any, seed: Any
-    ) -> "Mechanism":
         used = uses(node)
-        used_parts = {group: part for group, part in parts.items() if group in used}
-        features = used_parts.get("features")
-        m = whole_number(m, "m") if "m" in used else None
-        seed = whole_number(seed, "seed", None)
-        return cls(name or features.name, node, features, used_parts.get("sampler"), m, seed)
+        parts = {}
+        for group in filter(used.__contains__, PARTS):
+            content = {key: value for key, value in config[group].items() if key != "m"}
+            parts[group] = Component(choice(group), content)
+        m = config["features"]["m"] if "m" in used else None
+        name = choice("attention") or choice("features")
+        return cls(name, node, parts, m, config["seed"])
 
     # ---- parts
 
     @property
-    def parts(self) -> list[Component]:
-        """The features and the sampler, if any."""
-        return [part for part in (self.features, self.sampler_part) if part is not None]
-
-    @property
-    def kind(self) -> type:
-        """The class of the attention layers."""
-        return import_object(self.options["_target_"])
-
-    @property
     def estimates(self) -> bool:
         """Whether the feature map estimates a kernel; baselines have none."""
-        if self.features is None:
+        if "features" not in self.parts:
             return False
-        content = self.features.content
+        content = self.parts["features"].content
         phi = content if isinstance(content, FeatureMap) else self.map(own_kernel=True)
         return phi.estimates
 
@@ -281,12 +243,11 @@ class Mechanism:
 
         Such a map serves kernel regression, and no attention.
         """
-        return self.features is not None and self.features.target().own_kernel
-
-    @property
-    def draws(self) -> bool:
-        """Whether the mechanism samples random projections."""
-        return self.m is not None
+        if "features" not in self.parts:
+            return False
+        content = self.parts["features"].content
+        target = import_object(content["_target_"]) if isinstance(content, dict) else content
+        return target.own_kernel
 
     @property
     def columns(self) -> int | None:
@@ -295,16 +256,16 @@ class Mechanism:
         >>> Mechanism.of("favor", m=16).columns
         32
         """
-        return self.map(own_kernel=True).width(self.m) if self.draws else None
+        return None if self.m is None else self.map(own_kernel=True).width(self.m)
 
     @property
     def is_exact(self) -> bool:
         """Whether the mechanism is exact softmax attention."""
-        return self.kind is Exact
+        return import_object(self.options["_target_"]) is Exact
 
     def with_projections(self, m: int) -> "Mechanism":
         """Return the mechanism with m projections; unchanged if it samples none."""
-        return replace(self, m=whole_number(m, "m")) if self.draws else self
+        return self if self.m is None else replace(self, m=whole_number(m, "m"))
 
     def map(self, kernel: str = "softmax", *, own_kernel: bool = False) -> FeatureMap:
         """Return the feature map of a kernel, "softmax" or "gaussian".
@@ -314,15 +275,15 @@ class Mechanism:
         """
         if self.own_kernel and not own_kernel:
             raise ConfigError(
-                f"features={self.features.name}: has its own kernel; expected a softmax feature map"
+                f"features={self.parts['features'].name}: has its own kernel; expected a softmax feature map"
             )
         if "phi" in self.options:
             return construct(self.options["phi"])
-        if self.features is None:
+        if "features" not in self.parts:
             raise ConfigError(
                 f"attention {self.name}: no feature map; use one with a feature map, such as favorpp"
             )
-        content = self.features.content
+        content = self.parts["features"].content
         if isinstance(content, dict):
             content = construct(content) if self.own_kernel else construct(content, kernel=kernel)
         elif not self.own_kernel and content.kernel != kernel:
@@ -332,10 +293,12 @@ class Mechanism:
     @property
     def sampler(self) -> Callable[..., Noise] | None:
         """The function that samples the random projections; None for a baseline."""
-        part = self.sampler_part
-        if part is None or not part.is_node:
-            return part and part.content
-        return partial(part.target(), **own_options(part.content))
+        if "sampler" not in self.parts:
+            return None
+        content = self.parts["sampler"].content
+        if isinstance(content, dict):
+            return partial(import_object(content["_target_"]), **own_options(content))
+        return content
 
     def noise(self, d: int, generator: torch.Generator, batch: tuple[int, ...] = ()) -> Noise:
         """Sample m projections of dimension d; a tuple for a map with several parts."""
@@ -357,7 +320,7 @@ class Mechanism:
                 wrongly.
         """
         options = dict(self.options)
-        if "phi" in options or self.draws:
+        if "phi" in options or self.m is not None:
             sizes |= {"phi": self.map(), "sampler": self.sampler, "m": self.m or 1}
         if "phi" in options:  # a map with options of its own
             options = {key: options[key] for key in options if key not in ("phi", "kernel")}
@@ -390,9 +353,10 @@ class Mechanism:
     def describe(self) -> dict[str, Any]:
         """Return everything but the seed that decides the values, as plain values."""
         values = {"attention": own_options(self.options) or self.name, "m": self.m}
-        values |= dict.fromkeys(PARTS)
-        for part in self.parts:
-            values[part.group] = part.content if part.is_node else repr(part.content)
+        for group in PARTS:
+            content = self.parts[group].content if group in self.parts else None
+            is_plain = content is None or isinstance(content, dict)
+            values[group] = content if is_plain else repr(content)
         return values
 
     def to_saved(self) -> dict[str, Any]:
@@ -400,36 +364,50 @@ class Mechanism:
 
         "described" holds the values behind the names, so that a change of the configuration files is detected.
         """
-        named = all(part.is_node for part in self.parts) and "." not in self.name
-        options = self._layer_options()
+        options = own_options(self.options)
+        options.pop("phi", None)
+        named = "." not in self.name
+        names: dict[str, str | None] = dict.fromkeys(PARTS)
+        for group, part in self.parts.items():
+            named = named and isinstance(part.content, dict)
+            names[group] = part.name
         if named:
             options |= self._changes()
         return {
-            "name": self.name if is_known("attention", self.name) else None,
+            "name": self.name if self.name in known_names("attention") else None,
             "m": self.m,
             "seed": self.seed,
-            "features": self.features and self.features.name,
-            "sampler": self.sampler_part and self.sampler_part.name,
+            **names,
             "rebuilds": named,
             "options": options,
             "described": json.loads(json.dumps(self.describe(), default=str)),
         }
 
-    def _layer_options(self) -> dict[str, Any]:
-        return {key: value for key, value in own_options(self.options).items() if key != "phi"}
-
     def _changes(self) -> dict[str, Any]:
         """Options of the parts that differ from their files, with keys as in `of`."""
-        changes = {part.group: part.changes() for part in self.parts}
-        if is_known("attention", self.name) and "phi" in self.options:
+        pairs = {}  # the options of each part, and those of its file or the defaults of its class
+        for group, part in self.parts.items():
+            options = {}
+            defaults = {}
+            if isinstance(part.content, dict):
+                options = own_options(part.content)
+                if part.name in known_names(group):
+                    defaults = read_yaml(file_of(group, part.name))
+            elif is_dataclass(part.content):
+                for entry in fields(part.content):
+                    options[entry.name] = getattr(part.content, entry.name)
+                    defaults[entry.name] = entry.default
+            pairs[group] = (options, defaults)
+        if "phi" in self.options and self.name in known_names("attention"):
             preset, _ = read_preset(self.name)
             phi = resolve_references(self.options | {"phi": preset["phi"]})["phi"]
-            changes["phi"] = changed_options(self.options["phi"], phi)
-        named = {}
-        for group, values in changes.items():
-            for key, value in values.items():
-                named[f"{group}.{key}"] = value
-        return named
+            pairs["phi"] = (self.options["phi"], phi)
+        changes = {}
+        for group, (options, defaults) in pairs.items():
+            for key, value in options.items():
+                if defaults.get(key) != value:
+                    changes[f"{group}.{key}"] = value
+        return changes
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any], source: str) -> "Mechanism":
@@ -446,7 +424,7 @@ class Mechanism:
             check_saved(saved)
             names = {"attention": saved["name"]} | {group: saved[group] for group in PARTS}
             for group, name in names.items():
-                if name is not None and not is_known(group, name):
+                if name is not None and name not in known_names(group):
                     raise ConfigError(
                         f"unknown {group} {name!r}; for a custom name pass names=FOLDER (Python: "
                         "own_names), the --config-dir of the run"
@@ -469,17 +447,21 @@ class Mechanism:
         with plain options. `parse` refuses objects that cannot be written so.
         """
         name = self.name
-        preset = self.kind if "." in name else name
-        parts = self.parts
-        if self.features and name == self.features.name and not is_known("attention", name):
+        preset = import_object(self.options["_target_"]) if "." in name else name
+        parts = dict(self.parts)
+        is_map = "features" in parts and name == parts["features"].name
+        if is_map and name not in known_names("attention"):
             preset = BASE  # a feature map alone
-            name = parts.pop(0).text()
+            name = parts.pop("features").text()
         node, named = read_preset(preset)
-        words = {"m": self.m} if self.draws else {}
-        for part in parts:
-            if part.text() != (named.get(part.group) or default_choice(part.group)):
-                words[part.group] = part.text()
-        words |= changed_options(self._layer_options(), node) | self._changes()
+        words = {} if self.m is None else {"m": self.m}
+        for group, part in parts.items():
+            if part.text() != (named.get(group) or default_choice(group)):
+                words[group] = part.text()
+        for key, value in own_options(self.options).items():
+            if key != "phi" and node.get(key) != value:
+                words[key] = value
+        words |= self._changes()
         if self.seed:
             words["seed"] = self.seed
         return join_words(name, words)
@@ -583,7 +565,7 @@ def default_choice(group: str) -> Any:
 
 def from_import_path(group: str, choice: Any) -> Any:
     """Import an object from a path such as "mine.ShiftedRF"; return others as is."""
-    is_path = isinstance(choice, str) and "." in choice and not is_known(group, choice)
+    is_path = isinstance(choice, str) and "." in choice and choice not in known_names(group)
     return import_object(choice) if is_path else choice
 
 
@@ -593,14 +575,14 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
     if target is not choice and not PARTS[group].is_one(target):
         raise ConfigError(f"{group}={choice}: expected {PARTS[group].what}")
     if isinstance(target, str):
-        if not is_known(group, choice):
+        if choice not in known_names(group):
             error = unknown(group, choice, known_names(group))
             if group == "features":
                 error = features_of_attention(group, choice) or error
             raise error
         node = apply_changes(f"{group} {choice}", read_yaml(file_of(group, choice)), changes)
         check_node(group, node, PARTS[group])
-        return Component(group, choice, node)
+        return Component(choice, node)
     if FEATURES.is_one(target):
         check_options(group, target, changes)
         target = target(**changes)
@@ -613,7 +595,7 @@ def find_component(group: str, choice: Any, changes: dict[str, Any]) -> Componen
         raise ConfigError(
             f"{group}={format_value(target)}: expected a name of conf/{group} or an object"
         )
-    return Component(group, definition_of(target).__name__, target)
+    return Component(definition_of(target).__name__, target)
 
 
 def definition_of(value: Any) -> Any:
@@ -624,18 +606,13 @@ def definition_of(value: Any) -> Any:
 def features_of_attention(key: str, name: str) -> ConfigError | None:
     """Return the error for an attention where a feature map is expected; None for others."""
     attention = canonical("attention", name.lower())
-    if not is_known("attention", attention):
+    if attention not in known_names("attention"):
         return None
     features = read_preset(attention)[1].get("features")
     advice = (
         f'use "{features}", its feature map' if features else 'use a feature map, such as "oprf"'
     )
     return ConfigError(f"{key}={name}: {attention} is an attention; {advice}")
-
-
-def changed_options(options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that differ from their defaults."""
-    return {key: value for key, value in options.items() if defaults.get(key) != value}
 
 
 def apply_changes(what: str, node: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

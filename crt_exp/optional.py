@@ -67,28 +67,25 @@ def _fitting(name: str) -> str:
     return name
 
 
-def hide_broken() -> None:
-    """Make packages of `BINARY` that do not load look as if they were not installed."""
-    for name in BINARY:
-        if name in sys.modules or find_spec(name) is None:
-            continue
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # OSError, RuntimeError or ImportError of a shared library
-            _reasons[name] = _first_line(error)
-            for module in [key for key in sys.modules if key.startswith(f"{name}.")]:
-                del sys.modules[module]
-            sys.modules[name] = None  # `find_spec` returns None, and an import fails
+class HideBroken:
+    """Finder of `sys.meta_path` that hides broken packages when transformers is first imported.
 
-
-class HideBeforeTransformers:
-    """Finder of `sys.meta_path` that calls `hide_broken` when transformers is first imported.
-
-    A run that needs no model of transformers does not pay for the imports.
+    Packages of `BINARY` that do not load then look as if they were not installed. A run that needs no model of
+    transformers does not pay for the imports.
     """
 
     @classmethod
     def find_spec(cls, name: str, path=None, target=None) -> None:
-        if name.startswith("transformers."):  # not a mere question whether transformers is there
-            sys.meta_path.remove(cls)
-            hide_broken()
+        if not name.startswith("transformers."):  # a mere question whether transformers is there
+            return
+        sys.meta_path.remove(cls)
+        for package in BINARY:
+            if package in sys.modules or find_spec(package) is None:
+                continue
+            try:
+                importlib.import_module(package)
+            except Exception as error:  # OSError, RuntimeError or ImportError of a shared library
+                _reasons[package] = _first_line(error)
+                for module in [key for key in sys.modules if key.startswith(f"{package}.")]:
+                    del sys.modules[module]
+                sys.modules[package] = None  # `find_spec` returns None, and an import fails

@@ -5,6 +5,7 @@ The files of conf/ define the names, for the library and for the command line: "
 """
 
 import json
+import os
 import pkgutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ ALIASES = {
     "task": {"sweep": "arm_sweeping"},
 }
 LARGEST = 2**17  # maximum number of characters of a YAML file
-_OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())
+OWN: ContextVar[tuple[Path, ...]] = ContextVar("own_names", default=())  # folders of `own_names`
 CONF = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parent.parent / "conf"
 
 
@@ -70,11 +71,11 @@ def own_names(folders: Iterable[str | Path]) -> Iterator[None]:
                 raise ConfigError(
                     f"{file}: the name {file.stem} exists in {taken}; rename the file"
                 )
-    before = _OWN.set(paths)
+    before = OWN.set(paths)
     try:
         yield
     finally:
-        _OWN.reset(before)
+        OWN.reset(before)
 
 
 def user_message(error: Exception) -> str | None:
@@ -87,35 +88,44 @@ def user_message(error: Exception) -> str | None:
     return message or str(error)
 
 
-def own_folders() -> tuple[Path, ...]:
-    """The folders of the active `own_names`."""
-    return _OWN.get()
-
-
 def known_names(group: str) -> list[str]:
     """The names of a group, including those of `own_names`.
 
     Only these names become parts of file paths.
     """
     names = set()
-    for folder in (CONF, *_OWN.get()):
+    for folder in (CONF, *OWN.get()):
         names |= {path.stem for path in (folder / group).glob("*.yaml")}
     return sorted(names)
 
 
-def is_known(group: str, name: Any) -> bool:
-    return isinstance(name, str) and name in known_names(group)
-
-
 def file_of(group: str, name: str) -> Path:
     """The yaml file of a name."""
-    files = [folder / group / f"{name}.yaml" for folder in (CONF, *_OWN.get())]
+    files = [folder / group / f"{name}.yaml" for folder in (CONF, *OWN.get())]
     return next(filter(Path.is_file, files))
 
 
 def canonical(group: str, name: Any) -> Any:
     """Replace an alias such as "favor++" by its name in conf/."""
     return ALIASES.get(group, {}).get(str(name).lower(), name)
+
+
+def fetched(name: str | Path, option: str = "") -> Path | None:
+    """The folder of a fetched model such as models/minilm; None for other names.
+
+    An existing path with that name takes precedence. Raises ConfigError, naming `option`, if the model was not fetched.
+    """
+    if not str(name).startswith("models/") or Path(name).exists():
+        return None
+    root = os.environ.get("CRT_DATA")
+    folder = Path(root or ".", name).expanduser()
+    if root and (folder / "config.json").is_file():
+        return folder
+    where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
+    raise ConfigError(
+        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp data fetch {name} "
+        f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}"
+    )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -30,14 +30,13 @@ from omegaconf import DictConfig
 from crt_exp.experiments.data import inside_torchrun, rank, world_size
 from crt_exp.experiments.runner.command_line import check_command_line, with_file_names
 from crt_exp.experiments.runner.configuration import (
-    check_composed,
+    check_plain,
     choice,
-    folders,
     is_sweep,
     mechanism_part,
     output_directory,
-    override_key,
     overrides,
+    plain_config,
 )
 from crt_exp.experiments.runner.exit_handling import (
     FAILED_RUN_CODE,
@@ -55,14 +54,15 @@ from crt_exp.experiments.runner.sweep import (
     check_direction,
     description,
     show,
+    sweeps,
 )
-from crt_exp.optional import HideBeforeTransformers
+from crt_exp.optional import HideBroken
 from crt_exp.registry import CONF, ConfigError, construct, import_object, own_names
 
 
 def main() -> None:
     """Run the command line, in one process or in every process of torchrun."""
-    sys.meta_path.insert(0, HideBeforeTransformers)
+    sys.meta_path.insert(0, HideBroken)
     if world_size() > 1:
         agree_on_start()
     try:
@@ -72,16 +72,18 @@ def main() -> None:
             return
     except ConfigError as error:
         fail(error)
+    has_failed = False  # a run of a sweep
     PLUGINS[BASIC] = UsedOptionsSweeper  # Hydra's basic sweeper
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run)()
     except KeyboardInterrupt:  # between two runs of a sweep
         fail(Stopped("stopped by SIGINT", 128 + signal.SIGINT), 128 + signal.SIGINT)
     finally:
-        try:
-            has_failed = show()
-        except (ConfigError, OSError) as error:
-            fail(error)
+        if sweeps:
+            try:
+                has_failed = show()
+            except (ConfigError, OSError) as error:
+                fail(error)
     if has_failed:
         sys.exit(FAILED_RUN_CODE)
     if world_size() > 1:
@@ -89,52 +91,53 @@ def main() -> None:
 
 
 def run(cfg: DictConfig) -> float | None:
-    """Run one composed configuration; return the task's metric for Hydra sweeps.
+    """Run one composed configuration, print its summary; return the task's metric for Hydra sweeps.
 
-    Only the first process returns a metric; the others return None.
+    Only the first process returns a metric; the others return None. Stand-in data are named before the run and in the
+    summary. Errors, signals and divergence end the process with one line.
     """
-    with report_errors(), own_names(folders()):
-        return execute(cfg)
+    sources = HydraConfig.get().runtime.config_sources
+    own = [
+        source.path
+        for source in sources
+        if source.provider.endswith("command-line") and source.schema == "file"
+    ]  # folders that the user added to Hydra's search path
+    with report_errors(), own_names(own):
+        config = plain_config(cfg)
+        check_plain(config)  # before the imports of tasks, which take seconds
+        from crt_exp.experiments.tasks.base import Measurement
+        from crt_exp.mechanism import Mechanism
 
-
-def execute(cfg: DictConfig) -> float | None:
-    """Execute a run, print its summary and return the final metric.
-
-    Returns None on processes other than the first. Stand-in data are named before the run and in the summary. Raises
-    ConfigError, and Stopped after a signal or a divergence.
-    """
-    config = check_composed(cfg)  # before the imports of tasks, which take seconds
-    from crt_exp.experiments.tasks.base import Measurement
-    from crt_exp.mechanism import Mechanism
-
-    if is_sweep():
-        task_class = import_object(config["task"]["_target_"])
-        check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
-    task = construct(config["task"])
-    mechanism = Mechanism.from_config(config, choice)
-    if mechanism.features is not None and not (mechanism.own_kernel and task.accepts_own_kernel):
-        with errors_of("features"):
-            mechanism.map()
-    run = run_training
-    unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
-    if isinstance(task, Measurement):
-        run = run_measurement
-        unused += overrides_of("trainer")
-    if unused:
-        raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
-    if task.stand_in and rank() == 0:
-        print(task.stand_in, flush=True)
-    records = run(config, task, mechanism)
-    if not records:
-        return None
-    last = records[-1]
-    notes = [task.summary(records)]
-    if PARTIAL in last:
-        notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
-    if task.stand_in:
-        notes.append(task.stand_in)
-    print(f"{'; '.join(notes)}  [{output_directory()}]")
-    return last[task.metric]
+        if is_sweep():
+            task_class = import_object(config["task"]["_target_"])
+            check_direction(task_class, HydraConfig.get().sweeper.get("direction"))
+        task = construct(config["task"])
+        mechanism = Mechanism.from_config(config, choice)
+        if "features" in mechanism.parts:
+            with errors_of("features"):
+                mechanism.map(own_kernel=task.accepts_own_kernel)
+        is_measurement = isinstance(task, Measurement)
+        unused = [o for o in overrides() if mechanism_part(o) not in (None, *task.uses)]
+        if is_measurement:
+            unused += overrides("trainer")
+        if unused:
+            raise ConfigError(f"task={choice('task')}: does not use {' '.join(unused)}; remove it")
+        if task.stand_in and rank() == 0:
+            print(task.stand_in, flush=True)
+        if is_measurement:
+            records = run_measurement(config, task, mechanism)
+        else:
+            records = run_training(config, task, mechanism)
+        if not records:
+            return None
+        last = records[-1]
+        notes = [task.summary(records)]
+        if PARTIAL in last:
+            notes.append(f"on a random sample of {last[PARTIAL]:.0f} batches only")
+        if task.stand_in:
+            notes.append(task.stand_in)
+        print(f"{'; '.join(notes)}  [{output_directory()}]")
+        return last[task.metric]
 
 
 @contextmanager
@@ -145,11 +148,6 @@ def errors_of(group: str) -> Iterator[None]:
     except ValueError as error:
         prefix = f"{group}={choice(group)}: "
         raise ConfigError(f"{prefix}{str(error).removeprefix(prefix)}") from None
-
-
-def overrides_of(node: str) -> list[str]:
-    """Return the overrides of a node of the configuration and of keys below it."""
-    return [o for o in overrides() if f"{override_key(o)}.".startswith(f"{node}.")]
 
 
 def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
@@ -179,13 +177,12 @@ def run_measurement(config: dict[str, Any], task: Any, mechanism: Any) -> list[d
 
 def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict]:
     """Return the records of a task that trains; empty except on the first process."""
-    from accelerate.utils import set_seed
+    from accelerate.utils import gather_object, set_seed
 
-    from crt_exp.experiments.runner.distributed import Distributed
+    from crt_exp.experiments.runner.distributed import processes
     from crt_exp.experiments.runner.trainer import Trainer, planned_steps
 
     trainer = construct(config["trainer"])
-    trainer.check_processes(world_size())
     if trainer.strategy == "fsdp" and not inside_torchrun():
         raise ConfigError(
             "trainer.strategy=fsdp: expected several processes; start with torchrun "
@@ -195,20 +192,20 @@ def run_training(config: dict[str, Any], task: Any, mechanism: Any) -> list[dict
         task.check_shards()
     if trainer.adapt:
         task.check_adapters()
-    elif overrides_of("trainer.lora"):
-        unused = " ".join(overrides_of("trainer.lora"))
+    elif overrides("trainer.lora"):
+        unused = " ".join(overrides("trainer.lora"))
         raise ConfigError(f"trainer.adapt=null: does not use {unused}; set trainer.adapt=lora")
     planned_steps(trainer, task, world_size())
     if choice("attention"):
         with errors_of("attention"):
             mechanism.layer(2, 8)
     with (
-        Distributed(trainer.precision, trainer.cpu) as distributed,
-        RunDirectory(config, task, output_directory(), distributed.main) as run,
+        processes(trainer.precision, trainer.cpu) as accelerator,
+        RunDirectory(config, task, output_directory(), accelerator.is_main_process) as run,
     ):
         set_seed(config["seed"])
-        if not distributed.broadcast(is_finished(run.records)):
-            Trainer(trainer, task, mechanism, run, distributed, config["seed"]).fit()
-        if distributed.main and not (run.directory / CURVES).is_file():
+        if not gather_object([is_finished(run.records)])[0]:  # those of the first process
+            Trainer(trainer, task, mechanism, run, accelerator, config["seed"]).fit()
+        if accelerator.is_main_process and not (run.directory / CURVES).is_file():
             draw_curves(run.records, task.metric, run.directory)
     return run.records

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from numbers import Number
@@ -59,6 +59,7 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # the range of NumPy's seeds
 Complex = Annotated[
     complex, Strict(False)
 ]  # YAML has no complex numbers, so strings such as 0.1+0.2j are accepted
+INTEGERS: dict[int | None, Any] = {}  # bound -> annotation of `whole_number`
 Several = Annotated[Sequence[Entry], Field(min_length=1)]
 
 
@@ -160,14 +161,10 @@ def plain(value: Any, sequence: type = list) -> Any:
 
 def whole_number(value: Any, name: str, least: int | None = 1) -> int:
     """Return an integer as int. Raises ConfigError for others and below `least`."""
-    check(name, value, integer_from(least))
+    # one annotation per bound, so that `adapter` finds it again
+    hint = INTEGERS.setdefault(least, Annotated[int, Field(ge=least)])
+    check(name, value, hint)
     return int(value)
-
-
-@functools.cache
-def integer_from(least: int | None) -> Any:
-    """Return one annotation per bound, so that `adapter` finds it again."""
-    return Annotated[int, Field(ge=least)]
 
 
 SIGNS = {
@@ -196,7 +193,7 @@ NAMES = {
 
 def describe(hint: Any) -> str:
     """Describe what an annotation accepts, such as "an integer >= 1 or null"."""
-    bare, *extra = split_annotation(hint)
+    bare, *extra = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     limits = []
     for part in extra:
         if isinstance(part, FieldInfo):
@@ -222,15 +219,6 @@ def describe(hint: Any) -> str:
     if options[0] is not Any:
         every = f"(each {', '.join(dict.fromkeys(entries))})"
     return " ".join(filter(None, [name, bounds, every]))
-
-
-def split_annotation(hint: Any) -> tuple[Any, ...]:
-    """Return an annotation and its metadata.
-
-    >>> split_annotation(FileName)
-    (<class 'str'>, Files(words=()))
-    """
-    return get_args(hint) if get_origin(hint) is Annotated else (hint,)
 
 
 def format_value(value: Any) -> str:
@@ -402,7 +390,7 @@ def files_named(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
     >>> [*files_named("text", ["a.txt", "b"], list[FileName] | None)], [*files_named("text", "a.txt", str)]
     ([('text', 'a.txt'), ('text', 'b')], [])
     """
-    bare, *marks = split_annotation(hint)
+    bare, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     kind = get_origin(bare) or bare
     options = get_args(bare)
     for mark in marks:
@@ -422,19 +410,20 @@ def files_named(key: str, value: Any, hint: Any) -> Iterator[tuple[str, str]]:
             yield from files_named(key, entry, options[0])
 
 
-def checked(prefix: str) -> Callable[[type], type]:
-    """Class decorator: check constructor arguments; errors name `<prefix>.<name>`."""
+def checked(prefix: str, kind: type | None = None) -> Any:
+    """Class decorator: check constructor arguments; errors name `<prefix>.<name>`.
 
-    def decorate(cls: type) -> type:
-        construct = cls.__init__
-        arguments = inspect.signature(construct)
+    Without a class, return the decorator.
+    """
+    if kind is None:
+        return functools.partial(checked, prefix)
+    construct = kind.__init__
+    arguments = inspect.signature(construct)
 
-        @functools.wraps(construct)
-        def checking(self, *args, **options):
-            check_values(prefix, cls, arguments.bind(self, *args, **options).arguments)
-            construct(self, *args, **options)
+    @functools.wraps(construct)
+    def checking(self, *args, **options):
+        check_values(prefix, kind, arguments.bind(self, *args, **options).arguments)
+        construct(self, *args, **options)
 
-        cls.__init__ = checking
-        return cls
-
-    return decorate
+    kind.__init__ = checking
+    return kind

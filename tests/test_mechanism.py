@@ -48,11 +48,10 @@ def test_every_attention_is_read_from_what_it_writes_and_works(name):
     assert made == Mechanism.of(name, seed=3)
     assert str(made).split()[0] == name
     assert made.is_exact == (name == "exact")
-    assert (made.sampler is not None) == made.draws
-    assert (made.m is not None) == made.draws
+    assert (made.sampler is None) == (made.m is None)
     actual = made.with_projections(8)
     expected = made
-    if made.draws:
+    if made.m is not None:
         expected = Mechanism.of(name, m=8, seed=3)
     assert actual == (expected)
     q = torch.randn(1, 2, 5, 8)

@@ -24,7 +24,7 @@ from crt_exp.features.base import Params, Projections
 from crt_exp.features.exponential import PositiveExponential, Trigonometric
 from crt_exp.features.statistics import check_kernel
 from crt_exp.mechanism import Mechanism, features_of_attention
-from crt_exp.registry import ConfigError, is_known
+from crt_exp.registry import ConfigError, known_names
 from crt_exp.samplers import Noise
 from crt_exp.samplers.threads import threads
 from crt_exp.validation import whole_number
@@ -48,7 +48,7 @@ def load_map(features: str, kernel: str) -> FeatureMap:
         raise ConfigError(
             f"features={features!r}: expected a name of conf/features, or a FeatureMap"
         )
-    if not is_known("features", features) and (
+    if features not in known_names("features") and (
         error := features_of_attention("features", features)
     ):
         raise error

@@ -128,8 +128,8 @@ def colour(name: str) -> str:
         and name in choices("attention")
         and name not in choices("features")
     ):
-        features = Mechanism.of(name).features
-        return CONTROL if features is None else colour(features.name)
+        parts = Mechanism.of(name).parts
+        return colour(parts["features"].name) if "features" in parts else CONTROL
     return (
         MAPS.get(name)
         or BASELINES.get(name)

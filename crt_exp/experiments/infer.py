@@ -51,7 +51,7 @@ import transformers
 from pydantic import Field
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, images
+from crt_exp.experiments.data import DataError, images, numbered_lines
 from crt_exp.experiments.data.files import IMAGES, check_cells, files_ending, read_text_table
 from crt_exp.experiments.data.labelled_text import text_columns
 from crt_exp.experiments.data.speech import (
@@ -64,7 +64,6 @@ from crt_exp.experiments.data.speech import (
     pad_audio,
     seconds_of,
 )
-from crt_exp.experiments.data.text import numbered_lines
 from crt_exp.experiments.models import encoders, language, vision
 from crt_exp.experiments.models.folder import (
     CONFIG,

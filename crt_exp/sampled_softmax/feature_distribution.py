@@ -244,8 +244,9 @@ class ClassFeatures(nn.Module):
         self.phi = proposal if isinstance(proposal, FeatureMap) else mechanism.map("softmax")
         self.m = mechanism.m
         self.scale = float(temperature) ** -0.5
-        assert mechanism.features and mechanism.sampler_part and mechanism.sampler
-        names = f"{mechanism.features.name} x {mechanism.sampler_part.name}, m = {self.m}"
+        assert mechanism.sampler is not None
+        features = mechanism.parts["features"].name
+        names = f"{features} x {mechanism.parts['sampler'].name}, m = {self.m}"
         self.described = (
             f"{names}, map {self.phi!r}, d = {d}, V = {classes}, temperature = {temperature:g}"
         )

@@ -4,5 +4,5 @@
 - attend: one call of a swapped layer, and its masks. modules: the modules of torch and timm.
 - interface, cache: transformers' attention function and its caches.
 - calibration: calibrate_attention and describe_attention.
-- saved, pretrained: saved swapped models and from_pretrained.
+- saved, pretrained: restore saved swapped models, from_pretrained.
 """

@@ -62,14 +62,16 @@ def attend(
             keep = keep[:, :used]
     if keep is not None:
         keep = None if known_true(keep) else keep.expand(k.shape[0], -1)
-    prepare(state, q, k, causal, cross)
-    q = rescaled(state, q, scaling)
-    if not matrix:
-        return state(q, k, _drop_keys(v, dropout), keep), None
+    q = prepare(state, q, k, causal, cross, scaling)
     dv = v.shape[3]
     used = v.shape[2]
-    unit = torch.eye(used, dtype=v.dtype, device=v.device).expand(*v.shape[:2], used, used)
-    v = _drop_keys(torch.cat([v, unit], -1), dropout)
+    if matrix:
+        unit = torch.eye(used, dtype=v.dtype, device=v.device)
+        v = torch.cat([v, unit.expand(*v.shape[:2], used, used)], -1)
+    if dropout > 0:
+        v = v * F.dropout(torch.ones_like(v[..., :1]), dropout)
+    if not matrix:
+        return state(q, k, v, keep), None
     state.columns = dv  # the other columns are unit vectors
     try:
         out = state(q, k, v, keep)
@@ -79,25 +81,18 @@ def attend(
     return out[..., :dv], weights
 
 
-def rescaled(state: AttentionLayer, q: Tensor, scaling: float | None) -> Tensor:
-    """Scale queries for a call whose factor of the logits is not that of the layer."""
-    if scaling is None or scaling == state.scaling:
-        return q
-    return q * (scaling / state.scaling)
-
-
-def _drop_keys(v: Tensor, dropout: float) -> Tensor:
-    if dropout <= 0:
-        return v
-    return v * F.dropout(torch.ones_like(v[..., :1]), dropout)
-
-
 def prepare(
-    state: AttentionLayer, q: Tensor, k: Tensor, causal: bool, cross: bool | None = None
-) -> None:
+    state: AttentionLayer,
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    cross: bool | None = None,
+    scaling: float | None = None,
+) -> Tensor:
     """Check the sizes of a call and set the causal and cross flags of the layer.
 
-    Raises ValueError for a call that the layer was not built for.
+    Returns the queries, scaled if the call and the layer have different factors of the logits. Raises ValueError for a
+    call that the layer was not built for.
     """
     sizes = (q.shape[1], k.shape[1], q.shape[3])
     expected = (state.heads, state.kv_heads, state.d)
@@ -117,6 +112,9 @@ def prepare(
     # writing a module attribute takes as long as a small tensor operation
     if causal != state.causal:
         state.causal = causal
+    if scaling is None or scaling == state.scaling:
+        return q
+    return q * (scaling / state.scaling)
 
 
 def check_mask(mask: Tensor, q: Tensor, S: int, path: str, least: int | None = None) -> None:
@@ -140,7 +138,8 @@ def read_mask(
     mask: Tensor, keep: Tensor | None, causal: bool, queries: int, path: str
 ) -> tuple[Tensor, bool, int]:
     """Convert a mask of pairs to (keep (B or 1, S), causal, number of keys)."""
-    if _equal_for_all_queries(mask):
+    # equal for all heads and queries, by its shape or strides
+    if mask.ndim == 4 and all(mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (1, 2)):
         seen = _allowed(mask[:, 0, 0], path)
         if keep is not None:
             seen = seen & keep
@@ -160,13 +159,6 @@ def read_mask(
     if queries == 1:
         is_causal = causal
     return seen, is_causal, used
-
-
-def _equal_for_all_queries(mask: Tensor) -> bool:
-    """Return whether a mask is equal for all heads and queries, by its shape or strides."""
-    if mask.ndim != 4:
-        return False
-    return all(mask.shape[dim] == 1 or mask.stride(dim) == 0 for dim in (1, 2))
 
 
 def _to_last_query(keep: Tensor, causal: bool, expected: bool, queries: int, path: str) -> int:

@@ -33,7 +33,7 @@ from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.baselines import Window
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.attention.decoding import DecodingState, changes
-from crt_exp.swap.attend import attend, prepare, read_mask, rescaled
+from crt_exp.swap.attend import attend, prepare, read_mask
 from crt_exp.swap.families import is_cross, names_in_forward
 
 NAMES = ("cache", "past_key_values")  # argument of forward, and its deprecated name
@@ -143,7 +143,7 @@ class RecurrentLayer(DynamicLayer):
         if mask is not None:
             keep, causal, used = read_mask(mask, keep, causal, query.shape[2], swapped.path)
         keep = None if keep is None or bool(keep.all()) else keep.expand(query.shape[0], -1)
-        prepare(swapped, query, key, causal)
+        scaled = prepare(swapped, query, key, causal, scaling=scaling)
         if first:
             padded = keep is not None and isinstance(swapped, Window)
             possible = causal and not matrix and used == self.length and not padded
@@ -159,8 +159,7 @@ class RecurrentLayer(DynamicLayer):
         else:
             self._check(swapped, query, causal, matrix, used)
             keep = self._new_padding(keep, query.shape[2], swapped.path)
-        q = swapped.scaled(rescaled(swapped, query, scaling))
-        return self.state.step(q, swapped.scaled(key), value, keep), None
+        return self.state.step(swapped.scaled(scaled), swapped.scaled(key), value, keep), None
 
     def _is_update(self, key: Tensor, value: Tensor, path: str) -> bool:
         """Whether key and value are the tensors of `update`, used for the first time."""

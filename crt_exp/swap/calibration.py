@@ -326,9 +326,9 @@ def describe_attention(model: nn.Module) -> "pd.DataFrame":
     import pandas as pd
 
     rows = []
-    for i, (path, module) in enumerate(swappable(model)):
-        state = module._modules.get("swapped")
-        row = _module_row(path, module) | {"layer": i, "mechanism": "unchanged"}
+    for i, place in enumerate(swappable(model)):
+        state = place.module._modules.get("swapped")
+        row = _module_row(place.path, place.module) | {"layer": i, "mechanism": "unchanged"}
         if isinstance(state, AttentionLayer):
             row |= _layer_row(state)
         rows.append(row)

@@ -10,7 +10,6 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ CONFIGURED_BIASES = ("use_relative_position_bias", "use_shared_relative_position
 # layer type -> configuration key of the window size
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 WINDOW_REASON = "has a window"  # start of the reason for a layer with a window
+FUSED = "scaled_dot_product_attention"  # torch's fused attention
 ROTATIONS = (None, "rotary", "absolute")  # position embeddings that add nothing to the logits
 # Classes, or parent class and attribute, whose masks are built elsewhere and are neither padding nor causal.
 OTHER_MASKS = {
@@ -113,29 +113,20 @@ def unknown_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     known = []
     candidates = {}
     for path, part in model.named_modules():
+        kind: Any = type(part)
+        place = f"{path}." if path else ""  # the start of the places inside
         if family(part):
-            known.append(path)
-        elif _resembles_attention(type(part)):
-            candidates[path] = part
+            known.append(place)
+        elif "attention" in kind.__name__.lower() or FUSED in names_in_forward(kind):
+            candidates[place] = part
     unknown = []
-    for path, part in candidates.items():
-        in_known = any(_inside(path, other) for other in known)
-        is_parent = any(_inside(other, path) for other in (*known, *candidates))
-        if not in_known and not is_parent:
-            unknown.append((path or type(part).__name__, part))
+    for place, part in candidates.items():
+        is_parent = any(
+            other.startswith(place) and other != place for other in (*known, *candidates)
+        )
+        if not is_parent and not place.startswith(tuple(known)):
+            unknown.append((place.removesuffix(".") or type(part).__name__, part))
     return unknown
-
-
-def _resembles_attention(kind: Any) -> bool:
-    if "attention" in kind.__name__.lower():
-        return True
-    return "scaled_dot_product_attention" in names_in_forward(kind)
-
-
-def _inside(path: str, other: str) -> bool:
-    """Whether the module at `path` is inside the module at `other`."""
-    prefix = f"{other}." if other else ""
-    return path.startswith(prefix) and path != other
 
 
 def sizes(module: Any, path: str) -> HeadSizes:
@@ -228,11 +219,23 @@ def refusal(module: Any, holder: nn.Module | None, name: str) -> str | None:
             return OTHER_MASKS[known]
     kind: Any = type(module)
     passed = passed_arguments(kind)
-    for check in (_bias, _softmax, _axis, _window):
-        reason = check(module, passed)
-        if reason is not None:
-            return reason
-    return "masks pairs of queries and keys" if passed.own_mask else None
+    if _is_biased(module, passed):
+        return "adds a position bias to its logits"
+    if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
+        return "caps its logits (softcap)"
+    if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
+        return "has sinks in its softmax (s_aux)"
+    if "indices" in passed.keywords:
+        return "selects keys for each query (sparse index)"
+    if "cache_offset" in passed.parameters:
+        return "runs several times in a forward pass, each time with other cached keys"
+    sized = _first(module, (*HEADS, *HEAD_DIMS)) is not None
+    if not sized and "attention_mask" not in passed.parameters:
+        return "attends over another axis than tokens, such as layers or channels"
+    window = _window(module, passed)
+    if window is None and passed.own_mask:
+        return "masks pairs of queries and keys"
+    return window
 
 
 def _read_by_hand(module: Any, holder: nn.Module | None) -> str | None:
@@ -245,38 +248,26 @@ def _read_by_hand(module: Any, holder: nn.Module | None) -> str | None:
     return f"is computed by {parent.__name__} itself" if reads else None
 
 
-def _bias(module: Any, passed: Passed) -> str | None:
+def _is_biased(module: Any, passed: Passed) -> bool:
+    """Whether a module adds a position bias to its logits."""
     biased = any(getattr(module, name, None) not in (None, False) for name in BIASES)
     biased = biased or any(getattr(module.config, name, False) for name in CONFIGURED_BIASES)
     if "position_bias" in passed.keywords:
         kind = getattr(module, "position_embeddings_type", "relative")
-        biased = biased or kind not in ROTATIONS
-    elif "position_bias" in passed.parameters:
-        biased = True
-    return "adds a position bias to its logits" if biased else None
-
-
-def _softmax(module: Any, passed: Passed) -> str | None:
-    if "softcap" in passed.keywords and getattr(module, "attn_logit_softcapping", 1) is not None:
-        return "caps its logits (softcap)"
-    if "s_aux" in passed.keywords and getattr(module, "sinks", 1) is not None:
-        return "has sinks in its softmax (s_aux)"
-    return "selects keys for each query (sparse index)" if "indices" in passed.keywords else None
-
-
-def _axis(module: Any, passed: Passed) -> str | None:
-    """Why the keys of a module are not the tokens of one sequence, or None."""
-    if "cache_offset" in passed.parameters:
-        return "runs several times in a forward pass, each time with other cached keys"
-    sized = _first(module, (*HEADS, *HEAD_DIMS)) is not None
-    if sized or "attention_mask" in passed.parameters:
-        return None
-    return "attends over another axis than tokens, such as layers or channels"
+        return biased or kind not in ROTATIONS
+    return biased or "position_bias" in passed.parameters
 
 
 def _window(module: Any, passed: Passed) -> str | None:
+    """The reason of a module with a window that is shorter than its sequences, or None."""
     config = module.config
-    kind = _layer_type(module)
+    kind = getattr(module, "layer_type", None)
+    if not isinstance(kind, str):
+        kind = getattr(module, "attention_type", None)
+    if not isinstance(kind, str):
+        types = getattr(config, "layer_types", None) or ()
+        index = getattr(module, "layer_idx", None)
+        kind = types[index] if isinstance(index, int) and index < len(types) else None
     slides = getattr(module, "is_sliding", True) is not False
     size = None
     if kind in WINDOWS:
@@ -289,18 +280,6 @@ def _window(module: Any, passed: Passed) -> str | None:
     return f"{WINDOW_REASON} of {size} tokens for sequences of up to {longest} tokens"
 
 
-def _layer_type(module: Any) -> str | None:
-    for name in ("layer_type", "attention_type"):
-        kind = getattr(module, name, None)
-        if isinstance(kind, str):
-            return kind
-    types = getattr(module.config, "layer_types", None)
-    index = getattr(module, "layer_idx", None)
-    if types and isinstance(index, int) and index < len(types):
-        return types[index]
-    return None
-
-
 @cache
 def passed_arguments(kind: Any) -> Passed:
     """Parse the source of a class's forward method."""
@@ -311,32 +290,45 @@ def passed_arguments(kind: Any) -> Passed:
     except (OSError, SyntaxError):  # the class has no source
         return Passed(frozenset(), parameters, False)
     keywords = set()
-    computes_mask = False
+    masks: list[ast.expr] = []
+    values: dict[str, list[ast.expr | None]] = {}  # that are assigned to each single name
+    value: ast.expr | None
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not _calls_interface(node):
-            continue
-        for word in node.keywords:
-            if word.arg and getattr(word.value, "value", word.value) is not None:
-                keywords.add(word.arg)
-        masks = node.args[4:5]
-        if not masks:
-            masks = [word.value for word in node.keywords if word.arg == "attention_mask"]
-        computes_mask = computes_mask or any(_computed(mask, tree) for mask in masks)
+        match node:
+            # attention_interface(self, query, key, value, mask, ...)
+            case ast.Call(func=ast.Name(), args=[ast.Name(id="self"), *others], keywords=words):
+                named = {word.arg: word.value for word in words}
+                if len(others) < 3 and not named.keys() >= {"query", "key", "value"}:
+                    continue
+                for key, value in named.items():
+                    if key and getattr(value, "value", value) is not None:
+                        keywords.add(key)
+                if len(others) > 3:
+                    masks.append(others[3])
+                elif "attention_mask" in named:
+                    masks.append(named["attention_mask"])
+            case ast.AugAssign(target=ast.Name(id=name)):
+                computed = ast.BinOp(node.target, node.op, node.value)
+                values.setdefault(name, []).append(computed)
+            case ast.AnnAssign(target=ast.Name(id=name), value=value):
+                values.setdefault(name, []).append(value)
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, []).append(value)
+    computes_mask = any(_computed(mask, values) for mask in masks)
     return Passed(frozenset(keywords), parameters, computes_mask)
 
 
-def _calls_interface(call: ast.Call) -> bool:
-    """Whether a call has the form attention_interface(self, query, key, value, ...)."""
-    if not isinstance(call.func, ast.Name) or not call.args:
-        return False
-    first = call.args[0]
-    takes_self = isinstance(first, ast.Name) and first.id == "self"
-    named = {word.arg for word in call.keywords}
-    return takes_self and (len(call.args) >= 4 or {"query", "key", "value"} <= named)
+def _computed(
+    mask: ast.expr | None,
+    values: dict[str, list[ast.expr | None]],
+    seen: frozenset[str] = frozenset(),
+) -> bool:
+    """Whether an expression computes a mask, rather than selects from given masks.
 
-
-def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = frozenset()) -> bool:
-    """Whether an expression computes a mask, rather than selects from given masks."""
+    values: the expressions that are assigned to each name.
+    """
     match mask:
         # `get` reads an entry of a given mapping
         case None | ast.Constant() | ast.Call(func=ast.Attribute(attr="get")):
@@ -344,7 +336,7 @@ def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = froze
         case ast.Name(id=name):
             if name in seen:
                 return False
-            parts = [value for target, value in _assignments(tree) if target == name]
+            parts = values.get(name, [])
             seen = seen | {name}
         case ast.IfExp(body=one, orelse=other):
             parts = [one, other]
@@ -356,18 +348,4 @@ def _computed(mask: ast.expr | None, tree: ast.AST, seen: frozenset[str] = froze
             parts = [whole]
         case _:
             return True
-    return any(_computed(part, tree, seen) for part in parts)
-
-
-def _assignments(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield (name, value) of every assignment to a single name."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.AugAssign(target=ast.Name(id=name)):
-                yield name, ast.BinOp(node.target, node.op, node.value)
-            case ast.AnnAssign(target=ast.Name(id=name), value=value):
-                yield name, value
-            case ast.Assign(targets=targets, value=value):
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        yield target.id, value
+    return any(_computed(part, values, seen) for part in parts)

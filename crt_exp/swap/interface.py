@@ -18,6 +18,7 @@ from crt_exp.swap.families import passed_arguments
 INTERFACE = "crt_exp"  # name of the attention function in transformers
 # variants that keep transformers' own masks, for configurations whose masks attention that is not swapped reads too
 AS_BEFORE = {"eager": "crt_exp_eager_masks", "sdpa": "crt_exp_fused_masks"}
+OURS = (INTERFACE, *AS_BEFORE.values())
 EVERY_KEY = "crt_exp_every_key"  # attribute of masks that keep every key
 EXTRAS = (
     "position_bias",
@@ -42,13 +43,9 @@ def plain_implementation(implementation: str, parts: list[Any]) -> str:
     return "sdpa"
 
 
-def is_ours(config) -> bool:
-    return config._attn_implementation in (INTERFACE, *AS_BEFORE.values())
-
-
 def refuse_replaced(module: Any, *_: Any) -> None:
     """Forward pre-hook: raise ValueError if the attention was replaced after the swap."""
-    if not is_ours(module.config):
+    if module.config._attn_implementation not in OURS:
         raise ValueError(
             f"{module.swapped.path}: config._attn_implementation is now "
             f"{module.config._attn_implementation!r}; call unswap_attention or swap_attention again"

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError
+from crt_exp.registry import ConfigError, fetched
 from crt_exp.swap import saved
 from crt_exp.swap.calibration import swapped_states
 from crt_exp.swap.families import attention_modules
-from crt_exp.swap.swap import swap_layers
+from crt_exp.swap.swap import swap_layers, take_record, write_record
 
 FETCHING = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 ANEW = "load the weights with from_pretrained of their class, then call swap_attention"
@@ -48,7 +48,7 @@ def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     >>> describe_attention(loaded)["mechanism"].tolist()
     ['favorpp']
     """
-    published = saved.fetched(folder)
+    published = fetched(folder)
     if published is not None:
         return auto.from_pretrained(published, **options)
     run_model = Path(folder, "model")
@@ -61,7 +61,7 @@ def from_pretrained(auto: Any, folder: str | Path, **options: Any) -> nn.Module:
     unnamed = {saved.IMPLEMENTATION: None}
     with saved.ignoring_buffers():
         model = auto.from_pretrained(folder, **(unnamed | safely | options))
-    record = saved.take_record(model)
+    record = take_record(model)
     if record is None and is_run:
         return model
     if record is None:
@@ -104,7 +104,7 @@ def _swapped(
                 record=options,
             )
     saved.restore(model, swapped_states(model), files, folder, strict=True)
-    saved.write_record(model)
+    write_record(model)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Save and restore swapped models: mechanisms, projections and statistics.
+"""Restore saved swapped models: mechanisms, projections and statistics.
 
 save_pretrained of transformers stores `config.crt_exp` and the buffers of `swapped`. `config.crt_exp` is a dictionary:
 - `version`: the version of this package.
@@ -19,69 +19,13 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from crt_exp import __version__
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.registry import ConfigError, json_object
-from crt_exp.swap.families import attention_modules
 from crt_exp.validation import Whole, check
 
 KEY = "crt_exp"
 IMPLEMENTATION = "attn_implementation"  # key of config.json, which transformers reads at loading
 NEW_NOISE = "use saved=False for new ones"
-
-
-# ---- the record in the configuration
-
-
-def write_record(model: nn.Module) -> None:
-    """Update `config.crt_exp` of each outermost transformers model."""
-    for holder in holders(model):
-        mechanisms: list[dict] = []
-        layers = {}
-        for path, module in attention_modules(holder):
-            state: Any = module._modules.get("swapped")
-            if state is not None and state.record not in mechanisms:
-                mechanisms.append(state.record)
-            layers[path] = None if state is None else mechanisms.index(state.record)
-        take_record(holder)
-        if mechanisms:
-            record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
-            setattr(holder.config, KEY, record)
-            _name_implementation(holder)
-
-
-def holders(model: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models: the model itself, or those in a wrapper."""
-    if _is_pretrained(model):
-        return [model]
-    outermost = []
-    for child in model.children():
-        outermost += holders(child)
-    return outermost
-
-
-def _is_pretrained(part: nn.Module) -> bool:
-    bases = {kind.__name__ for kind in type(part).__mro__}
-    return "PreTrainedModel" in bases and getattr(part, "config", None) is not None
-
-
-def _name_implementation(holder: nn.Module) -> None:
-    """Write the attention's name into the configurations of all models with swapped layers.
-
-    A model inside another one may be saved by itself.
-    """
-    for part in holder.modules():
-        has_swapped = any("swapped" in inner._modules for inner in part.modules())
-        if has_swapped and _is_pretrained(part):
-            setattr(part.config, IMPLEMENTATION, KEY)
-
-
-def take_record(holder: nn.Module) -> dict[str, Any] | None:
-    """Remove `config.crt_exp` and return it; None if there is none."""
-    for part in holder.modules():
-        if _is_pretrained(part):
-            vars(part.config).pop(IMPLEMENTATION, None)
-    return vars(holder.config).pop(KEY, None)
 
 
 def check_record(record: Any, source: Any) -> dict[str, Any]:
@@ -226,24 +170,3 @@ def ignoring_buffers() -> Iterator[None]:
         yield
     finally:
         kind.post_init = own
-
-
-# ---- pretrained models of the fetch command
-
-
-def fetched(name: str | Path, option: str = "") -> Path | None:
-    """The folder of a fetched model such as models/minilm; None for other names.
-
-    An existing path with that name takes precedence. Raises ConfigError, naming `option`, if the model was not fetched.
-    """
-    if not str(name).startswith("models/") or Path(name).exists():
-        return None
-    root = os.environ.get("CRT_DATA")
-    folder = Path(root or ".", name).expanduser()
-    if root and (folder / "config.json").is_file():
-        return folder
-    where = f"not in CRT_DATA={root}" if root else "CRT_DATA is not set"
-    raise ConfigError(
-        f"{f'{option}=' if option else ''}{name}: {where}; run `python -m crt_exp data fetch {name} "
-        f"--dir {root or 'DIR'}`, then set CRT_DATA={root or 'DIR'}"
-    )

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from crt_exp import __version__
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.swap import families
 from crt_exp.swap.families import WINDOW_REASON
-from crt_exp.swap.saved import restore_own, write_record
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, restore_own
 from crt_exp.validation import warn
 
 # builder (heads, d, *, kv_heads, causal, cross, scaling, layer) -> AttentionLayer
@@ -43,10 +44,17 @@ def swap_layers(
         record: what the model's configuration stores of the mechanism. Without a record `from_pretrained` cannot
             rebuild the mechanism.
     """
-    places = _attention_modules(model)
+    places = swappable(model)
     chosen = _choose_layers(places, layers)
     if layers is None:
-        _warn_of_others(model, [place for i, place in enumerate(places) if i not in chosen])
+        kind = type(model).__name__
+        if others := families.unknown_modules(model):
+            warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}")
+        if windows := [place for i, place in enumerate(places) if i not in chosen]:
+            warn(
+                f"{kind}: {len(windows)} layers with window attention stay unchanged: "
+                f"{_names(windows)}"
+            )
     _refuse_unsupported(places, chosen)
     # build and check all layers before the first change to the model
     states = {i: _build_layer(maker, name, i, places[i], causal) for i in chosen}
@@ -58,18 +66,16 @@ def swap_layers(
         record = record | {"causal": causal}
     for i, state in states.items():
         state.record = record
-        _attach(places[i].module, state)
-    _configure_libraries(model)
+        module = places[i].module
+        module.swapped = state
+        replacement = families.swapped_class(module)
+        if replacement is not None and replacement is not type(module):
+            module.__dict__.setdefault("unswapped_class", type(module))
+            module.__class__ = replacement
+    modules = [place.module for place in places if "swapped" in place.module._modules]
+    _configure_libraries(model, modules)
     write_record(model)
     return model
-
-
-def _attach(module: nn.Module, state: AttentionLayer) -> None:
-    module.swapped = state
-    replacement = families.swapped_class(module)
-    if replacement is not None and replacement is not type(module):
-        module.__dict__.setdefault("unswapped_class", type(module))
-        module.__class__ = replacement
 
 
 def unswap_attention(model: nn.Module) -> nn.Module:
@@ -82,7 +88,8 @@ def unswap_attention(model: nn.Module) -> nn.Module:
     >>> type(crt_exp.unswap_attention(module)).__name__
     'MultiheadAttention'
     """
-    swapped = _swapped_modules(model)
+    modules = [place.module for place in swappable(model)]
+    swapped = [module for module in modules if "swapped" in module._modules]
     if not swapped:
         raise ValueError(f"{type(model).__name__}: no swapped attention; call swap_attention first")
     if any(families.family(module) == "hf" for module in swapped):
@@ -102,27 +109,13 @@ def unswap_attention(model: nn.Module) -> nn.Module:
         for config, implementation in part.__dict__.pop("unswapped_configs", ()):
             config._attn_implementation_internal = implementation
         part.__dict__.pop("unmasked_causal", None)
-    _remove_check(model)
+    if "swap_check" in model.__dict__:
+        model.__dict__.pop("swap_check").remove()
     write_record(model)
     return model
 
 
 # ---- select layers
-
-
-def swappable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All attention modules with their paths. Raises ValueError if there are none."""
-    modules = families.attention_modules(model)
-    if modules:
-        return modules
-    raise ValueError(
-        f"{type(model).__name__}: no supported attention; unsupported: "
-        f"{_names(families.unknown_modules(model)) or 'none'}"
-    )
-
-
-def _swapped_modules(model: nn.Module) -> list[Any]:
-    return [module for _, module in swappable(model) if "swapped" in module._modules]
 
 
 class AttentionModule(NamedTuple):
@@ -138,28 +131,23 @@ class AttentionModule(NamedTuple):
         return self.reason is not None and self.reason.startswith(WINDOW_REASON)
 
 
-def _attention_modules(model: nn.Module) -> list[AttentionModule]:
+def swappable(model: nn.Module) -> list[AttentionModule]:
+    """All attention modules. Raises ValueError if there are none."""
     parents = {}
     for part in model.modules():
         for name, child in part.named_children():
             parents[id(child)] = (part, name)
     modules = []
-    for path, module in swappable(model):
+    for path, module in families.attention_modules(model):
         holder, name = parents.get(id(module), (None, ""))
         reason = families.refusal(module, holder, name)
         modules.append(AttentionModule(path, module, holder, reason))
-    return modules
-
-
-def _warn_of_others(model: nn.Module, windows: list[AttentionModule]) -> None:
-    kind = type(model).__name__
-    others = families.unknown_modules(model)
-    if others:
-        warn(f"{kind}: unsupported attention stays unchanged: {_names(others)}")
-    if windows:
-        warn(
-            f"{kind}: {len(windows)} layers with window attention stay unchanged: {_names(windows)}"
-        )
+    if modules:
+        return modules
+    raise ValueError(
+        f"{type(model).__name__}: no supported attention; unsupported: "
+        f"{_names(families.unknown_modules(model)) or 'none'}"
+    )
 
 
 def _names(parts: Sequence[tuple]) -> str:
@@ -244,8 +232,8 @@ def _build_layer(
     return state.train(module.training)
 
 
-def _configure_libraries(model: nn.Module) -> None:
-    swapped = _swapped_modules(model)
+def _configure_libraries(model: nn.Module, swapped: list[Any]) -> None:
+    """Prepare torch, transformers and the check of the first forward pass for the swapped modules."""
     for part in model.modules():
         if isinstance(part, nn.TransformerEncoder) and _has_swapped(part):
             part.__dict__.setdefault("unswapped_nested", part.use_nested_tensor)
@@ -254,10 +242,10 @@ def _configure_libraries(model: nn.Module) -> None:
     hf = [module for module in swapped if families.family(module) == "hf"]
     if hf:
         _use_interface(model, hf)
-    _remove_check(model)
     for module in swapped:
         module.swapped.__dict__["reached"] = None  # unknown before the first forward pass
-    model.__dict__["swap_check"] = model.register_forward_hook(_warn_unreached)
+    if "swap_check" not in model.__dict__:
+        model.__dict__["swap_check"] = model.register_forward_hook(_warn_unreached)
 
 
 def _has_swapped(part: nn.Module) -> bool:
@@ -270,23 +258,28 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
     Models built from one configuration object share it. The swapped model gets copies, so that other models keep
     theirs.
     """
-    from crt_exp.swap import cache, interface
+    from transformers import PreTrainedConfig
 
-    _own_configurations(model)
-    _return_configurations(model)
-    originals = model.__dict__.setdefault("unswapped_configs", [])
+    from crt_exp.swap import interface
+
+    if "unswapped_configs" in model.__dict__:
+        _return_configurations(model)
+    else:
+        model.__dict__["unswapped_configs"] = []
+        memo: dict = {}  # parts that shared a configuration share the copy
+        for part in model.modules():
+            for key, value in list(vars(part).items()):
+                if isinstance(value, PreTrainedConfig):
+                    vars(part)[key] = copy.deepcopy(value, memo)
+    originals = model.__dict__["unswapped_configs"]
     names = {id(config): name for config, name in originals}
     for config in {id(module.config): module.config for module in swapped}.values():
         name = config._attn_implementation
-        if interface.is_ours(config):
+        if name in interface.OURS:
             name = names.get(id(config), "eager")
         if id(config) not in names:
             originals.append((config, name))
-        others = _unswapped_parts(model, config)
-        plain = interface.plain_implementation(name, others)
-        ours = interface.AS_BEFORE[plain] if others else interface.INTERFACE
-        config._attn_implementation_internal = ours
-        _keep_implementation(others, config, plain)
+        config._attn_implementation_internal = _implementation(model, config, name)
         for module in swapped:
             if module.config is config and name == "eager":
                 module.__dict__["unmasked_causal"] = False
@@ -294,62 +287,52 @@ def _use_interface(model: nn.Module, swapped: list[Any]) -> None:
         if "refuse_replaced" not in module.__dict__:
             hook = module.register_forward_pre_hook(interface.refuse_replaced)
             module.__dict__["refuse_replaced"] = hook
-    cache.install(model)
+    if any(getattr(module, "is_causal", True) for module in swapped):  # may read a cache
+        from crt_exp.swap import cache
+
+        cache.install(model)
 
 
-def _unswapped_parts(model: nn.Module, config: Any) -> list[nn.Module]:
-    """The attention modules with this configuration that keep their own attention."""
-    parts = []
+def _implementation(model: nn.Module, config: Any, name: str) -> str:
+    """The attention function of ours for a configuration whose own implementation is `name`.
+
+    Modules with this configuration that keep their own attention get a copy of it with their own implementation.
+    """
+    from crt_exp.swap import interface
+
+    others = []
     for _, part in [*families.attention_modules(model), *families.unknown_modules(model)]:
         if "swapped" not in part._modules and getattr(part, "config", config) is config:
-            parts.append(part)
-    return parts
-
-
-def _keep_implementation(parts: list[nn.Module], config: Any, implementation: str) -> None:
-    """Give unswapped modules a copy of the configuration with their own implementation."""
+            others.append(part)
+    if not others:
+        return interface.INTERFACE
+    plain = interface.plain_implementation(name, others)
     own = copy.copy(config)
-    own._attn_implementation_internal = implementation
-    for part in parts:
+    own._attn_implementation_internal = plain
+    for part in others:
         for inner in part.modules():
             if vars(inner).get("config") is config:
                 inner.__dict__["shared_config"] = config
                 inner.config = own
+    return interface.AS_BEFORE[plain]
 
 
 def _return_configurations(model: nn.Module) -> None:
-    """Undo `_keep_implementation`."""
+    """Undo what `_implementation` did to unswapped modules."""
     for part in model.modules():
         if "shared_config" in part.__dict__:
             part.config = part.__dict__.pop("shared_config")
 
 
-def _own_configurations(model: nn.Module) -> None:
-    """Copy the model's configurations once; parts that shared one share the copy."""
-    from transformers import PreTrainedConfig
-
-    if "unswapped_configs" in model.__dict__:
-        return
-    memo: dict = {}
-    for part in model.modules():
-        for key, value in list(vars(part).items()):
-            if isinstance(value, PreTrainedConfig):
-                vars(part)[key] = copy.deepcopy(value, memo)
-
-
 # ---- check that a forward pass reaches the swapped modules
-
-
-def _remove_check(model: nn.Module) -> None:
-    if "swap_check" in model.__dict__:
-        model.__dict__.pop("swap_check").remove()
 
 
 def _warn_unreached(model: nn.Module, *_: Any) -> None:
     """After the first forward pass, warn of swapped modules that it did not reach."""
     if torch.compiler.is_compiling():
         return
-    _remove_check(model)
+    if "swap_check" in model.__dict__:
+        model.__dict__.pop("swap_check").remove()
     for part in model.modules():
         if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
             return  # compiled modules do not record their calls
@@ -364,3 +347,48 @@ def _warn_unreached(model: nn.Module, *_: Any) -> None:
             f"{type(model).__name__}: {len(unreached)} swapped modules were not called: {_names(unreached)}; "
             "other inputs may call them, or the model computes attention itself"
         )
+
+
+# ---- the record that save_pretrained of transformers stores
+
+
+def write_record(model: nn.Module) -> None:
+    """Update `config.crt_exp` of each outermost transformers model."""
+    written: set[nn.Module] = set()
+    for holder in pretrained_models(model):
+        if holder in written:
+            continue
+        written.update(holder.modules())
+        mechanisms: list[dict] = []
+        layers = {}
+        for path, module in families.attention_modules(holder):
+            state: Any = module._modules.get("swapped")
+            if state is not None and state.record not in mechanisms:
+                mechanisms.append(state.record)
+            layers[path] = None if state is None else mechanisms.index(state.record)
+        take_record(holder)
+        if not mechanisms:
+            continue
+        record = {"version": __version__, "mechanisms": mechanisms, "layers": layers}
+        setattr(holder.config, KEY, record)
+        # a model inside another one may be saved by itself
+        for part in pretrained_models(holder):
+            if any("swapped" in inner._modules for inner in part.modules()):
+                setattr(part.config, IMPLEMENTATION, KEY)
+
+
+def pretrained_models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in a model, each before those inside it."""
+    models = []
+    for part in model.modules():
+        bases = {kind.__name__ for kind in type(part).__mro__}
+        if "PreTrainedModel" in bases and getattr(part, "config", None) is not None:
+            models.append(part)
+    return models
+
+
+def take_record(holder: nn.Module) -> dict[str, Any] | None:
+    """Remove `config.crt_exp` and return it; None if there is none."""
+    for part in pretrained_models(holder):
+        vars(part.config).pop(IMPLEMENTATION, None)
+    return vars(holder.config).pop(KEY, None)

@@ -332,7 +332,7 @@ def test_an_average_of_states_is_a_state(name, redraw_every):
     """Its projections are those of some draw, its outputs finite; that of one state gives the outputs of this state."""
     mechanism = Mechanism.of(name)
     options = {}
-    if mechanism.draws:
+    if mechanism.m is not None:
         options["m"] = 8
     if "fit_steps" in mechanism.options:
         options["fit_steps"] = 3

@@ -86,7 +86,7 @@ def _layer(name: str, sizes: dict, length: int, S: int, dtype):
     """After two training passes, by which what is learned of the data is there."""
     torch.manual_seed(0)
     mechanism = Mechanism.parse(name)
-    if mechanism.draws:
+    if mechanism.m is not None:
         mechanism = mechanism.with_projections(32)
     layer = mechanism.layer(H, D, kv_heads=KV, layer=1, **sizes)
     layer = layer.to(dtype)

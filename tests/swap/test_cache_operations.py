@@ -17,6 +17,7 @@ from transformers import DynamicCache, StaticCache  # noqa: E402
 from crt_exp import swap_attention, unswap_attention  # noqa: E402
 from crt_exp.mechanism import Mechanism  # noqa: E402
 from crt_exp.nearfar.decoding import RecallState  # noqa: E402
+from crt_exp.registry import import_object  # noqa: E402
 from crt_exp.swap.cache import RecurrentLayer  # noqa: E402
 from crt_exp.swap.interface import AS_BEFORE  # noqa: E402
 
@@ -30,7 +31,7 @@ pytestmark = [
 CAUSAL = {
     name: options
     for name, options in mechanisms().items()
-    if Mechanism.of(options[0]).kind.can_be_causal
+    if import_object(Mechanism.of(options[0]).options["_target_"]).can_be_causal
 }
 DECODE = {name: options for name, options in CAUSAL.items() if name != "reformer"}
 STATES = {name: DECODE[name] for name in ("window", "favorpp", "hrf_cluster", "hedgehog")}

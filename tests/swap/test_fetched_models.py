@@ -11,8 +11,7 @@ from helpers.small_bert import write_model
 import crt_exp
 from crt_exp.experiments.data.__main__ import main
 from crt_exp.experiments.models import encoders
-from crt_exp.registry import ConfigError
-from crt_exp.swap.saved import fetched
+from crt_exp.registry import ConfigError, fetched
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

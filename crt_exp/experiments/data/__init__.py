@@ -1,13 +1,14 @@
 """Readers of data sets; `python -m crt_exp data` lists, fetches, verifies files.
 
-This module holds the error, the warnings and the process number that all readers share. It imports no heavy library, so
-that an error about data appears at once.
+This module holds the error, the warnings, the reader of lines and the process number that all readers share. It imports
+no heavy library, so that an error about data appears at once.
 """
 
 import functools
 import logging
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -36,6 +37,22 @@ def check_classes(labels: Iterable[Hashable], where: str) -> None:
         raise DataError(
             f"{where}: one class only ({', '.join(map(str, different)) or 'none'}); expected at least 2"
         )
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line, without line end and byte order mark.
+
+    Raises DataError.
+    """
+    try:
+        with open(path, "rb") as stream:
+            for number, raw in enumerate(stream, 1):
+                raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+                yield number, raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line {number}: expected UTF-8 text") from None
+    except OSError as error:
+        raise DataError(f"{path}: not readable ({error.strerror or error})") from None
 
 
 # ---- process number, from the environment variables of torchrun ------------------------------------------------------

@@ -26,11 +26,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError, images
+from crt_exp.experiments.data import DataError, images, numbered_lines
 from crt_exp.experiments.data.files import cached, key_of
 from crt_exp.experiments.data.images import square_image
 from crt_exp.experiments.data.sources import refuse_data_dir
-from crt_exp.experiments.data.text import numbered_lines
 from crt_exp.registry import ConfigError
 
 Dataset = Literal["listops", "image", "pathfinder", "text", "retrieval"]

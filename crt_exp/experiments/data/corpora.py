@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, numbered_lines
 from crt_exp.experiments.data.files import cached
 from crt_exp.experiments.data.glue import TASKS, split_file
 from crt_exp.experiments.data.sources import refuse_data_dir
@@ -33,7 +33,6 @@ from crt_exp.experiments.data.text import (
     content_key,
     fingerprint,
     lines_of,
-    numbered_lines,
     official_file,
     text_path,
     token_lists,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crt_exp.experiments.data import DataError, warn
+from crt_exp.experiments.data import DataError, numbered_lines, warn
 from crt_exp.experiments.data.plan import pad_rows
 from crt_exp.experiments.data.sources import (
     how_to_fetch,
@@ -26,7 +26,6 @@ from crt_exp.experiments.data.sources import (
     missing_file,
     task_folder,
 )
-from crt_exp.experiments.data.text import numbered_lines
 
 HUB = "nyu-mll/glue"
 GROUP = 10_000  # examples per call of the tokenizer
@@ -111,29 +110,15 @@ class Examples:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def subsample(self, n: int | None) -> "Examples":
-        """Random n examples without replacement, in file order; all for n = None.
+    def sample(self, n: int) -> tuple["Examples", "Examples"]:
+        """Split off n random examples: (other examples, sample), in file order.
 
         The sample depends only on the number of examples. A smaller sample is part of a larger one.
         """
-        return self if n is None or n >= len(self) else self.take(self.order()[:n])
-
-    def hold_out(self, n: int) -> tuple["Examples", "Examples"]:
-        """Split off n held-out examples: (other examples, held-out examples).
-
-        The held-out examples are those of `subsample`. Raises DataError if no other example is left.
-        """
-        if n >= len(self):
-            raise DataError(
-                f"task.held_out={n}: expected 1 to {len(self) - 1}, of {len(self)} examples"
-            )
-        order = self.order()
-        return self.take(order[n:]), self.take(order[:n])
-
-    def order(self) -> list[int]:
         draw = random.Random(0).random
-        order = [draw() for _ in self.labels]
-        return sorted(range(len(order)), key=order.__getitem__)
+        keys = [draw() for _ in self.labels]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        return self.take(order[n:]), self.take(order[:n])
 
     def take(self, indices: Sequence[int]) -> "Examples":
         """The examples of some indices, in file order."""

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, numbered_lines
 from crt_exp.experiments.data.files import AUDIO, check_cells, files_ending, read_text_table
 from crt_exp.experiments.data.sources import Hub, load_rows, missing_file, reason_of, task_folder
-from crt_exp.experiments.data.text import numbered_lines
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIGITS = "speech/free-spoken-digit-dataset"

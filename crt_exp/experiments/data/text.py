@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.atomic_write import atomic_path
-from crt_exp.experiments.data import DataError
+from crt_exp.experiments.data import DataError, numbered_lines
 from crt_exp.experiments.data.files import cached, files_ending, key_of
 from crt_exp.experiments.data.sources import (
     SOURCES,
@@ -49,22 +49,6 @@ WORDNET_DIGEST = "8a4e99a1fe7aa0622bb487359b3db2ef7b7abd445e2e90c224823e8932ea6e
 
 
 # ------------------------------------------------------------------------------------------------------- files
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of each line, without line end and byte order mark.
-
-    Raises DataError.
-    """
-    try:
-        with open(path, "rb") as stream:
-            for number, raw in enumerate(stream, 1):
-                raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-                yield number, raw.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise DataError(f"{path}, line {number}: expected UTF-8 text") from None
-    except OSError as error:
-        raise DataError(f"{path}: not readable ({error.strerror or error})") from None
-
-
 def text_files(paths: Paths) -> list[Path]:
     """Files named by `paths`: files, text files in folders, and "wordnet".
 
@@ -244,26 +228,6 @@ def bert_tokenizer(vocabulary: str | Path, lowercase: bool = True):
     return BertTokenizerFast(
         vocab={word: i for i, word in enumerate(words)}, do_lower_case=lowercase
     )
-
-
-def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
-    """Raise DataError if the tokenizer does not fit the model.
-
-    The tokenizer's ids must have embeddings, and its padding id must be the model's. vocab_size, pad_token_id: those of
-    the model's configuration. A model may have unused entries at the end.
-    """
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    problem = ""
-    if largest >= vocab_size:
-        problem = f"the tokenizer's ids go up to {largest} ({token!r}), the model's vocabulary ends at {vocab_size - 1}"
-    elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
-        problem = (
-            f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
-        )
-    if problem:
-        raise DataError(
-            f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training"
-        )
 
 
 def fingerprint(tokenizer) -> str:

@@ -39,8 +39,7 @@ from crt_exp.swap.calibration import (
     learns,
     swapped_states,
 )
-from crt_exp.swap.saved import holders
-from crt_exp.swap.swap import unswap_attention
+from crt_exp.swap.swap import pretrained_models, unswap_attention
 
 MAX_CACHED = 32  # number of fitted methods that a bench caches
 MASKED = "masked"
@@ -390,7 +389,7 @@ def nats(logits: Tensor, labels: Tensor) -> Tensor:
 
 def predicts(model: nn.Module) -> str | None:
     """The training objective, MASKED or NEXT, by class name; None for other models."""
-    for holder in holders(model)[:1]:
+    for holder in pretrained_models(model)[:1]:
         for end, objective in HEADS.items():
             if type(holder).__name__.endswith(end):
                 return objective

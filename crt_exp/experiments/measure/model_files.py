@@ -13,7 +13,6 @@ from crt_exp.experiments.data import DataError, images, speech
 from crt_exp.experiments.data.files import IMAGES, files_ending
 from crt_exp.experiments.data.text import (
     bert_tokenizer,
-    check_vocabulary,
     local_blocks,
     running_blocks,
 )
@@ -114,7 +113,7 @@ def load_language_model(name: str, tokenizer: str | None = None) -> tuple[nn.Mod
         loaded = encoders.load_tokenizer(
             encoders.Origin(tokenizer, "task.tokenizer", weights=True, noise=False)
         )
-    check_vocabulary(loaded, model.config.vocab_size)
+    encoders.check_vocabulary(loaded, model.config.vocab_size)
     return model, loaded
 
 

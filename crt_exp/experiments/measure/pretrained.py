@@ -36,7 +36,7 @@ from crt_exp.experiments.measure.bench import (
 )
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.saved import fetched
+from crt_exp.registry import fetched
 from crt_exp.validation import Count, FileName
 
 APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents

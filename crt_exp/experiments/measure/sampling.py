@@ -311,7 +311,7 @@ class ClassDistributions(Measurement):
         stats = Statistics.of(x[::FITTED].contiguous(), y)
         if mechanism.estimates:
             phi = mechanism.map("softmax")
-            coefficients = mechanism.features.content.get("n", 1)
+            coefficients = mechanism.parts["features"].content.get("n", 1)
             for m in self.ms:
                 projected = mechanism.with_projections(m // coefficients)
                 noise = projected.noise(y.shape[1], seeded(seed))

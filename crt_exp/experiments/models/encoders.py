@@ -18,8 +18,9 @@ from crt_exp.experiments.models import folder
 from crt_exp.experiments.models.folder import whole_folder
 from crt_exp.mechanism import Mechanism
 from crt_exp.optional import explain
-from crt_exp.registry import ConfigError, differences
-from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record, fetched, take_record
+from crt_exp.registry import ConfigError, differences, fetched
+from crt_exp.swap.saved import IMPLEMENTATION, KEY, check_record
+from crt_exp.swap.swap import take_record
 from crt_exp.validation import did_you_mean
 
 EXACT = {"attention": "exact"}  # `Mechanism.describe` of exact attention, without nulls
@@ -83,6 +84,26 @@ def load_tokenizer(origin: Origin):
             f"{origin.option}={origin.name}: no tokenizer; expected tokenizer.json or vocab.txt"
         )
     return tokenizer
+
+
+def check_vocabulary(tokenizer, vocab_size: int, pad_token_id: int | None = None) -> None:
+    """Raise DataError if the tokenizer does not fit the model.
+
+    The tokenizer's ids must have embeddings, and its padding id must be the model's. vocab_size, pad_token_id: those of
+    the model's configuration. A model may have unused entries at the end.
+    """
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    problem = ""
+    if largest >= vocab_size:
+        problem = f"the tokenizer's ids go up to {largest} ({token!r}), the model's vocabulary ends at {vocab_size - 1}"
+    elif pad_token_id is not None and tokenizer.pad_token_id != pad_token_id:
+        problem = (
+            f"the tokenizer pads with id {tokenizer.pad_token_id}, the model with id {pad_token_id}"
+        )
+    if problem:
+        raise DataError(
+            f"tokenizer: does not fit the model: {problem}; use the tokenizer of the model's training"
+        )
 
 
 def load_config(origin: Origin, **changes: Any):

@@ -31,8 +31,7 @@ from crt_exp.experiments.models.folder import (
     without,
 )
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import ConfigError, differences, json_object
-from crt_exp.swap.saved import fetched
+from crt_exp.registry import ConfigError, differences, fetched, json_object
 from crt_exp.validation import did_you_mean
 
 SIZED = "vit_tiny_patch16_224"  # accepts any sizes as options; its own sizes are not used

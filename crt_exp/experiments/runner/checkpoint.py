@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
@@ -21,18 +23,12 @@ from torch import Tensor, nn
 from crt_exp.attention.state import make_room
 from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.models.folder import mismatch
-from crt_exp.experiments.runner.distributed import (
-    Distributed,
-    rng_state,
-    set_rng_state,
-    sharded_like,
-)
+from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, sharded_like
 from crt_exp.experiments.runner.run import (
     CONFIG,
     RunDirectory,
     names_in,
     write_atomic,
-    write_json,
 )
 from crt_exp.experiments.runner.trainer_config import Adapters
 from crt_exp.experiments.tasks.base import Task
@@ -65,7 +61,7 @@ def save(
         for name, content in files.items():
             write_atomic(temporary / name, content)
             digests[name] = {"sha256": hashlib.sha256(content).hexdigest()}
-        write_json(temporary / MANIFEST, {"step": step, "files": digests})
+        write_atomic(temporary / MANIFEST, {"step": step, "files": digests})
         shutil.rmtree(final, ignore_errors=True)  # exists if a continued run repeats the step
         temporary.rename(final)
     except OSError as error:
@@ -262,7 +258,7 @@ class TrainingState:
     optimizer: Any
     task: Task
     run: RunDirectory
-    distributed: Distributed
+    accelerator: Accelerator
     keep: int
     per_epoch: int
     adapters: Adapters | None = None
@@ -271,7 +267,7 @@ class TrainingState:
     saved_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self):
-        self.scaler = self.distributed.accelerator.scaler
+        self.scaler = self.accelerator.scaler
         self.root = self.run.directory / CHECKPOINTS
         self.stay = self.adapters.stay if self.adapters else set()
         self.digest = self.adapters.digest if self.adapters else None
@@ -296,13 +292,13 @@ class TrainingState:
         if task_tensors:
             tensors["task"] = task_tensors
         state = asdict(self.progress) | {
-            "rng": self.distributed.gather(rng_state()),
+            "rng": gather_object([rng_state()]),
             "records": len(self.run.records),
             "task": task_values,
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "stay": self.digest,
         }
-        if self.distributed.main:
+        if self.accelerator.is_main_process:
             save(self.root, self.progress.step, tensors, state)
             prune(self.root, self.keep, (self.progress.best or {}).get("step"))
         self.saved = self.progress.step
@@ -315,7 +311,7 @@ class TrainingState:
             own[name] = value.detach().cpu() if isinstance(value, Tensor) else value
         tensors = {}
         values: list[dict[str, Any]] = []
-        for rank, state in enumerate(self.distributed.gather(own)):
+        for rank, state in enumerate(gather_object([own])):
             values.append({})
             for name, value in state.items():
                 if isinstance(value, Tensor):
@@ -329,19 +325,19 @@ class TrainingState:
 
         Without a checkpoint the run starts over. Raises CheckpointError.
         """
-        seen = self.distributed.gather((self.run.directory / CONFIG).is_file())
+        seen = gather_object([(self.run.directory / CONFIG).is_file()])
         if not all(seen):
             raise CheckpointError(
                 f"hydra.run.dir={self.run.directory}: not seen by process {seen.index(False)}; "
                 "expected a disk that all nodes share"
             )
-        path = newest(self.root) if self.distributed.main else None
-        path = self.distributed.broadcast(path)
+        path = newest(self.root) if self.accelerator.is_main_process else None
+        path = gather_object([path])[0]  # that of the first process
         if path is None:
             self.run.rewind(0)
             return
         state = load_state(path)
-        records = self.distributed.broadcast(len(self.run.records))
+        records = gather_object([len(self.run.records)])[0]
         check_records(path, state, records)
         self._load_weights(path, state)
         load_optimizer(self.module, self.optimizer, load_tensors(path / "optimizer.safetensors"))
@@ -351,11 +347,11 @@ class TrainingState:
         self.saved = self.progress.step
         self.run.rewind(state["records"])
         note = f"epoch {self.epoch:g}"
-        if len(state["rng"]) == self.distributed.size:
-            set_rng_state(state["rng"][self.distributed.rank])
+        if len(state["rng"]) == self.accelerator.num_processes:
+            set_rng_state(state["rng"][self.accelerator.process_index])
         else:
             note += ", new random seeds"
-        if self.distributed.main:
+        if self.accelerator.is_main_process:
             print(f"continuing from {path} ({note})")
 
     def _load_weights(self, path: Path, state: dict[str, Any]) -> None:
@@ -369,8 +365,8 @@ class TrainingState:
         file = path / "task.safetensors"
         tensors = load_tensors(file) if file.name in names_in(path) else {}
         own = 0
-        if len(states) == self.distributed.size:
-            own = self.distributed.rank
+        if len(states) == self.accelerator.num_processes:
+            own = self.accelerator.process_index
         elif tensors or any(values != states[0] for values in states):
             raise CheckpointError(
                 f"{path}: has task states of {len(states)} processes; use the same number"
@@ -385,8 +381,8 @@ class TrainingState:
     def load_best(self) -> None:
         """Load weights and task state of the best evaluation. Raises CheckpointError."""
         path = self.root / f"step-{self.progress.best['step']}"
-        reason = damage(path) if self.distributed.main else None
-        reason = self.distributed.broadcast(reason)
+        reason = damage(path) if self.accelerator.is_main_process else None
+        reason = gather_object([reason])[0]
         if reason:
             raise CheckpointError(
                 f"{path}: best checkpoint is damaged ({reason}); use another hydra.run.dir"

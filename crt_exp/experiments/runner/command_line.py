@@ -25,7 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from crt_exp.experiments.data import inside_torchrun, rank
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
-    check_composed,
+    check_plain,
     explain_error,
     override_key,
     plain_config,
@@ -35,11 +35,11 @@ from crt_exp.experiments.runner.sweep import chooses_files, without_unused
 from crt_exp.registry import (
     ALIASES,
     CONF,
+    OWN,
     ConfigError,
     canonical,
     file_of,
     known_names,
-    own_folders,
     own_names,
 )
 from crt_exp.validation import either, to_text, unknown
@@ -82,7 +82,7 @@ def check_command_line(args: list[str]) -> str | None:
             if flags.help:
                 return help_text(cfg)
             if flags.multirun:  # all runs before the first; a run without a sweep is checked once
-                check_composed(cfg)
+                check_plain(plain_config(cfg))
     if not flags.cfg and rank() == 0:
         kind = "sweep" if flags.multirun else "run"
         check_writable(f"hydra.{kind}.dir", str(cfg.hydra[kind].dir))
@@ -140,7 +140,7 @@ def compose(overrides: list[str]):
 
 def search_path() -> list[str]:
     """Return the override that adds the folders of `own_names` to Hydra's search path."""
-    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in own_folders()]
+    paths = ["'file://{}'".format(str(folder).replace("'", "\\'")) for folder in OWN.get()]
     return [f"hydra.searchpath=[{','.join(paths)}]"] if paths else []
 
 
@@ -277,7 +277,7 @@ def comments(cfg: DictConfig) -> dict[str, str]:
     for path, name in choices:
         group = path.partition("/")[0]
         if group in (*GROUPS, "experiment"):
-            for folder in (CONF, *own_folders()):
+            for folder in (CONF, *OWN.get()):
                 files.append((folder / path / f"{name}.yaml", group))
     result = {}
     for file, group in files:

@@ -45,19 +45,12 @@ def choice(group: str) -> str | None:
     return HydraConfig.get().runtime.choices.get(group)
 
 
-def overrides() -> list[str]:
-    """Return the overrides of this run; empty outside a run."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-
-
-def folders() -> list[str]:
-    """Return the local folders that the user added to Hydra's search path."""
-    sources = HydraConfig.get().runtime.config_sources
-    return [
-        source.path
-        for source in sources
-        if source.provider.endswith("command-line") and source.schema == "file"
-    ]
+def overrides(node: str = "") -> list[str]:
+    """Return the overrides of this run, or those of a node and of keys below it; empty outside a run."""
+    if not HydraConfig.initialized():
+        return []
+    every = list(HydraConfig.get().overrides.task)
+    return [o for o in every if not node or f"{override_key(o)}.".startswith(f"{node}.")]
 
 
 def output_directory() -> Path:
@@ -158,24 +151,11 @@ def explain_error(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(text)
 
 
-def check_composed(cfg: DictConfig) -> dict[str, Any]:
-    """Check a composed configuration with the classes that it names; return it as plain values.
+def check_plain(config: dict[str, Any]) -> None:
+    """Check a composed configuration, as plain values, with the classes that it names.
 
     Raises ConfigError for the first unknown, missing or invalid key, and for choices that the attention does not use.
     """
-    config = plain_config(cfg)
-    check_plain(config)
-    if attention := config.get("attention"):
-        absent = {"features", "sampler", "m"} - uses(attention)
-        if unused := [o for o in overrides() if mechanism_part(o) in absent]:
-            raise ConfigError(
-                f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
-            )
-    return config
-
-
-def check_plain(config: dict[str, Any]) -> None:
-    """Check keys and values with the classes that `_target_` names. Raises ConfigError."""
     for key in config:
         if key not in TOP and key not in GROUPS:
             elsewhere = [name for name in same_ending(config, key) if name != key]
@@ -193,6 +173,12 @@ def check_plain(config: dict[str, Any]) -> None:
         elif not group.optional:
             raise ConfigError(
                 f"{name}: missing, expected {name}=... (known: {' '.join(choices(name))})"
+            )
+    if attention := config.get("attention"):
+        absent = {"features", "sampler", "m"} - uses(attention)
+        if unused := [o for o in overrides() if mechanism_part(o) in absent]:
+            raise ConfigError(
+                f"attention={choice('attention')}: does not use {' '.join(unused)}; remove it"
             )
 
 

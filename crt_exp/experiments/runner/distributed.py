@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 PATIENCE = timedelta(
@@ -18,46 +18,31 @@ PATIENCE = timedelta(
 )  # of processes that wait for one that reads or writes; NCCL's own is 10 minutes
 
 
-class Distributed:
-    """Processes of a run, set up by accelerate for torchrun; a context manager.
+@contextmanager
+def processes(precision: str = "no", cpu: bool = False) -> Iterator[Accelerator]:
+    """Set up the processes of a run, with accelerate for torchrun, and leave them at the end.
 
     Args:
         precision: no, bf16 or fp16.
         cpu: Use no accelerator.
     """
-
-    def __init__(self, precision: str = "no", cpu: bool = False):
-        self.accelerator = Accelerator(
-            cpu=cpu or not torch.accelerator.is_available(),
-            mixed_precision=precision,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
-        )
-        self.rank = self.accelerator.process_index
-        self.size = self.accelerator.num_processes
-        self.device, self.main = self.accelerator.device, self.rank == 0
-
-    def broadcast(self, value: Any) -> Any:
-        """Return the value of the first process, on all processes."""
-        return broadcast_object_list([value])[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all processes in the order of ranks, on all processes."""
-        return gather_object([value])
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        return self.accelerator.reduce(tensor, "sum")
-
-    def __enter__(self) -> "Distributed":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        """Leave the process group and reset accelerate, for the next run of a sweep."""
-        if kind is not None and self.size > 1:  # the other processes may not reach this point
-            return
-        self.accelerator.free_memory()
-        self.accelerator.end_training()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=cpu or not torch.accelerator.is_available(),
+        mixed_precision=precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    failed = True
+    try:
+        yield accelerator
+        failed = False
+    finally:
+        # after an error, the other processes may not reach this point
+        if not failed or accelerator.num_processes == 1:
+            # leave the process group and reset accelerate, for the next run of a sweep
+            accelerator.free_memory()
+            accelerator.end_training()
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 # ---- random generators

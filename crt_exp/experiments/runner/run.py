@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -88,14 +88,23 @@ class RunDirectory:
     records: list[dict[str, Any]] = field(default_factory=list)
     logger: Logger | None = None
 
-    def __post_init__(self):
-        self.metrics = self.directory / METRICS
-        self.lock = FileLock(self.directory / LOCK, blocking=False)
-
     def __enter__(self) -> "RunDirectory":
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._acquire_lock()
+            self.lock = FileLock(self.directory / LOCK, blocking=False)
+            try:
+                self.lock.acquire()
+            except Timeout:
+                raise ConfigError(
+                    f"hydra.run.dir={self.directory}: in use by another run"
+                ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:  # as some network disks
+                    raise
+                print(
+                    f"hydra.run.dir={self.directory}: not locked ({error.strerror}); start no second run in it",
+                    file=sys.stderr,
+                )
             try:
                 self._open()
             except BaseException as error:
@@ -105,20 +114,6 @@ class RunDirectory:
         if self.records:
             self.started -= self.records[-1].get("time_s", 0.0)
         return self
-
-    def _acquire_lock(self) -> None:
-        """Lock the directory, unless its file system has no locks, as some network disks."""
-        try:
-            self.lock.acquire()
-        except Timeout:
-            raise ConfigError(f"hydra.run.dir={self.directory}: in use by another run") from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            print(
-                f"hydra.run.dir={self.directory}: not locked ({error.strerror}); start no second run in it",
-                file=sys.stderr,
-            )
 
     def _open(self) -> None:
         """Check and read the records of an earlier run, then write the files of this run."""
@@ -133,10 +128,10 @@ class RunDirectory:
                     f"{', '.join(changed)}: files changed since {self.directory} began; restore them, or "
                     f"delete {path} if only their times differ"
                 )
-        self.records = read_records(self.metrics)
+        self.records = read_records(self.directory / METRICS)
         write_atomic(self.directory / CONFIG, OmegaConf.to_yaml(self.config))
-        write_json(path, inputs)
-        write_json(self.directory / VERSIONS, versions(self.config["seed"]))
+        write_atomic(path, inputs)
+        write_atomic(self.directory / VERSIONS, versions(self.config["seed"]))
         logger = construct(self.config["logger"])
         logger.begin_run(self.directory, self.config)
         self.logger = logger  # is finished only if it began
@@ -169,7 +164,7 @@ class RunDirectory:
         if not self.main:
             return
         record["time_s"] = round(time.monotonic() - self.started, 3)
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with (self.directory / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -181,7 +176,7 @@ class RunDirectory:
         if count < len(self.records):
             del self.records[count:]
             lines = [json.dumps(record) + "\n" for record in self.records]
-            write_atomic(self.metrics, "".join(lines))
+            write_atomic(self.directory / METRICS, "".join(lines))
 
     def __exit__(self, kind, error, trace) -> None:
         if not self.main:
@@ -240,8 +235,10 @@ def saved_overrides(directory: Path) -> dict[str, str]:
     return values
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, so that readers see the old or the new content."""
+def write_atomic(path: Path, content: str | bytes | dict[str, Any]) -> None:
+    """Write a file atomically, so that readers see the old or the new content; a dictionary as JSON."""
+    if isinstance(content, dict):
+        content = json.dumps(content, indent=1) + "\n"
     if isinstance(content, str):
         content = content.encode()
     with atomic_path(path) as temporary, temporary.open("wb") as file:
@@ -250,18 +247,14 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
-
-
 # ---- state that a run and its continuation share
 
 
 def input_states(options: dict[str, Any], inputs: Iterable[Path | None]) -> dict[str, str]:
     """Return a digest of names, sizes and times of the input files, per option.
 
-    Includes the files of options that the task's class declares as names of files (crt_exp.validation.Files), and
-    `inputs`, those of the task itself (key "data").
+    A folder stands for the visible files below it. Includes the files of options that the class of the task declares as
+    names of files (crt_exp.validation.Files), and `inputs`, those of the task itself (key "data").
     """
     places: list[tuple[str, str | Path]] = []
     if "_target_" in options:
@@ -273,23 +266,18 @@ def input_states(options: dict[str, Any], inputs: Iterable[Path | None]) -> dict
             places.append(("data", path))
     states: dict[str, list[tuple[str, int, int]]] = {}
     for key, place in places:
-        for file in input_files(Path(place).expanduser()):
-            status = file.stat()
-            states.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
+        path = Path(place).expanduser()
+        if os.path.isfile(path / CONFIG):  # a run: its logs and figures may change, not its weights
+            path = path / "model" if (path / "model").is_dir() else path / "adapter"
+        for file in path.rglob("*") if os.path.isdir(path) else [path]:
+            if os.path.isfile(file) and not file.name.startswith("."):
+                status = file.stat()
+                states.setdefault(key, []).append((file.name, status.st_size, status.st_mtime_ns))
     digests = {}
     for key, files in states.items():
         digest = hashlib.sha256(json.dumps(sorted(files)).encode()).hexdigest()
         digests[key] = f"{len(files)} files, {digest[:16]}"
     return digests
-
-
-def input_files(path: Path) -> Iterator[Path]:
-    """Yield a file, or the visible files below a folder; of a run only its weights."""
-    if os.path.isfile(path / "config.yaml"):  # logs and figures of a run may change
-        path = path / "model" if (path / "model").is_dir() else path / "adapter"
-    for file in path.rglob("*") if os.path.isdir(path) else [path]:
-        if os.path.isfile(file) and not file.name.startswith("."):
-            yield file
 
 
 # ---- versions

@@ -44,7 +44,7 @@ class Sweep:
     failures: list[str] = field(default_factory=list)
 
 
-_started: list[Sweep] = []
+sweeps: list[Sweep] = []  # of this process
 
 
 def description(task: Any, mechanism: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class UsedOptionsSweeper(BasicSweeper):
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             fail(ConfigError(f"hydra/launcher={choice('hydra/launcher')}: {last_line(error)}"))
-        sweep = _started[-1]
+        sweep = sweeps[-1]
         for job, result in zip(jobs, results):
             if result.status != JobStatus.COMPLETED:
                 sweep.failures.append(self.failure_line(job, result._return_value))
@@ -202,20 +202,20 @@ def _non_user(cfg: DictConfig, key: str) -> str | None:
 
 
 class SweepStart(Callback):
-    """Hydra callback that records directory and start time of a sweep for `show`."""
+    """Hydra callback that records directory and start time of a sweep in `sweeps`."""
 
     def on_multirun_start(self, config, **kwargs) -> None:
-        _started.append(Sweep(Path(str(config.hydra.sweep.dir)), time.time()))
+        sweeps.append(Sweep(Path(str(config.hydra.sweep.dir)), time.time()))
 
 
 def show() -> bool:
-    """Print the result table of this process's sweep, if any, and its failures.
+    """Print the result table of this process's sweep, and its failures.
 
     Writes sweep.csv and, if a number was varied, sweep.png. Returns whether a run failed.
     """
     has_failed = False
-    while _started:
-        sweep = _started.pop()
+    while sweeps:
+        sweep = sweeps.pop()
         runs = finished_runs(sweep.directory, sweep.began)
         if len(runs) > 1:
             runs.to_csv(sweep.directory / "sweep.csv", index=False)

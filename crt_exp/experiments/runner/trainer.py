@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device, set_seed
+from accelerate import Accelerator
+from accelerate.utils import gather_object, send_to_device, set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -26,7 +27,7 @@ from crt_exp.experiments.data import full_tensor
 from crt_exp.experiments.predictions import write_predictions
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.checkpoint import TrainingState
-from crt_exp.experiments.runner.distributed import Distributed, rng_state, set_rng_state, shard
+from crt_exp.experiments.runner.distributed import rng_state, set_rng_state, shard
 from crt_exp.experiments.runner.exit_handling import DIVERGED_CODE, Stopped, StopSignals, stop_error
 from crt_exp.experiments.runner.nonfinite import first_nonfinite, layer_of, nonfinite_parameters
 from crt_exp.experiments.runner.run import PARTIAL, RunDirectory
@@ -47,8 +48,16 @@ from crt_exp.registry import ConfigError
 def planned_steps(config: TrainerConfig, task: Task, processes: int) -> tuple[int, int]:
     """Return the steps of an epoch and of the run.
 
-    Raises ConfigError if task and config are incompatible.
+    Raises ConfigError for an indivisible batch, for fp16 on a CPU, and if task and config are incompatible.
     """
+    parts = processes * config.accumulate
+    if config.batch % parts:
+        raise ConfigError(
+            f"trainer.batch={config.batch}: expected a multiple of {parts} ({processes} processes x "
+            f"{config.accumulate} micro-batches)"
+        )
+    if config.precision == "fp16" and (config.cpu or not torch.accelerator.is_available()):
+        raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
     per_epoch = task.epoch_steps(Plan(config.batch, config.accumulate, world=processes))
     total = config.steps
     if total is None:
@@ -90,24 +99,23 @@ class Trainer:
         task: Task,
         mechanism: Mechanism,
         run: RunDirectory,
-        distributed: Distributed,
+        accelerator: Accelerator,
         seed: int,
     ):
         self.config = config
         self.task = task
         self.mechanism = mechanism
         self.run = run
-        self.distributed = distributed
         self.seed = seed
-        self.accelerator = distributed.accelerator
-        self.per_epoch, self.total = planned_steps(config, task, distributed.size)
+        self.accelerator = accelerator
+        self.per_epoch, self.total = planned_steps(config, task, accelerator.num_processes)
         self._build()
         self.training_state = TrainingState(
             self.module,
             self.optimizer,
             task,
             run,
-            distributed,
+            accelerator,
             config.keep,
             self.per_epoch,
             self.adapters,
@@ -124,11 +132,12 @@ class Trainer:
         config = self.config
         self.module = self.task.build(self.mechanism)
         self.adapters = Adapters(self.module, config.lora) if config.adapt else None
-        freeze(self.module, config.freeze)
-        self.sharded = config.strategy == "fsdp" and self.distributed.size > 1
+        if config.freeze:
+            freeze(self.module, config.freeze)
+        self.sharded = config.strategy == "fsdp" and self.accelerator.num_processes > 1
         # sharded layers cast themselves
         self.autocast = nullcontext if self.sharded else self.accelerator.autocast
-        self.module.to(self.distributed.device)
+        self.module.to(self.accelerator.device)
         if self.sharded:
             self.model = shard(self.module, config.precision)
         self.optimizer = None
@@ -144,7 +153,7 @@ class Trainer:
             torch._dynamo.config.capture_dynamic_output_shape_ops = True
             self.model = torch.compile(self.model)
             self.scored = torch.compile(self.module)
-        sequence = np.random.SeedSequence([self.seed, self.distributed.rank])
+        sequence = np.random.SeedSequence([self.seed, self.accelerator.process_index])
         set_seed(int(sequence.generate_state(1)[0]))
 
     # ---- the loop
@@ -158,7 +167,7 @@ class Trainer:
             total=self.total,
             initial=self.progress.step,
             unit=" steps",
-            disable=not self.distributed.main,
+            disable=not self.accelerator.is_main_process,
             **PROGRESS,
         )
         with self.signals, self.bar:
@@ -208,9 +217,9 @@ class Trainer:
         except NotFinite as error:  # on this process only; others may be waiting
             first = None if self.sharded else self._first_nonfinite(batches, before)
             raise self._divergence_error("no loss", first or layer_of(error, self.module)) from None
-        norm = full_tensor(
-            self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf)
-        )
+        norm = self.accelerator.clip_grad_norm_(self.trained, self.config.clip or math.inf)
+        if self.sharded:
+            norm = full_tensor(norm)
         loss, norm = self._reduce_loss(loss, norm, batches, before)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -222,7 +231,7 @@ class Trainer:
         """Return the micro-batches of the next step."""
         p = self.progress
         config = self.config
-        world = self.distributed
+        world = self.accelerator
         if self.feed is None:
             plan = Plan(
                 config.batch,
@@ -230,8 +239,8 @@ class Trainer:
                 self.seed,
                 p.epoch,
                 p.position,
-                world.rank,
-                world.size,
+                world.process_index,
+                world.num_processes,
             )
             batches = self.task.batches("train", plan)
             self.feed = read_ahead(
@@ -242,8 +251,17 @@ class Trainer:
 
     def _forward_backward(self, batches: list[Any]) -> Tensor:
         """Compute gradients of the step's mean loss; return this process's share."""
+        processes = self.accelerator.num_processes
+        weights = [self.task.weight(batch) for batch in batches]
+        # the shares of all processes add up to 1
+        shares = [1 / (len(batches) * processes)] * len(batches)
+        if weights[0] is not None:
+            device = self.accelerator.device
+            weights = [torch.as_tensor(w, dtype=torch.float32, device=device) for w in weights]
+            weights = torch.stack(weights)
+            shares = list(weights / self.accelerator.reduce(weights.sum(), "sum"))
         total = 0.0
-        for i, (batch, share) in enumerate(zip(batches, self._shares(batches))):
+        for i, (batch, share) in enumerate(zip(batches, shares)):
             last = i == len(batches) - 1  # the last micro-batch synchronises gradients
             synchronised = nullcontext()
             if self.sharded:
@@ -253,21 +271,9 @@ class Trainer:
             with synchronised, same_step(self.model, i > 0):
                 loss = self._loss(self.model, batch)
                 # gradients are averaged over processes; the factor turns the average into a sum
-                self.accelerator.backward(loss * (share * self.distributed.size))
+                self.accelerator.backward(loss * (share * processes))
             total = total + loss.detach().float() * share
         return total
-
-    def _shares(self, batches: list[Any]) -> list[Tensor | float]:
-        """Return the weight of each micro-batch; the sum over all processes is 1."""
-        weights = [self.task.weight(batch) for batch in batches]
-        if weights[0] is None:
-            return [1 / (len(batches) * self.distributed.size)] * len(batches)
-        device = self.distributed.device
-        weights = torch.stack(
-            [torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in weights]
-        )
-        total = self.distributed.sum(weights.sum())
-        return list(weights / total)
 
     def _loss(self, model: nn.Module, batch: Any) -> Tensor:
         with self.autocast():
@@ -288,7 +294,7 @@ class Trainer:
         flags = torch.tensor(
             [self.signals.signum is not None, late], dtype=loss.dtype, device=loss.device
         )
-        sums = self.distributed.sum(torch.cat([loss.reshape(1), flags]))
+        sums = self.accelerator.reduce(torch.cat([loss.reshape(1), flags]), "sum")
         numbers = torch.cat([sums, norm.detach().float().reshape(1)])
         loss_sum, stopping, overdue, norm_value = numbers.tolist()
         self.stopping = bool(stopping)
@@ -335,7 +341,7 @@ class Trainer:
 
     def _first_location(self, location: str | None) -> str | None:
         """Return the first location that any process reports."""
-        for process, reported in enumerate(self.distributed.gather(location)):
+        for process, reported in enumerate(gather_object([location])):
             if reported:
                 return f"{reported} on process {process}" if process else reported
         return None
@@ -392,11 +398,11 @@ class Trainer:
         The random generators are left unchanged.
         """
         config = self.config
-        world = self.distributed
+        world = self.accelerator
         generators = rng_state()
         # sharded models must run in lockstep
-        shard = (0, 1) if self.sharded else (world.rank, world.size)
-        batch = config.eval_batch or config.batch // (world.size * config.accumulate)
+        shard = (0, 1) if self.sharded else (world.process_index, world.num_processes)
+        batch = config.eval_batch or config.batch // (world.num_processes * config.accumulate)
         self._check_parameters(f"evaluation on {split}")
         self.module.eval()
         try:
@@ -407,7 +413,7 @@ class Trainer:
                     self.seed,
                     world.device,
                     *shard,
-                    world.rank == 0,
+                    world.is_main_process,
                     config.evaluate,
                 )
                 result = self.task.evaluate(self.scored, split, reader)
@@ -417,13 +423,13 @@ class Trainer:
             ) from None
         self.module.train()
         set_rng_state(generators)
-        if any(world.gather(reader.partial)):
+        if any(gather_object([reader.partial])):
             result = result | {PARTIAL: config.evaluate}
         metrics = {}
         for name, value in result.items():
             number = float(value)
             metrics[name] = number if math.isfinite(number) else None
-        return world.broadcast(metrics)
+        return gather_object([metrics])[0]  # those of the first process
 
     def _finish(self) -> None:
         """Write the final record: the test split with the selected weights.
@@ -442,7 +448,7 @@ class Trainer:
             metrics = best["metrics"]
         else:  # also where only the predictions of the best weights are missing
             metrics = self.evaluate(task.test or task.validation)
-        if task.predictions and self.distributed.main:
+        if task.predictions and self.accelerator.is_main_process:
             write_predictions(task.predicted, self.run.directory)
         self._export()
         self._record(
@@ -459,9 +465,9 @@ class Trainer:
         if self.adapters and merged:
             self.adapters.merge()
         tensors = {name: full_tensor(t) for name, t in self.module.state_dict().items()}
-        if self.distributed.main and self.adapters and not merged:
+        if self.accelerator.is_main_process and self.adapters and not merged:
             self.adapters.save(tensors, self.run.directory)
-        elif self.distributed.main:
+        elif self.accelerator.is_main_process:
             self.task.export(self.module, tensors, self.run.directory)
 
     def _record(self, split: str, **values: Any) -> None:

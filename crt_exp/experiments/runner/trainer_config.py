@@ -82,17 +82,6 @@ class TrainerConfig:
         if self.adapt and importlib.util.find_spec("peft") is None:
             raise ConfigError("trainer.adapt=lora: peft is missing; pip install 'crt_exp[adapt]'")
 
-    def check_processes(self, processes: int) -> None:
-        """Raise ConfigError for an indivisible batch, or fp16 on a CPU."""
-        parts = processes * self.accumulate
-        if self.batch % parts:
-            raise ConfigError(
-                f"trainer.batch={self.batch}: expected a multiple of {parts} ({processes} processes x "
-                f"{self.accumulate} micro-batches)"
-            )
-        if self.precision == "fp16" and (self.cpu or not torch.accelerator.is_available()):
-            raise ConfigError("trainer.precision=fp16: expected a GPU; use bf16 or no")
-
 
 def make_optimizer(
     model: nn.Module,

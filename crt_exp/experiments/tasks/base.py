@@ -240,7 +240,7 @@ Task = TrainingTask
 @dataclass_transform(eq_default=False)
 def task_class(kind: type) -> type:
     """Class decorator: a data class that checks its arguments; errors name `task.<argument>`."""
-    return checked("task")(dataclass(eq=False)(kind))
+    return checked("task", dataclass(eq=False)(kind))
 
 
 def exp(loss: float) -> float:

@@ -18,11 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from crt_exp.experiments.data import check_classes, glue, labelled_text
+from crt_exp.experiments.data import DataError, check_classes, glue, labelled_text
 from crt_exp.experiments.data.plan import by_length
 from crt_exp.experiments.data.sources import Place, refuse_data_dir, task_folder
 from crt_exp.experiments.data.tabular import Kind
-from crt_exp.experiments.data.text import check_vocabulary
 from crt_exp.experiments.models import encoders
 from crt_exp.experiments.predictions import Prediction
 from crt_exp.experiments.tasks.base import (
@@ -98,20 +97,25 @@ class GLUE(Task):
         self.config.text_columns = list(self.glue_task.columns)
         encoders.check_length(self.config, self.max_length, "task.max_length")
         self.tokenizer = encoders.load_tokenizer(self.origin)
-        check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        encoders.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         if self.test is None:
             self.texts = {
                 part: glue.load(self.dataset, part, self.data_dir, self.source)
                 for part in self.glue_task.splits
             }
-        self.published = len(self.texts["train"])
-        self.texts["train"] = self.texts["train"].subsample(self.examples)
+        self.published = self.length("train")
+        if self.examples:
+            _, self.texts["train"] = self.texts["train"].sample(self.examples)
         if self.held_out:
+            if self.held_out >= self.length("train"):
+                raise DataError(
+                    f"task.held_out={self.held_out}: expected 1 to {self.length('train') - 1}, of "
+                    f"{self.length('train')} examples"
+                )
             self.validation = "held_out"
             self.test = "dev"
-            self.texts["train"], self.texts["held_out"] = self.texts["train"].hold_out(
-                self.held_out
-            )
+            rest, held_out = self.texts["train"].sample(self.held_out)
+            self.texts |= {"train": rest, "held_out": held_out}
         if self.glue_task.names:
             check_classes(self.texts["train"].labels, f"{self.glue_task.folder}, training split")
         self.final = self.test or self.validation

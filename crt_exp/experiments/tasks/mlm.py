@@ -114,7 +114,7 @@ class MLM(Task):
         else:
             self.tokenizer = encoders.load_tokenizer(self.origin)
             self.config = encoders.load_config(self.origin)
-        data.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
+        encoders.check_vocabulary(self.tokenizer, self.config.vocab_size, self.config.pad_token_id)
         encoders.check_length(self.config, self.block, "task.block")
         self.masking = None if self.causal else data.Masking.from_tokenizer(self.tokenizer)
 

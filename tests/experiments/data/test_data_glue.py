@@ -100,20 +100,18 @@ def test_subsample_is_deterministic_and_nested(tmp_path):
     rows = rows_of("sst2", n=400)
     write(tmp_path, "sst2", rows=rows)
     whole = load("sst2", data_dir=tmp_path)
-    small = whole.subsample(50)
-    large = whole.subsample(90)
-    assert small == whole.subsample(50)
+    train, small = whole.sample(50)
+    _, large = whole.sample(90)
+    assert small == whole.sample(50)[1]
     assert {*small.texts[0]} < {*large.texts[0]} < {*whole.texts[0]}
     assert len(small.labels) == 50
     places = [whole.texts[0].index(text) for text in small.texts[0]]
     assert places == sorted(places)
     assert small.labels == [whole.labels[i] for i in places]
-    assert whole.subsample(4).texts[0] == [
+    assert whole.sample(4)[1].texts[0] == [
         f'sentence" {i}' for i in (40, 186, 225, 310)
     ]  # the same on every machine
-    train, apart = whole.hold_out(50)
-    assert apart == small
-    assert {*train.texts[0]}.isdisjoint(apart.texts[0])
+    assert {*train.texts[0]}.isdisjoint(small.texts[0])
     assert len(train.labels) == 350
 
 

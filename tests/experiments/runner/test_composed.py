@@ -13,7 +13,6 @@ from crt_exp.experiments.runner import command_line
 from crt_exp.experiments.runner.command_line import comments, lines_of
 from crt_exp.experiments.runner.configuration import (
     GROUPS,
-    check_composed,
     check_plain,
     plain_config,
 )
@@ -122,7 +121,7 @@ BAD = [
 @pytest.mark.parametrize("overrides, message", BAD, ids=[o for o, _ in BAD])
 def test_bad_configurations_are_refused(overrides, message):
     with pytest.raises(ConfigError) as found:
-        check_composed(composed(*overrides.split()))
+        check_plain(plain_config(composed(*overrides.split())))
     assert message in str(found.value)
 
 

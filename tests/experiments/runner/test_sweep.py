@@ -19,7 +19,7 @@ from pandas import DataFrame
 
 from crt_exp.experiments.measure.attention_errors import ProjectionErrors
 from crt_exp.experiments.runner.command_line import compose
-from crt_exp.experiments.runner.configuration import check_composed
+from crt_exp.experiments.runner.configuration import check_plain, plain_config
 from crt_exp.experiments.runner.sweep import PLUGINS, check_direction, without_unused
 from crt_exp.experiments.runner.sweep_table import draw, finished_runs, settings_of, table
 from crt_exp.experiments.tasks.uci import UCI
@@ -210,7 +210,7 @@ def test_runs_of_a_sweep_have_the_options_that_they_use(args, count, notes):
     for run in {tuple(run) for run in runs}:
         cfg = compose(list(run))
         HydraConfig.instance().set_config(cfg)
-        check_composed(cfg)
+        check_plain(plain_config(cfg))
 
 
 def done(settings, value, metric="loss", direction="minimize"):

@@ -20,7 +20,7 @@ from crt_exp.experiments.data import DataError
 from crt_exp.experiments.models import vision
 from crt_exp.experiments.runner import checkpoint
 from crt_exp.experiments.runner.command_line import compose
-from crt_exp.experiments.runner.configuration import check_composed
+from crt_exp.experiments.runner.configuration import check_plain, plain_config
 from crt_exp.experiments.tasks.base import Plan
 from crt_exp.experiments.tasks.imagenet import ImageNet
 from crt_exp.experiments.tasks.mae import MAE
@@ -264,7 +264,7 @@ def test_labels_are_smoothed(folder):
 def test_experiments_fit_their_models(name, folder):
     """Each recipe composes, and describes a model that timm makes; its images are ours."""
     cfg = compose([f"experiment={name}", "attention=favorpp"])
-    check_composed(cfg)
+    check_plain(plain_config(cfg))
     given = OmegaConf.to_container(cfg.task, resolve=True)
     task = ImageNet(
         **{key: value for key, value in given.items() if key[0] != "_"} | {"data_dir": str(folder)}

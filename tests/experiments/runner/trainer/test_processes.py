@@ -31,7 +31,7 @@ def test_two_processes_are_one_with_twice_the_batch(plain, tmp_path):
     assert state["rng"][0] != state["rng"][1]
 
 
-def test_each_process_continues_with_its_own_random_numbers(tmp_path):
+def test_each_process_continues_with_its_own_random_numbers(tmp_path, monkeypatch):
     model = toy.Network(6, 16, 0.0)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 6)).sum().backward()
@@ -43,14 +43,14 @@ def test_each_process_continues_with_its_own_random_numbers(tmp_path):
         states.append(rng_state())
         expected.append(torch.rand(3))
 
+    def gather_object(values):
+        return states if values == [rng_state()] else values * 2
+
+    monkeypatch.setattr(checkpoint, "gather_object", gather_object)
+
     def process(rank):
         shared = SimpleNamespace(
-            rank=rank,
-            size=2,
-            main=True,
-            accelerator=SimpleNamespace(scaler=None),
-            gather=lambda value: states if value == rng_state() else [value, value],
-            broadcast=lambda value: value,
+            process_index=rank, num_processes=2, is_main_process=True, scaler=None
         )
         run = SimpleNamespace(directory=tmp_path, records=[], rewind=lambda count: None)
         return checkpoint.TrainingState(model, optimizer, toy.Toy(), run, shared, 1, 12)
