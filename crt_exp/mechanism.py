@@ -196,7 +196,7 @@ class Mechanism:
         node = resolve_references(node)
         check_node("attention", node, ATTENTION)
         parts = {}
-        for group in filter(used.__contains__, PARTS):
+        for group in [group for group in PARTS if group in used]:
             choice = choices[group] or named.get(group) or default_choice(group)
             parts[group] = find_component(group, choice, changes[group])
         if m is None:
@@ -219,7 +219,7 @@ class Mechanism:
             node, _ = read_preset(BASE)
         used = uses(node)
         parts = {}
-        for group in filter(used.__contains__, PARTS):
+        for group in [group for group in PARTS if group in used]:
             content = {key: value for key, value in config[group].items() if key != "m"}
             parts[group] = Component(choice(group), content)
         m = config["features"]["m"] if "m" in used else None
