@@ -12,8 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from crt_exp.attention.engines.selection import PLAIN
 from crt_exp.samplers.noise import cacheable
 
+COMPILED_DEVICES = ("cuda",)
 NOT_COMPILED: set[Callable] = set()  # functions that the compiler refused
 
 
@@ -25,7 +27,12 @@ def compiled_on_gpus(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(first: Tensor, *args):
-        if not compiles(first) or function in NOT_COMPILED:
+        if first.device.type not in COMPILED_DEVICES or function in NOT_COMPILED:
+            return function(first, *args)
+        # not where something traces or transforms the call
+        if torch.compiler.is_compiling() or not cacheable():
+            return function(first, *args)
+        if os.environ.get("CRT_EXP_ENGINE") == PLAIN:
             return function(first, *args)
         try:
             return compile_once(function)(first, *args)
@@ -45,10 +52,3 @@ def compiled_on_gpus(function: Callable) -> Callable:
 @functools.cache
 def compile_once(function: Callable) -> Callable:
     return torch.compile(function)
-
-
-def compiles(t: Tensor) -> bool:
-    """Return whether functions of this tensor are compiled: on GPUs, if nothing traces or transforms them."""
-    if t.device.type != "cuda" or torch.compiler.is_compiling() or not cacheable():
-        return False
-    return os.environ.get("CRT_EXP_ENGINE") != "plain"
