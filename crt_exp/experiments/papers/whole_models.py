@@ -11,11 +11,11 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
-    geometric_interval,
     label,
     mean_table,
     panels,
     quoted_override,
+    ratio_interval,
     sweep,
 )
 from crt_exp.experiments.report.plots import colour
@@ -108,8 +108,7 @@ def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
                 cells = {}
                 for method in OTHERS:
                     ratios = speedup(rows, method, metric, model, length, build)
-                    cell = geometric_interval(np.exp(ratios), ".2f") if len(ratios) else ""
-                    cells[label(method)] = cell
+                    cells[label(method)] = ratio_interval(ratios, ".2f")
                 table[f"{model}, {length}, {build}"] = cells
     frame = pd.DataFrame.from_dict(table, orient="index")
     return frame.rename_axis("model, tokens, build")
@@ -136,7 +135,7 @@ def finding(rows: Rows) -> str:
     for build in BUILDS:
         for metric in PASSES:
             ratios = speedup(rows, "nearfar", metric, SMOLLM2, 4096, build)
-            cells[build, metric] = geometric_interval(np.exp(ratios), ".2f")
+            cells[build, metric] = ratio_interval(ratios, ".2f")
     return (
         "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
         f"{cells['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
