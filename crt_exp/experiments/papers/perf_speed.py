@@ -100,7 +100,7 @@ GROWTH = {  # case -> model, two lengths
 SMALL_LAYERS = (
     "the small Transformer (d = 64) computes little but 256 features; the paper times a V100"
 )
-TIMES = {"log": True, "unit": "times", "needs": "more processes on a quiet machine"}
+TIMES = {"log": True, "needs": "more processes on a quiet machine"}
 
 
 def ratios(rows: Rows, method: str, baseline: str, *cases: str) -> dict[str, pd.Series]:
