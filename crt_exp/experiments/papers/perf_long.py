@@ -10,6 +10,7 @@ from crt_exp.experiments.report import (
     Page,
     Rows,
     Tables,
+    added,
     control_checks,
     dot_plot,
     filters_over,
@@ -142,16 +143,7 @@ def differences(rows: Rows, metric: str, first: str, second: str) -> dict[str, p
     return differences
 
 
-BATCHES = [range(3), range(3, 5), range(5, 20)]  # seeds, as they were added
-
-
-def last_batch(samples: pd.Series) -> pd.Series:
-    """The seeds that were added last; results of earlier ones had been seen."""
-    for batch in reversed(BATCHES):
-        added = samples[samples.index.isin([str(seed) for seed in batch])]
-        if len(added):
-            return added
-    return samples
+LOOKS = (3, 5)  # seeds after which results were seen; then more were added
 
 
 def finding(rows: Rows) -> str:
@@ -184,7 +176,7 @@ def claims(rows: Rows) -> list[Claim]:
     for text, (worse, better, paper, reason) in IMAGE_CLAIMS.items():
         gains = {}
         for case, gain in differences(rows, "bits_per_dim", worse, better).items():
-            gains[case] = last_batch(gain)
+            gains[case] = added(gain, *LOOKS)
         claims.append(Claim(text, gains, paper, LONGER, unit=bits, fails=fails, reason=reason))
     claims.append(
         Claim(
@@ -220,7 +212,7 @@ def claims(rows: Rows) -> list[Claim]:
     accuracies = {}
     for name in ("Linformer", "Reformer", "ELU", "window"):
         for case, points in differences(rows, "accuracy", "FAVOR+", name).items():
-            accuracies[f"{name}, {case}"] = last_batch(points)
+            accuracies[f"{name}, {case}"] = added(points, *LOOKS)
     claims.append(
         Claim(
             "FAVOR+ is more accurate than the other scalable methods",

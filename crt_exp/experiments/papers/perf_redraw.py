@@ -131,6 +131,7 @@ CASES = {
     PG19: {"dataset": "PG-19", "split": "test"},
     SCRATCHED: {"sweep": ("redraw-scratch", "redraw-scratch/features"), "split": "test"},
 }
+LOOKS = (3, 8)  # exact models after which results were seen; then more were added
 FROM_THE_START = [SCRATCHED, PG19]  # the paper's setting: trained from scratch
 REDRAWS = {
     LATE: (FAVORP, f"{FAVORP} redraw_every=100"),
@@ -169,11 +170,6 @@ COMPARISONS = {  # claim -> the paper's result, methods by case
 ADAPTED = "short fine-tuning adapts the weights to fixed projections: more redraws cost more, see the table"
 
 
-def last_added(samples: pd.Series) -> pd.Series:
-    """Samples of the exact models that were added last: models 3 to 7, then 8 to 19."""
-    return added(added(samples, 3), 8)
-
-
 def finding(rows: Rows) -> str:
     cost = mean_ci(rows.paired(FAVORP, "exact", "loss", **CASES[LATE]))
     tuned = mean_ci(-redraw_gain(rows, LATE))
@@ -197,11 +193,11 @@ def claims(rows: Rows) -> list[Claim]:
     end = rows.values("accuracy", FAVORP, step=100, **TUNING)
     lost = exact - start
     text = "right after the transfer, FAVOR+ is less accurate than the exact model"
-    points = {GENERATED: 100 * last_added(lost)}
+    points = {GENERATED: 100 * added(lost, *LOOKS)}
     paper = "accuracy 0.07 right after the transfer (LM1B)"
     claims = [Claim(text, points, paper, unit="points")]
     text = "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps"
-    recovered = {GENERATED: share(last_added(end - start), lost)}
+    recovered = {GENERATED: share(added(end - start, *LOOKS), lost)}
     paper = "recovers in a small fraction of the original steps"
     options = {"above": 0.9, "unit": "of the lost accuracy", "needs": "more exact models"}
     claims.append(Claim(text, recovered, paper, **options))
@@ -209,7 +205,7 @@ def claims(rows: Rows) -> list[Claim]:
         gains = {}
         for case, methods in pairs.items():
             gain = rows.paired(*methods, "loss", **CASES[case])
-            gains[case] = last_added(gain) if case in (EARLY, LATE) else gain
+            gains[case] = added(gain, *LOOKS) if case in (EARLY, LATE) else gain
         papers = dict.fromkeys(FROM_THE_START, paper)
         reason = ADAPTED if pairs is REDRAWS else ""
         claims.append(Claim(text, gains, papers, unit="nats", reason=reason))
