@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.experiments.papers.perf_proteins import (
+from crt_exp.experiments.papers.parts.protein_models import (
     FAMILIES,
     FIRST_LOOK,
     MODEL,

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from crt_exp.experiments.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, training_runs
+from crt_exp.experiments.papers.parts.protein_models import (
+    DIRECTIONS,
+    FAMILIES,
+    MODEL,
+    training_runs,
+)
 from crt_exp.experiments.report import (
     HOME,
     Claim,

@@ -111,6 +111,14 @@ class Rows:
         """Return the rows with other names of these methods."""
         return Rows(self.frame.assign(method=self.frame["method"].replace(names)))
 
+    def without_options(self) -> "Rows":
+        """Return the rows with the names of methods alone, such as "favorp" for "favorp m=32"."""
+        names = {}
+        for method in self.frame["method"].unique():
+            if "=" in method:
+                names[method] = method.split(" ")[0]
+        return self.renamed(names)
+
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
