@@ -4,13 +4,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from crt_exp.experiments.papers.parts.protein_models import (
-    FAMILIES,
-    FIRST_LOOK,
-    MODEL,
-    PROTEOMES,
-    training_runs,
-)
+from crt_exp.experiments.papers.parts.protein_models import FIRST_LOOK, FULL, SMALL
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -19,53 +13,22 @@ from crt_exp.experiments.report import (
     added,
     control_checks,
     dot_plot,
+    filters_over,
     label,
     mean_ci,
     mean_table,
     panels,
     share,
+    training_check,
 )
-
-METHODS = ["exact", "favorp m=32", "favorpp m=32", "relu m=32", "uniform"]
-REFORMER = "reformer chunk=16 buckets=16 hashes=2"
-EVERY = [*METHODS, "linformer length=128 rank=32", REFORMER]
-PROTEINS = [
-    *training_runs(MODEL, FAMILIES, "U", METHODS, 8),
-    *training_runs(MODEL, FAMILIES, "U", [REFORMER], 3),
-    *training_runs(MODEL, FAMILIES, "B", EVERY, 8),
-    *training_runs(MODEL, PROTEOMES, "U", [*METHODS, REFORMER], 3),
-    *training_runs(MODEL, PROTEOMES, "B", EVERY, 3),
-]
-CHAINS = (
-    "task=trembl task.dataset=uniprot task.chains=true task.max_length=8192 task.held_out_files=[] "
-    "task.validation_share=0.01 task.test_share=0.01 task.dropout=0 task.preset=tiny trainer.batch=1 "
-    "trainer.warmup=4 trainer.select=last trainer.eval_every=1000000 trainer.save_every=1000000 trainer.steps=32"
-)
-LONG_METHODS = ["exact", "uniform", "favorpp m=32"]
-LONG = training_runs(CHAINS, {"chains of proteomes": ""}, "U", LONG_METHODS, 3)
-
-TREMBL, SET = "experiment=performers_trembl", {"TrEMBL": ""}
-FULL = ["relu", "exact", "elu", "uniform", "favorp redraw_every=1000", "favorpp redraw_every=1000"]
-FULL_LINFORMER = "linformer length=1024 rank=600 redraw_every=1000"
-FULL_REFORMER = "reformer hashes=2 chunk=128 buckets=16"
-FULL_PROTEINS = [
-    *training_runs(TREMBL, SET, "U", FULL, 1),
-    *training_runs(TREMBL, SET, "B", [*FULL, FULL_LINFORMER], 1),
-    *training_runs(f"{TREMBL} trainer.clip=null", SET, "U", [FULL_REFORMER], 1),
-]
-CONCATENATED = "experiment=performers_trembl_concat"
-FULL_LONG = training_runs(CONCATENATED, {"chains of TrEMBL": ""}, "U", FULL, 1)
 
 PAPER_ROWS = ["letter frequencies", "exact", "ReLU", "FAVOR+"]
-PAPER = {
-    "accuracy": {"U": "9.92 30.80 31.58", "B": "9.92 33.32 36.09 33.00"},  # Table 2
+PAPER = {  # Table 2
+    "accuracy": {"U": "9.92 30.80 31.58", "B": "9.92 33.32 36.09 33.00"},
     "accuracy_ood": {"U": "9.07 19.70 18.44", "B": "9.07 25.07 24.10 23.48"},
     "perplexity": {"U": "17.80 9.37 9.17", "B": "17.80 9.22 8.36 9.24"},
     "perplexity_ood": {"U": "17.93 13.20 13.63", "B": "17.93 12.09 12.26 12.41"},
 }
-LEAST_SHARE = (
-    0.25  # of the loss reduction of exact attention; with less, a method is not trained yet
-)
 NEEDS = "longer training on TrEMBL: experiment=performers_trembl, 91 GPU hours a method"
 SMALLER = "2 layers, 32 features and 1000 steps on generated families; the paper has 36 layers, 256 features and TrEMBL"
 
@@ -76,9 +39,7 @@ def paper_values(metric: str, mode: str) -> dict[str, str]:
 
 def finding(rows: Rows) -> str:
     named = rows.without_options()
-    generated = {}
-    for mode in ("U", "B"):
-        generated[mode] = {"dataset": "generated families", "mode": mode, "split": "test"}
+    generated = filters_over("mode", ["U", "B"], dataset="generated families", split="test")
     relu = points(named, "exact", "relu", generated)
     favorp = points(named, "exact", "favorp", generated)["U"]
     return (
@@ -90,12 +51,7 @@ def finding(rows: Rows) -> str:
 
 def cases(rows: Rows, split: str = "") -> dict[str, dict[str, str]]:
     """Data set and direction -> filter of its test rows."""
-    cases = {}
-    tested = rows.select(f"loss{split}", split="test")[["dataset", "mode"]].drop_duplicates()
-    for dataset, mode in tested.itertuples(index=False):
-        if not dataset.startswith("chains"):
-            cases[f"{dataset}, {mode}"] = {"dataset": dataset, "mode": mode, "split": "test"}
-    return cases
+    return rows.cases(f"loss{split}", "dataset", "mode", sweep="proteins", split="test")
 
 
 def points(rows: Rows, first: str, second: str, cases: Mapping, metric: str = "accuracy"):
@@ -108,14 +64,10 @@ def failed_checks(rows: Rows, name: str, cases: Mapping) -> dict[str, str]:
     """Cases in which attention matters too little, or most seeds of a method are not trained yet."""
     fails = {}
     for case, where in cases.items():
-        reduction = rows.paired("uniform", name, "loss", **where)
-        whole = rows.paired("uniform", "exact", "loss", **where).mean()
-        share = reduction.median() / whole
-        if share < LEAST_SHARE:
-            fails[case] = (
-                f"not trained yet: the median loss reduction of {label(name)} over uniform attention is {share:.0%} "
-                f"of that of exact attention (at least {LEAST_SHARE:.0%} needed)"
-            )
+        gain = rows.paired("uniform", name, "loss", **where)
+        whole = rows.paired("uniform", "exact", "loss", **where)
+        if reason := training_check(label(name), gain, whole):
+            fails[case] = reason
     return fails | control_checks(rows, cases)
 
 
@@ -129,62 +81,40 @@ def paper_pairs(cases: Mapping, metric: str, first: str, second: str) -> dict[st
     return papers
 
 
-def accuracy_claim(rows: Rows, first: str, second: str, cases: Mapping, paper) -> Claim:
-    exact = {"exact": "exact attention"}
-    other = second if first == "exact" else first
-    text = f"{label(first, exact)} is more accurate than {label(second, exact)}"
-    gains = points(rows, first, second, cases)
-    fails = failed_checks(rows, other, cases)
-    return Claim(text, gains, paper, NEEDS, unit="points", fails=fails, reason=SMALLER)
-
-
-def reduction_claim(rows: Rows, cases: Mapping) -> Claim:
-    kept = {}
-    for case, where in cases.items():
-        gains = []
-        for method in ("favorp", "exact"):
-            gains.append(added(rows.paired("uniform", method, "loss", **where), FIRST_LOOK))
-        kept[case] = share(*gains)
-    return Claim(
-        "FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention",
-        kept,
-        above=0.9,
-        unit="of the reduction",
-        paper="the same accuracy",
-        fails=failed_checks(rows, "favorp", cases),
-        needs=NEEDS,
-        reason=SMALLER,
-    )
-
-
 def claims(rows: Rows) -> list[Claim]:
     named = rows.without_options()
     tested = cases(named)
-    papers = paper_pairs(tested, "accuracy", "ReLU", "exact")
-    claims = [
-        accuracy_claim(named, "relu", "exact", tested, papers),
-        reduction_claim(named, tested),
-    ]
-    for other in ("reformer", "linformer"):
-        paper = "Reformer and Linformer significantly drop in accuracy"
-        claims.append(accuracy_claim(named, "exact", other, tested, paper))
     unseen = cases(named, "_ood")
+    chains = named.cases("loss", "dataset", sweep="proteins-long", split="test")
+    small = {"needs": NEEDS, "reason": SMALLER}
+    drop = "Reformer and Linformer significantly drop in accuracy"
+    papers = paper_pairs(tested, "accuracy", "ReLU", "exact")
+    text = "ReLU is more accurate than exact attention"
+    fails = failed_checks(named, "relu", tested)
+    gains = points(named, "relu", "exact", tested)
+    claims = [Claim(text, gains, papers, **small, unit="points", fails=fails)]
+    text = "FAVOR+ keeps 90% of the loss reduction of exact attention over uniform attention"
+    paper, unit = "the same accuracy", "of the reduction"
+    fails = failed_checks(named, "favorp", tested)
+    kept = {case: kept_reduction(named, where) for case, where in tested.items()}
+    claims.append(Claim(text, kept, paper, **small, above=0.9, unit=unit, fails=fails))
+    for other in ("reformer", "linformer"):
+        text = f"exact attention is more accurate than {label(other)}"
+        fails = failed_checks(named, other, tested)
+        gains = points(named, "exact", other, tested)
+        claims.append(Claim(text, gains, drop, **small, unit="points", fails=fails))
     fails = control_checks(named, unseen, "loss_ood", least=0.3)
     for other in ("relu", "favorp"):
+        text = f"on held-out sequences exact attention is more accurate than {label(other)}"
         papers = paper_pairs(unseen, "accuracy_ood", "exact", label(other))
         judged = {case: unseen[case] for case in papers}
         gains = points(named, "exact", other, judged, "accuracy_ood")
-        text = f"on held-out sequences exact attention is more accurate than {label(other)}"
         claims.append(Claim(text, gains, papers, NEEDS, unit="points", fails=fails))
-    chains = {}
-    for name in named.frame["dataset"].unique():
-        if "chains" in name:
-            chains[name] = {"dataset": name, "split": "test"}
     text = "FAVOR++ is more accurate than exact attention"
-    gains = points(named, "favorpp", "exact", chains)
     paper = "the small Transformer stops at 19%, the larger Performer reaches 24%"
     needs = "experiment=performers_trembl_concat, 21 GPU hours"
     fails = control_checks(named, chains, least=0.3)
+    gains = points(named, "favorpp", "exact", chains)
     claims.append(Claim(text, gains, paper, needs, unit="points", fails=fails))
     text = "a regular Transformer runs out of memory at 8192 letters"
     paper = "even at a batch of 1 a chip"
@@ -193,11 +123,16 @@ def claims(rows: Rows) -> list[Claim]:
     return claims
 
 
-def score_table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
-    """Tabulate methods and letter frequencies beside the paper's values.
+def kept_reduction(rows: Rows, where: Mapping) -> pd.Series:
+    """The loss reduction of FAVOR+ over uniform attention, as a share of that of exact attention."""
+    gains = []
+    for method in ("favorp", "exact"):
+        gains.append(added(rows.paired("uniform", method, "loss", **where), FIRST_LOOK))
+    return share(*gains)
 
-    Columns: test sequences and held-out sequences.
-    """
+
+def score_table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
+    """Letter frequencies and methods on test and held-out sequences, beside the paper's values."""
     names = method_names(rows)
     columns = {}
     for split, words in {"": "", "_ood": ", held out"}.items():
@@ -246,19 +181,17 @@ page = Page(
     "perf_proteins",
     title="Performers Figures 6 and 7 (right), Table 2: language models of proteins",
     finding=finding,
-    small={"proteins": PROTEINS, "proteins-long": LONG},
-    full={"proteins": FULL_PROTEINS, "proteins-long": FULL_LONG},
+    small=SMALL,
+    full=FULL,
     stand_in="generated families",
     columns=["dataset", "mode", "split", "method"],
     metrics=["loss", "loss_ood", *PAPER, *(f"unigram_{metric}" for metric in PAPER)],
     measured=[
-        "Models: 2 layers, 4 heads, d = 64, 1000 steps of 32 sequences (generated families) or 200 (proteomes). The "
-        "paper trains 36 layers on TrEMBL.",
+        "Models: 2 layers, 4 heads, d = 64, 1000 steps of 32 sequences (generated families) or 200 (proteomes).",
         "U: next letters. B: masked letters. Held out: families, or one proteome, that are not in the training set.",
         "m = 32 orthogonal projections without redraws. A sample is a seed: three, or eight in most rows of generated "
         "families. Five of the eight were added after the first results and decide the claims alone.",
-        "Rows of proteomes and chains were measured on splits by accession: 18 of 20,343 sequences were in more than "
-        "one split. Splits are by the letters of a sequence.",
+        "Splits of proteomes and chains were by accession: 18 of 20,343 sequences were in more than one of them.",
         "Uniform attention loses almost nothing on proteomes and chains, so they decide no claim.",
     ],
     tables=tables,

@@ -264,6 +264,26 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return np.minimum(1, raised)[np.argsort(order)].tolist()
 
 
+LEAST_SHARE = 0.25  # of the gain of exact attention; with less, a method is not trained yet
+
+
+def training_check(name: str, gain: pd.Series, whole: pd.Series) -> str:
+    """Return why a method is not trained yet, or "".
+
+    gain, whole: samples of the method, and of exact attention, minus uniform attention.
+
+    >>> training_check("ReLU", pd.Series([0.1, 0.1, 0.4]), pd.Series([1.0]))
+    'not trained yet: the median gain of ReLU over uniform attention is 10% of that of exact attention (at least 25%)'
+    """
+    share = gain.median() / whole.mean()
+    if not share < LEAST_SHARE:
+        return ""
+    return (
+        f"not trained yet: the median gain of {name} over uniform attention is {share:.0%} of that of exact "
+        f"attention (at least {LEAST_SHARE:.0%})"
+    )
+
+
 def control_checks(
     rows: Rows,
     cases: Mapping[str, Mapping[str, object]],
