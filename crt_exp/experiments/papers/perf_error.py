@@ -6,6 +6,7 @@ Reproduces Figures 2, 4 and 14.
 import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.papers.parts.small_encoders import ENCODERS
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -19,7 +20,6 @@ from crt_exp.experiments.report import (
     panels,
     sweep,
 )
-from crt_exp.experiments.report.small_models import ENCODERS
 
 COMPARED = {}
 for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "FAVOR++"}.items():
