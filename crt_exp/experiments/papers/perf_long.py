@@ -107,10 +107,6 @@ def claims(rows: Rows) -> list[Claim]:
     return claims
 
 
-def names(rows: Rows, metric: str, where: dict[str, Any]) -> dict[str, str]:
-    return {method: label(method) for method in rows.methods(metric, **where)}
-
-
 def tables(rows: Rows) -> Tables:
     named = rows.without_options()
     columns = {}
@@ -118,8 +114,7 @@ def tables(rows: Rows) -> Tables:
         for case, where in score.cases(named).items():
             title = f"{case}, {score.unit}"
             column = {title: {"metric": score.metric, **where}}
-            methods = names(named, score.metric, where)
-            table = mean_table(named, column, methods, score.scale, score.spec)
+            table = mean_table(named, column, scale=score.scale, spec=score.spec)
             columns[title] = table[title]
     columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
     table = pd.concat(columns, axis=1).fillna("").rename_axis("attention")
@@ -135,9 +130,9 @@ def figure(rows: Rows):
         return None
     fig, axes = panels(len(shown))
     for ax, (score, case, where) in zip(axes, shown):
-        methods = names(named, score.metric, where)
+        methods = named.methods(score.metric, **where)
         gains = named.by_method(score.metric, methods, score.scale, less="exact", **where)
-        dot_plot(ax, gains, zero=True, labels=methods)
+        dot_plot(ax, gains, zero=True)
         ax.set(title=f"{case}: difference from exact attention", xlabel=score.unit)
     return fig
 

@@ -39,28 +39,26 @@ RUNS = [
     *layer_runs(24, model="random", **{"task.sum": [16, 4]}),
     *layer_runs(8, model={"trained": "task.init={runs}/encoder/34_0 task.length=34"}),
 ]
+JUDGED = ["pos m=256", "trig m=256"]
+GROWS = {"above": 1, "log": True, "needs": "more samples"}
 MODELS = {"encoder": ENCODERS["characters-16"].pretraining("encoder")}
 
 
 def claims(rows: Rows) -> list[Claim]:
     claims = []
-    for method in ("pos m=256", "trig m=256"):
+    for method in JUDGED:
         text = f"{METHODS[method]}: the error grows through layers"
         growth = {}
         for case, where in CASES.items():
             growth[case] = rows.values("growth", method, log=True, **where)
         paper = "errors propagate, no number"
-        claims.append(Claim(text, growth, paper, "more samples", above=1, log=True))
-    for method in ("pos m=256", "trig m=256"):
+        claims.append(Claim(text, growth, paper, **GROWS))
+    for method in JUDGED:
         text = (
             f"{METHODS[method]}: the error grows through layers, more than with uniform attention"
         )
-        growth = {}
-        for case, where in CASES.items():
-            growth[case] = rows.ratio(method, "uniform", "growth", **where)
-        reason = "errors of uniform attention grow too"
-        needs = "more samples"
-        claims.append(Claim(text, growth, needs=needs, above=1, log=True, reason=reason))
+        growth = rows.paired_by_case(method, "uniform", "growth", CASES, log=True)
+        claims.append(Claim(text, growth, **GROWS, reason="errors of uniform attention grow too"))
     return claims
 
 
