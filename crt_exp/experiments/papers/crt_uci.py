@@ -19,6 +19,7 @@ from crt_exp.experiments.report import (
     Claim,
     Page,
     Rows,
+    Tables,
     dot_plot,
     filters_over,
     mean_ci,
@@ -137,7 +138,7 @@ def dataset_table(rows: Rows, name: str) -> pd.DataFrame:
     return mean_table(rows, columns, METHODS, spec=".1f", overlap=OVERLAP[name])
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     tables = {}
     for name in sweeps_in_rows(rows):
         averages, accuracies = average_table(rows, name), dataset_table(rows, name)

@@ -11,6 +11,7 @@ from crt_exp.experiments.report import (
     Claim,
     Page,
     Rows,
+    Tables,
     filters_over,
     geometric_mean_ci,
     line_plot,
@@ -118,7 +119,7 @@ def head_columns(heads: str, sums: list[int]) -> dict[str, dict]:
     return filters_over("sum", sums, heads + ", {}", metric="mse", **FIGURE, heads=heads, m=256)
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     methods = COMPARED | NEARFAR
     columns = head_columns("Gaussian", [2, 8, 24]) | head_columns("matched", [2, 8, 24])
     title = "Figure 4: MSE relative to uniform attention (lower is better), m = 256, by |x + y|^2"

@@ -81,7 +81,7 @@ def tables(rows: Rows):
         similar[name] = {}
         for metric, spec in (("r", ".3f"), ("p", ".2g")):
             values = rows.values(metric, "exact", by=by)
-            similar[name][metric] = f"{mean_ci(values):{spec}}" if len(values) else ""
+            similar[name][metric] = f"{mean_ci(values):{spec}}"
     return {
         "Relative error of the matrices, |A' - A| / |A| (lower is better)": mean_table(
             rows, filters_over("layer", range(4), "layer {}", metric="error"), METHODS
