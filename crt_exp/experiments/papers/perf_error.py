@@ -6,7 +6,6 @@ Reproduces Figures 2, 4 and 14.
 import pandas as pd
 
 from crt_exp.experiments.papers.parts import layer_errors
-from crt_exp.experiments.papers.parts.layer_errors import three_digits
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -127,7 +126,7 @@ def tables(rows: Rows) -> Tables:
     for heads in HEADS:
         title = f"Figure 4, {heads} heads: the same with 95% CI"
         columns = head_columns(heads, SUMS)
-        tables[title] = mean_table(rows, columns, methods, format=three_digits)
+        tables[title] = mean_table(rows, columns, methods, geometric=True)
     for heads in HEADS:
         title = f"Figure 4, {heads} heads: MSE of FAVOR+ over that of trigonometric features, iid"
         tables[title] = ratio_table(rows, heads)

@@ -139,7 +139,7 @@ def tables(rows: Rows) -> Tables:
         tables[title] = speedup_table(rows, metric)
     tables["Exact attention: median seconds"] = seconds_table(rows)
     title = "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients"
-    tables[title] = mean_table(rows, columns, METHODS, format=lambda mib: f"{mib.mean():.0f}")
+    tables[title] = mean_table(rows, columns, METHODS, spec=".0f")
     return tables
 
 

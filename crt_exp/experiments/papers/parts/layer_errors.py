@@ -7,7 +7,6 @@ from crt_exp.experiments.report import (
     Claim,
     PlannedRun,
     Rows,
-    geometric_interval,
     line_plot,
     mean_table,
     sweep,
@@ -64,11 +63,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 def table(rows: Rows) -> pd.DataFrame:
     columns = {case: {"metric": "growth", **where} for case, where in CASES.items()}
-    return mean_table(rows, columns, METHODS, format=three_digits)
-
-
-def three_digits(values: pd.Series) -> str:
-    return geometric_interval(values, ".3g")
+    return mean_table(rows, columns, METHODS, geometric=True)
 
 
 def plot_layers(ax, rows: Rows) -> None:
