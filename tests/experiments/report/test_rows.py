@@ -57,6 +57,12 @@ def test_renamed_methods_share_a_name():
     assert renamed.values("loss", "pos", m=8).to_dict() == {"0": 2, "1": 3.5, "2": 9}
 
 
+def test_methods_without_options_keep_labels():
+    names = {"exact": "exact", "pos": "reformer, 12 layers", "oprf": "favorpp m=8 redraw_every=20"}
+    rows = Rows(ROWS).renamed(names).without_options()
+    assert rows.methods("loss") == ["exact", "reformer, 12 layers", "favorpp"]
+
+
 @pytest.fixture
 def rows(tmp_path):
     write_rows("page", ROWS, tmp_path)
