@@ -6,17 +6,25 @@
 import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.papers.parts.uci_runs import (
+    AT_128_COLUMNS,
+    DOUBLE,
+    METHODS,
+    OVERLAP,
+    SETS,
+    demo,
+    table1,
+)
 from crt_exp.experiments.report import (
     Claim,
     Page,
-    PlannedRun,
     Rows,
+    Tables,
     dot_plot,
+    filters_over,
     mean_ci,
     mean_table,
     panels,
-    quoted_override,
-    sweep,
 )
 
 PAPER = {  # map -> the paper's accuracy on each set, and the average
@@ -29,58 +37,14 @@ PAPER = {  # map -> the paper's accuracy on each set, and the average
     "pois_plus": "14.0 80.1 66.3 29.7 35.5 77.3 77.2 19.2 49.9",
     "geom_plus": "15.1 85.6 67.2 31.0 43.5 71.0 82.9 22.5 52.3",
 }
-SETS = {
-    "table1": ["abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess"],
-    "demo": ["wine", "breast_cancer", "digits", "iris"],
-}
-OVERLAP = {"table1": 0.05 / 0.9, "demo": 0.25 / 0.6}  # test rows over training rows
-DOUBLE = {
-    "trig": "trig m=64",
-    "gerf": "gerf m=64",
-    "hyp": "hyp m=64",
-}  # two columns of a projection
-BASELINES = {
-    name: quoted_override("task.baseline", name)
-    for name in ("Nystroem m=128", "RBFSampler m=128", "majority")
-}
-METHODS = {
-    "exact": "exact",
-    "Nystroem m=128": "Nystroem",
-    "geom": "GeomRF",
-    "oprf": "OPRF",
-    "trig": "TrigRF",
-    "pois": "PoisRF",
-    "RBFSampler m=128": "RBFSampler",
-    "gerf": "GERF",
-    "hyp": "HypRF",
-    "geom_plus": "GeomRF+",
-    "pos": "PosRF",
-    "pois_plus": "PoisRF+",
-    "majority": "majority class",
-}
 
 
-def method_runs(options: str, sets: dict[str, str], sampler: str) -> list[PlannedRun]:
-    maps = f"task=uci {options} sampler={sampler} features.m=128"
-    return [
-        *sweep(f"task=uci {options}", attention=["exact"], dataset=sets),
-        *sweep(maps, dataset=sets, features=[*PAPER, *DOUBLE.values()]),
-        *sweep(f"task=uci {options} attention=exact", method=BASELINES, dataset=sets),
-    ]
-
-
-def table1(repeats: int, draws: int) -> dict[str, list[PlannedRun]]:
-    """Seed 1: no split was looked at before the number of splits was fixed."""
-    sets = {name: f"task.dataset={name}" for name in SETS["table1"]}
-    options = f"seed=1 task.draws={draws} task.repeats={repeats}"
-    return {"table1": method_runs(options, sets, "iid")}
-
-
-def average(rows: Rows, method: str, sweep_name: str = "table1") -> pd.Series:
-    """split -> mean accuracy over the data sets, for the splits that all sets have."""
-    frame = rows.select("accuracy_percent", method, sweep=sweep_name)
-    splits = frame.pivot(index="sample", columns="dataset", values="value")
-    return splits.reindex(columns=SETS[sweep_name]).dropna().astype(float).mean(axis=1)
+def averages(rows: Rows, name: str = "table1") -> Rows:
+    """Mean accuracy over the data sets of a sweep, for the splits that all sets have."""
+    frame = rows.select("accuracy_percent", sweep=name)
+    splits = frame.pivot(index=["method", "sample"], columns="dataset", values="value")
+    means = splits.reindex(columns=SETS[name]).dropna().astype(float).mean(axis=1)
+    return Rows(means.rename("value").reset_index().assign(metric="average"))
 
 
 def sweeps_in_rows(rows: Rows) -> list[str]:
@@ -94,7 +58,7 @@ def finding(rows: Rows) -> str:
         name, sets = "table1", "eight UCI sets"
     gains = []
     for method in ("pos", "trig", "geom"):
-        gain = average(rows, "oprf", name) - average(rows, method, name)
+        gain = averages(rows, name).paired("oprf", method, "average")
         if len(gain):
             gains.append(f"{METHODS[method]} {mean_ci(gain, overlap=OVERLAP[name]):+.1f}")
     if not gains:
@@ -141,6 +105,7 @@ def paper_gain(better: str, worse: str) -> str:
 
 def claims(rows: Rows) -> list[Claim]:
     """Compare maps at 128 projections, and at 128 columns where these differ."""
+    means = averages(rows)
     claims = []
     for text, (pairs, reason) in COMPARISONS.items():
         gains, paper = {}, {}
@@ -151,42 +116,29 @@ def claims(rows: Rows) -> list[Claim]:
                 halves = DOUBLE.get(better, better), DOUBLE.get(worse, worse)
                 samples[f"{name}, 128 columns"] = halves
             for case, (first, second) in samples.items():
-                gains[case] = (average(rows, first) - average(rows, second)).dropna()
+                gains[case] = means.paired(first, second, "average")
                 paper[case] = paper_gain(better, worse)
         overlap = OVERLAP["table1"]
         claims.append(Claim(text, gains, paper, unit="points", overlap=overlap, reason=reason))
     return claims
 
 
-def at_128_columns(rows: Rows, sweep_name: str) -> dict[str, pd.Series]:
-    averages = {}
-    for method in METHODS:
-        averages[method] = average(rows, DOUBLE.get(method, method), sweep_name)
-    return averages
-
-
 def average_table(rows: Rows, name: str) -> pd.DataFrame:
-    columns = {
-        "128 columns": at_128_columns(rows, name),
-        "128 projections": {method: average(rows, method, name) for method in PAPER},
-    }
-    table = {}
-    for title, averages in columns.items():
-        table[title] = {}
-        for method, values in averages.items():
-            if len(values):
-                table[title][METHODS[method]] = f"{mean_ci(values, overlap=OVERLAP[name]):.1f}"
-    return pd.DataFrame(table).rename_axis("method")
+    means = averages(rows, name)
+    maps = {method: METHODS[method] for method in PAPER}
+    tables = []
+    for title, methods in {"128 columns": AT_128_COLUMNS, "128 projections": maps}.items():
+        column = {title: {"metric": "average"}}
+        tables.append(mean_table(means, column, methods, spec=".1f", overlap=OVERLAP[name]))
+    return pd.concat(tables, axis=1)
 
 
 def dataset_table(rows: Rows, name: str) -> pd.DataFrame:
-    columns = {}
-    for dataset in SETS[name]:
-        columns[dataset] = {"metric": "accuracy_percent", "sweep": name, "dataset": dataset}
+    columns = filters_over("dataset", SETS[name], metric="accuracy_percent", sweep=name)
     return mean_table(rows, columns, METHODS, spec=".1f", overlap=OVERLAP[name])
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     tables = {}
     for name in sweeps_in_rows(rows):
         averages, accuracies = average_table(rows, name), dataset_table(rows, name)
@@ -206,11 +158,10 @@ def figure(rows: Rows):
         return None
     fig, axes = panels(len(names))
     for ax, name in zip(axes, names):
-        dot_plot(ax, at_128_columns(rows, name), overlap=OVERLAP[name], labels=METHODS)
-        ax.set(
-            title=f"{len(SETS[name])} data sets, 128 columns ({name})",
-            xlabel="average test accuracy, % (higher is better)",
-        )
+        means = averages(rows, name).by_method("average", AT_128_COLUMNS)
+        dot_plot(ax, means, overlap=OVERLAP[name], labels=AT_128_COLUMNS)
+        ax.set_title(f"{len(SETS[name])} data sets, 128 columns ({name})")
+        ax.set_xlabel("average test accuracy, % (higher is better)")
     return fig
 
 
@@ -218,15 +169,7 @@ page = Page(
     "crt_uci",
     title="CRT Table 1: classification by kernel regression",
     finding=finding,
-    small={
-        **table1(15, 2),
-        "demo": method_runs(
-            "task.split=[0.6,0.15,0.25] task.repeats=5 task.sigmas=[0.05,0.1,0.15,0.2,0.3,0.4,0.55,0.75,"
-            "1.0]",
-            {name: f"task.dataset={name}" for name in SETS["demo"]},
-            "orthogonal",
-        ),
-    },
+    small={**table1(15, 2), **demo()},
     full=table1(50, 10),
     reduced=False,
     columns=["dataset", "method"],

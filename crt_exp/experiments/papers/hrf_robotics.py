@@ -116,26 +116,17 @@ def claims(rows: Rows) -> list[Claim]:
             fails[world] = (
                 f"uniform attention loses only {lost:.3f} of the return (at least 0.2 needed)"
             )
-    return [
-        Claim(
-            "the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact "
-            "attention's",
-            gains_of_hybrid(rows),
-            above=-0.1,
-            unit="of exact",
-            paper="performs as well as the softmax kernel with 256 random projections",
-            needs="more seeds",
-            fails=fails,
-        ),
-        Claim(
-            "ranking 64 patches with the hybrid takes at most 1/3 of the FLOPs of FAVOR+ (m = 256)",
-            flops_ratios(rows, "favorp m=256"),
-            below=1 / 3,
-            unit="times",
-            paper={"d = 8": "3x fewer FLOPs to obtain same quality policies"},
-            reason="most FLOPs of the hybrid are in products of columns, which do not grow with d",
-        ),
-    ]
+    text = "the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact attention's"
+    paper = "performs as well as the softmax kernel with 256 random projections"
+    needs = "more seeds"
+    gains = gains_of_hybrid(rows)
+    returns = Claim(text, gains, paper, needs, above=-0.1, unit="of exact", fails=fails)
+    text = "ranking 64 patches with the hybrid takes at most 1/3 of the FLOPs of FAVOR+ (m = 256)"
+    ratios = flops_ratios(rows, "favorp m=256")
+    papers = {"d = 8": "3x fewer FLOPs to obtain same quality policies"}
+    reason = "most FLOPs of the hybrid are in products of columns, which do not grow with d"
+    flops = Claim(text, ratios, papers, below=1 / 3, unit="times", reason=reason)
+    return [returns, flops]
 
 
 def tables(rows: Rows) -> Tables:
@@ -175,9 +166,7 @@ page = Page(
     title="Hybrid Random Features 4.4, Figure 4: robots whose policies have implicit attention",
     finding=finding,
     small={
-        "hrf-robotics": [
-            *sweep(SHORT, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(5)),
-        ],
+        "hrf-robotics": sweep(SHORT, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(5)),
         "hrf-robotics/judged": judged_runs(),
         "hrf-robotics/cost": COST,
     },

@@ -3,42 +3,31 @@
 Reproduces Figures 2, 4 and 14.
 """
 
-import numpy as np
 import pandas as pd
 
+from crt_exp.experiments.papers.parts import layer_errors
 from crt_exp.experiments.report import (
     Claim,
     Page,
-    PlannedRun,
     Rows,
+    Tables,
     filters_over,
-    geometric_interval,
     geometric_mean_ci,
     line_plot,
     mean_table,
     panels,
+    ratio_interval,
     sweep,
 )
-from crt_exp.experiments.report.small_models import ENCODERS
 
 COMPARED = {}
 for name, text in {"trig": "trigonometric", "pos": "FAVOR+", "oprf": "FAVOR++"}.items():
     for sampler in ["iid", "orthogonal"]:
         COMPARED[f"{name} sampler={sampler}"] = f"{text}, {sampler}"
 NEARFAR = {"nearfar exact_until=0": "near-far"}
-LAYERED = {
-    "trig m=256": "trigonometric",
-    "pos m=256": "FAVOR+",
-    "oprf m=256": "FAVOR++",
-    "uniform": "uniform",
-}
 HEADS = {"Gaussian": "task.length=4096", "matched": "task.length=256 task.turn=0.3"}
 SUMS = [1, 2, 4, 8, 16, 24]
-MODELS = {
-    "random weights, |x + y|^2 = 16": {"model": "random", "sum": 16},
-    "random weights, |x + y|^2 = 4": {"model": "random", "sum": 4},
-    "trained encoder": {"model": "trained"},
-}
+MS = [8, 16, 32, 64, 128, 256]
 HEAD = {
     "options": "task=head_errors",
     "heads": HEADS,
@@ -48,52 +37,19 @@ HEAD = {
         "150": "task.samples=150 task.ms=[256]",
     },
 }
-
 JUDGED = sweep(  # fresh samples, for the claims on Figure 4
     "task=head_errors task.length=4096 task.samples=600 seed=1",
     heads="Gaussian",
     **{"task.sum": [8]},
     features=COMPARED,
 )
-
-
-def layer_runs(seeds: int, **axes) -> list[PlannedRun]:
-    """Errors through the layers of a model, of feature maps and of uniform attention."""
-    features = [method for method in LAYERED if method != "uniform"]
-    return [
-        *sweep("task=error_by_layer", **axes, features=features, seed=range(seeds)),
-        *sweep("task=error_by_layer", **axes, attention=["uniform"], seed=range(seeds)),
-    ]
-
-
-small = {
-    "performers-fig2": sweep(
-        "task=variance_by_angle", features=["pos", "oprf"], **{"task.length": [0.5, 1, 2]}
-    ),
+ANGLES = sweep("task=variance_by_angle", features=["pos", "oprf"], **{"task.length": [0.5, 1, 2]})
+SMALL = {
+    "performers-fig2": ANGLES,
     "performers-fig4": sweep(**HEAD, features=COMPARED) + sweep(**HEAD, attention=NEARFAR),
     "performers-fig4/judged": JUDGED,
-    "performers-fig14": [
-        *layer_runs(24, model="random", **{"task.sum": [16, 4]}),
-        *layer_runs(8, model={"trained": "task.init={runs}/encoder/34_0 task.length=34"}),
-    ],
+    "performers-fig14": layer_errors.RUNS,
 }
-
-
-def finding(rows: Rows) -> str:
-    ratios = {}
-    for m in (8, 256):
-        settings = {8: AT_SCALE[f"m = {m}"], 4: {**FIGURE, "heads": "Gaussian", "sum": 4, "m": m}}
-        for value, where in settings.items():
-            ratio = rows.ratio("pos sampler=iid", "trig sampler=iid", "mse", **where)
-            ratios[value, m] = f"{geometric_interval(np.exp(ratio), '.2g')} (n = {len(ratio)})"
-    return (
-        "On Gaussian heads with iid projections, the MSE of attention with FAVOR+ over that with trigonometric "
-        f"features is {ratios[8, 8]} with m = 8 and {ratios[8, 256]} with m = 256 at |x + y|^2 = 8, the scale of "
-        f"N(0, 1) inputs. At |x + y|^2 = 4 the ratio is {ratios[4, 8]} and {ratios[4, 256]} (95% CI)."
-    )
-
-
-MS = [8, 16, 32, 64, 128, 256]
 FIGURE = {"sweep": "performers-fig4"}
 AT_SCALE = filters_over("m", MS, "m = {}", sweep="performers-fig4/judged")
 FIGURE_4 = {  # claim -> methods
@@ -104,72 +60,41 @@ FIGURE_4 = {  # claim -> methods
 }
 
 
+def finding(rows: Rows) -> str:
+    ratios = {}
+    for m in (8, 256):
+        settings = {8: AT_SCALE[f"m = {m}"], 4: {**FIGURE, "heads": "Gaussian", "sum": 4, "m": m}}
+        for value, where in settings.items():
+            ratio = rows.ratio("pos sampler=iid", "trig sampler=iid", "mse", **where)
+            ratios[value, m] = f"{ratio_interval(ratio, '.2g')} (n = {len(ratio)})"
+    return (
+        "On Gaussian heads with iid projections, the MSE of attention with FAVOR+ over that with trigonometric "
+        f"features is {ratios[8, 8]} with m = 8 and {ratios[8, 256]} with m = 256 at |x + y|^2 = 8, the scale of "
+        f"N(0, 1) inputs. At |x + y|^2 = 4 the ratio is {ratios[4, 8]} and {ratios[4, 256]} (95% CI)."
+    )
+
+
 def claims(rows: Rows) -> list[Claim]:
     closed_forms = {}
-    for length in [0.5, 1, 2]:
+    for length in (0.5, 1, 2):
         values = rows.values("log_ratio", "pos", length=length, angle=120)
         if len(values):
             closed_forms[f"length {length}"] = values.item()
-    claims = [
-        Claim(
-            "positive features have less error than trigonometric ones at 120 degrees",
-            closed_forms,
-            above=0,
-            power=True,
-            paper="where kernel values are small",
-            reason="its error is proportional to a power of the kernel itself",
-        )
-    ]
-    for text, methods in FIGURE_4.items():
+    text = "positive features have less error than trigonometric ones at 120 degrees"
+    paper = "where kernel values are small"
+    reason = "its error is proportional to a power of the kernel itself"
+    claims = [Claim(text, closed_forms, paper, above=0, power=True, reason=reason)]
+    for words, methods in FIGURE_4.items():
+        text = f"MSE of attention at |x + y|^2 = 8, {words}"
         first, second = (method.replace(" ", " sampler=") for method in methods)
-        claims.append(
-            Claim(
-                f"MSE of attention at |x + y|^2 = 8, {text}",
-                rows.paired_by_case(first, second, "mse", AT_SCALE, log=True),
-                below=1,
-                log=True,
-                unit="times",
-                paper="below",
-                needs="more samples",
-            )
-        )
-    largest = {"m = 256": AT_SCALE["m = 256"]}
+        ratios = rows.paired_by_case(first, second, "mse", AT_SCALE, log=True)
+        claims.append(Claim(text, ratios, "below", "more samples", below=1, log=True))
+    text = "MSE of attention at |x + y|^2 = 8, FAVOR++: orthogonal below iid"
     methods = "oprf sampler=orthogonal", "oprf sampler=iid"
-    claims.append(
-        Claim(
-            "MSE of attention at |x + y|^2 = 8, FAVOR++: orthogonal below iid",
-            rows.paired_by_case(*methods, "mse", largest, log=True),
-            below=1,
-            log=True,
-            unit="times",
-        )
-    )
-    for baseline, words in {"": "", "uniform": ", more than with uniform attention"}.items():
-        for method in ["pos m=256", "trig m=256"]:
-            claims.append(
-                Claim(
-                    f"{LAYERED[method]}: the error grows through layers{words}",
-                    growth(rows, method, baseline),
-                    above=1,
-                    log=True,
-                    unit="times",
-                    paper="" if baseline else "errors propagate, no number",
-                    reason="errors of uniform attention grow too" if baseline else "",
-                    needs="more samples",
-                )
-            )
-    return claims
-
-
-def growth(rows: Rows, method: str, baseline: str) -> dict[str, pd.Series]:
-    """Log growth of the error through layers by model, relative to a baseline if there is one."""
-    growth = {}
-    for name, where in MODELS.items():
-        if baseline:
-            growth[name] = rows.ratio(method, baseline, "growth", **where)
-        else:
-            growth[name] = rows.values("growth", method, log=True, **where)
-    return growth
+    largest = {"m = 256": AT_SCALE["m = 256"]}
+    ratios = rows.paired_by_case(*methods, "mse", largest, log=True)
+    claims.append(Claim(text, ratios, below=1, log=True))
+    return claims + layer_errors.claims(rows)
 
 
 def two_digits(values: pd.Series) -> str:
@@ -177,18 +102,15 @@ def two_digits(values: pd.Series) -> str:
     return f"{float(f'{mean:.2g}'):,.9g}"
 
 
-def interval(values: pd.Series) -> str:
-    return geometric_interval(values, ".3g")
-
-
-def ratio_table(rows: Rows, heads: str, first: str, second: str) -> pd.DataFrame:
-    """Ratio of the MSE of two methods by m (rows) and |x + y|^2 (columns), with 95% CI."""
+def ratio_table(rows: Rows, heads: str) -> pd.DataFrame:
+    """MSE of FAVOR+ over that of trigonometric features, by m (rows) and |x + y|^2 (columns)."""
     table = {}
     for value in SUMS:
         column = table.setdefault(f"{heads}, {value}", {})
         for m in MS:
-            ratio = rows.ratio(first, second, "mse", **FIGURE, heads=heads, sum=value, m=m)
-            column[f"m = {m}"] = geometric_interval(np.exp(ratio), ".2g")
+            where = {**FIGURE, "heads": heads, "sum": value, "m": m}
+            ratio = rows.ratio("pos sampler=iid", "trig sampler=iid", "mse", **where)
+            column[f"m = {m}"] = ratio_interval(ratio, ".2g")
     return pd.DataFrame(table).rename_axis("projections")
 
 
@@ -196,22 +118,20 @@ def head_columns(heads: str, sums: list[int]) -> dict[str, dict]:
     return filters_over("sum", sums, heads + ", {}", metric="mse", **FIGURE, heads=heads, m=256)
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     methods = COMPARED | NEARFAR
     columns = head_columns("Gaussian", [2, 8, 24]) | head_columns("matched", [2, 8, 24])
     title = "Figure 4: MSE relative to uniform attention (lower is better), m = 256, by |x + y|^2"
     tables = {title: mean_table(rows, columns, methods, format=two_digits)}
     for heads in HEADS:
-        tables[f"Figure 4, {heads} heads: the same with 95% CI"] = mean_table(
-            rows, head_columns(heads, SUMS), methods, format=interval
-        )
+        title = f"Figure 4, {heads} heads: the same with 95% CI"
+        columns = head_columns(heads, SUMS)
+        tables[title] = mean_table(rows, columns, methods, geometric=True)
     for heads in HEADS:
         title = f"Figure 4, {heads} heads: MSE of FAVOR+ over that of trigonometric features, iid"
-        methods = "pos sampler=iid", "trig sampler=iid"
-        tables[title] = ratio_table(rows, heads, *methods)
-    columns = {name: {"metric": "growth", **where} for name, where in MODELS.items()}
+        tables[title] = ratio_table(rows, heads)
     title = "Figure 14: error after the last layer over error after the first, with 95% CI"
-    tables[title] = mean_table(rows, columns, LAYERED, format=interval)
+    tables[title] = layer_errors.table(rows)
     return tables
 
 
@@ -221,11 +141,9 @@ def figure(rows: Rows):
     angles = Rows(rows.frame[degrees.between(0, 150)])
     line_plot(axes[0], angles, "angle", "log_ratio", {"pos": "FAVOR+", "oprf": "FAVOR++"}, length=1)
     axes[0].axhline(0, color="black", lw=1)
-    axes[0].set(
-        title="Figure 2: MSE of trigonometric features / MSE",
-        xlabel="angle of x and y, degrees",
-        ylabel="log ratio at length 1 (higher is better)",
-    )
+    title = "Figure 2: MSE of trigonometric features / MSE"
+    axes[0].set(title=title, xlabel="angle of x and y, degrees")
+    axes[0].set_ylabel("log ratio at length 1 (higher is better)")
     style = {"geometric": True, "dotted": [name for name in COMPARED if name.endswith("iid")]}
     for ax, value in zip(axes[1:3], [2, 8]):
         ax.axhline(1, color="grey", lw=1, ls="--", label="uniform attention")
@@ -234,10 +152,7 @@ def figure(rows: Rows):
         title = f"Figure 4: Gaussian heads, |x + y|^2 = {value}"
         ax.set(title=title, xlabel="projections m", ylabel="MSE relative to uniform attention")
         ax.legend(loc="upper right", fontsize=8, frameon=False)
-    where = {"model": "random", "sum": 16}
-    line_plot(axes[3], rows, "layer", "error", LAYERED, log="y", geometric=True, **where)
-    title = "Figure 14: random weights, |x + y|^2 = 16"
-    axes[3].set(title=title, xlabel="layers", ylabel="relative error of hidden states")
+    layer_errors.plot_layers(axes[3], rows)
     return fig
 
 
@@ -245,10 +160,10 @@ page = Page(
     "perf_error",
     title="Performers Figures 2, 4 and 14: error of estimates, of attention, and through layers",
     finding=finding,
-    small=small,
-    full=small,
+    small=SMALL,
+    full=SMALL,
     reduced=False,
-    models={"encoder": ENCODERS["characters-16"].pretraining("encoder")},
+    models=layer_errors.MODELS,
     columns=["length", "angle", "heads", "model", "sum", "m", "layer", "method"],
     metrics=["log_ratio", "mse", "error", "growth"],
     measured=[

@@ -1,15 +1,20 @@
 """Performers Figures 5 and 15: swaps of exact models, and redrawn projections."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
-from crt_exp.experiments.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, training_runs
+from crt_exp.experiments.papers.parts.redraw_runs import (
+    FAVORP,
+    FRESH,
+    FULL,
+    GENERATED,
+    MANY,
+    MODELS,
+    REDRAWN,
+    SMALL,
+)
 from crt_exp.experiments.report import (
-    HOME,
     Claim,
     Page,
-    PlannedRun,
     Rows,
     Tables,
     added,
@@ -18,107 +23,11 @@ from crt_exp.experiments.report import (
     mean_ci,
     mean_table,
     panels,
-    seeds_from,
     share,
-    sweep,
 )
 
-GENERATED = "generated families"
-FAVORP = "favorp m=256"
-MOST = ["exact", FAVORP]  # fine-tuned from 20 models
-MANY = [*MOST, f"{FAVORP} redraw_every=100", f"{FAVORP} redraw_every=1"]  # from 8 models
-MANY += ["favorpp m=256", "smreg m=256 redraw_every=1"]
-FEW = ["uniform", "favor m=256", "relu m=256"]  # from 3 models
-SCRATCH = ["exact", "favorp m=64", "favorp m=64 redraw_every=100"]
-FRESH = "m=64 redraw_every=100"
-MOVED = ["favor m=32", "favorp m=32", "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"]
-REDRAWN = "redraw_every=1000"
 TUNING = {"dataset": GENERATED, "split": "validation", "sweep": ("redraw", "redraw/swap")}
 PG19_NEEDS = "PG-19 from scratch: experiment=performers_pg19"
-
-
-def without_sizes(options: str) -> str:
-    """Options of a run that starts from another one, whose sizes it takes."""
-    return " ".join(option for option in options.split() if "sizes" not in option)
-
-
-def runs_from_exact(
-    options: str, methods: Sequence[str], models: Sequence[int], projections: int = 0, **axes
-) -> list[PlannedRun]:
-    """Runs that start from exact models; one seed of projections for each model."""
-    first_seed, key = 1000, "task.init"
-    if "swap_loss" in options:
-        first_seed, key = 8 * projections, "task.start"
-    start = f"{key}={HOME}/redraw-exact/generated-families_U_exact"
-    return sweep(
-        options,
-        dataset=GENERATED,
-        mode="U",
-        attention=methods,
-        projections={projections: ""},
-        seed=seeds_from(start, models, first_seed),
-        **axes,
-    )
-
-
-TUNE = without_sizes(f"{MODEL} {DIRECTIONS['U']} {FAMILIES[GENERATED]}")
-TUNE += " trainer.warmup=5 trainer.steps=200 trainer.eval_every=25"
-VALIDATE = "task=swap_loss task.splits=[validation] task.offset=1000"
-TEST = "task=swap_loss task.splits=[test] task.offset=1000"
-SWAPS = [
-    *runs_from_exact(VALIDATE, [*MANY, *FEW], range(8), split="validation"),
-    *runs_from_exact(VALIDATE, MOST, range(8, 20), split="validation"),
-    *runs_from_exact(TEST, ["exact", "uniform"], range(8)),
-]
-for i in range(3):
-    SWAPS += runs_from_exact(TEST, [FAVORP, "favorpp m=256", "relu m=256"], range(8), i)
-BOOKS = (
-    f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64 "
-    "trainer.eval_batch=64"
-)
-BOOK_MODELS = seeds_from(f"task.init={HOME}/books/WikiText-2_U_exact", range(5))
-WORDS = {"dataset": "WikiText-2", "mode": "U"}
-SCRATCH_DATA = {GENERATED: f"{FAMILIES[GENERATED]} trainer.eval_every=500"}
-FRESH_SEEDS = {
-    "mode": {"U": DIRECTIONS["U"]},
-    "attention": [f"{name} {FRESH}" for name in ("favorp", "smreg", "favor")],
-    "seed": range(3, 11),
-}
-MOVE = without_sizes(f"{BOOKS} trainer.steps=80 trainer.eval_every=40")
-SMALL = {
-    "redraw": [
-        *runs_from_exact(TUNE, MANY, range(8)),
-        *runs_from_exact(TUNE, FEW, range(3)),
-        *runs_from_exact(TUNE, MOST, range(8, 20)),
-    ],
-    "redraw/swap": SWAPS,
-    "redraw-scratch": training_runs(MODEL, SCRATCH_DATA, "U", SCRATCH, 3),
-    "redraw-scratch/features": sweep(MODEL, dataset=SCRATCH_DATA, **FRESH_SEEDS),
-    "books/moved": sweep(MOVE, **WORDS, attention=MOVED, seed=BOOK_MODELS),
-}
-PG19_METHODS = ["exact", "favorp redraw_every=0"]
-PG19_METHODS += [f"{name} {REDRAWN}" for name in ("favorp", "favor", "smreg")]
-LM1B = {"dataset": "LM1B", "mode": "U"}
-MOVE_LM1B = f"experiment=performers_lm1b trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0"
-FULL = {
-    "books": sweep(
-        "experiment=performers_pg19",
-        dataset="PG-19",
-        mode=DIRECTIONS,
-        attention=PG19_METHODS,
-        seed=[0],
-    ),
-    "books/moved": sweep(MOVE_LM1B, **LM1B, attention=["favorp", "favor"], seed=[0]),
-}
-BOOKS_TRAINED = f"{BOOKS} trainer.steps=800 trainer.eval_every=200"
-MODELS = {
-    "redraw-exact": training_runs(MODEL, FAMILIES, "U", ["exact"], 20),
-    "books": sweep(BOOKS_TRAINED, **WORDS, attention=["exact"], seed=range(5)),
-    "lm1b": sweep("experiment=performers_lm1b", **LM1B, attention=["exact"], seed=[0]),
-}
-
-# ---- claims
-
 EARLY = f"{GENERATED}, fine-tuned for 25 steps"
 LATE = f"{GENERATED}, fine-tuned for 200 steps"
 WIKITEXT2 = "WikiText-2, fine-tuned for 80 steps"
@@ -131,6 +40,7 @@ CASES = {
     PG19: {"dataset": "PG-19", "split": "test"},
     SCRATCHED: {"sweep": ("redraw-scratch", "redraw-scratch/features"), "split": "test"},
 }
+LOOKS = (3, 8)  # exact models after which results were seen; then more were added
 FROM_THE_START = [SCRATCHED, PG19]  # the paper's setting: trained from scratch
 REDRAWS = {
     LATE: (FAVORP, f"{FAVORP} redraw_every=100"),
@@ -169,11 +79,6 @@ COMPARISONS = {  # claim -> the paper's result, methods by case
 ADAPTED = "short fine-tuning adapts the weights to fixed projections: more redraws cost more, see the table"
 
 
-def last_added(samples: pd.Series) -> pd.Series:
-    """Samples of the exact models that were added last: models 3 to 7, then 8 to 19."""
-    return added(added(samples, 3), 8)
-
-
 def finding(rows: Rows) -> str:
     cost = mean_ci(rows.paired(FAVORP, "exact", "loss", **CASES[LATE]))
     tuned = mean_ci(-redraw_gain(rows, LATE))
@@ -197,11 +102,11 @@ def claims(rows: Rows) -> list[Claim]:
     end = rows.values("accuracy", FAVORP, step=100, **TUNING)
     lost = exact - start
     text = "right after the transfer, FAVOR+ is less accurate than the exact model"
-    points = {GENERATED: 100 * last_added(lost)}
+    points = {GENERATED: 100 * added(lost, *LOOKS)}
     paper = "accuracy 0.07 right after the transfer (LM1B)"
     claims = [Claim(text, points, paper, unit="points")]
     text = "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps"
-    recovered = {GENERATED: share(last_added(end - start), lost)}
+    recovered = {GENERATED: share(added(end - start, *LOOKS), lost)}
     paper = "recovers in a small fraction of the original steps"
     options = {"above": 0.9, "unit": "of the lost accuracy", "needs": "more exact models"}
     claims.append(Claim(text, recovered, paper, **options))
@@ -209,7 +114,7 @@ def claims(rows: Rows) -> list[Claim]:
         gains = {}
         for case, methods in pairs.items():
             gain = rows.paired(*methods, "loss", **CASES[case])
-            gains[case] = last_added(gain) if case in (EARLY, LATE) else gain
+            gains[case] = added(gain, *LOOKS) if case in (EARLY, LATE) else gain
         papers = dict.fromkeys(FROM_THE_START, paper)
         reason = ADAPTED if pairs is REDRAWS else ""
         claims.append(Claim(text, gains, papers, unit="nats", reason=reason))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from crt_exp.experiments.papers.parts.small_models import WIKITEXT2, dropout, masked_model, stage
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -16,7 +17,6 @@ from crt_exp.experiments.report import (
     staged_sweep,
     sweep,
 )
-from crt_exp.experiments.report.small_models import WIKITEXT2, dropout, masked_model, stage
 
 WINDOW = "window block=32 first=16"  # of models trained here
 FAR = "window block=64 first=16"  # of published models
@@ -113,9 +113,7 @@ def claims(rows: Rows) -> list[Claim]:
     }
     claims = []
     for m, reason in reasons.items():
-        gains = {}
-        for model, where in MODELS.items():
-            gains[model] = rows.paired(f"favorp m={m}", f"favorpp m={m}", "above", **where)
+        gains = rows.paired_by_case(f"favorp m={m}", f"favorpp m={m}", "above", MODELS)
         text = f"without training, FAVOR++ is closer to exact attention than FAVOR+, m = {m}"
         claims.append(Claim(text, gains, unit="nats", fails=fails, reason=reason))
     where = {"sweep": "fidelity/fine-tuned", "step": 430}
@@ -135,8 +133,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 def common_names(rows: Rows) -> Rows:
     """With one name for the windows and one for near-far attention."""
-    names = {WINDOW: "window", FAR: "window", NEARFAR: "nearfar"}
-    return Rows(rows.frame.assign(method=rows.frame["method"].replace(names)))
+    return rows.renamed({WINDOW: "window", FAR: "window", NEARFAR: "nearfar"})
 
 
 def tables(rows: Rows) -> Tables:

@@ -1,6 +1,7 @@
 """Time of whole models: exact attention against other attention, on processors with and without AVX-512."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,11 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
-    geometric_interval,
     label,
     mean_table,
     panels,
     quoted_override,
+    ratio_interval,
     sweep,
 )
 from crt_exp.experiments.report.plots import colour
@@ -29,59 +30,51 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 BUILDS = {"AVX-512": {}, "AVX2": AVX2}
+LINES = {"AVX-512": "-", "AVX2": "--"}
 PASSES = {"inference": "forward", "training": "forward and backward"}
 SMOLLM2 = "SmolLM2-135M"
-PRETRAINED = {
-    SMOLLM2: "models/smollm2-135m",
-    "MiniLM": "models/minilm",
-    "Whisper-tiny encoder": "models/whisper-tiny.en",
-}
+WHISPER = "Whisper-tiny encoder"
 VIT = "ViT-S/16"
-LENGTHS = {
-    SMOLLM2: [512, 1024, 4096],
-    "MiniLM": [512],
-    "Whisper-tiny encoder": [1500],
-    VIT: [196, 784, 3136],
+MODELS = {
+    SMOLLM2: "task.what=pretrained task.model=models/smollm2-135m",
+    "MiniLM": "task.what=pretrained task.model=models/minilm",
+    WHISPER: "task.what=pretrained task.model=models/whisper-tiny.en",
+    VIT: "task.what=vit_s",
 }
 TIMINGS = [  # model, lengths, rounds, methods
     (SMOLLM2, [512], 1, METHODS),
     (SMOLLM2, [1024, 4096], 1, [name for name in METHODS if name != "favormix"]),
     ("MiniLM", [512], 5, METHODS),
-    ("Whisper-tiny encoder", [1500], 3, METHODS),
+    (WHISPER, [1500], 3, METHODS),
     (VIT, [196, 784, 3136], 1, METHODS),
 ]
+SIZES = []  # model and length
+for model, lengths, _, _ in TIMINGS:
+    SIZES += [(model, length) for length in lengths]
 
 
 def time_runs(seeds: int) -> list[PlannedRun]:
     """Return one process for each entry of TIMINGS, build and seed; its methods take turns."""
     runs = []
-    for seed in range(seeds):
-        for build, environment in BUILDS.items():
-            for model, lengths, rounds, methods in TIMINGS:
-                [run] = sweep(
-                    f"task=speed {model_options(model)} task.rounds={rounds} "
-                    + quoted_override("task.lengths", lengths)
-                    + " "
-                    + quoted_override("task.methods", methods),
-                    alone=True,
-                    model=model,
-                    build=build,
-                    up_to=str(lengths[-1]),
-                    seed=[seed],
-                )
-                runs.append(replace(run, environment=environment))
+    for seed, build, timing in product(range(seeds), BUILDS, TIMINGS):
+        model, lengths, rounds, methods = timing
+        listed = quoted_override("task.lengths", lengths)
+        compared = quoted_override("task.methods", methods)
+        [run] = sweep(
+            f"task=speed {MODELS[model]} task.rounds={rounds} {listed} {compared}",
+            alone=True,
+            model=model,
+            build=build,
+            up_to=str(lengths[-1]),
+            seed=[seed],
+        )
+        runs.append(replace(run, environment=BUILDS[build]))
     return runs
-
-
-def model_options(model: str) -> str:
-    if model == VIT:
-        return "task.what=vit_s"
-    return f"task.what=pretrained task.model={PRETRAINED[model]}"
 
 
 def memory_runs() -> list[PlannedRun]:
     return sweep(
-        f"task=memory {model_options(SMOLLM2)}",
+        f"task=memory {MODELS[SMOLLM2]}",
         alone=True,
         model=SMOLLM2,
         build="AVX-512",
@@ -102,15 +95,11 @@ def speedup(rows: Rows, method: str, metric: str, model: str, length: int, build
 
 def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
     table = {}
-    for model, lengths in LENGTHS.items():
-        for length in lengths:
-            for build in BUILDS:
-                cells = {}
-                for method in OTHERS:
-                    ratios = speedup(rows, method, metric, model, length, build)
-                    cell = geometric_interval(np.exp(ratios), ".2f") if len(ratios) else ""
-                    cells[label(method)] = cell
-                table[f"{model}, {length}, {build}"] = cells
+    for (model, length), build in product(SIZES, BUILDS):
+        cells = table.setdefault(f"{model}, {length}, {build}", {})
+        for method in OTHERS:
+            ratios = speedup(rows, method, metric, model, length, build)
+            cells[label(method)] = ratio_interval(ratios, ".2f")
     frame = pd.DataFrame.from_dict(table, orient="index")
     return frame.rename_axis("model, tokens, build")
 
@@ -118,15 +107,12 @@ def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
 def seconds_table(rows: Rows) -> pd.DataFrame:
     """Tabulate the median seconds of exact attention, to which the speed-ups refer."""
     table = {}
-    for model, lengths in LENGTHS.items():
-        for length in lengths:
-            cells = {}
-            for build in BUILDS:
-                for metric, name in PASSES.items():
-                    times = rows.values(metric, "exact", model=model, length=length, build=build)
-                    if len(times):
-                        cells[f"{name}, {build}"] = f"{times.median() / 1000:.2f}"
-            table[f"{model}, {length}"] = cells
+    for model, length in SIZES:
+        cells = table.setdefault(f"{model}, {length}", {})
+        for build, (metric, name) in product(BUILDS, PASSES.items()):
+            times = rows.values(metric, "exact", model=model, length=length, build=build)
+            if len(times):
+                cells[f"{name}, {build}"] = f"{times.median() / 1000:.2f}"
     frame = pd.DataFrame.from_dict(table, orient="index").fillna("")
     return frame.rename_axis("model, tokens")
 
@@ -136,7 +122,7 @@ def finding(rows: Rows) -> str:
     for build in BUILDS:
         for metric in PASSES:
             ratios = speedup(rows, "nearfar", metric, SMOLLM2, 4096, build)
-            cells[build, metric] = geometric_interval(np.exp(ratios), ".2f")
+            cells[build, metric] = ratio_interval(ratios, ".2f")
     return (
         "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
         f"{cells['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
@@ -147,39 +133,27 @@ def finding(rows: Rows) -> str:
 
 def tables(rows: Rows) -> Tables:
     columns = filters_over("length", [1024, 4096], "{} tokens", metric="mib")
-    return {
-        "Forward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
-            rows, "inference"
-        ),
-        "Forward and backward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
-            rows, "training"
-        ),
-        "Exact attention: median seconds": seconds_table(rows),
-        "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients": mean_table(
-            rows, columns, METHODS, format=lambda mib: f"{mib.mean():.0f}"
-        ),
-    }
+    tables = {}
+    for metric, name in PASSES.items():
+        title = f"{name.capitalize()} pass: speed-up over exact attention (above 1 is faster)"
+        tables[title] = speedup_table(rows, metric)
+    tables["Exact attention: median seconds"] = seconds_table(rows)
+    title = "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients"
+    tables[title] = mean_table(rows, columns, METHODS, spec=".0f")
+    return tables
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
-    lengths = LENGTHS[SMOLLM2]
+    lengths = [512, 1024, 4096]
     for ax, (metric, name) in zip(axes, PASSES.items()):
-        for method in ("nearfar", "favorpp", "window"):
-            for build, style in zip(BUILDS, ("-", "--")):
-                means = []
-                for length in lengths:
-                    ratios = speedup(rows, method, metric, SMOLLM2, length, build)
-                    means.append(np.exp(ratios.mean()))
-                ax.plot(
-                    lengths,
-                    means,
-                    style,
-                    marker="o",
-                    ms=3,
-                    color=colour(method),
-                    label=f"{label(method)}, {build}",
-                )
+        for method, build in product(("nearfar", "favorpp", "window"), BUILDS):
+            means = []
+            for length in lengths:
+                ratios = speedup(rows, method, metric, SMOLLM2, length, build)
+                means.append(np.exp(ratios.mean()))
+            style = {"color": colour(method), "ls": LINES[build], "marker": "o", "ms": 3}
+            ax.plot(lengths, means, label=f"{label(method)}, {build}", **style)
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xscale("log")
         ax.set_xticks(lengths, lengths)

@@ -4,8 +4,9 @@ from crt_exp.experiments.intervals import (
     geometric_interval,
     geometric_mean_ci,
     mean_ci,
+    ratio_interval,
 )
-from crt_exp.experiments.report.claims import Claim, control_checks
+from crt_exp.experiments.report.claims import Claim, control_checks, training_check
 from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
 from crt_exp.experiments.report.rows import Rows, added, share
@@ -38,8 +39,10 @@ __all__ = [
     "mean_table",
     "panels",
     "quoted_override",
+    "ratio_interval",
     "seeds_from",
     "share",
     "staged_sweep",
     "sweep",
+    "training_check",
 ]

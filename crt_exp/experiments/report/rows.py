@@ -107,6 +107,31 @@ class Rows:
         best = means.groupby([self.frame[name] for name in by]).transform("max")
         return Rows(self.frame[means == best])
 
+    def renamed(self, names: Mapping[str, str]) -> "Rows":
+        """Return the rows with other names of these methods."""
+        return Rows(self.frame.assign(method=self.frame["method"].replace(names)))
+
+    def cases(self, metric: str, *columns: str, **where: Any) -> dict[str, dict[str, Any]]:
+        """Return a filter for each combination of values that the columns have, by these values.
+
+        >>> frame = pd.DataFrame({"data": ["x", "y"], "method": "a", "sample": 0, "metric": "loss", "value": 1})
+        >>> Rows(frame).cases("loss", "data", method="a")
+        {'x': {'method': 'a', 'data': 'x'}, 'y': {'method': 'a', 'data': 'y'}}
+        """
+        cases = {}
+        combinations = self.select(metric, **where)[[*columns]].drop_duplicates()
+        for values in combinations.itertuples(index=False):
+            cases[", ".join(values)] = {**where, **dict(zip(columns, values))}
+        return cases
+
+    def without_options(self) -> "Rows":
+        """Return the rows with the names of methods alone, such as "favorp" for "favorp m=32"."""
+        names = {}
+        for method in self.frame["method"].unique():
+            if "=" in method:
+                names[method] = method.split(" ")[0]
+        return self.renamed(names)
+
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
@@ -144,16 +169,22 @@ def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
     return ratio + (both["gain"] - ratio * both["whole"]) / both["whole"].mean()
 
 
-def added(samples: pd.Series, first_look: int) -> pd.Series:
-    """Return the samples that were added after a look at the first ones; all if none were added.
+def added(samples: pd.Series, *looks: int) -> pd.Series:
+    """Return the samples that were added last, after looks at earlier ones; all if none were added.
 
-    Samples added because the first ones did not decide must decide alone.
+    Samples added because earlier ones did not decide must decide alone. looks: numbers of samples seen at each look.
 
-    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), first_look=1).to_dict()
+    >>> samples = pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"])
+    >>> added(samples, 1).to_dict()
     {'1': 1.0, '2': 2.0}
+    >>> added(samples, 1, 2).to_dict()
+    {'2': 2.0}
     """
-    later = samples[samples.index.astype(int) >= first_look]
-    return later if len(later) else samples
+    for look in looks:
+        later = samples[samples.index.astype(int) >= look]
+        if len(later):
+            samples = later
+    return samples
 
 
 # ---- files
