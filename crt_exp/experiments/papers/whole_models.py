@@ -1,7 +1,5 @@
 """Time of whole models: exact attention against other attention, on processors with and without AVX-512."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 
@@ -21,6 +19,7 @@ from crt_exp.experiments.report import (
 from crt_exp.experiments.report.plots import colour
 
 METHODS = ["exact", "nearfar", "favorpp", "favormix", "window"]
+WITHOUT_MIXTURE = ["exact", "nearfar", "favorpp", "window"]
 OTHERS = METHODS[1:]
 AVX2 = {
     "CC": "cc -mno-avx512f",
@@ -30,156 +29,116 @@ AVX2 = {
 }
 BUILDS = {"AVX-512": {}, "AVX2": AVX2}
 PASSES = {"inference": "forward", "training": "forward and backward"}
-SMOLLM2 = "SmolLM2-135M"
-PRETRAINED = {
-    SMOLLM2: "models/smollm2-135m",
-    "MiniLM": "models/minilm",
-    "Whisper-tiny encoder": "models/whisper-tiny.en",
-}
-VIT = "ViT-S/16"
-LENGTHS = {
-    SMOLLM2: [512, 1024, 4096],
-    "MiniLM": [512],
-    "Whisper-tiny encoder": [1500],
-    VIT: [196, 784, 3136],
+SMOLLM2, MINILM, WHISPER, VIT = "SmolLM2-135M", "MiniLM", "Whisper-tiny encoder", "ViT-S/16"
+MODELS = {
+    SMOLLM2: "task.what=pretrained task.model=models/smollm2-135m",
+    MINILM: "task.what=pretrained task.model=models/minilm",
+    WHISPER: "task.what=pretrained task.model=models/whisper-tiny.en",
+    VIT: "task.what=vit_s",
 }
 TIMINGS = [  # model, lengths, rounds, methods
     (SMOLLM2, [512], 1, METHODS),
-    (SMOLLM2, [1024, 4096], 1, [name for name in METHODS if name != "favormix"]),
-    ("MiniLM", [512], 5, METHODS),
-    ("Whisper-tiny encoder", [1500], 3, METHODS),
+    (SMOLLM2, [1024, 4096], 1, WITHOUT_MIXTURE),
+    (MINILM, [512], 5, METHODS),
+    (WHISPER, [1500], 3, METHODS),
     (VIT, [196, 784, 3136], 1, METHODS),
 ]
+CASES = {}  # filters of the rows
+for model, lengths, _, _ in TIMINGS:
+    for length in lengths:
+        CASES[f"{model}, {length}"] = {"model": model, "length": length}
+LONGEST = CASES[f"{SMOLLM2}, 4096"]
 
 
 def time_runs(seeds: int) -> list[PlannedRun]:
-    """Return one process for each entry of TIMINGS, build and seed; its methods take turns."""
+    """One process for each seed, build and entry of TIMINGS; its methods take turns."""
     runs = []
     for seed in range(seeds):
         for build, environment in BUILDS.items():
             for model, lengths, rounds, methods in TIMINGS:
-                [run] = sweep(
-                    f"task=speed {model_options(model)} task.rounds={rounds} "
-                    + quoted_override("task.lengths", lengths)
-                    + " "
-                    + quoted_override("task.methods", methods),
-                    alone=True,
-                    model=model,
-                    build=build,
-                    up_to=str(lengths[-1]),
-                    seed=[seed],
-                )
-                runs.append(replace(run, environment=environment))
+                options = f"task=speed {MODELS[model]} task.rounds={rounds}"
+                options += f" {quoted_override('task.lengths', lengths)}"
+                options += f" {quoted_override('task.methods', methods)}"
+                columns = {"model": model, "build": build, "up_to": str(lengths[-1])}
+                runs += sweep(options, alone=True, environment=environment, **columns, seed=[seed])
     return runs
 
 
-def model_options(model: str) -> str:
-    if model == VIT:
-        return "task.what=vit_s"
-    return f"task.what=pretrained task.model={PRETRAINED[model]}"
+MEMORY = sweep(
+    f"task=memory {MODELS[SMOLLM2]}",
+    alone=True,
+    model=SMOLLM2,
+    build="AVX-512",
+    **{"task.length": [1024, 4096]},
+    seed=[0],
+    method={name: quoted_override("task.method", name) for name in METHODS},
+)
+SMALL = {"whole-models": time_runs(3), "whole-models/memory": MEMORY}
+FULL = {"whole-models": time_runs(10), "whole-models/memory": MEMORY}
 
 
-def memory_runs() -> list[PlannedRun]:
-    return sweep(
-        f"task=memory {model_options(SMOLLM2)}",
-        alone=True,
-        model=SMOLLM2,
-        build="AVX-512",
-        **{"task.length": [1024, 4096]},
-        seed=[0],
-        method={name: quoted_override("task.method", name) for name in METHODS},
+def finding(rows: Rows) -> str:
+    texts = {}
+    for build in BUILDS:
+        for metric in PASSES:
+            speedups = np.exp(rows.ratio("exact", "nearfar", metric, **LONGEST, build=build))
+            texts[build, metric] = geometric_interval(speedups, ".2f")
+    return (
+        "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
+        f"{texts['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
+        f"{texts['AVX2', 'inference']} times without. A training step is {texts['AVX-512', 'training']} and "
+        f"{texts['AVX2', 'training']} times as fast (95% CI, n = {len(speedups)} processes)."
     )
-
-
-def sweeps(seeds: int) -> dict[str, list[PlannedRun]]:
-    return {"whole-models": time_runs(seeds), "whole-models/memory": memory_runs()}
-
-
-def speedup(rows: Rows, method: str, metric: str, model: str, length: int, build: str) -> pd.Series:
-    """Return the logarithm of exact attention's time over the method's, by process."""
-    return rows.ratio("exact", method, metric, model=model, length=length, build=build)
 
 
 def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
     table = {}
-    for model, lengths in LENGTHS.items():
-        for length in lengths:
-            for build in BUILDS:
-                cells = {}
-                for method in OTHERS:
-                    ratios = speedup(rows, method, metric, model, length, build)
-                    cell = geometric_interval(np.exp(ratios), ".2f") if len(ratios) else ""
-                    cells[label(method)] = cell
-                table[f"{model}, {length}, {build}"] = cells
-    frame = pd.DataFrame.from_dict(table, orient="index")
-    return frame.rename_axis("model, tokens, build")
+    for case, where in CASES.items():
+        for build in BUILDS:
+            texts = table.setdefault(f"{case}, {build}", {})
+            for method in OTHERS:
+                speedups = np.exp(rows.ratio("exact", method, metric, **where, build=build))
+                texts[label(method)] = geometric_interval(speedups, ".2f")
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens, build")
 
 
 def seconds_table(rows: Rows) -> pd.DataFrame:
-    """Tabulate the median seconds of exact attention, to which the speed-ups refer."""
+    """The median seconds of exact attention, to which the speed-ups refer."""
     table = {}
-    for model, lengths in LENGTHS.items():
-        for length in lengths:
-            cells = {}
-            for build in BUILDS:
-                for metric, name in PASSES.items():
-                    times = rows.values(metric, "exact", model=model, length=length, build=build)
-                    if len(times):
-                        cells[f"{name}, {build}"] = f"{times.median() / 1000:.2f}"
-            table[f"{model}, {length}"] = cells
-    frame = pd.DataFrame.from_dict(table, orient="index").fillna("")
-    return frame.rename_axis("model, tokens")
-
-
-def finding(rows: Rows) -> str:
-    cells = {}
-    for build in BUILDS:
-        for metric in PASSES:
-            ratios = speedup(rows, "nearfar", metric, SMOLLM2, 4096, build)
-            cells[build, metric] = geometric_interval(np.exp(ratios), ".2f")
-    return (
-        "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
-        f"{cells['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
-        f"{cells['AVX2', 'inference']} times without. A training step is {cells['AVX-512', 'training']} and "
-        f"{cells['AVX2', 'training']} times as fast (95% CI, n = {len(ratios)} processes)."
-    )
+    for case, where in CASES.items():
+        texts = table.setdefault(case, {})
+        for build in BUILDS:
+            for metric, name in PASSES.items():
+                seconds = rows.values(metric, "exact", **where, build=build) / 1000
+                if len(seconds):
+                    texts[f"{name}, {build}"] = f"{seconds.median():.2f}"
+    return pd.DataFrame.from_dict(table, orient="index").fillna("").rename_axis("model, tokens")
 
 
 def tables(rows: Rows) -> Tables:
+    tables = {}
+    for metric, name in PASSES.items():
+        title = f"{name.capitalize()} pass: speed-up over exact attention (above 1 is faster)"
+        tables[title] = speedup_table(rows, metric)
+    tables["Exact attention: median seconds"] = seconds_table(rows)
     columns = filters_over("length", [1024, 4096], "{} tokens", metric="mib")
-    return {
-        "Forward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
-            rows, "inference"
-        ),
-        "Forward and backward pass: speed-up over exact attention (above 1 is faster)": speedup_table(
-            rows, "training"
-        ),
-        "Exact attention: median seconds": seconds_table(rows),
-        "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients": mean_table(
-            rows, columns, METHODS, format=lambda mib: f"{mib.mean():.0f}"
-        ),
-    }
+    title = "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients"
+    tables[title] = mean_table(rows, columns, METHODS, spec=".0f")
+    return tables
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
-    lengths = LENGTHS[SMOLLM2]
+    lengths = [512, 1024, 4096]
     for ax, (metric, name) in zip(axes, PASSES.items()):
         for method in ("nearfar", "favorpp", "window"):
             for build, style in zip(BUILDS, ("-", "--")):
                 means = []
                 for length in lengths:
-                    ratios = speedup(rows, method, metric, SMOLLM2, length, build)
-                    means.append(np.exp(ratios.mean()))
-                ax.plot(
-                    lengths,
-                    means,
-                    style,
-                    marker="o",
-                    ms=3,
-                    color=colour(method),
-                    label=f"{label(method)}, {build}",
-                )
+                    where = {"model": SMOLLM2, "length": length, "build": build}
+                    means.append(np.exp(rows.ratio("exact", method, metric, **where).mean()))
+                shown = {"color": colour(method), "label": f"{label(method)}, {build}"}
+                ax.plot(lengths, means, style, marker="o", ms=3, **shown)
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xscale("log")
         ax.set_xticks(lengths, lengths)
@@ -194,8 +153,8 @@ page = Page(
     "whole_models",
     title="Whole models: time with exact and with other attention",
     finding=finding,
-    small=sweeps(3),
-    full=sweeps(10),
+    small=SMALL,
+    full=FULL,
     reduced=False,
     columns=["model", "build", "method", "length"],
     metrics=["inference", "training", "mib"],
