@@ -76,11 +76,16 @@ class Rows:
         cases: Mapping[str, Mapping[str, Any]],
         scale: float = 1.0,
         log: bool = False,
+        looks: Sequence[int] = (),
     ) -> dict[str, pd.Series]:
-        """Return scale * (first - second) for each case; `cases` holds the filter of each."""
+        """Return scale * (first - second) for each case; `cases` holds the filter of each.
+
+        looks: leave out samples that were seen before others were added, see `added`.
+        """
         differences = {}
         for case, where in cases.items():
-            differences[case] = scale * self.paired(first, second, metric, log, **where)
+            samples = scale * self.paired(first, second, metric, log, **where)
+            differences[case] = added(samples, *looks)
         return differences
 
     def by_method(
@@ -106,6 +111,16 @@ class Rows:
         means = self.frame.groupby([*by, column])["value"].transform("mean")
         best = means.groupby([self.frame[name] for name in by]).transform("max")
         return Rows(self.frame[means == best])
+
+    def without_options(self) -> "Rows":
+        """Return the rows with methods named without their options.
+
+        >>> frame = pd.DataFrame({"method": ["favorp m=32", "elu"], "sample": 0, "metric": "loss", "value": [3, 4]})
+        >>> Rows(frame).without_options().methods("loss")
+        ['favorp', 'elu']
+        """
+        names = self.frame["method"].str.replace(r" \S+=.*", "", regex=True)
+        return Rows(self.frame.assign(method=names))
 
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
@@ -144,16 +159,24 @@ def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
     return ratio + (both["gain"] - ratio * both["whole"]) / both["whole"].mean()
 
 
-def added(samples: pd.Series, first_look: int) -> pd.Series:
-    """Return the samples that were added after a look at the first ones; all if none were added.
+def added(samples: pd.Series, *looks: int) -> pd.Series:
+    """Return the samples that were added last; all if none were added.
 
-    Samples added because the first ones did not decide must decide alone.
+    Samples added because earlier ones did not decide must decide alone.
 
-    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), first_look=1).to_dict()
+    Args:
+        looks: Number of the first sample that was added after each look at the results.
+
+    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), 1).to_dict()
     {'1': 1.0, '2': 2.0}
+    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), 1, 2, 3).to_dict()
+    {'2': 2.0}
     """
-    later = samples[samples.index.astype(int) >= first_look]
-    return later if len(later) else samples
+    for look in looks:
+        later = samples[samples.index.astype(int) >= look]
+        if len(later):
+            samples = later
+    return samples
 
 
 # ---- files

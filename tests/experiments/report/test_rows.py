@@ -42,10 +42,11 @@ ROWS = pd.DataFrame(
 )
 
 
-def test_samples_after_the_first_look_decide_alone():
+def test_samples_after_the_last_look_decide_alone():
     samples = pd.Series([9.0, 9.0, 1.0, 2.0], ["0", "1", "2", "10"])
-    assert added(samples, first_look=2).tolist() == [1, 2]
-    assert added(samples, first_look=11).tolist() == [9, 9, 1, 2]
+    assert added(samples, 2).tolist() == [1, 2]
+    assert added(samples, 11).tolist() == [9, 9, 1, 2]
+    assert added(samples, 2, 10, 11).tolist() == [2]
 
 
 @pytest.fixture
@@ -79,6 +80,8 @@ def test_values_by_method_and_by_case_are_those_of_single_calls(rows):
     gains = rows.paired_by_case("pos", "oprf", "loss", cases)
     assert gains["few"].to_dict() == {"1": 1.0}
     assert gains["many"].empty
+    gains = rows.paired_by_case("pos", "exact", "loss", {"all": {}}, looks=[1])
+    assert gains["all"].to_dict() == {"1": 4.0}
 
 
 def test_rows_are_written_as_they_were_read(tmp_path):
