@@ -1,27 +1,13 @@
 """Performers Figures 5 and 15: swaps of exact models, and redrawn projections."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
+from crt_exp.experiments.intervals import mean_ci
 from crt_exp.experiments.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, training_runs
-from crt_exp.experiments.report import (
-    HOME,
-    Claim,
-    Page,
-    PlannedRun,
-    Rows,
-    Tables,
-    added,
-    dot_plot,
-    line_plot,
-    mean_ci,
-    mean_table,
-    panels,
-    seeds_from,
-    share,
-    sweep,
-)
+from crt_exp.experiments.report import Claim, Page, Rows, Tables, added, share
+from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
+from crt_exp.experiments.report.sweeps import HOME, PlannedRun, seeds_from, sweep
+from crt_exp.experiments.report.tables import mean_table
 
 GENERATED = "generated families"
 FAVORP = "favorp m=256"
@@ -29,12 +15,6 @@ MOST = ["exact", FAVORP]  # fine-tuned from 20 models
 MANY = [*MOST, f"{FAVORP} redraw_every=100", f"{FAVORP} redraw_every=1"]  # from 8 models
 MANY += ["favorpp m=256", "smreg m=256 redraw_every=1"]
 FEW = ["uniform", "favor m=256", "relu m=256"]  # from 3 models
-SCRATCH = ["exact", "favorp m=64", "favorp m=64 redraw_every=100"]
-FRESH = "m=64 redraw_every=100"
-MOVED = ["favor m=32", "favorp m=32", "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"]
-REDRAWN = "redraw_every=1000"
-TUNING = {"dataset": GENERATED, "split": "validation", "sweep": ("redraw", "redraw/swap")}
-PG19_NEEDS = "PG-19 from scratch: experiment=performers_pg19"
 
 
 def without_sizes(options: str) -> str:
@@ -43,82 +23,74 @@ def without_sizes(options: str) -> str:
 
 
 def runs_from_exact(
-    options: str, methods: Sequence[str], models: Sequence[int], projections: int = 0, **axes
+    options: str, key: str, methods: list[str], models: range, first_seed: int = 0, **axes
 ) -> list[PlannedRun]:
-    """Runs that start from exact models; one seed of projections for each model."""
-    first_seed, key = 1000, "task.init"
-    if "swap_loss" in options:
-        first_seed, key = 8 * projections, "task.start"
-    start = f"{key}={HOME}/redraw-exact/generated-families_U_exact"
-    return sweep(
-        options,
-        dataset=GENERATED,
-        mode="U",
-        attention=methods,
-        projections={projections: ""},
-        seed=seeds_from(start, models, first_seed),
-        **axes,
-    )
+    """Runs that start from exact models, with one seed of projections for each model.
+
+    key: the option for the exact model.
+    """
+    starts = seeds_from(f"{key}={HOME}/redraw-exact/generated-families_U_exact", models, first_seed)
+    axes = {"projections": {0: ""}, "seed": starts} | axes
+    return sweep(options, dataset=GENERATED, mode="U", attention=methods, **axes)
 
 
 TUNE = without_sizes(f"{MODEL} {DIRECTIONS['U']} {FAMILIES[GENERATED]}")
 TUNE += " trainer.warmup=5 trainer.steps=200 trainer.eval_every=25"
+TUNED = [
+    *runs_from_exact(TUNE, "task.init", MANY, range(8), 1000),
+    *runs_from_exact(TUNE, "task.init", FEW, range(3), 1000),
+    *runs_from_exact(TUNE, "task.init", MOST, range(8, 20), 1000),
+]
 VALIDATE = "task=swap_loss task.splits=[validation] task.offset=1000"
 TEST = "task=swap_loss task.splits=[test] task.offset=1000"
-SWAPS = [
-    *runs_from_exact(VALIDATE, [*MANY, *FEW], range(8), split="validation"),
-    *runs_from_exact(VALIDATE, MOST, range(8, 20), split="validation"),
-    *runs_from_exact(TEST, ["exact", "uniform"], range(8)),
+ESTIMATES = [FAVORP, "favorpp m=256", "relu m=256"]
+SWAPPED = [
+    *runs_from_exact(VALIDATE, "task.start", [*MANY, *FEW], range(8), split="validation"),
+    *runs_from_exact(VALIDATE, "task.start", MOST, range(8, 20), split="validation"),
+    *runs_from_exact(TEST, "task.start", ["exact", "uniform"], range(8)),
 ]
-for i in range(3):
-    SWAPS += runs_from_exact(TEST, [FAVORP, "favorpp m=256", "relu m=256"], range(8), i)
-BOOKS = (
-    f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64 "
-    "trainer.eval_batch=64"
-)
-BOOK_MODELS = seeds_from(f"task.init={HOME}/books/WikiText-2_U_exact", range(5))
-WORDS = {"dataset": "WikiText-2", "mode": "U"}
-SCRATCH_DATA = {GENERATED: f"{FAMILIES[GENERATED]} trainer.eval_every=500"}
-FRESH_SEEDS = {
+for i in range(3):  # sets of projections
+    sets = {"projections": {i: ""}}
+    SWAPPED += runs_from_exact(TEST, "task.start", ESTIMATES, range(8), 8 * i, **sets)
+FRESH = "m=64 redraw_every=100"
+SCRATCH = {
+    "dataset": {GENERATED: f"{FAMILIES[GENERATED]} trainer.eval_every=500"},
     "mode": {"U": DIRECTIONS["U"]},
-    "attention": [f"{name} {FRESH}" for name in ("favorp", "smreg", "favor")],
-    "seed": range(3, 11),
 }
+REDRAWS = ["exact", "favorp m=64", f"favorp {FRESH}"]
+FEATURES = [f"favorp {FRESH}", f"smreg {FRESH}", f"favor {FRESH}"]
+BOOKS = f"{MODEL} task=books task.vocabulary_size=300 task.evaluated=1000 task.max_length=64"
+BOOKS += " trainer.eval_batch=64"
+WORDS = {"dataset": "WikiText-2", "mode": "U"}
 MOVE = without_sizes(f"{BOOKS} trainer.steps=80 trainer.eval_every=40")
+MOVED = ["favor m=32", "favorp m=32", "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"]
+BOOK_MODELS = seeds_from(f"task.init={HOME}/books/WikiText-2_U_exact", range(5))
 SMALL = {
-    "redraw": [
-        *runs_from_exact(TUNE, MANY, range(8)),
-        *runs_from_exact(TUNE, FEW, range(3)),
-        *runs_from_exact(TUNE, MOST, range(8, 20)),
-    ],
-    "redraw/swap": SWAPS,
-    "redraw-scratch": training_runs(MODEL, SCRATCH_DATA, "U", SCRATCH, 3),
-    "redraw-scratch/features": sweep(MODEL, dataset=SCRATCH_DATA, **FRESH_SEEDS),
+    "redraw": TUNED,
+    "redraw/swap": SWAPPED,
+    "redraw-scratch": sweep(MODEL, **SCRATCH, attention=REDRAWS, seed=range(3)),
+    "redraw-scratch/features": sweep(MODEL, **SCRATCH, attention=FEATURES, seed=range(3, 11)),
     "books/moved": sweep(MOVE, **WORDS, attention=MOVED, seed=BOOK_MODELS),
 }
-PG19_METHODS = ["exact", "favorp redraw_every=0"]
-PG19_METHODS += [f"{name} {REDRAWN}" for name in ("favorp", "favor", "smreg")]
-LM1B = {"dataset": "LM1B", "mode": "U"}
-MOVE_LM1B = f"experiment=performers_lm1b trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0"
+REDRAWN = "redraw_every=1000"
+PG19_RUN = "experiment=performers_pg19"
+ON_PG19 = ["exact", "favorp redraw_every=0", f"favorp {REDRAWN}", f"favor {REDRAWN}"]
+ON_PG19 += [f"smreg {REDRAWN}"]
+LM1B_RUN = "experiment=performers_lm1b"
+LM1B = {"dataset": "LM1B", "mode": "U", "seed": [0]}
+MOVE_LM1B = f"{LM1B_RUN} trainer.steps=50000 task.init={HOME}/lm1b/LM1B_U_exact_0"
 FULL = {
-    "books": sweep(
-        "experiment=performers_pg19",
-        dataset="PG-19",
-        mode=DIRECTIONS,
-        attention=PG19_METHODS,
-        seed=[0],
-    ),
-    "books/moved": sweep(MOVE_LM1B, **LM1B, attention=["favorp", "favor"], seed=[0]),
+    "books": sweep(PG19_RUN, dataset="PG-19", mode=DIRECTIONS, attention=ON_PG19, seed=[0]),
+    "books/moved": sweep(MOVE_LM1B, **LM1B, attention=["favorp", "favor"]),
 }
 BOOKS_TRAINED = f"{BOOKS} trainer.steps=800 trainer.eval_every=200"
 MODELS = {
     "redraw-exact": training_runs(MODEL, FAMILIES, "U", ["exact"], 20),
     "books": sweep(BOOKS_TRAINED, **WORDS, attention=["exact"], seed=range(5)),
-    "lm1b": sweep("experiment=performers_lm1b", **LM1B, attention=["exact"], seed=[0]),
+    "lm1b": sweep(LM1B_RUN, **LM1B, attention=["exact"]),
 }
 
-# ---- claims
-
+TUNING = {"dataset": GENERATED, "split": "validation", "sweep": ("redraw", "redraw/swap")}
 EARLY = f"{GENERATED}, fine-tuned for 25 steps"
 LATE = f"{GENERATED}, fine-tuned for 200 steps"
 WIKITEXT2 = "WikiText-2, fine-tuned for 80 steps"
@@ -131,53 +103,50 @@ CASES = {
     PG19: {"dataset": "PG-19", "split": "test"},
     SCRATCHED: {"sweep": ("redraw-scratch", "redraw-scratch/features"), "split": "test"},
 }
-FROM_THE_START = [SCRATCHED, PG19]  # the paper's setting: trained from scratch
-REDRAWS = {
-    LATE: (FAVORP, f"{FAVORP} redraw_every=100"),
-    WIKITEXT2: ("favorp m=32", "favorp m=32 redraw_every=20"),
-    PG19: ("favorp redraw_every=0", f"favorp {REDRAWN}"),
-    SCRATCHED: ("favorp m=64", "favorp m=64 redraw_every=100"),
-}
-COMPARISONS = {  # claim -> the paper's result, methods by case
-    "FAVOR+ without redraws ends with a higher loss than exact attention": (
-        "without redrawing, they plateau (PG-19)",
-        {LATE: (FAVORP, "exact"), SCRATCHED: ("favorp m=64", "exact")},
-    ),
-    "redraws reduce the loss of FAVOR+": (
-        "redrawing is necessary to match the Transformer (PG-19)",
-        REDRAWS,
-    ),
-    "SMREG has a lower loss than FAVOR+, both with redraws": (
-        "SMREG allows faster convergence (PG-19)",
-        {
-            EARLY: (f"{FAVORP} redraw_every=1", "smreg m=256 redraw_every=1"),
-            WIKITEXT2: ("favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"),
-            PG19: (f"favorp {REDRAWN}", f"smreg {REDRAWN}"),
-            SCRATCHED: (f"favorp {FRESH}", f"smreg {FRESH}"),
-        },
-    ),
-    "FAVOR+ has a lower loss than trigonometric features": (
-        "below trigonometric features, which become unstable (PG-19)",
-        {
-            LATE: ("favor m=256", FAVORP),
-            WIKITEXT2: ("favor m=32", "favorp m=32"),
-            PG19: (f"favor {REDRAWN}", f"favorp {REDRAWN}"),
-            SCRATCHED: (f"favor {FRESH}", f"favorp {FRESH}"),
-        },
-    ),
+LOOKS = (3, 8)  # first exact models that were added after results of earlier ones had been seen
+PLATEAU = "FAVOR+ without redraws ends with a higher loss than exact attention"
+REDRAW = "redraws reduce the loss of FAVOR+"
+SMREG = "SMREG has a lower loss than FAVOR+, both with redraws"
+TRIGONOMETRIC = "FAVOR+ has a lower loss than trigonometric features"
+PAPER = {  # trained from scratch
+    PLATEAU: "without redrawing, they plateau (PG-19)",
+    REDRAW: "redrawing is necessary to match the Transformer (PG-19)",
+    SMREG: "SMREG allows faster convergence (PG-19)",
+    TRIGONOMETRIC: "below trigonometric features, which become unstable (PG-19)",
 }
 ADAPTED = "short fine-tuning adapts the weights to fixed projections: more redraws cost more, see the table"
+PAIRS = [  # claim, case, method with the higher loss, method with the lower loss
+    (PLATEAU, LATE, FAVORP, "exact"),
+    (PLATEAU, PG19, "favorp redraw_every=0", "exact"),
+    (PLATEAU, SCRATCHED, "favorp m=64", "exact"),
+    (REDRAW, LATE, FAVORP, f"{FAVORP} redraw_every=100"),
+    (REDRAW, WIKITEXT2, "favorp m=32", "favorp m=32 redraw_every=20"),
+    (REDRAW, PG19, "favorp redraw_every=0", f"favorp {REDRAWN}"),
+    (REDRAW, SCRATCHED, "favorp m=64", f"favorp {FRESH}"),
+    (SMREG, EARLY, f"{FAVORP} redraw_every=1", "smreg m=256 redraw_every=1"),
+    (SMREG, WIKITEXT2, "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"),
+    (SMREG, PG19, f"favorp {REDRAWN}", f"smreg {REDRAWN}"),
+    (SMREG, SCRATCHED, f"favorp {FRESH}", f"smreg {FRESH}"),
+    (TRIGONOMETRIC, LATE, "favor m=256", FAVORP),
+    (TRIGONOMETRIC, WIKITEXT2, "favor m=32", "favorp m=32"),
+    (TRIGONOMETRIC, PG19, f"favor {REDRAWN}", f"favorp {REDRAWN}"),
+    (TRIGONOMETRIC, SCRATCHED, f"favor {FRESH}", f"favorp {FRESH}"),
+]
 
 
-def last_added(samples: pd.Series) -> pd.Series:
-    """Samples of the exact models that were added last: models 3 to 7, then 8 to 19."""
-    return added(added(samples, 3), 8)
+def gains(rows: Rows, text: str) -> dict[str, pd.Series]:
+    """Case -> loss of the first method minus that of the second, for the pairs of a claim."""
+    gains = {}
+    for claim, case, first, second in PAIRS:
+        if claim == text:
+            gains[case] = rows.paired(first, second, "loss", **CASES[case])
+    return gains
 
 
 def finding(rows: Rows) -> str:
-    cost = mean_ci(rows.paired(FAVORP, "exact", "loss", **CASES[LATE]))
-    tuned = mean_ci(-redraw_gain(rows, LATE))
-    scratch = mean_ci(redraw_gain(rows, SCRATCHED))
+    cost = mean_ci(gains(rows, PLATEAU)[LATE])
+    redraws = gains(rows, REDRAW)
+    tuned, scratch = mean_ci(-redraws[LATE]), mean_ci(redraws[SCRATCHED])
     return (
         "Fine-tuned from exact weights, FAVOR+ has a higher loss than exact attention by "
         f"{cost} nats (95% CI, n = {cost.n} models), and redraws every 100 steps add {tuned} "
@@ -186,42 +155,32 @@ def finding(rows: Rows) -> str:
     )
 
 
-def redraw_gain(rows: Rows, case: str) -> pd.Series:
-    """Loss without redraws minus loss with redraws, by sample."""
-    return rows.paired(*REDRAWS[case], "loss", **CASES[case])
-
-
 def claims(rows: Rows) -> list[Claim]:
     exact = rows.values("accuracy", "exact", step=0, **TUNING)
     start = rows.values("accuracy", FAVORP, step=0, **TUNING)
     end = rows.values("accuracy", FAVORP, step=100, **TUNING)
-    lost = exact - start
     text = "right after the transfer, FAVOR+ is less accurate than the exact model"
-    points = {GENERATED: 100 * last_added(lost)}
+    lost = {GENERATED: 100 * added(exact - start, *LOOKS)}
     paper = "accuracy 0.07 right after the transfer (LM1B)"
-    claims = [Claim(text, points, paper, unit="points")]
+    claims = [Claim(text, lost, paper, unit="points")]
     text = "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps"
-    recovered = {GENERATED: share(last_added(end - start), lost)}
+    recovered = {GENERATED: share(added(end - start, *LOOKS), exact - start)}
     paper = "recovers in a small fraction of the original steps"
-    options = {"above": 0.9, "unit": "of the lost accuracy", "needs": "more exact models"}
-    claims.append(Claim(text, recovered, paper, **options))
-    for text, (paper, pairs) in COMPARISONS.items():
-        gains = {}
-        for case, methods in pairs.items():
-            gain = rows.paired(*methods, "loss", **CASES[case])
-            gains[case] = last_added(gain) if case in (EARLY, LATE) else gain
-        papers = dict.fromkeys(FROM_THE_START, paper)
-        reason = ADAPTED if pairs is REDRAWS else ""
-        claims.append(Claim(text, gains, papers, unit="nats", reason=reason))
-        if not any(len(gains.get(case, [])) for case in FROM_THE_START):
-            reason = "these features were not trained from scratch"
-            text = f"from scratch, {text}"
-            claims.append(Claim(text, paper=paper, not_measured=reason, needs=PG19_NEEDS))
-    trained = len(rows.values("loss", f"favor {FRESH}", **CASES[SCRATCHED]))
+    unit = "of the lost accuracy"
+    claims.append(Claim(text, recovered, paper, "more exact models", above=0.9, unit=unit))
+    for text, paper in PAPER.items():
+        samples = gains(rows, text)
+        for case in {EARLY, LATE} & {*samples}:
+            samples[case] = added(samples[case], *LOOKS)
+        papers = {SCRATCHED: paper, PG19: paper}
+        reason = ADAPTED if text == REDRAW else ""
+        claims.append(Claim(text, samples, papers, unit="nats", reason=reason))
+    n = len(rows.values("loss", f"favor {FRESH}", **CASES[SCRATCHED]))
     text = "training with trigonometric features reaches NaN"
     paper = "even NaN values in training (Appendix D.3)"
-    ended = f"{trained} of {trained} runs from scratch ended with a finite loss, in 1000 steps"
-    claims.append(Claim(text, paper=paper, not_judged=ended, needs=PG19_NEEDS))
+    ended = f"{n} of {n} runs from scratch ended with a finite loss, in 1000 steps"
+    needs = f"PG-19 from scratch: {PG19_RUN}"
+    claims.append(Claim(text, paper=paper, not_judged=ended, needs=needs))
     text = "Linformer plateaus as positive features without redraws do"
     reason = "Linformer mixes positions and cannot be causal, as these models are"
     needs = "the paper's causal Linformer"
@@ -243,7 +202,7 @@ def figure(rows: Rows):
     line_plot(left, rows, "step", "loss", MANY, less="exact", **TUNING)
     left.set(title="Generated families, fine-tuned from exact weights", xlabel="steps")
     left.set_ylabel("loss increase over exact attention, nats")
-    effects = {case: -redraw_gain(rows, case) for case in REDRAWS}
+    effects = {case: -gain for case, gain in gains(rows, REDRAW).items()}
     dot_plot(right, effects, zero=True)
     right.set(title="Effect of redraws", xlabel="loss with minus loss without redraws, nats")
     return fig
