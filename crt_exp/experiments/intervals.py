@@ -253,3 +253,8 @@ def geometric_interval(values: Sequence[float], spec: str) -> str:
     if len(values) == 1:
         return f"{mean:{spec}}"
     return f"{mean:{spec}} ({low:{spec}} to {high:{spec}})"
+
+
+def ratio_interval(logs: Sequence[float], spec: str) -> str:
+    """Format the geometric mean of ratios, of which these are the logarithms, with its 95% interval."""
+    return geometric_interval(np.exp(logs), spec)

@@ -153,7 +153,7 @@ def metric_table(rows: Rows, metric: str, scale: int, spec: str) -> pd.DataFrame
 
 
 def tables(rows: Rows) -> dict[str, pd.DataFrame]:
-    renamed = Rows(rows.frame.replace({"method": {VIT_NEAR: NEAR}}))
+    renamed = rows.renamed({VIT_NEAR: NEAR})
     return {
         "Accuracy, %, higher is better": metric_table(renamed, "accuracy", 100, ".1f"),
         "Loss, nats, lower is better": metric_table(renamed, "loss", 1, ".3f"),

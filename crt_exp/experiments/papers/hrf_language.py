@@ -142,7 +142,7 @@ def distance_claim(rows: Rows, metric: str, **where) -> Claim:
     needs = (
         "features that are closer to the softmax than word frequencies; the paper's length costs"
     )
-    return Claim(text, distances, paper, needs, below=1, log=True, unit="times", fails=fails)
+    return Claim(text, distances, paper, needs, below=1, log=True, fails=fails)
 
 
 def sampling_checks(rows: Rows, where: dict[str, str]) -> Checks:

@@ -128,7 +128,6 @@ def claims(rows: Rows) -> list[Claim]:
                 rows.paired_by_case(first, second, "mse", AT_SCALE, log=True),
                 below=1,
                 log=True,
-                unit="times",
                 paper="below",
                 needs="more samples",
             )
@@ -141,7 +140,6 @@ def claims(rows: Rows) -> list[Claim]:
             rows.paired_by_case(*methods, "mse", largest, log=True),
             below=1,
             log=True,
-            unit="times",
         )
     )
     for baseline, words in {"": "", "uniform": ", more than with uniform attention"}.items():
@@ -152,7 +150,6 @@ def claims(rows: Rows) -> list[Claim]:
                     growth(rows, method, baseline),
                     above=1,
                     log=True,
-                    unit="times",
                     paper="" if baseline else "errors propagate, no number",
                     reason="errors of uniform attention grow too" if baseline else "",
                     needs="more samples",

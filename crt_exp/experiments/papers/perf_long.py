@@ -121,7 +121,7 @@ def claims(rows: Rows) -> list[Claim]:
     times = rows.paired_by_case("favorp", "reformer", "steps_per_s", sizes, log=True)
     paper = "can be 2x faster than the Reformer"
     needs = "more processes on a quiet machine"
-    claims.append(Claim(text, times, paper, needs, above=2, log=True, unit="times"))
+    claims.append(Claim(text, times, paper, needs, above=2, log=True))
     text = "six layers with FAVOR+ have a lower loss than twelve of Reformer"
     gains = rows.paired_by_case(DEEP_REFORMER, "favorp", "bits_per_dim", images)
     missing = "" if "ImageNet64" in images else "all models have two layers"

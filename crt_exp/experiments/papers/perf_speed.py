@@ -11,11 +11,11 @@ from crt_exp.experiments.report import (
     PlannedRun,
     Rows,
     Tables,
-    geometric_interval,
     label,
     line_plot,
     panels,
     quoted_override,
+    ratio_interval,
     sweep,
 )
 
@@ -77,7 +77,7 @@ def finding(rows: Rows) -> str:
         for length in (1024, 4096):
             methods = f"exact{direction}", f"nearfar{direction}"
             ratio = rows.ratio(*methods, "training", what="attention", length=length)
-            times[f"{length}{direction}"] = geometric_interval(np.exp(ratio), ".2g")
+            times[f"{length}{direction}"] = ratio_interval(ratio, ".2g")
     return (
         "One attention layer alone, on two CPU cores: a training step with exact attention takes "
         f"{times['1024']} times as long as with near-far attention at 1024 tokens and {times['4096']} times at 4096 "
@@ -100,7 +100,7 @@ GROWTH = {  # case -> model, two lengths
 SMALL_LAYERS = (
     "the small Transformer (d = 64) computes little but 256 features; the paper times a V100"
 )
-TIMES = {"log": True, "unit": "times", "needs": "more processes on a quiet machine"}
+TIMES = {"log": True, "needs": "more processes on a quiet machine"}
 
 
 def ratios(rows: Rows, method: str, baseline: str, *cases: str) -> dict[str, pd.Series]:

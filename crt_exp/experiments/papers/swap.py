@@ -135,8 +135,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 def common_names(rows: Rows) -> Rows:
     """With one name for the windows and one for near-far attention."""
-    names = {WINDOW: "window", FAR: "window", NEARFAR: "nearfar"}
-    return Rows(rows.frame.assign(method=rows.frame["method"].replace(names)))
+    return rows.renamed({WINDOW: "window", FAR: "window", NEARFAR: "nearfar"})
 
 
 def tables(rows: Rows) -> Tables:

@@ -9,11 +9,11 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
-    geometric_interval,
     label,
     mean_table,
     panels,
     quoted_override,
+    ratio_interval,
     sweep,
 )
 from crt_exp.experiments.report.plots import colour
@@ -81,8 +81,8 @@ def finding(rows: Rows) -> str:
     texts = {}
     for build in BUILDS:
         for metric in PASSES:
-            speedups = np.exp(rows.ratio("exact", "nearfar", metric, **LONGEST, build=build))
-            texts[build, metric] = geometric_interval(speedups, ".2f")
+            speedups = rows.ratio("exact", "nearfar", metric, **LONGEST, build=build)
+            texts[build, metric] = ratio_interval(speedups, ".2f")
     return (
         "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
         f"{texts['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
@@ -97,8 +97,8 @@ def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
         for build in BUILDS:
             texts = table.setdefault(f"{case}, {build}", {})
             for method in OTHERS:
-                speedups = np.exp(rows.ratio("exact", method, metric, **where, build=build))
-                texts[label(method)] = geometric_interval(speedups, ".2f")
+                speedups = rows.ratio("exact", method, metric, **where, build=build)
+                texts[label(method)] = ratio_interval(speedups, ".2f")
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens, build")
 
 

@@ -4,6 +4,7 @@ from crt_exp.experiments.intervals import (
     geometric_interval,
     geometric_mean_ci,
     mean_ci,
+    ratio_interval,
 )
 from crt_exp.experiments.report.claims import Claim, control_checks
 from crt_exp.experiments.report.pages import Page
@@ -38,6 +39,7 @@ __all__ = [
     "mean_table",
     "panels",
     "quoted_override",
+    "ratio_interval",
     "seeds_from",
     "share",
     "staged_sweep",

@@ -36,7 +36,7 @@ class Claim:
         needs: What would decide cases that are inconclusive or not measured.
         above: Threshold, or a mapping from cases.
         below: Threshold, or a mapping from cases.
-        unit: Unit of the value.
+        unit: Unit of the value. Default: "times" for ratios, else none.
         log: Samples are logarithms; values are shown as ratios.
         power: Samples are logarithms of numbers too large to show; values are shown as e^value.
         sign_test: Use a sign test over samples, for heavy-tailed values.
@@ -72,6 +72,11 @@ class Claim:
     def untested(self) -> str:
         """Why no sample tests the claim, or ""."""
         return self.not_measured or self.not_judged
+
+    @property
+    def shown_unit(self) -> str:
+        default = "times" if self.log else ""
+        return self.unit or default
 
     @property
     def between(self) -> bool:
@@ -168,7 +173,7 @@ class CaseResult:
             text = f"e^{text} [e^{low:.3g}, e^{high:.3g}]" if several else f"e^{text}"
         elif several:
             text += f" [{low:.3g}, {high:.3g}]" if claim.log else f" ± {(high - low) / 2:.2g}"
-        return f"{text} {claim.unit}".rstrip()
+        return f"{text} {claim.shown_unit}".rstrip()
 
     @property
     def base_verdict(self) -> str:

@@ -216,7 +216,7 @@ def folder_of(size: str, is_partial: bool = False) -> Path:
 def names() -> list[str]:
     """Names of all pages of crt_exp/experiments/papers."""
     modules = [module.name for module in pkgutil.iter_modules(papers.__path__)]
-    return sorted(name for name in modules if name != "results")
+    return sorted(name for name in modules if name not in ("parts", "results"))
 
 
 @cache

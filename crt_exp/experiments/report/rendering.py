@@ -169,7 +169,7 @@ def claim_line(results: Sequence[CaseResult]) -> str:
     verdicts = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
     numbers = [result.number for result in results]
     base = "e^" if claim.power else ""
-    ends = f"{base}{min(numbers):.3g} to {base}{max(numbers):.3g} {claim.unit}".rstrip()
+    ends = f"{base}{min(numbers):.3g} to {base}{max(numbers):.3g} {claim.shown_unit}".rstrip()
     return f"{sentence} **{verdicts.capitalize()}** of {len(results)} cases: {ends}.{paper}"
 
 
@@ -238,7 +238,7 @@ def claims_frame(page: str, results: Sequence[CaseResult]) -> pd.DataFrame:
                 "low": low,
                 "high": high,
                 "threshold": threshold(result),
-                "unit": claim.unit,
+                "unit": claim.shown_unit,
                 "n": result.estimate.n,
                 "p_holm": result.p,
                 "paper": result.paper,

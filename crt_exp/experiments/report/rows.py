@@ -122,6 +122,10 @@ class Rows:
         names = self.frame["method"].str.replace(r" \S+=.*", "", regex=True)
         return Rows(self.frame.assign(method=names))
 
+    def renamed(self, names: Mapping[str, str]) -> "Rows":
+        """Return the rows with other names of these methods."""
+        return Rows(self.frame.assign(method=self.frame["method"].replace(names)))
+
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]
@@ -160,16 +164,14 @@ def share(gain: pd.Series, whole: pd.Series) -> pd.Series:
 
 
 def added(samples: pd.Series, *looks: int) -> pd.Series:
-    """Return the samples that were added last; all if none were added.
+    """Return the samples that were added last, after looks at earlier ones; all if none were added.
 
-    Samples added because earlier ones did not decide must decide alone.
+    Samples added because earlier ones did not decide must decide alone. looks: numbers of samples seen at each look.
 
-    Args:
-        looks: Number of the first sample that was added after each look at the results.
-
-    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), 1).to_dict()
+    >>> samples = pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"])
+    >>> added(samples, 1).to_dict()
     {'1': 1.0, '2': 2.0}
-    >>> added(pd.Series([5.0, 1.0, 2.0], ["0", "1", "2"]), 1, 2, 3).to_dict()
+    >>> added(samples, 1, 2).to_dict()
     {'2': 2.0}
     """
     for look in looks:

@@ -15,6 +15,7 @@ from crt_exp.experiments.intervals import mean_ci
 from crt_exp.experiments.report import pages
 from crt_exp.experiments.report.rendering import measured_tables
 from crt_exp.experiments.report.rows import (
+    Rows,
     added,
     has_rows,
     read_rows,
@@ -45,8 +46,15 @@ ROWS = pd.DataFrame(
 def test_samples_after_the_last_look_decide_alone():
     samples = pd.Series([9.0, 9.0, 1.0, 2.0], ["0", "1", "2", "10"])
     assert added(samples, 2).tolist() == [1, 2]
+    assert added(samples, 2, 3).tolist() == [2]
+    assert added(samples, 2, 11).tolist() == [1, 2]
     assert added(samples, 11).tolist() == [9, 9, 1, 2]
-    assert added(samples, 2, 10, 11).tolist() == [2]
+
+
+def test_renamed_methods_share_a_name():
+    renamed = Rows(ROWS).renamed({"oprf": "pos"})
+    assert renamed.methods("loss") == ["exact", "pos"]
+    assert renamed.values("loss", "pos", m=8).to_dict() == {"0": 2, "1": 3.5, "2": 9}
 
 
 @pytest.fixture
