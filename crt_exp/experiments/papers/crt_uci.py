@@ -1,23 +1,15 @@
-"""CRT Table 1: kernel regression on eight UCI data sets.
+"""CRT Table 1: kernel regression on eight UCI data sets; `make demo` uses sets of scikit-learn."""
 
-`make demo` uses the data sets that scikit-learn includes.
-"""
+from itertools import product
 
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.report import (
-    Claim,
-    Page,
-    PlannedRun,
-    Rows,
-    dot_plot,
-    mean_ci,
-    mean_table,
-    panels,
-    quoted_override,
-    sweep,
-)
+from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report import Claim, Page, Rows, Tables
+from crt_exp.experiments.report.plots import dot_plot, panels
+from crt_exp.experiments.report.sweeps import PlannedRun, quoted_override, sweep
+from crt_exp.experiments.report.tables import filters_over, label, mean_table
 
 PAPER = {  # map -> the paper's accuracy on each set, and the average
     "trig": "12.0 66.2 66.3 29.7 46.6 31.3 15.2 16.5 35.5",
@@ -34,100 +26,72 @@ SETS = {
     "demo": ["wine", "breast_cancer", "digits", "iris"],
 }
 OVERLAP = {"table1": 0.05 / 0.9, "demo": 0.25 / 0.6}  # test rows over training rows
-DOUBLE = {
-    "trig": "trig m=64",
-    "gerf": "gerf m=64",
-    "hyp": "hyp m=64",
-}  # two columns of a projection
-BASELINES = {
-    name: quoted_override("task.baseline", name)
-    for name in ("Nystroem m=128", "RBFSampler m=128", "majority")
-}
-METHODS = {
-    "exact": "exact",
-    "Nystroem m=128": "Nystroem",
-    "geom": "GeomRF",
-    "oprf": "OPRF",
-    "trig": "TrigRF",
-    "pois": "PoisRF",
-    "RBFSampler m=128": "RBFSampler",
-    "gerf": "GERF",
-    "hyp": "HypRF",
-    "geom_plus": "GeomRF+",
-    "pos": "PosRF",
-    "pois_plus": "PoisRF+",
-    "majority": "majority class",
-}
+DOUBLE = {name: f"{name} m=64" for name in ("trig", "gerf", "hyp")}  # two columns of a projection
+BASELINES = ["Nystroem m=128", "RBFSampler m=128", "majority"]
+METHODS = ["exact", "Nystroem m=128", "geom", "oprf", "trig", "pois", "RBFSampler m=128", "gerf"]
+METHODS += ["hyp", "geom_plus", "pos", "pois_plus", "majority"]
+LABELS = {method: label(method.removesuffix(" m=128")) for method in METHODS}
+LABELS["majority"] = "majority class"
 
 
-def method_runs(options: str, sets: dict[str, str], sampler: str) -> list[PlannedRun]:
+def method_runs(name: str, options: str, sampler: str) -> list[PlannedRun]:
+    sets = {"task.dataset": SETS[name]}
     maps = f"task=uci {options} sampler={sampler} features.m=128"
+    baselines = {method: quoted_override("task.baseline", method) for method in BASELINES}
     return [
-        *sweep(f"task=uci {options}", attention=["exact"], dataset=sets),
-        *sweep(maps, dataset=sets, features=[*PAPER, *DOUBLE.values()]),
-        *sweep(f"task=uci {options} attention=exact", method=BASELINES, dataset=sets),
+        *sweep(f"task=uci {options}", attention=["exact"], **sets),
+        *sweep(maps, **sets, features=[*PAPER, *DOUBLE.values()]),
+        *sweep(f"task=uci {options} attention=exact", method=baselines, **sets),
     ]
 
 
-def table1(repeats: int, draws: int) -> dict[str, list[PlannedRun]]:
-    """Seed 1: no split was looked at before the number of splits was fixed."""
-    sets = {name: f"task.dataset={name}" for name in SETS["table1"]}
-    options = f"seed=1 task.draws={draws} task.repeats={repeats}"
-    return {"table1": method_runs(options, sets, "iid")}
-
-
-def average(rows: Rows, method: str, sweep_name: str = "table1") -> pd.Series:
-    """split -> mean accuracy over the data sets, for the splits that all sets have."""
-    frame = rows.select("accuracy_percent", method, sweep=sweep_name)
-    splits = frame.pivot(index="sample", columns="dataset", values="value")
-    return splits.reindex(columns=SETS[sweep_name]).dropna().astype(float).mean(axis=1)
+SEED = "seed=1"  # no split of this seed was looked at before the number of splits was fixed
+DEMO = "task.split=[0.6,0.15,0.25] task.repeats=5 task.sigmas=[0.05,0.1,0.15,0.2,0.3,0.4,0.55,0.75,1.0]"
+SMALL = {
+    "table1": method_runs("table1", f"{SEED} task.draws=2 task.repeats=15", "iid"),
+    "demo": method_runs("demo", DEMO, "orthogonal"),
+}
+FULL = {"table1": method_runs("table1", f"{SEED} task.draws=10 task.repeats=50", "iid")}
 
 
 def sweeps_in_rows(rows: Rows) -> list[str]:
     return [name for name in SETS if (rows.frame["sweep"] == name).any()]
 
 
+def average(rows: Rows, method: str, name: str = "table1") -> pd.Series:
+    """split -> mean accuracy over the data sets of a sweep, for the splits that all sets have."""
+    frame = rows.select("accuracy_percent", method, sweep=name)
+    splits = frame.pivot(index="sample", columns="dataset", values="value")
+    return splits.reindex(columns=SETS[name]).dropna().astype(float).mean(axis=1)
+
+
 def finding(rows: Rows) -> str:
     """Compare OPRF with three maps; on the data sets of the demo if the rows are those."""
-    name, sets = "demo", f"{len(SETS['demo'])} data sets of scikit-learn"
-    if "table1" in sweeps_in_rows(rows):
-        name, sets = "table1", "eight UCI sets"
-    gains = []
-    for method in ("pos", "trig", "geom"):
-        gain = average(rows, "oprf", name) - average(rows, method, name)
-        if len(gain):
-            gains.append(f"{METHODS[method]} {mean_ci(gain, overlap=OVERLAP[name]):+.1f}")
-    if not gains:
-        return ""
-    return (
-        f"On {sets}, the mean accuracy of OPRF minus that of another map is, in points: {', '.join(gains)} (128 "
-        f"projections, 95% CI, n = {len(gain)} splits)."
-    )
+    sources = {"table1": "eight UCI sets", "demo": "4 data sets of scikit-learn"}
+    for name in sweeps_in_rows(rows):
+        gains = []
+        for method in ("pos", "trig", "geom"):
+            gain = average(rows, "oprf", name) - average(rows, method, name)
+            if len(gain):
+                gains.append(f"{label(method)} {mean_ci(gain, overlap=OVERLAP[name]):+.1f}")
+        if gains:
+            return (
+                f"On {sources[name]}, the mean accuracy of OPRF minus that of another map is, in points: "
+                f"{', '.join(gains)} (128 projections, 95% CI, n = {len(gain)} splits)."
+            )
+    return ""
 
 
-CHANCE = (
-    "a difference of the paper below twice its standard error over the sets may be chance; GERF and HypRF have twice "
-    "the columns at equal projections"
-)
-BARE = "a trigonometric map whose second factor is not conjugated estimates K(x, -y)"
-COMPARISONS = {  # claim -> pairs of maps, explanation
-    "OPRF has a higher average accuracy than the other non-trigonometric maps": (
-        [("oprf", name) for name in ("pos", "gerf", "pois", "geom", "pois_plus", "geom_plus")],
-        CHANCE,
-    ),
-    "the new maps have a higher average accuracy than PosRF": (
-        [("gerf", "pos"), ("pois", "pos"), ("geom", "pos")],
-        CHANCE,
-    ),
-    "PosRF has a higher average accuracy than PoisRF+ and GeomRF+": (
-        [("pos", "pois_plus"), ("pos", "geom_plus")],
-        CHANCE,
-    ),
-    "the non-trigonometric maps have a higher average accuracy than TrigRF": (
-        [(name, "trig") for name in PAPER if name != "trig"],
-        f"hypothesis on the paper's TrigRF (average 35.5): {BARE}, and has 35.9 here",
-    ),
-}
+CHANCE = "a difference of the paper below twice its standard error over the sets may be chance"
+BARE = "hypothesis on the paper's TrigRF: without the conjugate of its second factor the average is 35.9 here"
+NEW = ["gerf", "pois", "geom"]
+PLUS = ["pois_plus", "geom_plus"]
+COMPARISONS = [  # better maps, worse maps
+    ("OPRF has", ["oprf"], "the other non-trigonometric maps", ["pos", *NEW, *PLUS]),
+    ("the new maps have", NEW, "PosRF", ["pos"]),
+    ("PosRF has", ["pos"], "PoisRF+ and GeomRF+", PLUS),
+    ("the non-trigonometric maps have", ["pos", *NEW, "oprf", *PLUS], "TrigRF", ["trig"]),
+]
 
 
 def paper_gain(better: str, worse: str) -> str:
@@ -142,27 +106,25 @@ def paper_gain(better: str, worse: str) -> str:
 def claims(rows: Rows) -> list[Claim]:
     """Compare maps at 128 projections, and at 128 columns where these differ."""
     claims = []
-    for text, (pairs, reason) in COMPARISONS.items():
+    for subject, betters, others, worses in COMPARISONS:
         gains, paper = {}, {}
-        for better, worse in pairs:
-            name = f"{METHODS[better]} against {METHODS[worse]}"
-            samples = {f"{name}, 128 projections": (better, worse)}
+        for better, worse in product(betters, worses):
+            pairs = {"projections": (better, worse)}
             if {better, worse} & {*DOUBLE}:
-                halves = DOUBLE.get(better, better), DOUBLE.get(worse, worse)
-                samples[f"{name}, 128 columns"] = halves
-            for case, (first, second) in samples.items():
+                pairs["columns"] = DOUBLE.get(better, better), DOUBLE.get(worse, worse)
+            for unit, (first, second) in pairs.items():
+                case = f"{label(better)} against {label(worse)}, 128 {unit}"
                 gains[case] = (average(rows, first) - average(rows, second)).dropna()
                 paper[case] = paper_gain(better, worse)
+        text = f"{subject} a higher average accuracy than {others}"
+        reason = BARE if others == "TrigRF" else CHANCE
         overlap = OVERLAP["table1"]
         claims.append(Claim(text, gains, paper, unit="points", overlap=overlap, reason=reason))
     return claims
 
 
-def at_128_columns(rows: Rows, sweep_name: str) -> dict[str, pd.Series]:
-    averages = {}
-    for method in METHODS:
-        averages[method] = average(rows, DOUBLE.get(method, method), sweep_name)
-    return averages
+def at_128_columns(rows: Rows, name: str) -> dict[str, pd.Series]:
+    return {method: average(rows, DOUBLE.get(method, method), name) for method in METHODS}
 
 
 def average_table(rows: Rows, name: str) -> pd.DataFrame:
@@ -172,29 +134,24 @@ def average_table(rows: Rows, name: str) -> pd.DataFrame:
     }
     table = {}
     for title, averages in columns.items():
-        table[title] = {}
+        texts = table.setdefault(title, {})
         for method, values in averages.items():
-            if len(values):
-                table[title][METHODS[method]] = f"{mean_ci(values, overlap=OVERLAP[name]):.1f}"
+            texts[LABELS[method]] = f"{mean_ci(values, overlap=OVERLAP[name]):.1f}"
     return pd.DataFrame(table).rename_axis("method")
 
 
-def dataset_table(rows: Rows, name: str) -> pd.DataFrame:
-    columns = {}
-    for dataset in SETS[name]:
-        columns[dataset] = {"metric": "accuracy_percent", "sweep": name, "dataset": dataset}
-    return mean_table(rows, columns, METHODS, spec=".1f", overlap=OVERLAP[name])
-
-
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     tables = {}
     for name in sweeps_in_rows(rows):
-        averages, accuracies = average_table(rows, name), dataset_table(rows, name)
+        where = {"metric": "accuracy_percent", "sweep": name}
+        columns = filters_over("dataset", SETS[name], **where)
+        averages = average_table(rows, name)
+        accuracies = mean_table(rows, columns, LABELS, spec=".1f", overlap=OVERLAP[name])
         if name == "table1":
             for method, values in PAPER.items():
                 *paper, paper_average = values.split()
-                averages.loc[METHODS[method], "paper"] = paper_average
-                accuracies.loc[f"{METHODS[method]}, paper"] = paper
+                averages.loc[LABELS[method], "paper"] = paper_average
+                accuracies.loc[f"{LABELS[method]}, paper"] = paper
         tables[f"Average accuracy over {len(SETS[name])} data sets, % ({name})"] = averages
         tables[f"Accuracy with m = 128, % ({name})"] = accuracies
     return tables
@@ -206,11 +163,9 @@ def figure(rows: Rows):
         return None
     fig, axes = panels(len(names))
     for ax, name in zip(axes, names):
-        dot_plot(ax, at_128_columns(rows, name), overlap=OVERLAP[name], labels=METHODS)
-        ax.set(
-            title=f"{len(SETS[name])} data sets, 128 columns ({name})",
-            xlabel="average test accuracy, % (higher is better)",
-        )
+        dot_plot(ax, at_128_columns(rows, name), overlap=OVERLAP[name], labels=LABELS)
+        ax.set(title=f"{len(SETS[name])} data sets, 128 columns ({name})")
+        ax.set(xlabel="average test accuracy, % (higher is better)")
     return fig
 
 
@@ -218,16 +173,8 @@ page = Page(
     "crt_uci",
     title="CRT Table 1: classification by kernel regression",
     finding=finding,
-    small={
-        **table1(15, 2),
-        "demo": method_runs(
-            "task.split=[0.6,0.15,0.25] task.repeats=5 task.sigmas=[0.05,0.1,0.15,0.2,0.3,0.4,0.55,0.75,"
-            "1.0]",
-            {name: f"task.dataset={name}" for name in SETS["demo"]},
-            "orthogonal",
-        ),
-    },
-    full=table1(50, 10),
+    small=SMALL,
+    full=FULL,
     reduced=False,
     columns=["dataset", "method"],
     metrics=["accuracy_percent"],
