@@ -4,6 +4,7 @@ import pandas as pd
 
 from crt_exp.experiments.papers.parts import head_errors
 from crt_exp.experiments.papers.parts.head_errors import MAPS, interval
+from crt_exp.experiments.papers.parts.small_encoders import ENCODERS
 from crt_exp.experiments.report import (
     HOME,
     Claim,
@@ -16,7 +17,6 @@ from crt_exp.experiments.report import (
     panels,
     sweep,
 )
-from crt_exp.experiments.report.small_models import ENCODERS
 
 FEATURES = {f"{name} m=256": text for name, text in MAPS.items()}
 LAYERED = {**FEATURES, "uniform": "uniform"}

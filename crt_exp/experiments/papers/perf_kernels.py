@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.experiments.papers.perf_proteins import (
+from crt_exp.experiments.papers.parts.protein_models import (
     FAMILIES,
     FIRST_LOOK,
     MODEL,
@@ -16,7 +16,6 @@ from crt_exp.experiments.report import (
     added,
     control_checks,
     dot_plot,
-    filters_over,
     mean_ci,
     mean_table,
     panels,
@@ -54,8 +53,7 @@ LETTERS = {name: options.replace("steps=200", "steps=80") for name, options in P
 
 
 def cases(rows: Rows) -> dict[str, dict]:
-    datasets = rows.select("loss", split="test", mode="U")["dataset"].unique()
-    return filters_over("dataset", datasets, "{}, U", mode="U", split="test")
+    return rows.cases("loss", "dataset", "mode", mode="U", split="test")
 
 
 def normalized_method(rows: Rows, kernel: str) -> str:

@@ -77,12 +77,7 @@ METRICS = {  # unit, factor, format
 }
 PAPER = {"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"}  # ImageNet64
 LOOKS = (3, 5)  # first seeds that were added after the results of earlier ones had been seen
-
-
-def cases(rows: Rows, metric: str) -> dict[str, dict]:
-    """Data set -> filter of its test rows."""
-    where = {"sweep": ("pixels", "lra"), "split": "test"}
-    return filters_over("dataset", rows.select(metric, **where)["dataset"].unique(), **where)
+TEST = {"sweep": ("pixels", "lra"), "split": "test"}
 
 
 def finding(rows: Rows) -> str:
@@ -107,7 +102,7 @@ IMAGE_CLAIMS = {  # text -> methods, the paper's result, explanation
 
 def claims(rows: Rows) -> list[Claim]:
     rows = rows.without_options()
-    images = cases(rows, "bits_per_dim")
+    images = rows.cases("bits_per_dim", "dataset", **TEST)
     bits, _, _ = METRICS["bits_per_dim"]
     fails = {}
     for control in ("uniform", "identity"):
@@ -132,7 +127,7 @@ def claims(rows: Rows) -> list[Claim]:
     missing = "all models have two layers"
     claims.append(Claim(text, paper=paper, needs=needs, not_measured=missing))
     text = "FAVOR+ is more accurate than the other scalable methods"
-    tested = cases(rows, "accuracy")
+    tested = rows.cases("accuracy", "dataset", **TEST)
     gains = {}
     for name in ("linformer", "reformer", "elu", "window"):
         points = rows.paired_by_case("favorp", name, "accuracy", tested, 100, looks=LOOKS)
@@ -150,7 +145,7 @@ def tables(rows: Rows) -> Tables:
     rows = rows.without_options()
     columns = []
     for metric, (unit, scale, spec) in METRICS.items():
-        for case, where in cases(rows, metric).items():
+        for case, where in rows.cases(metric, "dataset", **TEST).items():
             column = {f"{case}, {unit}": {"metric": metric, **where}}
             columns.append(mean_table(rows, column, scale=scale, spec=spec))
     columns.append(pd.DataFrame({"paper, ImageNet64": PAPER}))
@@ -162,7 +157,7 @@ def figure(rows: Rows):
     rows = rows.without_options()
     gains = {}
     for metric, (unit, scale, _) in METRICS.items():
-        for case, where in cases(rows, metric).items():
+        for case, where in rows.cases(metric, "dataset", **TEST).items():
             methods = rows.methods(metric, **where)
             gains[case, unit] = rows.by_method(metric, methods, scale, less="exact", **where)
     if not gains:

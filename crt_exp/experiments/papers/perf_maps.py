@@ -6,7 +6,7 @@ Also compares attention between amino acids with their similarity.
 import numpy as np
 import pandas as pd
 
-from crt_exp.experiments.papers.perf_proteins import training_runs
+from crt_exp.experiments.papers.parts.protein_models import training_runs
 from crt_exp.experiments.report import (
     HOME,
     Claim,

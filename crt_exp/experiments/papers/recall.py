@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from crt_exp.experiments.papers.parts.small_models import WIKITEXT2, stage
 from crt_exp.experiments.report import (
     Page,
     Rows,
@@ -16,7 +17,6 @@ from crt_exp.experiments.report import (
     staged_sweep,
     sweep,
 )
-from crt_exp.experiments.report.small_models import WIKITEXT2, stage
 
 WINDOW = "window block=64 first=16"
 NEARFAR = "nearfar exact_until=64 open={}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from crt_exp.experiments.papers.parts.small_models import WIKITEXT2, dropout, masked_model, stage
 from crt_exp.experiments.report import (
     Claim,
     Page,
@@ -16,7 +17,6 @@ from crt_exp.experiments.report import (
     staged_sweep,
     sweep,
 )
-from crt_exp.experiments.report.small_models import WIKITEXT2, dropout, masked_model, stage
 
 WINDOW = "window block=32 first=16"  # of models trained here
 FAR = "window block=64 first=16"  # of published models

@@ -6,7 +6,7 @@ from crt_exp.experiments.intervals import (
     mean_ci,
     ratio_interval,
 )
-from crt_exp.experiments.report.claims import Claim, control_checks
+from crt_exp.experiments.report.claims import Claim, control_checks, training_check
 from crt_exp.experiments.report.pages import Page
 from crt_exp.experiments.report.plots import dot_plot, line_plot, panels
 from crt_exp.experiments.report.rows import Rows, added, share
@@ -44,4 +44,5 @@ __all__ = [
     "share",
     "staged_sweep",
     "sweep",
+    "training_check",
 ]

@@ -264,6 +264,25 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return np.minimum(1, raised)[np.argsort(order)].tolist()
 
 
+LEAST_SHARE = 0.25  # of the gain of exact attention; with less, a method is not trained yet
+
+
+def training_check(name: str, share: float) -> str:
+    """Return why a method is not trained yet, or "".
+
+    share: its gain over uniform attention, as a share of that of exact attention.
+
+    >>> training_check("ReLU", 0.12)
+    'not trained yet: ReLU has 12% of the gain of exact attention over uniform attention (at least 25% needed)'
+    """
+    if not share < LEAST_SHARE:
+        return ""
+    return (
+        f"not trained yet: {name} has {share:.0%} of the gain of exact attention over uniform attention "
+        f"(at least {LEAST_SHARE:.0%} needed)"
+    )
+
+
 def control_checks(
     rows: Rows,
     cases: Mapping[str, Mapping[str, object]],

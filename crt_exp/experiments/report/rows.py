@@ -126,6 +126,19 @@ class Rows:
         """Return the rows with other names of these methods."""
         return Rows(self.frame.assign(method=self.frame["method"].replace(names)))
 
+    def cases(self, metric: str, *columns: str, **where: Any) -> dict[str, dict[str, Any]]:
+        """Return a filter for each combination of values that the columns have, by these values.
+
+        >>> frame = pd.DataFrame({"data": ["x", "y"], "method": "a", "sample": 0, "metric": "loss", "value": 1})
+        >>> Rows(frame).cases("loss", "data", method="a")
+        {'x': {'method': 'a', 'data': 'x'}, 'y': {'method': 'a', 'data': 'y'}}
+        """
+        cases = {}
+        combinations = self.select(metric, **where)[[*columns]].drop_duplicates()
+        for values in combinations.itertuples(index=False):
+            cases[", ".join(values)] = {**where, **dict(zip(columns, values))}
+        return cases
+
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""
         return [*self.select(metric, **where)["method"].unique()]

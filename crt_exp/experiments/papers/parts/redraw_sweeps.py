@@ -1,6 +1,11 @@
 """Sweeps of the page on redraws: swaps and fine-tuning of exact models, and training from scratch."""
 
-from crt_exp.experiments.papers.perf_proteins import DIRECTIONS, FAMILIES, MODEL, training_runs
+from crt_exp.experiments.papers.parts.protein_models import (
+    DIRECTIONS,
+    FAMILIES,
+    MODEL,
+    training_runs,
+)
 from crt_exp.experiments.report import HOME, PlannedRun, seeds_from, sweep
 
 GENERATED = "generated families"

@@ -1,0 +1,69 @@
+"""Runs of GLUE: MiniLM with swapped attention, and BERT as in CRT Table 2."""
+
+from collections.abc import Mapping, Sequence
+
+from crt_exp.experiments.papers.parts.small_encoders import FAVORP, FAVORPP, RELU, SHARP
+from crt_exp.experiments.report import HOME, PlannedRun, quoted_override, sweep
+
+UPTRAINED = f"{FAVORPP} after uptraining"
+NEAR = "nearfar exact_until=0 block=8 heavy=4 cells=8"
+
+# ---- MiniLM
+
+HELD_OUT = "sst2, held out"
+OTHER_HALF = "qnli, other half"
+DATA = {
+    "sst2": "task.dataset=sst2",
+    "stsb": "task.dataset=stsb",
+    HELD_OUT: "task.dataset=sst2 task.data_dir=outputs/texts/sst2-20000",
+    "qnli": "task.dataset=qnli task.data_dir=outputs/texts/qnli-2",
+    OTHER_HALF: "task.dataset=qnli task.data_dir=outputs/texts/qnli-1",
+}
+LONG = {"steps": "trainer.steps=400", "trainer.lr": [2e-4]}
+SHORT = {"steps": "trainer.steps=120 trainer.freeze=[embeddings]", "trainer.lr": [1e-4]}
+
+
+def minilm_runs(
+    dataset: str, methods: Sequence[str], seeds: int, training: Mapping = LONG, options: str = ""
+) -> list[PlannedRun]:
+    return sweep(
+        "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
+        f"trainer.eval_every=1000000 trainer.save_every=1000000 {training['steps']} {options}",
+        attention=methods,
+        model="MiniLM",
+        dataset={dataset: DATA[dataset]},
+        **{"trainer.lr": training["trainer.lr"], "seed": range(seeds)},
+    )
+
+
+CONTROLS = ["exact", FAVORPP, FAVORP, "uniform"]
+MINILM = [
+    *minilm_runs("sst2", [*CONTROLS, NEAR, SHARP, RELU], 1, options="task.held_out=500"),
+    *minilm_runs(HELD_OUT, [FAVORPP, FAVORP], 5),
+    *minilm_runs(HELD_OUT, ["exact", "uniform"], 3),
+    *minilm_runs("qnli", [*CONTROLS, NEAR], 1, SHORT),
+    *minilm_runs("stsb", [*CONTROLS, NEAR], 1, SHORT),
+    *minilm_runs(OTHER_HALF, CONTROLS, 1, SHORT),
+]
+
+# ---- BERT, as in the paper
+
+TASKS = ["sst2", "qnli", "stsb", "rte", "cola", "mrpc", "mnli", "qqp"]
+PRETRAINED = [FAVORP, "elu", RELU, FAVORPP, "uniform"]
+MODELS = {
+    "pretraining": sweep("experiment=crt_bert_pretrain", attention=PRETRAINED),
+    "uptraining": sweep("experiment=crt_uptrain", attention=[FAVORPP]),
+}
+STARTS = {"exact": "attention=exact"}
+for method in PRETRAINED:
+    start = quoted_override("task.init", f"{HOME}/pretraining/{method.replace(' ', '-')}")
+    STARTS[method] = f"{start} attention={method.replace(' m=', ' features.m=')}"
+start = quoted_override("task.init", f"{HOME}/uptraining/favorpp-m=256")
+STARTS[UPTRAINED] = f"{start} attention=favorpp features.m=256"
+BERT = sweep(
+    "experiment=crt_glue",
+    model="BERT-base",
+    method=STARTS,
+    seed=[0],
+    **{"task.dataset": TASKS, "trainer.lr": [2e-5, 3e-5, 4e-5, 5e-5]},
+)
