@@ -32,6 +32,7 @@ METHODS = ["exact", "Nystroem m=128", "geom", "oprf", "trig", "pois", "RBFSample
 METHODS += ["hyp", "geom_plus", "pos", "pois_plus", "majority"]
 LABELS = {method: label(method.removesuffix(" m=128")) for method in METHODS}
 LABELS["majority"] = "majority class"
+AT_128_COLUMNS = {DOUBLE.get(method, method): name for method, name in LABELS.items()}
 
 
 def method_runs(name: str, options: str, sampler: str) -> list[PlannedRun]:
@@ -58,20 +59,22 @@ def sweeps_in_rows(rows: Rows) -> list[str]:
     return [name for name in SETS if (rows.frame["sweep"] == name).any()]
 
 
-def average(rows: Rows, method: str, name: str = "table1") -> pd.Series:
-    """split -> mean accuracy over the data sets of a sweep, for the splits that all sets have."""
-    frame = rows.select("accuracy_percent", method, sweep=name)
-    splits = frame.pivot(index="sample", columns="dataset", values="value")
-    return splits.reindex(columns=SETS[name]).dropna().astype(float).mean(axis=1)
+def averages(rows: Rows, name: str) -> Rows:
+    """Mean accuracy over the data sets of a sweep, for the splits that all sets have."""
+    frame = rows.select("accuracy_percent", sweep=name)
+    splits = frame.pivot(index=["method", "sample"], columns="dataset", values="value")
+    means = splits.reindex(columns=SETS[name]).dropna().astype(float).mean(axis=1)
+    return Rows(means.rename("value").reset_index().assign(metric="average"))
 
 
 def finding(rows: Rows) -> str:
     """Compare OPRF with three maps; on the data sets of the demo if the rows are those."""
     sources = {"table1": "eight UCI sets", "demo": "4 data sets of scikit-learn"}
     for name in sweeps_in_rows(rows):
+        means = averages(rows, name)
         gains = []
         for method in ("pos", "trig", "geom"):
-            gain = average(rows, "oprf", name) - average(rows, method, name)
+            gain = means.paired("oprf", method, "average")
             if len(gain):
                 gains.append(f"{label(method)} {mean_ci(gain, overlap=OVERLAP[name]):+.1f}")
         if gains:
@@ -105,6 +108,7 @@ def paper_gain(better: str, worse: str) -> str:
 
 def claims(rows: Rows) -> list[Claim]:
     """Compare maps at 128 projections, and at 128 columns where these differ."""
+    means = averages(rows, "table1")
     claims = []
     for subject, betters, others, worses in COMPARISONS:
         gains, paper = {}, {}
@@ -114,7 +118,7 @@ def claims(rows: Rows) -> list[Claim]:
                 pairs["columns"] = DOUBLE.get(better, better), DOUBLE.get(worse, worse)
             for unit, (first, second) in pairs.items():
                 case = f"{label(better)} against {label(worse)}, 128 {unit}"
-                gains[case] = (average(rows, first) - average(rows, second)).dropna()
+                gains[case] = means.paired(first, second, "average")
                 paper[case] = paper_gain(better, worse)
         text = f"{subject} a higher average accuracy than {others}"
         reason = BARE if others == "TrigRF" else CHANCE
@@ -123,21 +127,14 @@ def claims(rows: Rows) -> list[Claim]:
     return claims
 
 
-def at_128_columns(rows: Rows, name: str) -> dict[str, pd.Series]:
-    return {method: average(rows, DOUBLE.get(method, method), name) for method in METHODS}
-
-
 def average_table(rows: Rows, name: str) -> pd.DataFrame:
-    columns = {
-        "128 columns": at_128_columns(rows, name),
-        "128 projections": {method: average(rows, method, name) for method in PAPER},
-    }
-    table = {}
-    for title, averages in columns.items():
-        texts = table.setdefault(title, {})
-        for method, values in averages.items():
-            texts[LABELS[method]] = f"{mean_ci(values, overlap=OVERLAP[name]):.1f}"
-    return pd.DataFrame(table).rename_axis("method")
+    means = averages(rows, name)
+    maps = {method: LABELS[method] for method in PAPER}
+    columns = []
+    for title, methods in {"128 columns": AT_128_COLUMNS, "128 projections": maps}.items():
+        column = {title: {"metric": "average"}}
+        columns.append(mean_table(means, column, methods, spec=".1f", overlap=OVERLAP[name]))
+    return pd.concat(columns, axis=1)
 
 
 def tables(rows: Rows) -> Tables:
@@ -163,7 +160,8 @@ def figure(rows: Rows):
         return None
     fig, axes = panels(len(names))
     for ax, name in zip(axes, names):
-        dot_plot(ax, at_128_columns(rows, name), overlap=OVERLAP[name], labels=LABELS)
+        means = averages(rows, name).by_method("average", AT_128_COLUMNS)
+        dot_plot(ax, means, overlap=OVERLAP[name], labels=AT_128_COLUMNS)
         ax.set(title=f"{len(SETS[name])} data sets, 128 columns ({name})")
         ax.set(xlabel="average test accuracy, % (higher is better)")
     return fig
