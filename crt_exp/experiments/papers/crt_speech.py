@@ -3,9 +3,18 @@
 import pandas as pd
 
 from crt_exp.experiments.papers.parts import whisper
-from crt_exp.experiments.papers.parts.whisper import POSITIVE, TUNED, UNTRAINED, gains
+from crt_exp.experiments.papers.parts.speech_models import (
+    DIGITS,
+    FINE_TUNING,
+    FROM_SCRATCH,
+    MODELS,
+    SCRATCH,
+    SWAP,
+    TUNED,
+    UNTRAINED,
+)
+from crt_exp.experiments.papers.parts.whisper import POSITIVE, gains
 from crt_exp.experiments.report import (
-    HOME,
     Claim,
     Page,
     Rows,
@@ -21,7 +30,6 @@ from crt_exp.experiments.report import (
 )
 
 FIG3 = "fig3"
-SCRATCH = "from scratch"
 SETTINGS = (UNTRAINED, TUNED, SCRATCH)
 NEAR = "nearfar block=8 heavy=8 cells=8 exact_until=0"
 FIXED = ["exact", "uniform", NEAR]
@@ -29,15 +37,6 @@ METHODS = [*FIXED, *POSITIVE[:4]]
 FULL_METHODS = [*FIXED, *POSITIVE[:6]]
 NAMES = {method: label(method) for method in FULL_METHODS}
 NAMES[NEAR] = "near-far"
-DIGITS = (
-    "task=librispeech task.corpus=fsdd task.batch_seconds=16 task.strings.validation=100 task.speeds=[1.0] "
-    "task.augment.bands=0 task.augment.spans=0 trainer.select=last trainer.log_every=50 +task.sizes.layers=2 "
-    "+task.sizes.dim=64 +task.sizes.ffn=256 +task.sizes.channels=8 +task.sizes.predictor=64 "
-    "+task.sizes.joiner=64 +task.sizes.heads=8 +task.sizes.kernel=1"
-)
-SWAP = f"{DIGITS} task.init={HOME}/models/exact"
-FROM_SCRATCH = "trainer.steps=1000 trainer.eval_every=250"
-FINE_TUNING = "trainer.steps=150 trainer.lr=3e-4 trainer.eval_every=50"
 SWAPPED = f"{SWAP} trainer.steps=0"
 SMALL = {
     FIG3: [
@@ -52,8 +51,6 @@ FULL = {
     FIG3: sweep("experiment=crt_conformer_960h", setting=SCRATCH, attention=FULL_METHODS),
     whisper.WHISPER: whisper.FULL,
 }
-EXACT = f"{DIGITS} trainer.steps=3000 trainer.eval_every=500 trainer.save_every=500"
-MODELS = {"models": sweep(EXACT, attention=["exact"])}
 
 
 def finding(rows: Rows) -> str:

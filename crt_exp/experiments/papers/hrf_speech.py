@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from crt_exp.experiments.papers.crt_speech import (
+from crt_exp.experiments.papers.parts.speech_models import (
     FINE_TUNING,
     MODELS,
     SCRATCH,

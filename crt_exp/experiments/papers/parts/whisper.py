@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from crt_exp.experiments.papers.parts.speech_models import TUNED, UNTRAINED
 from crt_exp.experiments.report import (
     Claim,
     Rows,
@@ -12,8 +13,6 @@ from crt_exp.experiments.report import (
     sweep,
 )
 
-UNTRAINED = "without training"
-TUNED = "fine-tuned after the swap"
 WHISPER = "fig3-whisper"
 POSITIVE = []
 for m in (8, 16, 64, 256):
