@@ -94,7 +94,7 @@ def digits_table(rows: Rows) -> pd.DataFrame:
 
 
 def tables(rows: Rows) -> Tables:
-    losses = filters_over("setting", SETTINGS, metric="loss")
+    losses = filters_over("setting", SETTINGS, metric="loss", sweep=FIG3)
     title = "Whisper: nats a token, and tokens that are the likeliest of exact attention too"
     return {
         "Digits: word error rate, lower is better": digits_table(rows),
