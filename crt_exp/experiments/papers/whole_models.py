@@ -1,5 +1,7 @@
 """Time of whole models: exact attention against other attention, on processors with and without AVX-512."""
 
+from itertools import product
+
 import numpy as np
 import pandas as pd
 
@@ -28,8 +30,12 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 BUILDS = {"AVX-512": {}, "AVX2": AVX2}
+LINES = {"AVX-512": "-", "AVX2": "--"}
 PASSES = {"inference": "forward", "training": "forward and backward"}
-SMOLLM2, MINILM, WHISPER, VIT = "SmolLM2-135M", "MiniLM", "Whisper-tiny encoder", "ViT-S/16"
+SMOLLM2 = "SmolLM2-135M"
+MINILM = "MiniLM"
+WHISPER = "Whisper-tiny encoder"
+VIT = "ViT-S/16"
 MODELS = {
     SMOLLM2: "task.what=pretrained task.model=models/smollm2-135m",
     MINILM: "task.what=pretrained task.model=models/minilm",
@@ -53,14 +59,13 @@ LONGEST = CASES[f"{SMOLLM2}, 4096"]
 def time_runs(seeds: int) -> list[PlannedRun]:
     """One process for each seed, build and entry of TIMINGS; its methods take turns."""
     runs = []
-    for seed in range(seeds):
-        for build, environment in BUILDS.items():
-            for model, lengths, rounds, methods in TIMINGS:
-                options = f"task=speed {MODELS[model]} task.rounds={rounds}"
-                options += f" {quoted_override('task.lengths', lengths)}"
-                options += f" {quoted_override('task.methods', methods)}"
-                columns = {"model": model, "build": build, "up_to": str(lengths[-1])}
-                runs += sweep(options, alone=True, environment=environment, **columns, seed=[seed])
+    for seed, build, timing in product(range(seeds), BUILDS, TIMINGS):
+        model, lengths, rounds, methods = timing
+        options = f"task=speed {MODELS[model]} task.rounds={rounds}"
+        options += f" {quoted_override('task.lengths', lengths)}"
+        options += f" {quoted_override('task.methods', methods)}"
+        columns = {"model": model, "build": build, "up_to": str(lengths[-1])}
+        runs += sweep(options, alone=True, environment=BUILDS[build], **columns, seed=[seed])
     return runs
 
 
@@ -79,10 +84,9 @@ FULL = {"whole-models": time_runs(10), "whole-models/memory": MEMORY}
 
 def finding(rows: Rows) -> str:
     texts = {}
-    for build in BUILDS:
-        for metric in PASSES:
-            speedups = rows.ratio("exact", "nearfar", metric, **LONGEST, build=build)
-            texts[build, metric] = ratio_interval(speedups, ".2f")
+    for build, metric in product(BUILDS, PASSES):
+        speedups = rows.ratio("exact", "nearfar", metric, **LONGEST, build=build)
+        texts[build, metric] = ratio_interval(speedups, ".2f")
     return (
         "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
         f"{texts['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
@@ -93,12 +97,11 @@ def finding(rows: Rows) -> str:
 
 def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
     table = {}
-    for case, where in CASES.items():
-        for build in BUILDS:
-            texts = table.setdefault(f"{case}, {build}", {})
-            for method in OTHERS:
-                speedups = rows.ratio("exact", method, metric, **where, build=build)
-                texts[label(method)] = ratio_interval(speedups, ".2f")
+    for (case, where), build in product(CASES.items(), BUILDS):
+        texts = table.setdefault(f"{case}, {build}", {})
+        for method in OTHERS:
+            speedups = rows.ratio("exact", method, metric, **where, build=build)
+            texts[label(method)] = ratio_interval(speedups, ".2f")
     return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens, build")
 
 
@@ -107,11 +110,10 @@ def seconds_table(rows: Rows) -> pd.DataFrame:
     table = {}
     for case, where in CASES.items():
         texts = table.setdefault(case, {})
-        for build in BUILDS:
-            for metric, name in PASSES.items():
-                seconds = rows.values(metric, "exact", **where, build=build) / 1000
-                if len(seconds):
-                    texts[f"{name}, {build}"] = f"{seconds.median():.2f}"
+        for build, (metric, name) in product(BUILDS, PASSES.items()):
+            seconds = rows.values(metric, "exact", **where, build=build) / 1000
+            if len(seconds):
+                texts[f"{name}, {build}"] = f"{seconds.median():.2f}"
     return pd.DataFrame.from_dict(table, orient="index").fillna("").rename_axis("model, tokens")
 
 
@@ -131,14 +133,13 @@ def figure(rows: Rows):
     fig, axes = panels(2)
     lengths = [512, 1024, 4096]
     for ax, (metric, name) in zip(axes, PASSES.items()):
-        for method in ("nearfar", "favorpp", "window"):
-            for build, style in zip(BUILDS, ("-", "--")):
-                means = []
-                for length in lengths:
-                    where = {"model": SMOLLM2, "length": length, "build": build}
-                    means.append(np.exp(rows.ratio("exact", method, metric, **where).mean()))
-                shown = {"color": colour(method), "label": f"{label(method)}, {build}"}
-                ax.plot(lengths, means, style, marker="o", ms=3, **shown)
+        for method, build in product(("nearfar", "favorpp", "window"), BUILDS):
+            means = []
+            for length in lengths:
+                where = {"model": SMOLLM2, "length": length, "build": build}
+                means.append(np.exp(rows.ratio("exact", method, metric, **where).mean()))
+            style = {"color": colour(method), "ls": LINES[build], "marker": "o", "ms": 3}
+            ax.plot(lengths, means, label=f"{label(method)}, {build}", **style)
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xscale("log")
         ax.set_xticks(lengths, lengths)
