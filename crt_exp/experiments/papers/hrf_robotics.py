@@ -20,7 +20,8 @@ from crt_exp.experiments.report import (
 )
 
 WORLDS = {"locomotion": "task=locomotion", "sweep": "task=arm_sweeping"}
-FAVORP, HYBRID = "favorp m=256", "hrf_angular m=8"
+FAVORP = "favorp m=256"
+HYBRID = "hrf_angular m=8"
 ATTENTION = ["exact", FAVORP, "favorp m=8", "favor m=256", HYBRID]
 CONTROLS = {
     "untrained": "attention=exact task.strategy.generations=0",

@@ -41,7 +41,8 @@ SMALL = {
     ],
 }
 
-IMAGENET, ARENA = "experiment=performers_imagenet64", "experiment=performers_lra"
+IMAGENET = "experiment=performers_imagenet64"
+ARENA = "experiment=performers_lra"
 ON_IMAGENET = ["exact", "relu", "favorp redraw_every=1000", "smreg redraw_every=1000", "uniform"]
 DEEP_REFORMER = "reformer, 12 layers"
 DEEP = (
