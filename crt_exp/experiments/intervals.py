@@ -256,5 +256,9 @@ def geometric_interval(values: Sequence[float], spec: str) -> str:
 
 
 def ratio_interval(logs: Sequence[float], spec: str) -> str:
-    """Format the geometric mean of ratios, of which these are the logarithms, with its 95% interval."""
+    """Format the geometric mean of ratios, of which these are the logarithms, with its 95% interval.
+
+    >>> ratio_interval([0.0, 0.0], ".1f")
+    '1.0 (1.0 to 1.0)'
+    """
     return geometric_interval(np.exp(logs), spec)

@@ -118,14 +118,9 @@ def sphere_gains(rows: Rows) -> str:
     return ", ".join(gains)
 
 
-def variance_table(rows: Rows, columns: dict[str, dict], methods: list[str]) -> pd.DataFrame:
-    for where in columns.values():
-        where |= {"metric": "log_variance", "sigma": 1.0}
-    return mean_table(rows, columns, methods, spec=".1f")
-
-
 def fitted_table(rows: Rows, fit: str) -> pd.DataFrame:
-    return variance_table(rows, filters_over("regime", REGIMES, fit=fit), FITS[fit])
+    where = {"metric": "log_variance", "sigma": 1.0, "fit": fit}
+    return mean_table(rows, filters_over("regime", REGIMES, **where), FITS[fit], spec=".1f")
 
 
 def tables(rows: Rows) -> Tables:

@@ -2,11 +2,21 @@
 
 import pandas as pd
 
-from crt_exp.experiments.intervals import mean_ci
-from crt_exp.experiments.report import Claim, Page, Rows, added, control_checks
-from crt_exp.experiments.report.plots import line_plot, panels
-from crt_exp.experiments.report.sweeps import PlannedRun, sweep
-from crt_exp.experiments.report.tables import label, mean_table
+from crt_exp.experiments.report import (
+    Claim,
+    Page,
+    PlannedRun,
+    Rows,
+    Tables,
+    added,
+    control_checks,
+    label,
+    line_plot,
+    mean_ci,
+    mean_table,
+    panels,
+    sweep,
+)
 
 CIFAR = "fig4-left"
 VIT = "fig4-left-vit"
@@ -23,9 +33,7 @@ FIXED = ["exact", "uniform", NEAR]
 VIT_FIXED = ["exact", "uniform", VIT_NEAR]
 NAMES = {method: label(method) for method in [*FIXED, *MAPS]} | {NEAR: "near-far"}
 
-FIRST_LOOK = (
-    5  # seeds after fine-tuning that decided nothing; later ones were added, and decide alone
-)
+FIRST_LOOK = 5  # seeds after fine-tuning that decided nothing; later ones decide alone
 IMAGES = "task.dataset=cifar10 task.size=32 task.workers=0 trainer.log_every=100"
 SIZES = "task.sizes.patch=4 task.sizes.width=96 task.sizes.depth=3 task.sizes.heads=6"
 AUGMENT = "task.augment.flip=0.5 task.augment.scale=[0.4,1.0]"
@@ -105,36 +113,30 @@ def claims(rows: Rows) -> list[Claim]:
     losses = {}
     for case, methods in {SMALL: PAIR, LARGE: VIT_PAIR}.items():
         losses[case] = rows.paired(*methods, "loss", **CHECKED[case])
+    text = "without training, FAVOR++ has a lower loss than FAVOR+"
+    claims = [Claim(text, losses, unit="nats", fails=fails)]
     cases = {
         TUNED: {"sweep": CIFAR, "setting": TUNED, "step": 300},
         SCRATCH: {"sweep": CIFAR, "setting": SCRATCH, "step": 600},
     }
     methods = "favorpp m=64", "favorp m=64"
     points = rows.paired_by_case(*methods, "accuracy", cases, 100, looks=[FIRST_LOOK])
-    return [
-        Claim(
-            "without training, FAVOR++ has a lower loss than FAVOR+",
-            losses,
-            unit="nats",
-            fails=fails,
-        ),
-        Claim(
-            "FAVOR++ is more accurate than FAVOR+, m = 64",
-            points,
-            unit="points",
-            paper='"able to improve performance especially for uptraining"; a figure without numbers',
-            fails=fails,
-            needs="ten more seeds after fine-tuning; from scratch, a ViT whose attention matters: "
-            "experiment=crt_vit_scratch, 130 GPU hours a method",
-        ),
-        Claim(
-            "FAVOR++ is more stable than FAVOR+",
-            paper='"as opposed to FAVOR+, FAVOR++ is more stable"',
-            not_judged="no run of FAVOR+ or FAVOR++ diverged, so neither is more stable: 12 seeds after fine-tuning, "
-            "5 from scratch",
-            needs="ViT-B at the paper's length of training: experiment=crt_vit_mae_uptrain, 43 GPU hours a method",
-        ),
-    ]
+    text = "FAVOR++ is more accurate than FAVOR+, m = 64"
+    paper = '"able to improve performance especially for uptraining"; a figure without numbers'
+    needs = (
+        "ten more seeds after fine-tuning; from scratch, a ViT whose attention matters: "
+        "experiment=crt_vit_scratch, 130 GPU hours a method"
+    )
+    claims.append(Claim(text, points, paper, needs, unit="points", fails=fails))
+    text = "FAVOR++ is more stable than FAVOR+"
+    paper = '"as opposed to FAVOR+, FAVOR++ is more stable"'
+    reason = (
+        "no run of FAVOR+ or FAVOR++ diverged, so neither is more stable: 12 seeds after fine-tuning, "
+        "5 from scratch"
+    )
+    needs = "ViT-B at the paper's length of training: experiment=crt_vit_mae_uptrain, 43 GPU hours a method"
+    claims.append(Claim(text, paper=paper, not_judged=reason, needs=needs))
+    return claims
 
 
 STEPS = {  # of each setting, in the order of the tables
@@ -152,7 +154,7 @@ def metric_table(rows: Rows, metric: str, scale: int, spec: str) -> pd.DataFrame
     return mean_table(rows, columns, NAMES, scale, spec)
 
 
-def tables(rows: Rows) -> dict[str, pd.DataFrame]:
+def tables(rows: Rows) -> Tables:
     renamed = rows.renamed({VIT_NEAR: NEAR})
     return {
         "Accuracy, %, higher is better": metric_table(renamed, "accuracy", 100, ".1f"),

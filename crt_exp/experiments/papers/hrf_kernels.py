@@ -20,19 +20,17 @@ from crt_exp.experiments.report import (
     sweep,
 )
 
-NAMES = {
-    "angular": "angular hybrid",
-    "gaussian": "Gaussian hybrid",
-    "trig": "trigonometric",
-    "pos": "FAVOR+",
-    "oprf": "FAVOR++",
+ANGULAR = "angular m=8 sampler=iid"
+TRIG = "trig m=16 sampler=iid"
+POS = "pos m=16 sampler=iid"
+AT_16 = {  # 16 projections in all
+    ANGULAR: "angular hybrid",
+    "gaussian m=8 sampler=iid": "Gaussian hybrid",
+    TRIG: "trigonometric",
+    POS: "FAVOR+",
+    "oprf m=16 sampler=iid": "FAVOR++",
 }
-AT_16 = {}  # methods with 16 projections in all -> label
-for name, label in NAMES.items():
-    m = 8 if name in ("angular", "gaussian") else 16
-    AT_16[f"{name} m={m} sampler=iid"] = label
-COUNTED = {f"{name} sampler=iid": label for name, label in NAMES.items()}
-ANGULAR, _, TRIG, POS, _ = AT_16
+COUNTED = {f"{method.split()[0]} sampler=iid": label for method, label in AT_16.items()}
 LENGTHS = [1.0, 1.5, 2.0]
 BUDGETS = {
     "FLOPs of features": [1000 * 2**i for i in range(6)],
@@ -99,9 +97,10 @@ def zero_claim(rows: Rows) -> Claim:
 
 def flops_claim(rows: Rows) -> Claim:
     samples, theory, paper = {}, {}, {}
-    for other, equal, length in product(["trig", "pos"], BUDGETS, [1.0, 1.5]):
-        case = f"{NAMES[other]}, {equal}, length {length:g}"
-        methods = "angular sampler=iid", f"{other} sampler=iid"
+    others = "trig sampler=iid", "pos sampler=iid"
+    for other, equal, length in product(others, BUDGETS, [1.0, 1.5]):
+        case = f"{COUNTED[other]}, {equal}, length {length:g}"
+        methods = "angular sampler=iid", other
         where = {"equal": equal, "length": length, "budget": BUDGETS[equal][1:]}
         samples[case] = rows.ratio(*methods, "squared_error", **where)
         theory[case] = 2 * rows.ratio(*methods, "closed_form", **where).mean()

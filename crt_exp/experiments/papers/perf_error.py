@@ -3,7 +3,7 @@
 import pandas as pd
 
 from crt_exp.experiments.papers.parts import head_errors
-from crt_exp.experiments.papers.parts.head_errors import MAPS, interval
+from crt_exp.experiments.papers.parts.head_errors import MAPS
 from crt_exp.experiments.papers.parts.small_encoders import ENCODERS
 from crt_exp.experiments.report import (
     HOME,
@@ -81,7 +81,7 @@ def tables(rows: Rows) -> Tables:
     tables = head_errors.tables(rows)
     columns = {model: {"metric": "growth", **where} for model, where in MODELS.items()}
     title = "Figure 14: error after the last layer over error after the first, with 95% CI"
-    tables[title] = mean_table(rows, columns, LAYERED, format=interval)
+    tables[title] = mean_table(rows, columns, LAYERED, geometric=True)
     return tables
 
 

@@ -23,31 +23,29 @@ from crt_exp.experiments.report import (
 
 KERNELS = ["relu", "elu+1", "exp", "sigmoid", "abs", "gelu", "cos", "tanh", "identity"]
 LINEAR = "Linear Transformer"
+SMALL_M = " m=32"  # of the small size
 PLAIN = {"exact": "exact", "uniform": "uniform"}
 PAPER = {"relu": "31.58", "exact": "30.80"}  # Table 2
 RUN = "36 layers on TrEMBL: experiment=performers_kernels, 24 GPU hours a kernel"
 
 
-def method(kernel: str, normalize: bool, m: str = " m=32") -> str:
+def method(kernel: str, normalize: bool, m: str = "") -> str:
     if kernel == LINEAR:
         kernel, m = "elu+1", " attention.phi.projection=false attention.phi.kernel_epsilon=0"
     return f"generalized kernel={kernel} normalize={str(normalize).lower()}{m}"
 
 
-def methods(normalize: bool, m: str = " m=32") -> dict[str, str]:
+def methods(normalize: bool, m: str = "") -> dict[str, str]:
     """method -> kernel, with or without denominators."""
     return {method(kernel, normalize, m): kernel for kernel in (*KERNELS, LINEAR)}
 
 
-COMPARED = [
-    "exact",
-    "uniform",
-    method("relu", True),
-    method("gelu", True),
-    method(LINEAR, True),
-    method("relu", False),
-]
-OTHERS = [name for name in (*methods(True), *methods(False)) if name not in COMPARED]
+RELU, GELU = method("relu", True), method("gelu", True)
+TABLES = {"with denominators": methods(True), "without denominators": methods(False)}
+NORMALIZED = [method(kernel, True, SMALL_M) for kernel in ("relu", "gelu", LINEAR)]
+COMPARED = ["exact", "uniform", *NORMALIZED, method("relu", False, SMALL_M)]
+EVERY = (*methods(True, SMALL_M), *methods(False, SMALL_M))
+OTHERS = [name for name in EVERY if name not in COMPARED]
 GENERATED = {name: options.replace("steps=1000", "steps=800") for name, options in FAMILIES.items()}
 LETTERS = {name: options.replace("steps=200", "steps=80") for name, options in PROTEOMES.items()}
 
@@ -56,15 +54,12 @@ def cases(rows: Rows) -> dict[str, dict]:
     return rows.cases("loss", "dataset", "mode", mode="U", split="test")
 
 
-def normalized_method(rows: Rows, kernel: str) -> str:
-    """Return the method of a kernel with denominators, or "" if the rows have none."""
-    for method in rows.methods("loss"):
-        if "normalize=true" in method and f"kernel={kernel}" in method:
-            return method
-    return ""
+def without_m(rows: Rows) -> Rows:
+    """Rows whose methods have equal names at both sizes."""
+    return rows.renamed({name: name.removesuffix(SMALL_M) for name in rows.methods("loss")})
 
 
-ALL = ["exact", "uniform", *methods(True, ""), *methods(False, "")]
+ALL = ["exact", "uniform", *methods(True), *methods(False)]
 SMALL = [
     *training_runs(MODEL, GENERATED, "U", COMPARED, 8),
     *training_runs(MODEL, GENERATED, "U", OTHERS, 3),
@@ -75,10 +70,10 @@ FULL = training_runs("experiment=performers_kernels", {"TrEMBL": ""}, "U", ALL, 
 
 def finding(rows: Rows) -> str:
     where = {"dataset": "generated families", "split": "test"}
-    relu = normalized_method(rows, "relu")
     losses = []
-    for baseline in ("exact", normalized_method(rows, "gelu")):
-        loss = added(rows.paired(baseline, relu, "accuracy", **where), FIRST_LOOK)
+    for baseline in ("exact", GELU):
+        loss = without_m(rows).paired(baseline, RELU, "accuracy", **where)
+        loss = added(loss, FIRST_LOOK)
         losses.append(mean_ci(100 * loss))
     return (
         f"On generated families, ReLU is less accurate than exact attention by {losses[0]} points and than GELU by "
@@ -89,8 +84,8 @@ def finding(rows: Rows) -> str:
 
 def claims(rows: Rows) -> list[Claim]:
     where = cases(rows)
-    relu, gelu = normalized_method(rows, "relu"), normalized_method(rows, "gelu")
-    points = rows.paired_by_case(relu, gelu, "accuracy", where, 100, looks=[FIRST_LOOK])
+    named = without_m(rows)
+    points = named.paired_by_case(RELU, GELU, "accuracy", where, 100, looks=[FIRST_LOOK])
     return [
         Claim(
             "ReLU is more accurate than GELU, the best of the other kernels",
@@ -115,19 +110,14 @@ def claims(rows: Rows) -> list[Claim]:
     ]
 
 
-def with_and_without(rows: Rows) -> dict[str, dict[str, str]]:
-    """method -> kernel of the rows, with denominators and without."""
-    m = " m=32" if any("m=32" in name for name in rows.methods("loss")) else ""
-    return {"with denominators": methods(True, m), "without denominators": methods(False, m)}
-
-
 def tables(rows: Rows):
     tables = {}
     for case, where in cases(rows).items():
         accuracy = {"": {"metric": "accuracy", **where}}
         columns = {}
-        for name, kernels in with_and_without(rows).items():
-            columns[name] = mean_table(rows, accuracy, kernels | PLAIN, 100, ".2f")[""]
+        for name, kernels in TABLES.items():
+            methods = kernels | PLAIN
+            columns[name] = mean_table(without_m(rows), accuracy, methods, 100, ".2f")[""]
         columns["paper, TrEMBL"] = pd.Series(PAPER)
         table = pd.DataFrame(columns, index=columns["with denominators"].index)
         tables[f"Accuracy on test, %: {case}"] = table.fillna("").rename_axis("kernel")
@@ -139,9 +129,10 @@ def figure(rows: Rows):
     if where is None:
         return None
     fig, axes = panels(2)
-    for ax, (title, kernels) in zip(axes, with_and_without(rows).items()):
+    for ax, (title, kernels) in zip(axes, TABLES.items()):
         labels = kernels | PLAIN
-        dot_plot(ax, rows.by_method("accuracy", labels, 100, **where), labels=labels)
+        accuracies = without_m(rows).by_method("accuracy", labels, 100, **where)
+        dot_plot(ax, accuracies, labels=labels)
         ax.set(title=f"{where['dataset']}, {title}", xlabel="accuracy, %", xlim=(0, None))
     return fig
 

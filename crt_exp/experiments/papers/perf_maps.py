@@ -12,6 +12,8 @@ from crt_exp.experiments.report import (
     Claim,
     Page,
     Rows,
+    control_checks,
+    filters_over,
     label,
     mean_ci,
     mean_table,
@@ -50,10 +52,7 @@ def finding(rows: Rows) -> str:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    cost = rows.paired("uniform", "exact", "loss").mean()
-    fails = {}
-    if cost < 0.5:
-        fails[""] = f"loss increase of uniform attention: {cost:.3g} nats (at least 0.5 needed)"
+    fails = control_checks(rows, {"": {}})
     similar = rows.values("similarity", "exact", by="attention").rank(ascending=False)
     ranks = [f"({', '.join(pair)}) {similar[pair]:.0f}" for pair in PAIRS if pair in similar]
     return [
@@ -82,12 +81,10 @@ def tables(rows: Rows):
         similar[name] = {}
         for metric, spec in (("r", ".3f"), ("p", ".2g")):
             values = rows.values(metric, "exact", by=by)
-            similar[name][metric] = f"{mean_ci(values):{spec}}" if len(values) else ""
+            similar[name][metric] = f"{mean_ci(values):{spec}}"
     return {
         "Relative error of the matrices, |A' - A| / |A| (lower is better)": mean_table(
-            rows,
-            {f"layer {layer}": {"metric": "error", "layer": layer} for layer in range(4)},
-            METHODS,
+            rows, filters_over("layer", range(4), "layer {}", metric="error"), METHODS
         ),
         "Similarity of amino acids: correlation with BLOSUM62 over 190 pairs": pd.DataFrame.from_dict(
             similar, orient="index"

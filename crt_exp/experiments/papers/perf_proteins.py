@@ -56,8 +56,7 @@ def cases(rows: Rows, split: str = "") -> dict[str, dict[str, str]]:
 
 def points(rows: Rows, first: str, second: str, cases: Mapping, metric: str = "accuracy"):
     """Case -> accuracy of the first method minus that of the second, by seed."""
-    points = rows.paired_by_case(first, second, metric, cases, 100)
-    return {case: added(samples, FIRST_LOOK) for case, samples in points.items()}
+    return rows.paired_by_case(first, second, metric, cases, 100, looks=[FIRST_LOOK])
 
 
 def failed_checks(rows: Rows, name: str, cases: Mapping) -> dict[str, str]:
@@ -133,7 +132,7 @@ def kept_reduction(rows: Rows, where: Mapping) -> pd.Series:
 
 def score_table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.DataFrame:
     """Letter frequencies and methods on test and held-out sequences, beside the paper's values."""
-    names = method_names(rows)
+    compared = rows.methods("loss", split="test")
     columns = {}
     for split, words in {"": "", "_ood": ", held out"}.items():
         for where in cases(rows, split).values():
@@ -141,19 +140,15 @@ def score_table(rows: Rows, metric: str, data: str, scale: float = 1) -> pd.Data
                 continue
             title = f"{where['mode']}{words}"
             parts = []
-            for prefix, methods in {"unigram_": {"exact": PAPER_ROWS[0]}, "": names}.items():
+            for prefix, methods in {"unigram_": {"exact": PAPER_ROWS[0]}, "": compared}.items():
                 measured = {title: {"metric": f"{prefix}{metric}{split}", **where}}
                 parts.append(mean_table(rows, measured, methods, scale, ".2f")[title])
             columns[title] = pd.concat(parts)
             if data != "proteomes":
                 values = paper_values(f"{metric}{split}", where["mode"])
                 columns[f"{title}, paper"] = pd.Series(values)
-    table = pd.DataFrame(columns).reindex([PAPER_ROWS[0], *names.values()])
+    table = pd.DataFrame(columns).reindex([PAPER_ROWS[0], *map(label, compared)])
     return table.fillna("").rename_axis("attention")
-
-
-def method_names(rows: Rows) -> dict[str, str]:
-    return {method: label(method) for method in rows.methods("loss", split="test")}
 
 
 def tables(rows: Rows) -> Tables:
@@ -171,7 +166,8 @@ def figure(rows: Rows):
     named = rows.without_options()
     fig, axes = panels(2)
     for ax, (case, where) in zip(axes, cases(named).items()):
-        gains = named.by_method("accuracy", method_names(named), 100, less="exact", **where)
+        methods = named.methods("loss", split="test")
+        gains = named.by_method("accuracy", methods, 100, less="exact", **where)
         dot_plot(ax, gains, zero=True)
         ax.set(title=f"{case}: test", xlabel="accuracy minus that of exact attention, points")
     return fig

@@ -76,7 +76,7 @@ def sweeps(seeds: int) -> dict[str, list[PlannedRun]]:
 def time_table(rows: Rows, sweep_name: str) -> pd.DataFrame:
     classes = [*SIZES, *LARGEST]
     columns = filters_over("classes", classes, "{:,}", metric="ms", sweep=sweep_name)
-    return mean_table(rows, columns, STEPS, format=lambda values: geometric_interval(values, ".1f"))
+    return mean_table(rows, columns, STEPS, spec=".1f", geometric=True)
 
 
 def finding(rows: Rows) -> str:

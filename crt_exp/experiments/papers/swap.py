@@ -113,9 +113,7 @@ def claims(rows: Rows) -> list[Claim]:
     }
     claims = []
     for m, reason in reasons.items():
-        gains = {}
-        for model, where in MODELS.items():
-            gains[model] = rows.paired(f"favorp m={m}", f"favorpp m={m}", "above", **where)
+        gains = rows.paired_by_case(f"favorp m={m}", f"favorpp m={m}", "above", MODELS)
         text = f"without training, FAVOR++ is closer to exact attention than FAVOR+, m = {m}"
         claims.append(Claim(text, gains, unit="nats", fails=fails, reason=reason))
     where = {"sweep": "fidelity/fine-tuned", "step": 430}

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from crt_exp.experiments.drawing import LABELS, markdown
-from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.intervals import geometric_interval, mean_ci
 from crt_exp.experiments.report.rows import Rows
 
 Tables = dict[str, pd.DataFrame]  # by title
@@ -46,6 +46,7 @@ def mean_table(
     overlap: float = 0.0,
     format: Callable[[pd.Series], str] | None = None,
     less: str = "",
+    geometric: bool = False,
 ) -> pd.DataFrame:
     """Tabulate the mean ± 95% CI of each method (rows) in each column.
 
@@ -56,6 +57,7 @@ def mean_table(
         overlap: See `mean_ci`.
         format: Function from samples to text, in place of the mean.
         less: Method whose values are subtracted, sample by sample.
+        geometric: Use geometric means, for heavy-tailed values.
     """
     methods = methods or rows.methods(**next(iter(columns.values())))
     labels = methods if isinstance(methods, Mapping) else None
@@ -65,9 +67,15 @@ def mean_table(
         for method, values in rows.by_method(
             methods=methods, scale=scale, less=less, **where
         ).items():
-            if len(values):
-                cell = format(values) if format else f"{mean_ci(values, overlap=overlap):{spec}}"
-                table[column][label(method, labels)] = cell
+            if not len(values):
+                continue
+            if format:
+                cell = format(values)
+            elif geometric:
+                cell = geometric_interval(values, spec)
+            else:
+                cell = f"{mean_ci(values, overlap=overlap):{spec}}"
+            table[column][label(method, labels)] = cell
     names = dict.fromkeys(label(method, labels) for method in methods)
     frame = pd.DataFrame(table, index=[*names], columns=[*columns], dtype=object)
     return frame.dropna(how="all").fillna("").rename_axis("method")

@@ -19,8 +19,8 @@ DATA = {
     "qnli": "task.dataset=qnli task.data_dir=outputs/texts/qnli-2",
     OTHER_HALF: "task.dataset=qnli task.data_dir=outputs/texts/qnli-1",
 }
-LONG = {"steps": "trainer.steps=400", "trainer.lr": [2e-4]}
-SHORT = {"steps": "trainer.steps=120 trainer.freeze=[embeddings]", "trainer.lr": [1e-4]}
+LONG = {2e-4: "trainer.steps=400 trainer.lr=0.0002"}  # learning rate -> options
+SHORT = {1e-4: "trainer.steps=120 trainer.freeze=[embeddings] trainer.lr=0.0001"}
 
 
 def minilm_runs(
@@ -28,11 +28,12 @@ def minilm_runs(
 ) -> list[PlannedRun]:
     return sweep(
         "task=glue task.model=models/minilm task.bucketed=true task.parts=24 task.max_length=64 "
-        f"trainer.eval_every=1000000 trainer.save_every=1000000 {training['steps']} {options}",
+        f"trainer.eval_every=1000000 trainer.save_every=1000000 {options}",
         attention=methods,
         model="MiniLM",
         dataset={dataset: DATA[dataset]},
-        **{"trainer.lr": training["trainer.lr"], "seed": range(seeds)},
+        lr=training,
+        seed=range(seeds),
     )
 
 

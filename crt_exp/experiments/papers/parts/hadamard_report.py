@@ -6,7 +6,6 @@ from crt_exp.experiments.report import (
     Claim,
     Rows,
     filters_over,
-    geometric_interval,
     geometric_mean_ci,
     line_plot,
     mean_table,
@@ -111,12 +110,8 @@ def table(rows: Rows) -> pd.DataFrame:
     for metric, methods in {"errors": labels, "uniform": uniform}.items():
         where = {"metric": metric, "sweep": "hadamard/report"}
         columns = filters_over("m", [16, 512, 2048], "m = {}", **where)
-        tables.append(mean_table(rows, columns, methods, format=three_digits))
+        tables.append(mean_table(rows, columns, methods, geometric=True))
     return pd.concat(tables)
-
-
-def three_digits(values: pd.Series) -> str:
-    return geometric_interval(values, ".3g")
 
 
 def plot_both(ax, rows: Rows, name: str) -> None:

@@ -7,7 +7,6 @@ from crt_exp.experiments.report import (
     Rows,
     Tables,
     filters_over,
-    geometric_interval,
     geometric_mean_ci,
     line_plot,
     mean_table,
@@ -86,10 +85,6 @@ def two_digits(values: pd.Series) -> str:
     return f"{float(f'{mean:.2g}'):,.9g}"
 
 
-def interval(values: pd.Series) -> str:
-    return geometric_interval(values, ".3g")
-
-
 def columns(heads: str, sums: list[int]) -> dict[str, dict]:
     return filters_over("sum", sums, heads + ", {}", metric="mse", **FIGURE, heads=heads, m=256)
 
@@ -111,7 +106,7 @@ def tables(rows: Rows) -> Tables:
     tables = {title: mean_table(rows, selected, METHODS, format=two_digits)}
     for heads in HEADS:
         title = f"Figure 4, {heads} heads: the same with 95% CI"
-        tables[title] = mean_table(rows, columns(heads, SUMS), METHODS, format=interval)
+        tables[title] = mean_table(rows, columns(heads, SUMS), METHODS, geometric=True)
     for heads in HEADS:
         title = f"Figure 4, {heads} heads: MSE of FAVOR+ over that of trigonometric features, iid"
         tables[title] = ratio_table(rows, heads)
