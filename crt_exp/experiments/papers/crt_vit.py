@@ -119,15 +119,15 @@ def claims(rows: Rows) -> list[Claim]:
         TUNED: {"sweep": CIFAR, "setting": TUNED, "step": 300},
         SCRATCH: {"sweep": CIFAR, "setting": SCRATCH, "step": 600},
     }
-    points = rows.paired_by_case("favorpp m=64", "favorp m=64", "accuracy", cases, 100)
-    fresh = {case: added(samples, FIRST_LOOK) for case, samples in points.items()}
+    methods = "favorpp m=64", "favorp m=64"
+    points = rows.paired_by_case(*methods, "accuracy", cases, 100, looks=[FIRST_LOOK])
     text = "FAVOR++ is more accurate than FAVOR+, m = 64"
     paper = '"able to improve performance especially for uptraining"; a figure without numbers'
     needs = (
         "ten more seeds after fine-tuning; from scratch, a ViT whose attention matters: "
         "experiment=crt_vit_scratch, 130 GPU hours a method"
     )
-    claims.append(Claim(text, fresh, paper, needs, unit="points", fails=fails))
+    claims.append(Claim(text, points, paper, needs, unit="points", fails=fails))
     text = "FAVOR++ is more stable than FAVOR+"
     paper = '"as opposed to FAVOR+, FAVOR++ is more stable"'
     reason = (

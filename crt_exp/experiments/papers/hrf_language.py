@@ -1,28 +1,53 @@
-"""HRF: random features for the softmax of a language model.
+"""HRF Figures 3, 8 and 10, Tables 4 and 5: random features for the softmax of a language model."""
 
-Reproduces Figures 3, 8 and 10, and Tables 4 and 5.
-"""
-
-from itertools import product
-
-from crt_exp.experiments.papers.parts.softmax_runs import FULL, MAPS, MODELS, NEGATIVES, SMALL
+from crt_exp.experiments.papers.parts import sampled_training
+from crt_exp.experiments.papers.parts.sampled_training import (
+    COMPARED,
+    MAPS,
+    NEAR1,
+    TRAINED,
+    Checks,
+    failed_checks,
+)
 from crt_exp.experiments.report import (
+    HOME,
     Claim,
     Page,
+    PlannedRun,
     Rows,
     Tables,
-    dot_plot,
     filters_over,
     line_plot,
     mean_ci,
     mean_table,
     panels,
+    sweep,
 )
 
 SHOWN = {**MAPS, "uniform": "uniform", "unigram": "unigram"}
-COMPARED = [*product(("hrf_angular", "hrf_gaussian"), ("favor", "favorp"))]
-DISTANCES = {"ks": "KS", "w1": "W1"}
 MS = [64, 128, 256, 512]
+LENGTHS = {"free": "trainer.epochs=7", "near 1": f"{NEAR1} trainer.epochs=4"}
+FULL_SIZE = {"free": "experiment=hrf_ptb_softmax", "near 1": "experiment=hrf_wikitext2_softmax"}
+MODELS = {
+    "hrf-lm-models": sweep(f"{TRAINED} trainer.lr=3e-3 trainer.warmup=200", lengths=LENGTHS),
+    "hrf-lm-models-full": sweep("task.softmax=full", lengths=FULL_SIZE),
+}
+
+
+def estimate_runs(models: str, every: int) -> list[PlannedRun]:
+    common = f"task=class_distributions task.every={every}"
+    lengths = {
+        "free": f"task.start={HOME}/{models}/free",
+        "near 1": f"task.start={HOME}/{models}/near-1",
+    }
+    return [
+        *sweep(common, attention=["exact"], lengths=lengths),
+        *sweep(common, attention=MAPS, lengths=lengths, seed=range(10)),
+    ]
+
+
+SMALL = {"hrf-lm": estimate_runs("hrf-lm-models", 32), "hrf-sampled": sampled_training.SMALL}
+FULL = {"hrf-lm": estimate_runs("hrf-lm-models-full", 1), "hrf-sampled": sampled_training.FULL}
 
 
 def finding(rows: Rows) -> str:
@@ -38,83 +63,49 @@ def finding(rows: Rows) -> str:
     )
 
 
-def claims(rows: Rows) -> list[Claim]:
-    near = {"lengths": "near 1", "sweep": "hrf-lm"}
-    claims = [distance_claim(rows, metric, **near) for metric in DISTANCES]
-    text = "the angular hybrid has fewer negative estimates than trigonometric features"
-    fewer = {"lengths near 1": 100 * rows.paired("favor", "hrf_angular", "negative", **near)}
-    claims.append(Claim(text, fewer, unit="points"))
-    trained, fails = {}, {}
-    for lengths in {*rows.select("loss", "full")["lengths"]} - {"free"}:
-        where = {"sweep": "hrf-sampled", "lengths": lengths}
-        cases = {}
-        for hybrid, other in COMPARED:
-            case = f"lengths {lengths}: {MAPS[hybrid]}, {MAPS[other]}"
-            cases[case] = rows.paired(f"{other} m=64", f"{hybrid} m=8", "loss", **where)
-        trained |= cases
-        fails |= failed_checks(cases, sampling_checks(rows, where))
-    text = "training with negatives from a hybrid reduces the loss by less than 0.02 nats"
-    paper = "the difference is not very significant"
-    needs = "more seeds, or full size: experiment=hrf_ptb_softmax, 29 GPU hours"
-    claims.append(Claim(text, trained, paper, needs, below=0.02, unit="nats", fails=fails))
-    return claims
+ESTIMATED = {"lengths": "near 1", "sweep": "hrf-lm"}
 
 
-Checks = dict[str, tuple[float, float]]  # text -> value and least value
-
-
-def distance_claim(rows: Rows, metric: str, **where) -> Claim:
-    """The claim on a distance, with checks of the model and of the features."""
-    distances = {}
-    for hybrid, other in COMPARED:
-        distances[f"{MAPS[hybrid]}, {MAPS[other]}"] = rows.ratio(hybrid, other, metric, **where)
-    frequencies = rows.values("unigram_loss", "exact", **where).mean()
-    gain = frequencies - rows.values("loss", "exact", **where).mean()
-    unigram = rows.values(metric, "unigram", **where).mean()
-    best = min(rows.values(metric, method, **where).mean() for method in MAPS)
-    name = DISTANCES[metric]
-    checks = {
+def estimate_checks(rows: Rows, metric: str, name: str) -> Checks:
+    """Sanity checks of the model and of the features."""
+    frequencies = rows.values("unigram_loss", "exact", **ESTIMATED).mean()
+    gain = frequencies - rows.values("loss", "exact", **ESTIMATED).mean()
+    unigram = rows.values(metric, "unigram", **ESTIMATED).mean()
+    best = min(rows.values(metric, method, **ESTIMATED).mean() for method in MAPS)
+    return {
         "gain of the model over word frequencies": (gain, 0.5),
         f"{name} of word frequencies over that of the best features": (unigram / best, 1.0),
     }
-    fails = failed_checks(distances, checks)
-    text = f"hybrids have a smaller {name} distance to the softmax (lengths near 1)"
+
+
+def claims(rows: Rows) -> list[Claim]:
+    claims = []
     paper = "HRFs lead to the most accurate estimates"
     needs = (
         "features that are closer to the softmax than word frequencies; the paper's length costs"
     )
-    return Claim(text, distances, paper, needs, below=1, log=True, fails=fails)
-
-
-def sampling_checks(rows: Rows, where: dict[str, str]) -> Checks:
-    """Sanity checks of models trained with sampled negatives."""
-    loss = {name: rows.values("loss", name, **where).mean() for name in NEGATIVES}
-    frequencies = rows.values("unigram_loss", "full", **where).mean()
-    return {
-        "gain of the full softmax over word frequencies": (frequencies - loss["full"], 0.5),
-        "gain of exact over uniform negatives": (loss["uniform"] - loss["exact"], 0.02),
-        "gain of FAVOR+ over word frequencies": (frequencies - loss["favorp m=64"], 0.0),
-    }
-
-
-def failed_checks(cases: dict, checks: Checks) -> dict[str, str]:
-    """Return the failed checks as text, for all cases."""
-    failed = []
-    for name, (value, least) in checks.items():
-        if value < least:
-            failed.append(f"{name}: {value:.3g} (expected at least {least:g})")
-    return dict.fromkeys(cases, "; ".join(failed)) if failed else {}
+    for metric, name in {"ks": "KS", "w1": "W1"}.items():
+        text = f"hybrids have a smaller {name} distance to the softmax (lengths near 1)"
+        ratios = {}
+        for hybrid, other in COMPARED:
+            ratio = rows.ratio(hybrid, other, metric, **ESTIMATED)
+            ratios[f"{MAPS[hybrid]}, {MAPS[other]}"] = ratio
+        fails = failed_checks(ratios, estimate_checks(rows, metric, name))
+        claims.append(Claim(text, ratios, paper, needs, below=1, log=True, fails=fails))
+    text = "the angular hybrid has fewer negative estimates than trigonometric features"
+    fewer = 100 * rows.paired("favor", "hrf_angular", "negative", **ESTIMATED)
+    claims.append(Claim(text, {"lengths near 1": fewer}, unit="points"))
+    claims.append(sampled_training.claim(rows))
+    return claims
 
 
 def tables(rows: Rows) -> Tables:
     where = {"metric": "ks", "lengths": "near 1"}
     distances = filters_over("m", MS, "lengths near 1, m = {}", **where)
-    trained = rows.select("loss", sweep="hrf-sampled")["lengths"].unique()
-    losses = filters_over("lengths", trained, "lengths {}", metric="loss", sweep="hrf-sampled")
     title = "KS distance to the exact softmax (lower is better)"
     tables = {title: mean_table(rows, distances, SHOWN, spec=".2f")}
     title = "Sampled training, by the negatives: test loss, nats"
-    tables[title] = mean_table(rows, losses, NEGATIVES, spec=".2f")
+    tables[title] = sampled_training.table(rows)
     return tables
 
 
@@ -124,11 +115,7 @@ def figure(rows: Rows):
     left.set(title="Distance to the exact softmax, lengths near 1", xlabel="m")
     left.set_ylabel("KS (lower is better)")
     left.set_xticks(MS, MS)
-    for lengths in rows.select("loss", sweep="hrf-sampled")["lengths"].unique()[-1:]:
-        losses = rows.by_method("loss", NEGATIVES, sweep="hrf-sampled", lengths=lengths)
-        dot_plot(right, losses, labels=NEGATIVES)
-        right.set(title=f"Sampled training, lengths {lengths}")
-        right.set_xlabel("test loss, nats (lower is better)")
+    sampled_training.plot(right, rows)
     return fig
 
 

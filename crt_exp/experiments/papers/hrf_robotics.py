@@ -11,6 +11,7 @@ from crt_exp.experiments.report import (
     Tables,
     dot_plot,
     filters_over,
+    label,
     mean_ci,
     mean_table,
     panels,
@@ -19,13 +20,9 @@ from crt_exp.experiments.report import (
 )
 
 WORLDS = {"locomotion": "task=locomotion", "sweep": "task=arm_sweeping"}
-ATTENTION = {
-    "exact": "attention=exact",
-    "favorp m=256": "attention=favorp features.m=256",
-    "favorp m=8": "attention=favorp features.m=8",
-    "favor m=256": "attention=favor features.m=256",
-    "hrf_angular m=8": "attention=hrf_angular features.m=8",
-}
+FAVORP = "favorp m=256"
+HYBRID = "hrf_angular m=8"
+ATTENTION = ["exact", FAVORP, "favorp m=8", "favor m=256", HYBRID]
 CONTROLS = {
     "untrained": "attention=exact task.strategy.generations=0",
     "uniform": "attention=uniform",
@@ -33,11 +30,8 @@ CONTROLS = {
     "random": "task.looks=random",
 }
 LABELS = {
-    "exact": "exact",
-    "favorp m=256": "FAVOR+, m = 256",
-    "favorp m=8": "FAVOR+, m = 8",
-    "favor m=256": "trigonometric, m = 256",
-    "hrf_angular m=8": "angular hybrid, 8 x 8",
+    **{method: label(method) for method in ATTENTION},
+    HYBRID: "angular hybrid, 8 x 8",
     "untrained": "exact, before training",
     "uniform": "uniform attention",
     "average": "no attention, mean of all patches",
@@ -49,113 +43,123 @@ LONG = (
     "task.strategy.evaluate_every=20 task.strategy.tested=256 task.size=64 task.policy.d=8 task.policy.top=32"
 )
 
+
+def training_runs(options: str, seeds: range) -> list[PlannedRun]:
+    return [
+        *sweep(options, world=WORLDS, attention=ATTENTION, seed=seeds),
+        *sweep(options, world=WORLDS, method=CONTROLS, seed=seeds),
+    ]
+
+
+JUDGED = []
+for world, seeds in {"locomotion": range(20, 34), "sweep": range(20, 68)}.items():
+    JUDGED += sweep(SHORT, world={world: WORLDS[world]}, attention=[HYBRID, FAVORP], seed=seeds)
 SIZES = [4, 8, 16, 64]  # dimensions of queries and keys
-COST = sweep(
-    f"task=ranking_cost task.lengths=[64] {quoted_override('task.methods', [*ATTENTION])}",
-    **{"task.d": SIZES},
-)
-SAME = {"metric": "return", "sample": [*"01234"]}  # the seeds of all methods
-JUDGED = ["hrf_angular m=8", "favorp m=256"]
-JUDGED_SEEDS = {"locomotion": range(20, 34), "sweep": range(20, 68)}  # fresh ones
+RANKING = f"task=ranking_cost task.lengths=[64] {quoted_override('task.methods', ATTENTION)}"
+COST = {"hrf-robotics/cost": sweep(RANKING, **{"task.d": SIZES})}
+SMALL = {"hrf-robotics": training_runs(SHORT, range(5)), "hrf-robotics/judged": JUDGED, **COST}
+FULL = {"hrf-robotics": training_runs(LONG, range(10)), **COST}
 
 
-def judged_runs() -> list[PlannedRun]:
-    methods = {name: ATTENTION[name] for name in JUDGED}
-    runs = []
-    for world, seeds in JUDGED_SEEDS.items():
-        runs += sweep(SHORT, world={world: WORLDS[world]}, method=methods, seed=seeds)
-    return runs
+def returns(world: str) -> dict[str, str]:
+    """Filter of the returns of all methods in a world."""
+    return {"metric": "return", "sweep": "hrf-robotics", "world": world, "split": "test"}
 
 
 def gains_of_hybrid(rows: Rows) -> dict[str, pd.Series]:
     """Return of the hybrid minus that of FAVOR+ by world, as a share of the return of exact attention."""
     gains = {}
-    for world, seeds in JUDGED_SEEDS.items():
-        exact = rows.values(method="exact", **SAME, world=world, split="test")
-        samples = [str(seed) for seed in seeds]
-        where = {"metric": "return", "world": world, "split": "test", "sample": samples}
-        gain = rows.paired(*JUDGED, **where)
-        gains[world] = gain / exact.mean() if len(exact) else gain[:0]
+    for world in WORLDS:
+        exact = rows.values(method="exact", **returns(world)).mean()
+        gain = rows.paired(HYBRID, FAVORP, "return", sweep="hrf-robotics/judged", world=world)
+        gains[world] = (gain / exact).dropna()
     return gains
 
 
-def finding(rows: Rows) -> str:
-    shares = flops_ratios(rows, "favorp m=256")
-    times = flops_ratios(rows, "exact")
-    shown = []
-    for world, gain in gains_of_hybrid(rows).items():
-        mean = mean_ci(100 * gain)
-        shown.append(f"{mean:+.1f}% (n = {mean.n}) of exact attention's in {world}")
-    returns = f"The angular hybrid's return minus that of FAVOR+ is {' and '.join(shown)} (95% CI)."
-    if not shares or not times:
-        return returns
-    return (
-        f"{returns} The hybrid ranks 64 patches with {shares['d = 4']:.0%} of the FLOPs of FAVOR+ at d = 4 and "
-        f"{shares['d = 64']:.0%} at d = 64, {times['d = 4']:.1f} and {times['d = 64']:.1f} times those of exact "
-        "attention."
-    )
-
-
-def flops_ratios(rows: Rows, method: str) -> dict[str, float]:
+def flops_of_hybrid(rows: Rows, method: str) -> dict[str, float]:
     """FLOPs of the hybrid over those of a method, by the dimension of queries and keys."""
     ratios = {}
     for case, where in filters_over("d", SIZES, "d = {}").items():
-        ratio = np.exp(rows.ratio("hrf_angular m=8", method, "flops", **where))
+        ratio = np.exp(rows.ratio(HYBRID, method, "flops", **where))
         if len(ratio):
             ratios[case] = ratio.item()
     return ratios
 
 
-def claims(rows: Rows) -> list[Claim]:
+def finding(rows: Rows) -> str:
+    gains = []
+    for world, gain in gains_of_hybrid(rows).items():
+        mean = mean_ci(100 * gain)
+        gains.append(f"{mean:+.1f}% (n = {mean.n}) of exact attention's in {world}")
+    text = f"The angular hybrid's return minus that of FAVOR+ is {' and '.join(gains)} (95% CI)."
+    shares = flops_of_hybrid(rows, FAVORP)
+    times = flops_of_hybrid(rows, "exact")
+    if not shares or not times:
+        return text
+    return (
+        f"{text} The hybrid ranks 64 patches with {shares['d = 4']:.0%} of the FLOPs of FAVOR+ at d = 4 and "
+        f"{shares['d = 64']:.0%} at d = 64, {times['d = 4']:.1f} and {times['d = 64']:.1f} times those of exact "
+        "attention."
+    )
+
+
+def failed_checks(rows: Rows) -> dict[str, str]:
+    """The worlds in which uniform attention loses too little to compare methods."""
     fails = {}
     for world in WORLDS:
-        where = {**SAME, "world": world, "split": "test"}
-        exact = rows.values(method="exact", **where).mean()
-        lost = rows.paired("exact", "uniform", **where).mean() / exact
+        exact = rows.values(method="exact", **returns(world))
+        uniform = rows.values(method="uniform", **returns(world))
+        lost = 1 - uniform.mean() / exact.mean()
         if lost < 0.2:
             fails[world] = (
                 f"uniform attention loses only {lost:.3f} of the return (at least 0.2 needed)"
             )
-    text = "the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact attention's"
-    paper = "performs as well as the softmax kernel with 256 random projections"
-    needs = "more seeds"
-    gains = gains_of_hybrid(rows)
-    returns = Claim(text, gains, paper, needs, above=-0.1, unit="of exact", fails=fails)
-    text = "ranking 64 patches with the hybrid takes at most 1/3 of the FLOPs of FAVOR+ (m = 256)"
-    ratios = flops_ratios(rows, "favorp m=256")
-    papers = {"d = 8": "3x fewer FLOPs to obtain same quality policies"}
-    reason = "most FLOPs of the hybrid are in products of columns, which do not grow with d"
-    flops = Claim(text, ratios, papers, below=1 / 3, unit="times", reason=reason)
-    return [returns, flops]
+    return fails
+
+
+def claims(rows: Rows) -> list[Claim]:
+    return [
+        Claim(
+            "the return of the angular hybrid (8 x 8) minus that of FAVOR+ (m = 256) is above -10% of exact "
+            "attention's",
+            gains_of_hybrid(rows),
+            above=-0.1,
+            unit="of exact",
+            paper="performs as well as the softmax kernel with 256 random projections",
+            needs="more seeds",
+            fails=failed_checks(rows),
+        ),
+        Claim(
+            "ranking 64 patches with the hybrid takes at most 1/3 of the FLOPs of FAVOR+ (m = 256)",
+            flops_of_hybrid(rows, FAVORP),
+            below=1 / 3,
+            unit="times",
+            paper={"d = 8": "3x fewer FLOPs to obtain same quality policies"},
+            reason="most FLOPs of the hybrid are in products of columns, which do not grow with d",
+        ),
+    ]
 
 
 def tables(rows: Rows) -> Tables:
-    columns = filters_over("world", WORLDS, "{}: return", split="test", **SAME)
-    table = mean_table(rows, columns, LABELS)
-    title = "FLOPs of ranking 64 patches by the dimension d of queries and keys"
-    return {
-        "Return on test (5 seeds, higher is better)": table,
-        title: flops_table(rows),
-    }
-
-
-def flops_table(rows: Rows) -> pd.DataFrame:
-    """FLOPs by method and d, and those of the hybrid over those of FAVOR+."""
+    worlds = {f"{world}: return": returns(world) for world in WORLDS}
     columns = filters_over("d", SIZES, "d = {}", metric="flops")
     methods = {method: LABELS[method] for method in ATTENTION}
-    table = mean_table(rows, columns, methods, spec=",.0f")
-    ratios = {case: f"{ratio:.2f}" for case, ratio in flops_ratios(rows, "favorp m=256").items()}
-    if ratios:
-        table.loc["angular hybrid over FAVOR+, m = 256 (paper: 1/3)"] = ratios
-    return table
+    flops = mean_table(rows, columns, methods, spec=",.0f")
+    shares = flops_of_hybrid(rows, FAVORP)
+    if shares:
+        texts = {case: f"{share:.2f}" for case, share in shares.items()}
+        flops.loc["angular hybrid over FAVOR+, m = 256 (paper: 1/3)"] = texts
+    return {
+        "Return on test (5 seeds, higher is better)": mean_table(rows, worlds, LABELS),
+        "FLOPs of ranking 64 patches by the dimension d of queries and keys": flops,
+    }
 
 
 def figure(rows: Rows):
     fig, axes = panels(2)
     units = {"locomotion": "metres", "sweep": "share of particles in the bowl"}
     for ax, (world, unit) in zip(axes, units.items()):
-        returns = rows.by_method(methods=LABELS, world=world, split="test", **SAME)
-        dot_plot(ax, returns, labels=LABELS)
+        dot_plot(ax, rows.by_method(methods=LABELS, **returns(world)), labels=LABELS)
         ax.set(title=world, xlabel=f"return on test, {unit} (higher is better)")
     axes[1].set_yticklabels([])
     return fig
@@ -165,15 +169,8 @@ page = Page(
     "hrf_robotics",
     title="Hybrid Random Features 4.4, Figure 4: robots whose policies have implicit attention",
     finding=finding,
-    small={
-        "hrf-robotics": sweep(SHORT, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(5)),
-        "hrf-robotics/judged": judged_runs(),
-        "hrf-robotics/cost": COST,
-    },
-    full={
-        "hrf-robotics": sweep(LONG, world=WORLDS, method=ATTENTION | CONTROLS, seed=range(10)),
-        "hrf-robotics/cost": COST,
-    },
+    small=SMALL,
+    full=FULL,
     columns=["world", "d", "method", "split"],
     metrics=["return", "flops"],
     measured=[

@@ -84,11 +84,12 @@ def finding(rows: Rows) -> str:
 
 def claims(rows: Rows) -> list[Claim]:
     where = cases(rows)
-    points = without_m(rows).paired_by_case(RELU, GELU, "accuracy", where, 100)
+    named = without_m(rows)
+    points = named.paired_by_case(RELU, GELU, "accuracy", where, 100, looks=[FIRST_LOOK])
     return [
         Claim(
             "ReLU is more accurate than GELU, the best of the other kernels",
-            {case: added(samples, FIRST_LOOK) for case, samples in points.items()},
+            points,
             paper="ReLU is the best of eight kernels",
             unit="points",
             fails=control_checks(rows, where),

@@ -1,53 +1,99 @@
-"""Performers: images as sequences of pixel values, and the Long Range Arena.
-
-Reproduces Figures 7 (left) and 19.
-"""
-
-from typing import Any, NamedTuple
+"""Performers Figures 7 (left) and 19: images as sequences of values, and the Long Range Arena."""
 
 import pandas as pd
 
-from crt_exp.experiments.papers.parts.long_runs import FULL, IMAGES, REFORMER, SMALL
-from crt_exp.experiments.report import (
-    Claim,
-    Page,
-    Rows,
-    Tables,
-    added,
-    control_checks,
-    dot_plot,
-    filters_over,
-    label,
-    mean_ci,
-    mean_table,
-    panels,
+from crt_exp.experiments.intervals import mean_ci
+from crt_exp.experiments.report import Claim, Page, Rows, Tables, control_checks
+from crt_exp.experiments.report.plots import dot_plot, panels
+from crt_exp.experiments.report.sweeps import sweep
+from crt_exp.experiments.report.tables import filters_over, label, mean_table
+
+SIZES = (
+    "+task.sizes.heads=4 +task.sizes.layers=2 +task.sizes.d_ff=128 +task.sizes.d=64 task.positions=rotary "
+    "trainer.select=last trainer.save_every=1000000"
 )
+PIXELS = f"task=pixels task.dataset=cifar10 task.evaluated=16 trainer.eval_batch=2 trainer.warmup=20 {SIZES}"
+IMAGES = {
+    "16 x 16": "task.size=16 trainer.batch=4 trainer.steps=200 trainer.eval_every=50",
+    "32 x 32": "task.size=32 trainer.batch=1 trainer.steps=150 trainer.eval_every=75",
+}
+REFORMER = "reformer chunk=64 hashes=2 buckets=96"
+IMAGE_METHODS = ["exact", "favorp m=32", "favorpp m=32", "relu m=32", "smreg m=32", REFORMER]
+IMAGE_METHODS += ["uniform", "identity", "window block=16 first=16"]
+TIMED = {seed: f"seed={seed} trainer.steps=10 trainer.log_every=1" for seed in range(5)}
+LISTOPS = {
+    "ListOps": f"task=lra task.dropout=0 {SIZES} +task.rules.train=20000 +task.rules.test=2000 "
+    "+task.rules.arguments=3 +task.rules.shortest=14 +task.rules.longest=40 trainer.batch=128 "
+    "trainer.eval_batch=256 trainer.steps=500 trainer.eval_every=100 trainer.lr=4e-3"
+}
+UNDECIDED = ["favorp m=16", "elu", "linformer length=1024 rank=16"]  # after five seeds
+LISTOPS_METHODS = ["exact", "favorp m=16", "favorpp m=16", "relu m=16", *UNDECIDED[1:]]
+LISTOPS_METHODS += ["reformer chunk=4 hashes=2 buckets=8", "uniform", "identity"]
+LISTOPS_METHODS += ["window block=4 first=4"]
+SMALL = {
+    "pixels": sweep(PIXELS, dataset=IMAGES, attention=IMAGE_METHODS, seed=range(5)),
+    "pixels/speed": sweep(
+        PIXELS, alone=True, dataset=IMAGES, attention=["favorp m=32", REFORMER], seed=TIMED
+    ),
+    "lra": [
+        *sweep(dataset=LISTOPS, attention=LISTOPS_METHODS, seed=range(5)),
+        *sweep(dataset=LISTOPS, attention=UNDECIDED, seed=range(5, 20)),
+    ],
+}
+
+IMAGENET = "experiment=performers_imagenet64"
+ARENA = "experiment=performers_lra"
+ON_IMAGENET = ["exact", "relu", "favorp redraw_every=1000", "smreg redraw_every=1000", "uniform"]
+DEEP_REFORMER = "reformer, 12 layers"
+DEEP = (
+    f"{IMAGENET} trainer.clip=null attention=reformer attention.hashes=2 attention.chunk=128 "
+    "attention.buckets=192 +task.sizes.layers=12"
+)
+ARENA_SETS = {
+    "ListOps": "",  # the others: sizes, steps and rates of the Arena's base configurations
+    "text": "task.dataset=text task.data_dir=aclImdb task.max_length=4000 +task.sizes.layers=4 +task.sizes.heads=4 "
+    "+task.sizes.d=256 +task.sizes.d_ff=1024 trainer.steps=20000 trainer.warmup=8000 trainer.lr=5.59e-4",
+    "retrieval": "task.dataset=retrieval task.data_dir=aan task.max_length=4000 +task.sizes.layers=4 "
+    "+task.sizes.heads=4 +task.sizes.d=128 +task.sizes.d_ff=512 trainer.warmup=8000 trainer.lr=5.59e-4",
+    "image": "task.dataset=image task.max_length=1024 +task.sizes.layers=1 +task.sizes.heads=8 +task.sizes.d=128 "
+    "+task.sizes.d_ff=128 task.dropout=0.3 trainer.batch=256 trainer.steps=35000 trainer.warmup=175 "
+    "trainer.lr=5e-4 trainer.weight_decay=0 trainer.schedule=cosine",
+    "Pathfinder": "task.dataset=pathfinder task.max_length=1024 +task.sizes.layers=4 +task.sizes.heads=8 "
+    "+task.sizes.d=32 +task.sizes.d_ff=32 task.dropout=0.2 trainer.batch=512 trainer.steps=62400 "
+    "trainer.warmup=312 trainer.lr=1e-3 trainer.weight_decay=0 trainer.schedule=cosine",
+}
+ON_ARENA = ["exact", "favorp", "relu", "elu", "linformer length=4000 rank=256"]
+ON_ARENA += ["reformer chunk=64 buckets=128", "uniform", "identity"]
+FULL = {
+    "pixels": [
+        *sweep(IMAGENET, dataset="ImageNet64", seed=[0], attention=ON_IMAGENET),
+        *sweep(DEEP, dataset="ImageNet64", seed=[0], method=DEEP_REFORMER),
+    ],
+    "lra": sweep(ARENA, dataset=ARENA_SETS, seed=range(4), attention=ON_ARENA),
+}
+
+METRICS = {  # unit, factor, format
+    "bits_per_dim": ("bits per dimension", 1, ".3f"),
+    "accuracy": ("accuracy, %", 100, ".1f"),
+}
+PAPER = {"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"}  # ImageNet64
+LOOKS = (3, 5)  # first seeds that were added after the results of earlier ones had been seen
+TEST = {"sweep": ("pixels", "lra"), "split": "test"}
 
 
-class Score(NamedTuple):
-    """A metric, and how it is shown."""
-
-    metric: str
-    unit: str
-    scale: float
-    spec: str
-
-    def cases(self, rows: Rows) -> dict[str, dict[str, Any]]:
-        """Data set -> filter of its test rows."""
-        return rows.cases(self.metric, "dataset", sweep=("pixels", "lra"), split="test")
-
-    def gains(self, rows: Rows, first: str, second: str) -> dict[str, pd.Series]:
-        """Data set -> the first method minus the second, by the seeds that were added last."""
-        gains = rows.paired_by_case(first, second, self.metric, self.cases(rows), self.scale)
-        return {case: added(gain, *LOOKS) for case, gain in gains.items()}
+def finding(rows: Rows) -> str:
+    gains = rows.paired("favorp m=16", "elu", "accuracy", dataset="ListOps", split="test")
+    gain = mean_ci(100 * gains)
+    return (
+        "On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). On "
+        f"ListOps, FAVOR+ is more accurate than ELU by {gain} points (95% CI, n = {gain.n} seeds)."
+    )
 
 
-LOOKS = (3, 5)  # seeds after which results were seen; then more were added
-BITS = Score("bits_per_dim", "bits per dimension", 1, ".3f")
-ACCURACY = Score("accuracy", "accuracy, %", 100, ".1f")
 STEPS_100K = "3.67 against 3.69 after 100k steps"
+LAYERS = "Performer/6-layers matches the Reformer/12-layers"
 NEIGHBOURS = "Reformer attends to neighbouring pixels, and a window does best here"
-LONGER = "experiment=performers_imagenet64, 160 GPU hours"
+LONGER = f"{IMAGENET}, 160 GPU hours"
 IMAGE_CLAIMS = {  # text -> methods, the paper's result, explanation
     "ReLU has a lower loss than FAVOR+": ("favorp", "relu", STEPS_100K, ""),
     "SMREG has a lower loss than FAVOR+": ("favorp", "smreg", STEPS_100K, ""),
@@ -55,85 +101,72 @@ IMAGE_CLAIMS = {  # text -> methods, the paper's result, explanation
 }
 
 
-def finding(rows: Rows) -> str:
-    named = rows.without_options()
-    where = {"sweep": "lra", "dataset": "ListOps", "split": "test"}
-    gain = mean_ci(100 * named.paired("favorp", "elu", "accuracy", **where))
-    return (
-        "On small images, a window has the lowest loss, and FAVOR+, ReLU and SMREG do not differ (n = 5 seeds). On "
-        f"ListOps, FAVOR+ is more accurate than ELU by {gain} points (95% CI, n = {gain.n} seeds)."
-    )
-
-
 def claims(rows: Rows) -> list[Claim]:
-    named = rows.without_options()
-    images = BITS.cases(named)
+    rows = rows.without_options()
+    images = rows.cases("bits_per_dim", "dataset", **TEST)
+    bits, _, _ = METRICS["bits_per_dim"]
     fails = {}
     for control in ("uniform", "identity"):
-        fails |= control_checks(named, images, BITS.metric, unit=BITS.unit, control=control)
+        fails |= control_checks(rows, images, "bits_per_dim", unit=bits, control=control)
     claims = []
     for text, (worse, better, paper, reason) in IMAGE_CLAIMS.items():
-        gains = BITS.gains(named, worse, better)
-        claims.append(Claim(text, gains, paper, LONGER, unit=BITS.unit, fails=fails, reason=reason))
+        gains = rows.paired_by_case(worse, better, "bits_per_dim", images, looks=LOOKS)
+        claims.append(Claim(text, gains, paper, LONGER, unit=bits, fails=fails, reason=reason))
     text = "FAVOR+ takes at most half the time of Reformer per step"
     sizes = filters_over("dataset", IMAGES)
-    speeds = rows.paired_by_case("favorp m=32", REFORMER, "steps_per_s", sizes, log=True)
+    times = rows.paired_by_case("favorp", "reformer", "steps_per_s", sizes, log=True)
     paper = "can be 2x faster than the Reformer"
     needs = "more processes on a quiet machine"
-    claims.append(Claim(text, speeds, paper, needs, above=2, log=True))
+    claims.append(Claim(text, times, paper, needs, above=2, log=True))
     text = "six layers with FAVOR+ have a lower loss than twelve of Reformer"
-    gains = BITS.gains(named, "reformer, 12 layers", "favorp")
-    paper = "Performer/6-layers matches the Reformer/12-layers"
-    shallow = "all models have two layers"
-    has_deep = bool(rows.methods("bits_per_dim", dataset="ImageNet64"))
-    reason = "" if has_deep else shallow
-    claims.append(Claim(text, gains, paper, LONGER, not_measured=reason))
+    gains = rows.paired_by_case(DEEP_REFORMER, "favorp", "bits_per_dim", images)
+    missing = "" if "ImageNet64" in images else "all models have two layers"
+    claims.append(Claim(text, gains, LAYERS, LONGER, not_measured=missing))
     text = "twelve layers with FAVOR+ have a lower loss than 24 of Reformer"
     paper = "the Performer/12-layers matches the Reformer/24-layers"
     needs = f"{LONGER}, +task.sizes.layers=12, and Reformer with 24"
-    claims.append(Claim(text, paper=paper, not_measured=shallow, needs=needs))
+    missing = "all models have two layers"
+    claims.append(Claim(text, paper=paper, needs=needs, not_measured=missing))
     text = "FAVOR+ is more accurate than the other scalable methods"
-    accuracies = {}
-    for other in ("linformer", "reformer", "elu", "window"):
-        for case, points in ACCURACY.gains(named, "favorp", other).items():
-            accuracies[f"{label(other)}, {case}"] = points
+    tested = rows.cases("accuracy", "dataset", **TEST)
+    gains = {}
+    for name in ("linformer", "reformer", "elu", "window"):
+        points = rows.paired_by_case("favorp", name, "accuracy", tested, 100, looks=LOOKS)
+        gains |= {f"{label(name)}, {case}": gain for case, gain in points.items()}
     reason = "one of the paper's five tasks, with lists of at most 3 entries"
-    claims.append(Claim(text, accuracies, unit="points", reason=reason))
+    claims.append(Claim(text, gains, unit="points", reason=reason))
     text = "Performers have the largest average over five tasks"
     paper = "the largest average of the methods above 100 examples/s"
-    reason = "only ListOps is measured at this size"
-    needs = "experiment=performers_lra, 13 GPU hours"
-    claims.append(Claim(text, paper=paper, not_measured=reason, needs=needs))
+    missing = "only ListOps is measured at this size"
+    claims.append(Claim(text, paper=paper, needs=f"{ARENA}, 13 GPU hours", not_measured=missing))
     return claims
 
 
 def tables(rows: Rows) -> Tables:
-    named = rows.without_options()
-    columns = {}
-    for score in (BITS, ACCURACY):
-        for case, where in score.cases(named).items():
-            title = f"{case}, {score.unit}"
-            column = {title: {"metric": score.metric, **where}}
-            table = mean_table(named, column, scale=score.scale, spec=score.spec)
-            columns[title] = table[title]
-    columns["paper, ImageNet64"] = pd.Series({"FAVOR+": "3.69", "ReLU": "3.67", "SMREG": "3.67"})
+    rows = rows.without_options()
+    columns = []
+    for metric, (unit, scale, spec) in METRICS.items():
+        for case, where in rows.cases(metric, "dataset", **TEST).items():
+            column = {f"{case}, {unit}": {"metric": metric, **where}}
+            columns.append(mean_table(rows, column, scale=scale, spec=spec))
+    columns.append(pd.DataFrame({"paper, ImageNet64": PAPER}))
     table = pd.concat(columns, axis=1).fillna("").rename_axis("attention")
     return {"On test (bits: lower is better)": table}
 
 
 def figure(rows: Rows):
-    named = rows.without_options()
-    shown = []
-    for score in (BITS, ACCURACY):
-        shown += [(score, case, where) for case, where in score.cases(named).items()]
-    if not shown:
+    rows = rows.without_options()
+    gains = {}
+    for metric, (unit, scale, _) in METRICS.items():
+        for case, where in rows.cases(metric, "dataset", **TEST).items():
+            methods = rows.methods(metric, **where)
+            gains[case, unit] = rows.by_method(metric, methods, scale, less="exact", **where)
+    if not gains:
         return None
-    fig, axes = panels(len(shown))
-    for ax, (score, case, where) in zip(axes, shown):
-        methods = named.methods(score.metric, **where)
-        gains = named.by_method(score.metric, methods, score.scale, less="exact", **where)
-        dot_plot(ax, gains, zero=True)
-        ax.set(title=f"{case}: difference from exact attention", xlabel=score.unit)
+    fig, axes = panels(len(gains))
+    for ax, ((case, unit), gains_of_case) in zip(axes, gains.items()):
+        dot_plot(ax, gains_of_case, zero=True)
+        ax.set(title=f"{case}: difference from exact attention", xlabel=unit)
     return fig
 
 
@@ -144,7 +177,7 @@ page = Page(
     small=SMALL,
     full=FULL,
     columns=["dataset", "split", "method"],
-    metrics=["bits_per_dim", "accuracy", "steps_per_s"],
+    metrics=[*METRICS, "steps_per_s"],
     measured=[
         "Models: 2 layers, 4 heads, d = 64, rotary positions; five seeds, two of them added after the first results. "
         "On ListOps 15 more for FAVOR+, ELU and Linformer, on a GPU. Claims use the seeds added last.",

@@ -2,13 +2,14 @@
 
 import pandas as pd
 
-from crt_exp.experiments.papers.parts.redraw_runs import (
+from crt_exp.experiments.papers.parts.redraw_sweeps import (
     FAVORP,
     FRESH,
     FULL,
     GENERATED,
     MANY,
     MODELS,
+    PG19_RUN,
     REDRAWN,
     SMALL,
 )
@@ -19,6 +20,7 @@ from crt_exp.experiments.report import (
     Tables,
     added,
     dot_plot,
+    filters_over,
     line_plot,
     mean_ci,
     mean_table,
@@ -27,7 +29,6 @@ from crt_exp.experiments.report import (
 )
 
 TUNING = {"dataset": GENERATED, "split": "validation", "sweep": ("redraw", "redraw/swap")}
-PG19_NEEDS = "PG-19 from scratch: experiment=performers_pg19"
 EARLY = f"{GENERATED}, fine-tuned for 25 steps"
 LATE = f"{GENERATED}, fine-tuned for 200 steps"
 WIKITEXT2 = "WikiText-2, fine-tuned for 80 steps"
@@ -40,49 +41,50 @@ CASES = {
     PG19: {"dataset": "PG-19", "split": "test"},
     SCRATCHED: {"sweep": ("redraw-scratch", "redraw-scratch/features"), "split": "test"},
 }
-LOOKS = (3, 8)  # exact models after which results were seen; then more were added
-FROM_THE_START = [SCRATCHED, PG19]  # the paper's setting: trained from scratch
-REDRAWS = {
-    LATE: (FAVORP, f"{FAVORP} redraw_every=100"),
-    WIKITEXT2: ("favorp m=32", "favorp m=32 redraw_every=20"),
-    PG19: ("favorp redraw_every=0", f"favorp {REDRAWN}"),
-    SCRATCHED: ("favorp m=64", "favorp m=64 redraw_every=100"),
-}
-COMPARISONS = {  # claim -> the paper's result, methods by case
-    "FAVOR+ without redraws ends with a higher loss than exact attention": (
-        "without redrawing, they plateau (PG-19)",
-        {LATE: (FAVORP, "exact"), SCRATCHED: ("favorp m=64", "exact")},
-    ),
-    "redraws reduce the loss of FAVOR+": (
-        "redrawing is necessary to match the Transformer (PG-19)",
-        REDRAWS,
-    ),
-    "SMREG has a lower loss than FAVOR+, both with redraws": (
-        "SMREG allows faster convergence (PG-19)",
-        {
-            EARLY: (f"{FAVORP} redraw_every=1", "smreg m=256 redraw_every=1"),
-            WIKITEXT2: ("favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"),
-            PG19: (f"favorp {REDRAWN}", f"smreg {REDRAWN}"),
-            SCRATCHED: (f"favorp {FRESH}", f"smreg {FRESH}"),
-        },
-    ),
-    "FAVOR+ has a lower loss than trigonometric features": (
-        "below trigonometric features, which become unstable (PG-19)",
-        {
-            LATE: ("favor m=256", FAVORP),
-            WIKITEXT2: ("favor m=32", "favorp m=32"),
-            PG19: (f"favor {REDRAWN}", f"favorp {REDRAWN}"),
-            SCRATCHED: (f"favor {FRESH}", f"favorp {FRESH}"),
-        },
-    ),
+LOOKS = (3, 8)  # first exact models that were added after results of earlier ones had been seen
+PLATEAU = "FAVOR+ without redraws ends with a higher loss than exact attention"
+REDRAW = "redraws reduce the loss of FAVOR+"
+SMREG = "SMREG has a lower loss than FAVOR+, both with redraws"
+TRIGONOMETRIC = "FAVOR+ has a lower loss than trigonometric features"
+PAPER = {  # trained from scratch
+    PLATEAU: "without redrawing, they plateau (PG-19)",
+    REDRAW: "redrawing is necessary to match the Transformer (PG-19)",
+    SMREG: "SMREG allows faster convergence (PG-19)",
+    TRIGONOMETRIC: "below trigonometric features, which become unstable (PG-19)",
 }
 ADAPTED = "short fine-tuning adapts the weights to fixed projections: more redraws cost more, see the table"
+PAIRS = [  # claim, case, method with the higher loss, method with the lower loss
+    (PLATEAU, LATE, FAVORP, "exact"),
+    (PLATEAU, PG19, "favorp redraw_every=0", "exact"),
+    (PLATEAU, SCRATCHED, "favorp m=64", "exact"),
+    (REDRAW, LATE, FAVORP, f"{FAVORP} redraw_every=100"),
+    (REDRAW, WIKITEXT2, "favorp m=32", "favorp m=32 redraw_every=20"),
+    (REDRAW, PG19, "favorp redraw_every=0", f"favorp {REDRAWN}"),
+    (REDRAW, SCRATCHED, "favorp m=64", f"favorp {FRESH}"),
+    (SMREG, EARLY, f"{FAVORP} redraw_every=1", "smreg m=256 redraw_every=1"),
+    (SMREG, WIKITEXT2, "favorp m=32 redraw_every=20", "smreg m=32 redraw_every=20"),
+    (SMREG, PG19, f"favorp {REDRAWN}", f"smreg {REDRAWN}"),
+    (SMREG, SCRATCHED, f"favorp {FRESH}", f"smreg {FRESH}"),
+    (TRIGONOMETRIC, LATE, "favor m=256", FAVORP),
+    (TRIGONOMETRIC, WIKITEXT2, "favor m=32", "favorp m=32"),
+    (TRIGONOMETRIC, PG19, f"favor {REDRAWN}", f"favorp {REDRAWN}"),
+    (TRIGONOMETRIC, SCRATCHED, f"favor {FRESH}", f"favorp {FRESH}"),
+]
+
+
+def gains(rows: Rows, text: str) -> dict[str, pd.Series]:
+    """Case -> loss of the first method minus that of the second, for the pairs of a claim."""
+    gains = {}
+    for claim, case, first, second in PAIRS:
+        if claim == text:
+            gains[case] = rows.paired(first, second, "loss", **CASES[case])
+    return gains
 
 
 def finding(rows: Rows) -> str:
-    cost = mean_ci(rows.paired(FAVORP, "exact", "loss", **CASES[LATE]))
-    tuned = mean_ci(-redraw_gain(rows, LATE))
-    scratch = mean_ci(redraw_gain(rows, SCRATCHED))
+    cost = mean_ci(gains(rows, PLATEAU)[LATE])
+    redraws = gains(rows, REDRAW)
+    tuned, scratch = mean_ci(-redraws[LATE]), mean_ci(redraws[SCRATCHED])
     return (
         "Fine-tuned from exact weights, FAVOR+ has a higher loss than exact attention by "
         f"{cost} nats (95% CI, n = {cost.n} models), and redraws every 100 steps add {tuned} "
@@ -91,42 +93,32 @@ def finding(rows: Rows) -> str:
     )
 
 
-def redraw_gain(rows: Rows, case: str) -> pd.Series:
-    """Loss without redraws minus loss with redraws, by sample."""
-    return rows.paired(*REDRAWS[case], "loss", **CASES[case])
-
-
 def claims(rows: Rows) -> list[Claim]:
     exact = rows.values("accuracy", "exact", step=0, **TUNING)
     start = rows.values("accuracy", FAVORP, step=0, **TUNING)
     end = rows.values("accuracy", FAVORP, step=100, **TUNING)
-    lost = exact - start
     text = "right after the transfer, FAVOR+ is less accurate than the exact model"
-    points = {GENERATED: 100 * added(lost, *LOOKS)}
+    lost = {GENERATED: 100 * added(exact - start, *LOOKS)}
     paper = "accuracy 0.07 right after the transfer (LM1B)"
-    claims = [Claim(text, points, paper, unit="points")]
+    claims = [Claim(text, lost, paper, unit="points")]
     text = "FAVOR+ recovers 90% of the lost accuracy in a tenth of the exact model's steps"
-    recovered = {GENERATED: share(added(end - start, *LOOKS), lost)}
+    recovered = {GENERATED: share(added(end - start, *LOOKS), exact - start)}
     paper = "recovers in a small fraction of the original steps"
-    options = {"above": 0.9, "unit": "of the lost accuracy", "needs": "more exact models"}
-    claims.append(Claim(text, recovered, paper, **options))
-    for text, (paper, pairs) in COMPARISONS.items():
-        gains = {}
-        for case, methods in pairs.items():
-            gain = rows.paired(*methods, "loss", **CASES[case])
-            gains[case] = added(gain, *LOOKS) if case in (EARLY, LATE) else gain
-        papers = dict.fromkeys(FROM_THE_START, paper)
-        reason = ADAPTED if pairs is REDRAWS else ""
-        claims.append(Claim(text, gains, papers, unit="nats", reason=reason))
-        if not any(len(gains.get(case, [])) for case in FROM_THE_START):
-            reason = "these features were not trained from scratch"
-            text = f"from scratch, {text}"
-            claims.append(Claim(text, paper=paper, not_measured=reason, needs=PG19_NEEDS))
-    trained = len(rows.values("loss", f"favor {FRESH}", **CASES[SCRATCHED]))
+    unit = "of the lost accuracy"
+    claims.append(Claim(text, recovered, paper, "more exact models", above=0.9, unit=unit))
+    for text, paper in PAPER.items():
+        samples = gains(rows, text)
+        for case in {EARLY, LATE} & {*samples}:
+            samples[case] = added(samples[case], *LOOKS)
+        papers = {SCRATCHED: paper, PG19: paper}
+        reason = ADAPTED if text == REDRAW else ""
+        claims.append(Claim(text, samples, papers, unit="nats", reason=reason))
+    n = len(rows.values("loss", f"favor {FRESH}", **CASES[SCRATCHED]))
     text = "training with trigonometric features reaches NaN"
     paper = "even NaN values in training (Appendix D.3)"
-    ended = f"{trained} of {trained} runs from scratch ended with a finite loss, in 1000 steps"
-    claims.append(Claim(text, paper=paper, not_judged=ended, needs=PG19_NEEDS))
+    ended = f"{n} of {n} runs from scratch ended with a finite loss, in 1000 steps"
+    needs = f"PG-19 from scratch: {PG19_RUN}"
+    claims.append(Claim(text, paper=paper, not_judged=ended, needs=needs))
     text = "Linformer plateaus as positive features without redraws do"
     reason = "Linformer mixes positions and cannot be causal, as these models are"
     needs = "the paper's causal Linformer"
@@ -135,9 +127,7 @@ def claims(rows: Rows) -> list[Claim]:
 
 
 def tables(rows: Rows) -> Tables:
-    increases = {}
-    for step in (0, 25, 100, 200):
-        increases[f"{step} steps"] = {"metric": "loss", "step": step, **TUNING}
+    increases = filters_over("step", (0, 25, 100, 200), "{} steps", metric="loss", **TUNING)
     methods = rows.methods("loss", **TUNING)
     title = "Loss increase over exact attention after fine-tuning, nats: generated families"
     return {title: mean_table(rows, increases, methods, spec="+.3f", less="exact")}
@@ -148,7 +138,7 @@ def figure(rows: Rows):
     line_plot(left, rows, "step", "loss", MANY, less="exact", **TUNING)
     left.set(title="Generated families, fine-tuned from exact weights", xlabel="steps")
     left.set_ylabel("loss increase over exact attention, nats")
-    effects = {case: -redraw_gain(rows, case) for case in REDRAWS}
+    effects = {case: -gain for case, gain in gains(rows, REDRAW).items()}
     dot_plot(right, effects, zero=True)
     right.set(title="Effect of redraws", xlabel="loss with minus loss without redraws, nats")
     return fig

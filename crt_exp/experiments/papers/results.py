@@ -127,10 +127,9 @@ def model_times(rows: Rows) -> dict[str, dict[str, float]]:
     times: dict[str, dict[str, float]] = {}
     for family, method in FAMILIES.items():
         for build in whole_models.BUILDS:
-            case = whole_models.SMOLLM2, 4096, build
-            logs = whole_models.speedup(rows, method, "inference", *case)
+            logs = rows.ratio(method, "exact", "inference", **whole_models.LONGEST, build=build)
             if len(logs):
-                times.setdefault(family, {})[build] = math.exp(-logs.mean())
+                times.setdefault(family, {})[build] = math.exp(logs.mean())
     return times
 
 

@@ -1,6 +1,5 @@
 """Time of whole models: exact attention against other attention, on processors with and without AVX-512."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,6 +21,7 @@ from crt_exp.experiments.report import (
 from crt_exp.experiments.report.plots import colour
 
 METHODS = ["exact", "nearfar", "favorpp", "favormix", "window"]
+WITHOUT_MIXTURE = ["exact", "nearfar", "favorpp", "window"]
 OTHERS = METHODS[1:]
 AVX2 = {
     "CC": "cc -mno-avx512f",
@@ -33,111 +33,97 @@ BUILDS = {"AVX-512": {}, "AVX2": AVX2}
 LINES = {"AVX-512": "-", "AVX2": "--"}
 PASSES = {"inference": "forward", "training": "forward and backward"}
 SMOLLM2 = "SmolLM2-135M"
+MINILM = "MiniLM"
 WHISPER = "Whisper-tiny encoder"
 VIT = "ViT-S/16"
 MODELS = {
     SMOLLM2: "task.what=pretrained task.model=models/smollm2-135m",
-    "MiniLM": "task.what=pretrained task.model=models/minilm",
+    MINILM: "task.what=pretrained task.model=models/minilm",
     WHISPER: "task.what=pretrained task.model=models/whisper-tiny.en",
     VIT: "task.what=vit_s",
 }
 TIMINGS = [  # model, lengths, rounds, methods
     (SMOLLM2, [512], 1, METHODS),
-    (SMOLLM2, [1024, 4096], 1, [name for name in METHODS if name != "favormix"]),
-    ("MiniLM", [512], 5, METHODS),
+    (SMOLLM2, [1024, 4096], 1, WITHOUT_MIXTURE),
+    (MINILM, [512], 5, METHODS),
     (WHISPER, [1500], 3, METHODS),
     (VIT, [196, 784, 3136], 1, METHODS),
 ]
-SIZES = []  # model and length
+CASES = {}  # filters of the rows
 for model, lengths, _, _ in TIMINGS:
-    SIZES += [(model, length) for length in lengths]
+    for length in lengths:
+        CASES[f"{model}, {length}"] = {"model": model, "length": length}
+LONGEST = CASES[f"{SMOLLM2}, 4096"]
 
 
 def time_runs(seeds: int) -> list[PlannedRun]:
-    """Return one process for each entry of TIMINGS, build and seed; its methods take turns."""
+    """One process for each seed, build and entry of TIMINGS; its methods take turns."""
     runs = []
     for seed, build, timing in product(range(seeds), BUILDS, TIMINGS):
         model, lengths, rounds, methods = timing
-        listed = quoted_override("task.lengths", lengths)
-        compared = quoted_override("task.methods", methods)
-        [run] = sweep(
-            f"task=speed {MODELS[model]} task.rounds={rounds} {listed} {compared}",
-            alone=True,
-            model=model,
-            build=build,
-            up_to=str(lengths[-1]),
-            seed=[seed],
-        )
-        runs.append(replace(run, environment=BUILDS[build]))
+        options = f"task=speed {MODELS[model]} task.rounds={rounds}"
+        options += f" {quoted_override('task.lengths', lengths)}"
+        options += f" {quoted_override('task.methods', methods)}"
+        columns = {"model": model, "build": build, "up_to": str(lengths[-1])}
+        runs += sweep(options, alone=True, environment=BUILDS[build], **columns, seed=[seed])
     return runs
 
 
-def memory_runs() -> list[PlannedRun]:
-    return sweep(
-        f"task=memory {MODELS[SMOLLM2]}",
-        alone=True,
-        model=SMOLLM2,
-        build="AVX-512",
-        **{"task.length": [1024, 4096]},
-        seed=[0],
-        method={name: quoted_override("task.method", name) for name in METHODS},
+MEMORY = sweep(
+    f"task=memory {MODELS[SMOLLM2]}",
+    alone=True,
+    model=SMOLLM2,
+    build="AVX-512",
+    **{"task.length": [1024, 4096]},
+    seed=[0],
+    method={name: quoted_override("task.method", name) for name in METHODS},
+)
+SMALL = {"whole-models": time_runs(3), "whole-models/memory": MEMORY}
+FULL = {"whole-models": time_runs(10), "whole-models/memory": MEMORY}
+
+
+def finding(rows: Rows) -> str:
+    texts = {}
+    for build, metric in product(BUILDS, PASSES):
+        speedups = rows.ratio("exact", "nearfar", metric, **LONGEST, build=build)
+        texts[build, metric] = ratio_interval(speedups, ".2f")
+    return (
+        "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
+        f"{texts['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
+        f"{texts['AVX2', 'inference']} times without. A training step is {texts['AVX-512', 'training']} and "
+        f"{texts['AVX2', 'training']} times as fast (95% CI, n = {len(speedups)} processes)."
     )
-
-
-def sweeps(seeds: int) -> dict[str, list[PlannedRun]]:
-    return {"whole-models": time_runs(seeds), "whole-models/memory": memory_runs()}
-
-
-def speedup(rows: Rows, method: str, metric: str, model: str, length: int, build: str) -> pd.Series:
-    """Return the logarithm of exact attention's time over the method's, by process."""
-    return rows.ratio("exact", method, metric, model=model, length=length, build=build)
 
 
 def speedup_table(rows: Rows, metric: str) -> pd.DataFrame:
     table = {}
-    for (model, length), build in product(SIZES, BUILDS):
-        cells = table.setdefault(f"{model}, {length}, {build}", {})
+    for (case, where), build in product(CASES.items(), BUILDS):
+        texts = table.setdefault(f"{case}, {build}", {})
         for method in OTHERS:
-            ratios = speedup(rows, method, metric, model, length, build)
-            cells[label(method)] = ratio_interval(ratios, ".2f")
-    frame = pd.DataFrame.from_dict(table, orient="index")
-    return frame.rename_axis("model, tokens, build")
+            speedups = rows.ratio("exact", method, metric, **where, build=build)
+            texts[label(method)] = ratio_interval(speedups, ".2f")
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("model, tokens, build")
 
 
 def seconds_table(rows: Rows) -> pd.DataFrame:
-    """Tabulate the median seconds of exact attention, to which the speed-ups refer."""
+    """The median seconds of exact attention, to which the speed-ups refer."""
     table = {}
-    for model, length in SIZES:
-        cells = table.setdefault(f"{model}, {length}", {})
+    for case, where in CASES.items():
+        texts = table.setdefault(case, {})
         for build, (metric, name) in product(BUILDS, PASSES.items()):
-            times = rows.values(metric, "exact", model=model, length=length, build=build)
-            if len(times):
-                cells[f"{name}, {build}"] = f"{times.median() / 1000:.2f}"
-    frame = pd.DataFrame.from_dict(table, orient="index").fillna("")
-    return frame.rename_axis("model, tokens")
-
-
-def finding(rows: Rows) -> str:
-    cells = {}
-    for build in BUILDS:
-        for metric in PASSES:
-            ratios = speedup(rows, "nearfar", metric, SMOLLM2, 4096, build)
-            cells[build, metric] = ratio_interval(ratios, ".2f")
-    return (
-        "SmolLM2-135M at 4096 tokens, two cores: with near-far attention the forward pass is "
-        f"{cells['AVX-512', 'inference']} times as fast as with exact attention with AVX-512, and "
-        f"{cells['AVX2', 'inference']} times without. A training step is {cells['AVX-512', 'training']} and "
-        f"{cells['AVX2', 'training']} times as fast (95% CI, n = {len(ratios)} processes)."
-    )
+            seconds = rows.values(metric, "exact", **where, build=build) / 1000
+            if len(seconds):
+                texts[f"{name}, {build}"] = f"{seconds.median():.2f}"
+    return pd.DataFrame.from_dict(table, orient="index").fillna("").rename_axis("model, tokens")
 
 
 def tables(rows: Rows) -> Tables:
-    columns = filters_over("length", [1024, 4096], "{} tokens", metric="mib")
     tables = {}
     for metric, name in PASSES.items():
         title = f"{name.capitalize()} pass: speed-up over exact attention (above 1 is faster)"
         tables[title] = speedup_table(rows, metric)
     tables["Exact attention: median seconds"] = seconds_table(rows)
+    columns = filters_over("length", [1024, 4096], "{} tokens", metric="mib")
     title = "SmolLM2-135M: peak memory of a forward and backward pass, MiB, beside weights and gradients"
     tables[title] = mean_table(rows, columns, METHODS, spec=".0f")
     return tables
@@ -150,8 +136,8 @@ def figure(rows: Rows):
         for method, build in product(("nearfar", "favorpp", "window"), BUILDS):
             means = []
             for length in lengths:
-                ratios = speedup(rows, method, metric, SMOLLM2, length, build)
-                means.append(np.exp(ratios.mean()))
+                where = {"model": SMOLLM2, "length": length, "build": build}
+                means.append(np.exp(rows.ratio("exact", method, metric, **where).mean()))
             style = {"color": colour(method), "ls": LINES[build], "marker": "o", "ms": 3}
             ax.plot(lengths, means, label=f"{label(method)}, {build}", **style)
         ax.axhline(1, color="grey", lw=0.8)
@@ -168,8 +154,8 @@ page = Page(
     "whole_models",
     title="Whole models: time with exact and with other attention",
     finding=finding,
-    small=sweeps(3),
-    full=sweeps(10),
+    small=SMALL,
+    full=FULL,
     reduced=False,
     columns=["model", "build", "method", "length"],
     metrics=["inference", "training", "mib"],

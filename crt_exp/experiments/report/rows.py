@@ -76,11 +76,16 @@ class Rows:
         cases: Mapping[str, Mapping[str, Any]],
         scale: float = 1.0,
         log: bool = False,
+        looks: Sequence[int] = (),
     ) -> dict[str, pd.Series]:
-        """Return scale * (first - second) for each case; `cases` holds the filter of each."""
+        """Return scale * (first - second) for each case; `cases` holds the filter of each.
+
+        looks: leave out samples that were seen before others were added, see `added`.
+        """
         differences = {}
         for case, where in cases.items():
-            differences[case] = scale * self.paired(first, second, metric, log, **where)
+            samples = scale * self.paired(first, second, metric, log, **where)
+            differences[case] = added(samples, *looks)
         return differences
 
     def by_method(
@@ -107,6 +112,16 @@ class Rows:
         best = means.groupby([self.frame[name] for name in by]).transform("max")
         return Rows(self.frame[means == best])
 
+    def without_options(self) -> "Rows":
+        """Return the rows with methods named without their options.
+
+        >>> frame = pd.DataFrame({"method": ["favorp m=32", "elu"], "sample": 0, "metric": "loss", "value": [3, 4]})
+        >>> Rows(frame).without_options().methods("loss")
+        ['favorp', 'elu']
+        """
+        names = self.frame["method"].str.replace(r" \S+=.*", "", regex=True)
+        return Rows(self.frame.assign(method=names))
+
     def renamed(self, names: Mapping[str, str]) -> "Rows":
         """Return the rows with other names of these methods."""
         return Rows(self.frame.assign(method=self.frame["method"].replace(names)))
@@ -123,14 +138,6 @@ class Rows:
         for values in combinations.itertuples(index=False):
             cases[", ".join(values)] = {**where, **dict(zip(columns, values))}
         return cases
-
-    def without_options(self) -> "Rows":
-        """Return the rows with the names of methods alone, such as "favorp" for "favorp m=32"."""
-        names = {}
-        for method in self.frame["method"].unique():
-            if "=" in method:
-                names[method] = method.split(" ")[0]
-        return self.renamed(names)
 
     def methods(self, metric: str, **where: Any) -> list[str]:
         """Return the methods that have a metric, in the order of the rows."""

@@ -58,12 +58,18 @@ class PlannedRun:
         return re.sub(r"[^\w.+=-]+", "-", values) or "run"
 
 
-def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[PlannedRun]:
+def sweep(
+    options: str = "",
+    alone: bool = False,
+    environment: Mapping[str, str] | None = None,
+    **axes: Any,
+) -> list[PlannedRun]:
     """Return one run for each combination of the axes' values.
 
     Args:
         options: Overrides of all runs, in one string; options with spaces are quoted as in a shell.
         alone: Execute each run in a separate process.
+        environment: Variables of the processes of runs that are alone.
         axes: An override key with its values, or a column with {value: overrides in one string}, or a column with the
             one value that all runs have. The values of `attention` and `features` are methods, and their column is
             `method`. The column of another key is its last part.
@@ -84,7 +90,7 @@ def sweep(options: str = "", alone: bool = False, **axes: Any) -> list[PlannedRu
             columns[name] = value
             overrides += value_overrides
         last = {override.partition("=")[0]: override for override in overrides}
-        runs.append(PlannedRun(tuple(last.values()), columns, alone))
+        runs.append(PlannedRun(tuple(last.values()), columns, alone, environment or {}))
     return runs
 
 

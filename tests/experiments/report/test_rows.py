@@ -94,6 +94,8 @@ def test_values_by_method_and_by_case_are_those_of_single_calls(rows):
     gains = rows.paired_by_case("pos", "oprf", "loss", cases)
     assert gains["few"].to_dict() == {"1": 1.0}
     assert gains["many"].empty
+    gains = rows.paired_by_case("pos", "exact", "loss", {"all": {}}, looks=[1])
+    assert gains["all"].to_dict() == {"1": 4.0}
 
 
 def test_rows_are_written_as_they_were_read(tmp_path):
