@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines.selection import PLAIN
+from crt_exp.attention.engines import PLAIN
 from crt_exp.samplers.noise import cacheable
 
 COMPILED_DEVICES = ("cuda",)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import check_inputs, check_result, compute_dtype, finite, repeat_heads
+from crt_exp.attention.engines import PLAIN
 from crt_exp.attention.engines.chunks import Chunked
-from crt_exp.attention.engines.selection import PLAIN, choose_engine
+from crt_exp.attention.engines.selection import choose_engine
 from crt_exp.attention.feature_attention import positive_state
 from crt_exp.attention.partials import DenominatorCount, Partial, finish, merge, read, with_ones
 from crt_exp.features.base import BoundMap, FeatureMap, Features

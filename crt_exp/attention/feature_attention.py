@@ -20,9 +20,9 @@ from crt_exp.attention.checks import (
     requires_gradient,
 )
 from crt_exp.attention.compiled import compiled_on_gpus
-from crt_exp.attention.engines import Form, Gradients, Saved
+from crt_exp.attention.engines import PLAIN, TRITON, C, Form, Gradients, Saved
 from crt_exp.attention.engines.chunks import chunked_partial
-from crt_exp.attention.engines.selection import PLAIN, TRITON, C, choose_engine, find_engine
+from crt_exp.attention.engines.selection import choose_engine, find_engine
 from crt_exp.attention.partials import POLICIES, DenominatorCount, Partial, finish, with_ones
 from crt_exp.features.base import FeatureMap
 from crt_exp.samplers.noise import at_least_float32, leaves, match_float64, no_autocast

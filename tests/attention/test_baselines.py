@@ -18,7 +18,7 @@ from crt_exp.attention import (
     uniform_attention,
     window_attention,
 )
-from crt_exp.attention.engines.selection import TRITON
+from crt_exp.attention.engines import TRITON
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.mechanism import Mechanism
 from crt_exp.registry import choices

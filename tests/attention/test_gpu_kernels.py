@@ -13,7 +13,11 @@ import torch
 from helpers.covering import slow
 from torch import Tensor
 
-from crt_exp.attention.engines import Form
+from crt_exp.attention import decoding, feature_attention, partial_attention
+from crt_exp.attention.decoding import DecodingState
+from crt_exp.attention.engines import TRITON, C, Form
+from crt_exp.features import Statistics
+from crt_exp.mechanism import Mechanism
 
 triton = pytest.importorskip("triton", reason="needs triton")
 
@@ -188,16 +192,114 @@ def test_sums_of_keys_are_those_of_features():
 
 
 @interpreted
-def test_the_engine_checks_itself(monkeypatch, caplog):
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_engine_checks_itself(inference, monkeypatch, caplog):
     from crt_exp.attention.engines import gpu
 
     cpu = torch.device("cpu")
-    assert gpu.works.__wrapped__(cpu, torch.float32)
+    with torch.inference_mode(inference):
+        assert gpu.works.__wrapped__(cpu, torch.float32), caplog.text
     monkeypatch.setattr(gpu, "largest_error", lambda *case: float("nan"))
     assert not gpu.works.__wrapped__(cpu, torch.float32)
     assert "relative error nan" in caplog.text
     monkeypatch.setattr(gpu, "largest_error", None)
     assert not gpu.works.__wrapped__(cpu, torch.float32)
+
+
+METHODS = ["favorp", "favorpp", "favorsharp", "hyp", "favorpp normalize_qk=true"]
+
+
+def with_engine(monkeypatch, name: str) -> None:
+    for module in (feature_attention, decoding):
+        monkeypatch.setattr(module, "choose_engine", lambda *call: name)
+
+
+def training_steps(layer, tensors, key_mask=None):
+    """Outputs and gradients of the second training step."""
+    for _ in range(2):
+        inputs = [t.detach().requires_grad_() for t in tensors]
+        out = layer(*inputs, key_mask)
+        grads = torch.autograd.grad(out.float().square().sum(), inputs)
+    return out, *grads
+
+
+def check_layer(method, causal, dtype, kv_heads, masked, monkeypatch):
+    """A layer computes on the kernels what it computes on CPUs, in the second training step."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 24, 2, 16, generator=g).transpose(1, 2).to(dtype)
+    k, v = torch.randn(2, 2, 24, kv_heads, 16, generator=g).transpose(2, 3).to(dtype)
+    key_mask = None
+    if masked:
+        key_mask = torch.rand(2, 24, generator=g) < 0.7
+        key_mask[:, 0] = True
+    results = []
+    for engine in (TRITON, C):
+        layer = Mechanism.parse(method, m=16).layer(2, 16, causal=causal, kv_heads=kv_heads)
+        with_engine(monkeypatch, engine)
+        results.append(training_steps(layer.train(), (q, k, v), key_mask))
+    compare(*results, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def compare(results, expected, tolerance):
+    for ours, theirs in zip(results, expected):
+        assert (ours - theirs).float().norm() <= tolerance * theirs.float().norm()
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+def test_grouped_heads_and_padding_in_a_layer(causal, monkeypatch):
+    check_layer("favorp", causal, torch.float32, 1, True, monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize("engine", [TRITON, C])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_operator_keeps_the_rules_of_torch(causal, engine):
+    """Its outputs are new tensors of the shapes that torch.compile is told, and autograd reaches its inputs."""
+    heads = 1 if engine == TRITON else 2
+    case = Case(Sizes(Hkv=heads, causal=causal))
+    form = case.form._replace(bias=case.form.bias[..., :1].expand_as(case.form.bias))
+    inputs = [t.requires_grad_() for t in (case.x, case.y, case.v)]
+    torch.library.opcheck(
+        torch.ops.crt_exp.attention,
+        (*inputs, *form, engine, causal),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_compute_what_they_do_on_cpus(method, causal, dtype, kv_heads, masked, monkeypatch):
+    check_layer(method, causal, dtype, kv_heads, masked, monkeypatch)
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("method", ["favorp", "favorpp"])
+def test_partial_sums_and_decoding_are_those_of_cpus(method, causal, monkeypatch):
+    mechanism = Mechanism.of(method, m=16)
+    phi = mechanism.map()
+    g = torch.Generator().manual_seed(0)
+    noise = mechanism.noise(16, g, batch=(2,))
+    x, y, v = torch.randn(3, 2, 2, 30, 16, generator=g)
+    params = phi.fit(Statistics.of(x, y))
+    results = []
+    for engine in (TRITON, C):
+        with_engine(monkeypatch, engine)
+        inputs = [t.clone().requires_grad_() for t in (x, y, v)]
+        rows = partial_attention(*inputs, phi, noise, params, causal=causal)
+        grads = torch.autograd.grad((rows.output.square() + rows.logsum).sum(), inputs)
+        state = DecodingState(phi, noise, params)
+        state.take(y, v)
+        results.append(
+            (rows.output, rows.logsum, *grads, state.step(x[:, :, :1], y[:, :, :1], v[:, :, :1]))
+        )
+    compare(*results, 1e-5)
 
 
 @pytest.mark.parametrize("marked", ["not slow", slow("slow")], ids=["fast", "slow"])

@@ -41,6 +41,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# names of the engines
+C = "c"
+TRITON = "triton"
+PLAIN = "plain"
+
 # those of vectors.h
 CHUNK = 64  # tokens
 TINY = 1e-25  # a smaller denominator may lack terms that underflow in float32

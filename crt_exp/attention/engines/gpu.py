@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from crt_exp.attention.engines import Form, Gradients, Saved, kernels
+from crt_exp.attention.engines import TRITON, Form, Gradients, Saved, kernels
 
 TILE = kernels.TILE.value
 FEATURES = 16  # of a block
@@ -57,6 +57,8 @@ class Call:
         B, H, L, d = x.shape
         Hkv, S, dv = v.shape[1:]
         M = form.width
+        rows = contiguous_vectors(form.rows)
+        bias = contiguous_vectors(form.bias)  # that of some maps is one number, expanded
         heads_of_map = max(form.rows.shape[1], form.scale.shape[1], form.bias.shape[1])
         HS = Hkv if heads_of_map == 1 else H
         self.causal = causal
@@ -82,10 +84,10 @@ class Call:
             y=y,
             v=v,
             keep=keep,
-            rows=form.rows,
+            rows=rows,
             scale=form.scale,
-            bias=form.bias,
-            rows_m=form.rows.stride(2),
+            bias=bias,
+            rows_m=rows.stride(2),
             norm_weight=form.norm_weight,
             H=H,
             HS=HS,
@@ -112,7 +114,7 @@ class Call:
         )
         for name, t in (("x", x), ("y", y), ("v", v)):
             self.add_strides(name, t)
-        for name, t in (("rows", form.rows), ("scale", form.scale), ("bias", form.bias)):
+        for name, t in (("rows", rows), ("scale", form.scale), ("bias", bias)):
             self.values[f"{name}_b"] = t.stride(0) if t.shape[0] > 1 else 0
             self.values[f"{name}_h"] = t.stride(1) if t.shape[1] > 1 else 0
 
@@ -135,7 +137,8 @@ class Call:
         program = program or self.program
         values = self.values | values
         arguments = {name: values[name] for name in kernel.arg_names}
-        kernel[grid](**arguments, num_warps=program.warps, num_stages=program.stages)
+        with torch.cuda.device_of(values["y"]):  # a launch goes to the current device
+            kernel[grid](**arguments, num_warps=program.warps, num_stages=program.stages)
 
     def sum_keys(self) -> tuple[Tensor, Tensor]:
         """Return sums before each chunk, and over all keys in the last slot, with references."""
@@ -229,8 +232,8 @@ class Engine:
             out=out,
             logsum=logsum,
         )
-        if self.causal:
-            states = references = call.new(0)
+        if self.causal:  # an operator may not return a tensor twice
+            states, references = call.new(0), call.new(0)
         return Saved(out, logsum, states, references, diagonal)
 
     def backward(self, x, y, v, form: Form, saved: Saved, grad, grad_logsum=None) -> Gradients:
@@ -312,21 +315,22 @@ def warn_unused(device: torch.device, dtype: torch.dtype, reason: str) -> bool:
     return False
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
 def largest_error(device: torch.device, dtype: torch.dtype, causal: bool) -> float:
-    """Return the largest relative error of outputs and gradients in a small random case."""
+    """Return the largest relative error of outputs and gradients of the operator in a small random case."""
     g = torch.Generator().manual_seed(0)
     shapes = ((1, 2, 80, 32), (1, 1, 100, 32), (1, 1, 100, 32), (1, 2, 80, 32))
     x, y, v, grad = (torch.randn(shape, generator=g).to(device, dtype) for shape in shapes)
     rows = torch.randn(1, 2, 48, 32, generator=g).to(device)
     keep = (torch.rand(1, 100, generator=g) < 0.8).to(device)
     one = torch.ones(1, 1, 1, 1, device=device)
-    form = Form(rows, one, torch.zeros(1, 1, 48, device=device), 0.5, keep)
-    engine = Engine(causal)
-    saved = engine.forward(x, y, v, form)
-    computed = (saved.out, *engine.backward(x, y, v, form, saved, grad)[:3])
+    form = Form(rows, one, torch.zeros(1, 1, 1, device=device).expand(1, 1, 48), 0.5, keep)
+    inputs = [t.requires_grad_() for t in (x, y, v)]
+    out = torch.ops.crt_exp.attention(*inputs, *form, TRITON, causal)[0]
+    computed = (out, *torch.autograd.grad(out, inputs, grad))
 
-    inputs = [t.double().requires_grad_() for t in (x, y, v)]
+    inputs = [t.detach().double().requires_grad_() for t in inputs]
     keys, values = (t.expand(-1, 2, -1, -1) for t in inputs[1:])
     a = inputs[0] @ rows.double().mT
     b = keys @ rows.double().mT - 0.5 * keys.square().sum(-1, keepdim=True)
@@ -339,5 +343,5 @@ def largest_error(device: torch.device, dtype: torch.dtype, causal: bool) -> flo
     expected = (out, *torch.autograd.grad(out, inputs, grad.double()))
     errors = []
     for ours, theirs in zip(computed, expected):
-        errors.append((ours.double() - theirs.detach()).norm() / theirs.detach().norm())
+        errors.append((ours.double() - theirs).detach().norm() / theirs.detach().norm())
     return float(torch.stack(errors).max())

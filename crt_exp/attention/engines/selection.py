@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crt_exp.attention.checks import requires_gradient, transformed
-from crt_exp.attention.engines import native
+from crt_exp.attention.engines import PLAIN, TRITON, C, native
 from crt_exp.features.base import FeatureMap
 from crt_exp.features.exponential import PositiveExponential
 from crt_exp.samplers.noise import Nested
@@ -19,9 +19,6 @@ from crt_exp.samplers.noise import Nested
 if TYPE_CHECKING:
     from crt_exp.attention.engines import gpu
 
-C = "c"
-TRITON = "triton"
-PLAIN = "plain"
 LONGEST = 128  # largest d and dv of the Triton kernels
 
 
