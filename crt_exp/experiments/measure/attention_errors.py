@@ -76,7 +76,6 @@ class ProjectionErrors(Series):
     code: Literal["iid", "orthogonal", "hadamard"] | None = None
 
     def __post_init__(self):
-        self.values = self.ms
         self.source = Synthetic(self.length, 1, self.d, self.scale, 0)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
@@ -153,7 +152,6 @@ class HeadErrors(Series):
     turn: Positive | None = None
 
     def __post_init__(self):
-        self.values = self.ms
         scale = scale_of(self.sum, self.d)
         source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
         self.errors = LayerErrors(source, self.samples, 1)
