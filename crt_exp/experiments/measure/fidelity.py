@@ -23,8 +23,8 @@ from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
     TextBench,
-    calibrated_layers,
     evenly_spaced,
+    fit_attention,
     nats,
 )
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
@@ -313,7 +313,7 @@ class SwapLoss(SwapMeasurement):
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
             batches = islice(task.batches("train", Plan(1)), self.fit)
-            calibrated_layers(model, [task.model_inputs(batch) for batch in batches])
+            fit_attention(model, [task.model_inputs(batch) for batch in batches])
         for split in self.splits:
             row = {"split": split, "step": 0}
             for metric, value in task.evaluate(model, split, Reader(task)).items():

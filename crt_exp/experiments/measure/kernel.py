@@ -444,7 +444,7 @@ class RankingCost(Measurement):
         for length in self.lengths:
             time_layer = partial(ranking_ms, d=self.d, length=length)
             with threads(1):
-                times = in_turns(layers, self.rounds, time_layer, warm=0)
+                times = in_turns(layers, self.rounds, time_layer)
             for name, method in mechanisms.items():
                 yield {
                     "patches": length,

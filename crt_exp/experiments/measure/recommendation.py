@@ -249,14 +249,18 @@ def is_decided(
 
 def is_within(losses: Sequence[float], own: Sequence[float], tolerance: float) -> tuple[bool, bool]:
     """Whether the doubled interval lies within the tolerance, and far above (not finite: True)."""
-    above, half = mean_difference(losses, own[: len(losses)])
+    above, half = mean_difference(losses, own)
     return above + 2 * half <= tolerance, not above - 2 * half < CONTROL_TOLERANCES * tolerance
 
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
-    difference = interval(np.subtract(losses, own), "mean")
-    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
+    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1).
+
+    own: the losses of exact attention, on these samples and possibly on further ones.
+    """
+    n = len(losses)
+    difference = interval(np.subtract(losses, own[:n]), "mean")
+    half_width = math.nan if n == 1 else difference["mean_ci95"]
     return difference["mean"], half_width
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.measure import Measurement, Records, TensorPair, seeded
-from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
+from crt_exp.experiments.measure.times import in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.runner.run import read_records
@@ -132,7 +132,7 @@ class SamplingTimes(Measurement):
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
-        times = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
+        times = in_turns(calls, self.rounds, time_after_warmup, warm=1)
         for name in self.methods:
             label = f"{name} m={self.m}" if name in FEATURES else name
             yield {"method": label, "ms": times[name]}

@@ -425,7 +425,7 @@ class Speed(Measurement):
         for case in dict.fromkeys((min(length, longest), method) for length, method in cases):
             self.turn(*case)()  # warm-up
         turns = {case: self.turn(*case) for case in cases}
-        times = in_turns(turns, self.rounds, operator.call, warm=0, turn=seed)
+        times = in_turns(turns, self.rounds, operator.call, turn=seed)
         for length, method in cases:
             for record in times[length, method]:
                 yield {"length": length, "method": method, **record}
