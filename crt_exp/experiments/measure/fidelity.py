@@ -75,7 +75,6 @@ class DocumentBench(TextBench):
         model: Hub name, folder or run of task=mlm, trained with exact attention.
         text: Held-out files or folders. Documents are spread over the text.
         calibration: Other files, to fit causal layers with fitted parameters, as by `calibrate_attention`.
-        seed: Seed of the masked positions, which are equal for all attention.
         cache_dir: Folder of cached tokens.
 
     Raises:
@@ -92,7 +91,6 @@ class DocumentBench(TextBench):
         length: int | None = None,
         texts: int = 1,
         calibration_texts: int = 1,
-        seed: int = 0,
         cache_dir: str | Path | None = None,
     ):
         loaded, self.tokenizer = load_language_model(model)
@@ -111,13 +109,13 @@ class DocumentBench(TextBench):
         training = None
         if calibration is not None:
             training = documents(calibration, "task.calibration_texts", calibration_texts)
-        super().__init__(loaded, documents(text, "task.texts", texts), training, seed=seed)
+        super().__init__(loaded, documents(text, "task.texts", texts), training)
         # hidden states and attention calls of the exact model, by document
         self.exact: list[HiddenStates] = []
         self.calls: list[list[LayerCall]] = []
-        for i in range(texts):
+        for i, row in enumerate(self.rows.split(1)):
             self.exact.append(self.hidden_states(i))
-            self.calls.append(self.record_calls(self.rows[i : i + 1], layer_call)[0])
+            self.calls.append(self.record_calls(row, layer_call)[0])
 
     @torch.no_grad()
     def hidden_states(self, i: int) -> HiddenStates:
@@ -138,7 +136,8 @@ class DocumentBench(TextBench):
         """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().inputs_and_labels(i)
-        uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
+        # equal for all attention
+        uniform = data.uniforms([data.generator_of(0, i)], self.length)
         masking = data.Masking.from_tokenizer(self.tokenizer)
         batch = masking(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
@@ -164,14 +163,12 @@ class DocumentBench(TextBench):
     def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
         swapped = self.hidden_states(i)
-        layer_errors = []
+        record: Record = {"attention": [], "hidden": []}
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
-            layer_errors.append(float(relative_error(output, call.output)))
-        hidden_errors = []
+            record["attention"].append(float(relative_error(output, call.output)))
         for state, expected in zip(swapped.states, exact.states):
-            hidden_errors.append(float(relative_error(state, expected)))
-        record = {"attention": layer_errors, "hidden": hidden_errors}
+            record["hidden"].append(float(relative_error(state, expected)))
         if exact.loss is not None:
             record["above"] = swapped.loss - exact.loss
         return record

@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.corpora import FOLDER
-from crt_exp.experiments.data.text import lines_of, local_blocks, official_file
+from crt_exp.experiments.data.text import lines_of, official_file
 from crt_exp.experiments.measure import Records, SwapMeasurement
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
@@ -34,6 +34,7 @@ from crt_exp.experiments.measure.bench import (
     approximation_of,
     quiet,
 )
+from crt_exp.experiments.measure.model_files import rows_of
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.swap.saved import fetched
@@ -132,7 +133,7 @@ ROWS = {"new": new_row, "repeated": repeated_row}
 # ---- a language model
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def exact_losses(model: str, kind: str, length: int, seed: int) -> tuple[Row, Tensor]:
     """Return a row and its losses (n,) with exact attention."""
     row = ROWS[kind](model, length, seed)
@@ -227,15 +228,12 @@ class SwapEmbeddings(SwapSimilarity):
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         model, tokenizer = load_pretrained(self.model, AutoModel)
-        passages = self.passages("valid", tokenizer)
+        passages, training = [
+            rows_of(file, model, tokenizer, self.length, FOLDER / "tokens")
+            for file in (official_file("wikitext2", "valid"), official_file("wikitext2", "train"))
+        ]
         step = max(len(passages) // self.texts, 1)
-        passages = passages[::step][: self.texts]
-        return model, passages, self.passages("train", tokenizer)[: self.fit]
-
-    def passages(self, split: str, tokenizer: Any) -> Tensor:
-        file = official_file("wikitext2", split)
-        blocks = local_blocks(file, tokenizer, self.length, FOLDER / "tokens")
-        return torch.from_numpy(blocks.astype(np.int64))
+        return model, passages[::step][: self.texts], training[: self.fit]
 
     def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
         return model(input_ids=samples).last_hidden_state.mean(1)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from crt_exp.attention import exact_attention, uniform_attention, window_attenti
 from crt_exp.attention.base import AttentionLayer
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
-from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
+from crt_exp.experiments.data.text import generator_of, official_file
 from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
@@ -28,6 +27,7 @@ from crt_exp.experiments.measure.bench import (
     approximation_of,
     next_token_labels,
 )
+from crt_exp.experiments.measure.model_files import rows_of
 from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
@@ -144,10 +144,8 @@ def clusters_at(length: int) -> int:
 
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
-    tokenizer = load_pretrained(f"{start}/model")[1]
     text = official_file("wikitext2", split)
-    rows = running_blocks(text, tokenizer, length, FOLDER / "tokens")
-    return torch.from_numpy(rows.astype(np.int64))
+    return rows_of(text, *load_pretrained(f"{start}/model"), length, FOLDER / "tokens")
 
 
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
@@ -183,16 +181,15 @@ class SwapCopying(SwapMeasurement):
         train = passages(self.start, "train", self.length, 0)
         bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
         half = self.length // 2
-        new = 0.0
-        copied = 0.0
+        new = []
+        copied = []
         with bench.swapped(self.attention(mechanism)):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
-                new += float(nats[: half - 1].mean())
-                copied += float(nats[half + MIN_CONTEXT :].mean())
-        new /= len(test)
-        copied /= len(test)
-        yield {"new": new, "copied": copied, "gain": new - copied}
+                new.append(float(nats[: half - 1].mean()))
+                copied.append(float(nats[half + MIN_CONTEXT :].mean()))
+        means = {"new": sum(new) / ROWS, "copied": sum(copied) / ROWS}
+        yield {**means, "gain": means["new"] - means["copied"]}
 
     def attention(self, mechanism: Mechanism) -> "Mechanism | DenseBaseline | None":
         if self.baseline is None:
@@ -247,13 +244,11 @@ class DenseBaseline:
         distance = queries.unsqueeze(1) - positions
         past = distance >= 0
         close = past & ((distance < NEAR) | (positions < self.first))
-        far = past & ~close
-        rank = RANKS[self.name](q, k)
+        rank = RANKS[self.name](q, k).masked_fill(~past | close, -torch.inf)
         count = min(self.keys, rank.shape[-1])
-        best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
-        retrieved = torch.zeros_like(rank, dtype=torch.bool)
-        retrieved = retrieved.scatter(-1, best, True)
-        seen = close | (retrieved & far)
+        best = rank.topk(count, -1).indices
+        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        seen = past & (close | retrieved)
         logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
         return logits.softmax(-1) @ v
 
@@ -264,18 +259,8 @@ class DenseBaseline:
 class DenseLayer(AttentionLayer):
     """Attention layer of a dense baseline. Raises ValueError for padding masks."""
 
-    def __init__(
-        self,
-        baseline: DenseBaseline,
-        heads: int,
-        d: int,
-        *,
-        kv_heads: int | None = None,
-        causal: bool = False,
-        scaling: float | None = None,
-        layer: int = 0,
-    ):
-        super().__init__(heads, d, kv_heads, causal, scaling)
+    def __init__(self, baseline: DenseBaseline, heads: int, d: int, *, layer: int, **sizes: Any):
+        super().__init__(heads, d, **sizes)
         self.baseline = baseline
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:

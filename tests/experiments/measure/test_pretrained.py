@@ -84,7 +84,7 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
     ).eval()
     monkeypatch.setattr(pretrained, "load_pretrained", lambda name, kind: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
+    monkeypatch.setattr(pretrained, "rows_of", lambda *_: pieces)
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
     task = pretrained.SwapEmbeddings("", 128, 3, 4)
     [found] = task.rows(Mechanism.parse(arm), 0)
