@@ -19,9 +19,10 @@ DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of 
 DIGITS = 10  # as does an axis with more than this product of digits and decades
 EXACT = "#000000"
 CONTROL = "#999999"
-NEAR_FAR = "#0072B2"
-# In the order of the reports: indefinite maps are cold, positive maps warm (Okabe-Ito, safe for colour blindness).
-MAPS = {
+COLOURS = {
+    "exact": EXACT,
+    "nearfar": "#0072B2",
+    # feature maps: indefinite ones are cold, positive ones warm (Okabe-Ito, safe for colour blindness)
     "trig": "#56B4E9",
     "gerf": "#8C7AE6",
     "pois": "#009E73",
@@ -39,9 +40,7 @@ MAPS = {
     "auto": "#B35C5C",
     "pois_plus": "#CC79A7",
     "geom_plus": "#882255",
-}
-# Distinct from the colours of maps, of near-far and of exact attention.
-SAMPLERS = {
+    # samplers
     "iid": "#6A51A3",
     "orthogonal": "#1B7F79",
     "simplex": "#C2185B",
@@ -49,11 +48,18 @@ SAMPLERS = {
     "halton": "#8C6D31",
     "hadamard": "#B5651D",
     "givens": "#546E7A",
-}
-BASELINES = {
+    # other attention methods that the pages compare
     "window": "#8B4513",
     "hedgehog": "#C71585",
-}  # other attention methods that the pages compare
+    # kernels of generalised attention; relu is a name of conf/attention
+    "elu+1": "#56B4E9",
+    "exp": "#D55E00",
+    "sigmoid": "#0072B2",
+    "abs": "#CC79A7",
+    "gelu": "#009E73",
+    "cos": "#E69F00",
+    "tanh": "#808000",
+}
 # Names in the papers -> names in conf/.
 MAP_OF_LABEL = {
     "TrigRF": "trig",
@@ -75,16 +81,6 @@ MAP_OF_LABEL = {
     "Halton-R": "trig",
     "hybrid-cluster": "clustered",
     "near-far": "nearfar",
-}
-# Kernels of generalised attention; relu is a name of conf/attention.
-KERNELS = {
-    "elu+1": "#56B4E9",
-    "exp": "#D55E00",
-    "sigmoid": "#0072B2",
-    "abs": "#CC79A7",
-    "gelu": "#009E73",
-    "cos": "#E69F00",
-    "tanh": "#808000",
 }
 # Attention methods and feature maps as the papers write them.
 LABELS = {
@@ -119,24 +115,12 @@ def colour(name: str) -> str:
     """
     first = re.split("[ ,]", name)[0]
     name = MAP_OF_LABEL.get(name, MAP_OF_LABEL.get(first, first))
-    if name == "exact":
-        return EXACT
-    if name == "nearfar":
-        return NEAR_FAR
-    if (
-        name not in (*MAPS, *BASELINES)
-        and name in choices("attention")
-        and name not in choices("features")
-    ):
+    if name in COLOURS:
+        return COLOURS[name]
+    if name in choices("attention") and name not in choices("features"):
         features = Mechanism.of(name).features
         return CONTROL if features is None else colour(features.name)
-    return (
-        MAPS.get(name)
-        or BASELINES.get(name)
-        or KERNELS.get(name)
-        or SAMPLERS.get(name)
-        or colour_by_rule(name)
-    )
+    return colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:

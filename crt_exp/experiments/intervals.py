@@ -95,19 +95,6 @@ def t_quantile(n: int, level: float = LEVEL) -> float:
     return float(stats.t.isf(level / 2, n - 1))
 
 
-def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """Mean, standard deviation and half-width of the 95% Student interval, for a record.
-
-    The last two are None for a single value.
-    """
-    n = len(values)
-    std, half = None, None
-    if n > 1:
-        std = float(np.std(values, ddof=1))
-        half = t_quantile(n) * std / n**0.5
-    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}
-
-
 # ---- intervals within the scale of a metric
 
 

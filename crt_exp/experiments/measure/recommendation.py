@@ -23,7 +23,7 @@ from crt_exp.experiments.drawing import (
     plain_ticks,
     save_figure,
 )
-from crt_exp.experiments.intervals import interval
+from crt_exp.experiments.intervals import mean_ci
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -258,10 +258,11 @@ def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[floa
 
     own: the losses of exact attention, on these samples and possibly on further ones.
     """
-    n = len(losses)
-    difference = interval(np.subtract(losses, own[:n]), "mean")
-    half_width = math.nan if n == 1 else difference["mean_ci95"]
-    return difference["mean"], half_width
+    differences = np.subtract(losses, own[: len(losses)])
+    if not np.isfinite(differences).all():
+        return float(differences.mean()), math.nan
+    mean = mean_ci(differences)
+    return mean.mean, mean.half
 
 
 def cost(advice: Advice, row: Row) -> str:
