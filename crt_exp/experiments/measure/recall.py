@@ -6,17 +6,15 @@ passages. Dense baselines reproduce the output of other methods, not their cost.
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from crt_exp.attention import exact_attention, uniform_attention, window_attention
-from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention import Baseline, exact_attention
 from crt_exp.attention.checks import repeat_heads
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.text import generator_of, official_file
@@ -32,14 +30,10 @@ from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.choice import Sizes, rows_at
+from crt_exp.nearfar.choice import rows_at
 from crt_exp.registry import unknown
-from crt_exp.swap.swap import swap_layers
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
 
-# methods of task=far_key, in addition to nearfar and the dense baselines
-CAUSAL = {"uniform": uniform_attention, "window": window_attention}
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
 # last keys that a query always attends to; keys of a page
 NEAR = 64
@@ -60,7 +54,7 @@ class FarKey(Measurement):
     normal, or in normal `clusters` with 64% of the variance between clusters. near-far has a number of clusters
     proportional to sqrt(length).
 
-    methods: uniform, window, nearfar or a dense baseline (a key of RANKS), with options in text.
+    methods: attention methods or dense baselines (keys of RANKS), with options in text.
     """
 
     metric = "error"
@@ -80,20 +74,18 @@ class FarKey(Measurement):
         heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
         for method in self.methods:
-            output = self.output(method, heads)
+            layer = self.mechanism(method).layer(self.heads, self.d, causal=True, scaling=1.0)
+            output = layer.eval()(*heads)
             error = (output - exact).norm() / exact.norm()
             yield {"method": method, "error": float(error)}
 
-    def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
+    def mechanism(self, method: str) -> Mechanism:
         name, options = split_words(method)
         if name in RANKS:
-            return DenseBaseline(name, **options)(*heads)
-        if name in CAUSAL:
-            return CAUSAL[name](*heads, causal=True, **options)
+            return dense_baseline(method)
         if name == "nearfar":
-            sizes = Sizes(cells=clusters_at(self.length), **options)
-            return near_far_attention(*heads, sizes, causal=True)
-        raise unknown("method", name, [*CAUSAL, "nearfar", *RANKS])
+            options |= {"cells": clusters_at(self.length), "exact_until": 0}
+        return Mechanism.of(name, **options)
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
@@ -191,13 +183,10 @@ class SwapCopying(SwapMeasurement):
         means = {"new": sum(new) / ROWS, "copied": sum(copied) / ROWS}
         yield {**means, "gain": means["new"] - means["copied"]}
 
-    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseBaseline | None":
+    def attention(self, mechanism: Mechanism) -> Mechanism | None:
         if self.baseline is None:
             return approximation_of(replace(mechanism, seed=0))
-        name, options = split_words(self.baseline)
-        if name not in RANKS:
-            raise unknown("task.baseline", name, RANKS)
-        return DenseBaseline(name, **options)
+        return dense_baseline(self.baseline)
 
 
 # ---- dense baselines
@@ -222,46 +211,27 @@ RANKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # (queries, keys) -> rank of each key, (1, H, R, L)
 
 
-@dataclass(frozen=True)
-class DenseBaseline:
-    """Attention that retrieves keys by dense computations; a bench swaps it like a `Mechanism`.
+def dense_baseline(text: str) -> Mechanism:
+    """Return a baseline such as "largest keys=64"."""
+    name, options = split_words(text)
+    if name not in RANKS:
+        raise unknown("task.baseline", name, RANKS)
+    return Mechanism.of(DenseBaseline, rank=name, **options)
 
-    name: a key of RANKS. keys: number of keys of largest rank that a query retrieves in addition to the last NEAR and
-    the first `first` keys.
+
+@checked("attention")
+class DenseBaseline(Baseline):
+    """Causal attention that retrieves keys by dense computations.
+
+    rank: a key of RANKS. keys: number of keys of largest rank that a query retrieves in addition to the last NEAR and
+    the first `first` keys. Queries are those of the last positions. Raises ValueError for padding masks.
     """
 
-    name: str
-    keys: int
-    first: int = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output (1, H, R, dv) for queries (1, H, R, d) at the last positions.
-
-        Keys are k (1, H, L, d), values v (1, H, L, dv); the scale is 1.
-        """
-        positions = torch.arange(k.shape[2])
-        queries = positions[len(positions) - q.shape[2] :]
-        distance = queries.unsqueeze(1) - positions
-        past = distance >= 0
-        close = past & ((distance < NEAR) | (positions < self.first))
-        rank = RANKS[self.name](q, k).masked_fill(~past | close, -torch.inf)
-        count = min(self.keys, rank.shape[-1])
-        best = rank.topk(count, -1).indices
-        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
-        seen = past & (close | retrieved)
-        logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
-        return logits.softmax(-1) @ v
-
-    def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, partial(DenseLayer, self), self.name, layers, saved=saved)
-
-
-class DenseLayer(AttentionLayer):
-    """Attention layer of a dense baseline. Raises ValueError for padding masks."""
-
-    def __init__(self, baseline: DenseBaseline, heads: int, d: int, *, layer: int, **sizes: Any):
+    def __init__(self, heads: int, d: int, *, rank: str, keys: Whole, first: Whole = 0, **sizes):
         super().__init__(heads, d, **sizes)
-        self.baseline = baseline
+        self.rank = RANKS[rank]
+        self.retrieved = keys
+        self.first = first
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
@@ -271,5 +241,15 @@ class DenseLayer(AttentionLayer):
         q = q * self.scaling
         k = repeat_heads(k, q.shape[1])
         v = repeat_heads(v, q.shape[1])
-        rows = zip(q.split(1), k.split(1), v.split(1))
-        return torch.cat([self.baseline(*row) for row in rows])
+        positions = torch.arange(k.shape[2])
+        queries = positions[len(positions) - q.shape[2] :]
+        distance = queries.unsqueeze(1) - positions
+        past = distance >= 0
+        close = past & ((distance < NEAR) | (positions < self.first))
+        rank = self.rank(q, k).masked_fill(~past | close, -torch.inf)
+        count = min(self.retrieved, rank.shape[-1])
+        best = rank.topk(count, -1).indices
+        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        seen = past & (close | retrieved)
+        logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
+        return logits.softmax(-1) @ v

@@ -185,7 +185,8 @@ def heads():
 @pytest.mark.parametrize("baseline", recall.RANKS)
 def test_baselines_are_exact_on_all_keys_weigh_to_one_and_see_no_later_token(heads, baseline):
     def attend(q, k, v, keys):
-        return recall.DenseBaseline(baseline, keys, first=16)(q, k, v)
+        mechanism = recall.dense_baseline(f"{baseline} keys={keys} first=16")
+        return mechanism.layer(2, 8, causal=True, scaling=1.0)(q, k, v)
 
     q, k, v = heads
     actual = attend(*heads, 160)
