@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
-from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
@@ -28,6 +27,7 @@ from crt_exp.experiments.measure import (
     check_estimates,
     seeded,
 )
+from crt_exp.experiments.measure.bench import fit_attention
 from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models.language import Transformer
@@ -89,22 +89,20 @@ class Approximation(SwapMeasurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
         ms = self.ms if mechanism.estimates else [None]
-        rows = []
-        for row in self.layer_and_depth_rows(mechanism, ms, seed):
-            rows.append(row)
-            yield row
-        yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
-
-    def layer_and_depth_rows(
-        self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
-    ) -> Records:
-        layers = len(self.source.layers(0, seed))
+        layers = {}
         for m in ms:
-            for i in range(layers):
-                yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
-        if self.has_depth:
-            for m in ms:
-                yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
+            layers[m] = []
+            for i in range(len(self.source.layers(0, seed))):
+                layers[m].append(self.layer_record(mechanism, m, i, seed))
+                yield {"split": "layer", **layers[m][-1]}
+        largest = max(ms)
+        last = {"split": "test", **self.mean_record(mechanism, layers[largest], seed)}
+        for m in ms if self.has_depth else ():
+            record = self.depth_record(mechanism, m, seed)
+            yield {"split": "depth", **record}
+            if m == largest:
+                last["hidden_error"] = record["hidden_error"]
+        yield last
 
     def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
@@ -130,29 +128,21 @@ class Approximation(SwapMeasurement):
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
 
-    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> Record:
-        """Return means over layers at the largest m, and the bias of an approximate sampler."""
-        largest = [row for row in rows if self.is_at_largest_m(row)]
-        layer_rows = [row for row in largest if row["split"] == "layer"]
+    def mean_record(self, mechanism: Mechanism, layers: list[Record], seed: int) -> Record:
+        """Return means over layers, and the bias of an approximate sampler."""
         record: Record = {}
-        for name in layer_rows[0]:
+        for name in layers[0]:
             if name in MEANS:
-                values = [row[name] for row in layer_rows]
+                values = [layer[name] for layer in layers]
                 record[name] = None if None in values else sum(values) / len(values)
-        for row in largest:
-            if row["split"] == "depth":
-                record["hidden_error"] = row["hidden_error"]
         if mechanism.estimates:
-            record["m"] = max(self.ms)
-            phi = mechanism.map("softmax")
+            record["m"] = layers[0]["m"]
             layer = self.source.layers(0, seed)[0]
             x = layer.x[0, 0]
             y = layer.y[0, 0]
-            record |= bias_record(phi, mechanism.sampler, x, y, fit_map(mechanism, x, y))
+            params = fit_map(mechanism, x, y)
+            record |= bias_record(mechanism.map(), mechanism.sampler, x, y, params)
         return record
-
-    def is_at_largest_m(self, row: dict) -> bool:
-        return row.get("m") in (None, max(self.ms))
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -205,40 +195,40 @@ class LayerErrors:
         errors: dict[str, list[Tensor]] = {}
         for sample in range(self.samples):
             layer = self.source.layers(sample, seed)[i]
-            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-            pairs = {"uniform": (uniform, layer.output)}
+            tensors = (layer.x, layer.y, layer.v)
+            pairs = {"uniform": (uniform_attention(*tensors, causal=layer.causal), layer.output)}
             if m is None:
                 pairs["output"] = (whole_output(mechanism, layer), layer.output)
             else:
-                g = generator(seed, i, sample)
-                pairs |= self.estimate(mechanism.with_projections(m), layer, seed, g, count)
+                order = torch.randperm(layer.x.shape[2], generator=generator(seed))
+                rows = order[: self.rows].sort().values
+                projected = mechanism.with_projections(m)
+                pairs |= estimates(projected, layer, rows, generator(seed, i, sample), count)
             for name, (estimate, exact) in pairs.items():
                 error = relative_error(estimate, exact, (-2, -1))[0]
                 errors.setdefault(f"{name}_error", []).append(error)
         stacked = {name: torch.stack(samples) for name, samples in errors.items()}
         return stacked, count.fraction
 
-    def estimate(
-        self,
-        mechanism: Mechanism,
-        layer: "LayerInputs",
-        seed: int,
-        g: torch.Generator,
-        count: DenominatorCount,
-    ) -> dict[str, TensorPair]:
-        """Return estimate and exact value of the output, and of some rows of the matrix."""
-        x = layer.x
-        y = layer.y
-        causal = layer.causal
-        phi = mechanism.map()
-        order = torch.randperm(x.shape[2], generator=generator(seed))
-        rows = order[: self.rows].sort().values
-        noise = mechanism.noise(layer.d, g, (layer.heads,))
-        params = layer.fit(phi)
-        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-        exact = attention_matrix(x, y, causal=causal, rows=rows)
-        return {"output": (output, layer.output), "matrix": (matrix, exact)}
+
+def estimates(
+    mechanism: Mechanism,
+    layer: "LayerInputs",
+    rows: Tensor,
+    g: torch.Generator,
+    count: DenominatorCount,
+) -> dict[str, TensorPair]:
+    """Return estimate and exact value of the output, and of some rows of the matrix."""
+    x = layer.x
+    y = layer.y
+    phi = mechanism.map()
+    noise = mechanism.noise(layer.d, g, (layer.heads,))
+    params = layer.fit(phi)
+    causal = layer.causal
+    output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
+    matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+    exact = attention_matrix(x, y, causal=causal, rows=rows)
+    return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
 
 # ---- where the tensors come from
@@ -314,10 +304,8 @@ class Synthetic:
         weights, tokens: seeds. sample: number of the sample of the projections.
         """
         h, exact = exact_states(self, weights, tokens)
-        layers = []
-        for i in range(self.depth):
-            number = self.depth * sample + i
-            layers.append(mechanism.layer(self.heads, self.d, layer=number))
+        numbers = range(self.depth * sample, self.depth * (sample + 1))
+        layers = [mechanism.layer(self.heads, self.d, layer=number) for number in numbers]
         estimates = states(random_transformer(self, weights), h, layers)
         return [relative_error(*pair).item() for pair in zip(estimates, exact)]
 
@@ -403,11 +391,9 @@ class Pretrained(DocumentBench):
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     """Output of attention without projections; causal layers are fitted to its inputs."""
     options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
+    tensors = (layer.x, layer.y, layer.v)
     state = mechanism.layer(layer.heads, layer.d, **options).eval()
-    if isinstance(state, LinearAttention):
-        with state.calibration():
-            state(layer.x, layer.y, layer.v)
-    return state(layer.x, layer.y, layer.v)
+    return fit_attention(state, [tensors])(*tensors)
 
 
 def _number(value: Tensor | float) -> float | None:

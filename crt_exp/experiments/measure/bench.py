@@ -71,6 +71,20 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recorded_calls(layers: Iterable[nn.Module], record: Callable[..., Any]) -> Iterator[list]:
+    """Context manager: list record(layer, arguments, output) of every call of the layers."""
+    calls: list[Any] = []
+
+    def hook(*call: Any) -> None:
+        calls.append(record(*call))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield calls
+
+
 class Bench:
     """Evaluate one model with several attention methods.
 
@@ -146,22 +160,16 @@ class Bench:
             del self.fits[next(iter(self.fits))]
 
     @torch.no_grad()
-    def record_calls(
-        self, piece: Any, record: Callable[[nn.Module, tuple, Tensor], Any]
-    ) -> tuple[list[Any], Any]:
+    def record_calls(self, piece: Any, record: Callable[..., Any]) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
         Returns:
             The values of record(layer, arguments, output) for every call, and the model's output.
         """
-        calls: list[Any] = []
-
-        def hook(*call: Any) -> None:
-            calls.append(record(*call))
-
-        with self.swapped(Mechanism.of("exact")) as states, ExitStack() as stack:
-            for state in states.values():
-                stack.callback(state.register_forward_hook(hook).remove)
+        with (
+            self.swapped(Mechanism.of("exact")) as states,
+            recorded_calls(states.values(), record) as calls,
+        ):
             return calls, self.run(piece)
 
     # ---- losses
