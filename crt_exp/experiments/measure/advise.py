@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mec
     return result
 
 
+@dataclass
 class Trial:
     """Measurement of several methods in a bench, within a time budget.
 
@@ -225,27 +227,22 @@ class Trial:
         times: length -> method -> milliseconds, one value per round.
     """
 
-    def __init__(
-        self,
-        bench: Bench,
-        methods: Mapping[str, Mechanism | None],
-        rounds: int,
-        tolerance: float,
-        minutes: float | None,
-    ):
-        self.bench = bench
-        self.methods = methods
-        self.rounds = rounds
-        self.tolerance = tolerance
-        self.limit = math.inf if minutes is None else 60 * minutes
+    bench: Bench
+    methods: Mapping[str, Mechanism | None]
+    rounds: int
+    tolerance: float
+    minutes: float | None
+
+    def __post_init__(self):
+        self.limit = math.inf if self.minutes is None else 60 * self.minutes  # seconds
         self.begun = time.monotonic()
         self.losses: dict[str, dict[str, list[float]]] = {}
+        self.mib: dict[str, float | None] = dict.fromkeys(self.methods)
         self.times: dict[int, dict[str, list[float]]] = {}
-        for label in methods:
+        for label in self.methods:
             self.losses[label] = {"loss": [], "repeated": []}
-        for length in bench.timed:
-            self.times[length] = {label: [] for label in methods}
-        self.mib: dict[str, float | None] = dict.fromkeys(methods)
+        for length in self.bench.timed:
+            self.times[length] = {label: [] for label in self.methods}
 
     @property
     def used(self) -> float:

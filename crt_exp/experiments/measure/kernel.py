@@ -132,11 +132,6 @@ class KernelEstimate:
         return record, mse.tolist()
 
 
-def estimate_pairs(mechanism: Mechanism, x: Tensor, y: Tensor) -> KernelEstimate:
-    """Return estimates for pairs, with parameters fitted to all of them."""
-    return KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
-
-
 def fit_map(mechanism: Mechanism, x: Tensor, y: Tensor) -> Params:
     """Fit the mechanism's feature map to queries and keys (n, d)."""
     return mechanism.map().fit(Statistics.of(x, y))
@@ -178,7 +173,7 @@ class Pointwise(Series):
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
         theta = angles_of(self.angles)
         x, y = at_angles(theta, r, self.d, generator(seed, 0))
-        estimate = estimate_pairs(mechanism, x, y)
+        estimate = KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
         squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
         closed = (estimate.log_relative_mse / 2).exp()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.measure import Measurement, Records, TensorPair, seeded
-from crt_exp.experiments.measure.times import in_turns, time_after_warmup
+from crt_exp.experiments.measure.times import Call, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.runner.run import read_records
@@ -56,6 +56,7 @@ REPEATED = 2**23  # maximum values of class vectors gathered at once
 # parameters are fitted to every FITTED-th query
 SPLIT = "test"
 FITTED = 16
+Estimate = Callable[[Tensor], Tensor]  # from queries (B, d) to values of the classes (B, V)
 BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
 
 
@@ -137,9 +138,7 @@ class SamplingTimes(Measurement):
             label = f"{name} m={self.m}" if name in FEATURES else name
             yield {"method": label, "ms": times[name]}
 
-    def call(
-        self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor
-    ) -> Callable[[], Any]:
+    def call(self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
         whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
         if name in whole:
             return whole[name](head, hidden, targets)
@@ -160,9 +159,7 @@ class SamplingTimes(Measurement):
         return training_step(head, loss, softmax.update)
 
 
-def training_step(
-    model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int
-) -> Callable[[], None]:
+def training_step(model: nn.Module, loss: Callable[[], Tensor], update: Call = int) -> Call:
     optimiser = torch.optim.SGD(model.parameters(), RATE)
 
     def step() -> None:
@@ -174,7 +171,7 @@ def training_step(
     return step
 
 
-def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
     optimiser = torch.optim.SGD(head.parameters(), RATE)
     size = max(1, FULL_PAIRS // head.out_features)
 
@@ -191,7 +188,7 @@ def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], 
     return step
 
 
-def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
     """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
     classes = head.out_features
     model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
@@ -318,21 +315,16 @@ class ClassDistributions(Measurement):
                 estimate = estimator(phi, noise, phi.fit(stats), y)
                 yield {"m": m, **distances(queries, y, estimate)}
             return
-        metrics = Path(self.start).expanduser() / "metrics.jsonl"
-        last = read_records(metrics)[-1]
+        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
         yield {"loss": last["loss"], "unigram_loss": last["unigram_loss"]}
         distributions = {
             "uniform": torch.ones(len(y)),
             "unigram": torch.from_numpy(task.unigram).float(),
         }
         for name, shares in distributions.items():
-            record = distances(queries, y, partial(same_for_all, shares))
+            record = distances(queries, y, lambda x, shares=shares: shares.expand(len(x), -1))
             for m in self.ms:
                 yield {"method": name, "m": m, **record}
-
-
-def same_for_all(shares: Tensor, queries: Tensor) -> Tensor:
-    return shares.expand(len(queries), -1)
 
 
 @lru_cache(maxsize=1)
@@ -361,9 +353,7 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
     return torch.cat(parts, 1)[torch.cat(labelled, 1)]
 
 
-def estimator(
-    phi: FeatureMap, noise: Nested, params: Params, keys: Tensor
-) -> Callable[[Tensor], Tensor]:
+def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Estimate:
     """Return a function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c).
 
     To avoid overflow, key features are divided by the maximum of their column, and each row lacks a common factor.
@@ -386,7 +376,7 @@ def estimator(
 
 
 def distances(
-    queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK
+    queries: Tensor, keys: Tensor, estimate: Estimate, block: int = BLOCK
 ) -> dict[str, float]:
     """Return mean W1 and KS distances, and the share of negative estimates.
 

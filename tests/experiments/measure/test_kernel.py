@@ -15,10 +15,11 @@ from crt_exp.experiments.measure.kernel import (
     QMC,
     Clusters,
     Flops,
+    KernelEstimate,
     Pointwise,
     angles_of,
     at_angles,
-    estimate_pairs,
+    fit_map,
     generator,
 )
 from crt_exp.experiments.measure.sampling import ClassDistributions, distances, estimator
@@ -64,7 +65,7 @@ def probes():
 )
 def test_measured_errors_are_those_of_the_closed_form(made):
     x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
-    estimate = estimate_pairs(made, x, y)
+    estimate = KernelEstimate(made, x, y, fit_map(made, x, y))
     squared = estimate.squared_errors(groups=40, draws=100, seed=1)
     closed = estimate.log_relative_mse.exp()
     error = check_mean(squared, closed)
