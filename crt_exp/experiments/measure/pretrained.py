@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.corpora import FOLDER
@@ -34,10 +33,10 @@ from crt_exp.experiments.measure.bench import (
     approximation_of,
     quiet,
 )
-from crt_exp.experiments.measure.model_files import rows_of
+from crt_exp.experiments.measure.model_files import load_language_model, origin_of, rows_of
+from crt_exp.experiments.models.encoders import folder_of, load_tokenizer
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.saved import fetched
 from crt_exp.validation import Count, FileName
 
 APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents
@@ -45,22 +44,7 @@ CHARACTERS = 1_500_000  # characters to read from a split
 FITTED = 1024  # maximum tokens of a calibration row
 
 
-# ---- models in folders
-
-
-def folder_of(model: str) -> Path:
-    """Return the folder of a model. Raises ConfigError that names the fetch command."""
-    return fetched(model) or Path(model).expanduser()
-
-
-@lru_cache(maxsize=2)
-def load_pretrained(
-    model: str, kind: type = AutoModelForCausalLM, processor: type = AutoTokenizer
-) -> tuple[nn.Module, Any]:
-    """Return a model in eval mode, float32, and its tokenizer or processor."""
-    folder = folder_of(model)
-    loaded = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    return loaded, processor.from_pretrained(folder)
+load_pretrained = lru_cache(maxsize=2)(load_language_model)
 
 
 # ---- rows of text
@@ -96,7 +80,7 @@ def plain_text(split: str) -> str:
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
     """Return the token ids (n,) of a split, without special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder_of(model))
+    tokenizer = load_tokenizer(origin_of(model))
     ids = tokenizer(plain_text(split), add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
@@ -227,7 +211,7 @@ class SwapEmbeddings(SwapSimilarity):
     fit: Count
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
-        model, tokenizer = load_pretrained(self.model, AutoModel)
+        model, tokenizer = load_pretrained(self.model)
         passages, training = [
             rows_of(file, model, tokenizer, self.length, FOLDER / "tokens")
             for file in (official_file("wikitext2", "valid"), official_file("wikitext2", "train"))
@@ -255,7 +239,7 @@ class SwapImages(SwapSimilarity):
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         import timm
 
-        folder = f"local-dir:{folder_of(self.model)}"
+        folder = f"local-dir:{folder_of(self.model, 'task.model')}"
         model = timm.create_model(folder, pretrained=True, img_size=self.size).eval()
         validation = self.pixels("val", self.images, model.pretrained_cfg)
         return model, validation, self.pixels("train", self.fit, model.pretrained_cfg)

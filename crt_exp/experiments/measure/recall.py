@@ -137,7 +137,7 @@ def clusters_at(length: int) -> int:
 @lru_cache(maxsize=8)
 def blocks(start: str, split: str, length: int) -> Tensor:
     text = official_file("wikitext2", split)
-    return rows_of(text, *load_pretrained(f"{start}/model"), length, FOLDER / "tokens")
+    return rows_of(text, *load_pretrained(start), length, FOLDER / "tokens")
 
 
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
@@ -171,7 +171,7 @@ class SwapCopying(SwapMeasurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)
-        bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
+        bench = TextBench(load_pretrained(self.start)[0], test, train)
         half = self.length // 2
         new = []
         copied = []

@@ -26,8 +26,9 @@ from crt_exp.attention import (
 )
 from crt_exp.experiments.measure import Measurement, Records, seeded
 from crt_exp.experiments.measure.bench import NEXT, predicts, swap_and_fit
-from crt_exp.experiments.measure.pretrained import folder_of, passage
+from crt_exp.experiments.measure.pretrained import passage
 from crt_exp.experiments.measure.times import Update, in_turns, milliseconds, peak_increase
+from crt_exp.experiments.models.encoders import folder_of
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import Statistics
@@ -342,7 +343,7 @@ def pretrained_work(name: str, method: str, length: int) -> Work:
 @lru_cache(maxsize=8)
 def pretrained_model(name: str, mechanism: Mechanism) -> nn.Module:
     """Return a decoder or encoder, fitted to the start of WikiText-2's training split or to noise."""
-    folder = folder_of(name)
+    folder = folder_of(name, "task.model")
     # dropout of weights, which only exact attention has, would slow it down in training
     options = {"use_cache": False, "attention_probs_dropout_prob": 0.0}
     config = AutoConfig.from_pretrained(folder, **options)

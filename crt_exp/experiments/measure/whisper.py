@@ -15,15 +15,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
-from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
+from crt_exp.experiments.measure import (
+    Record,
+    Records,
+    SwapMeasurement,
+    TensorPair,
+    model_files,
+)
 from crt_exp.experiments.measure.adapt import descent
 from crt_exp.experiments.measure.bench import Bench, approximation_of, quiet, swap_and_fit
-from crt_exp.experiments.measure.pretrained import load_pretrained
 from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole
@@ -104,9 +108,11 @@ class Recogniser(NamedTuple):
         return nats, (logits.argmax(-1) == labels).float()
 
 
-def load(model: str) -> Recogniser:
+@lru_cache(maxsize=2)
+def load(name: str) -> Recogniser:
     """Load a pretrained model in eval mode."""
-    return Recogniser(*load_pretrained(model, AutoModelForSpeechSeq2Seq, AutoProcessor))
+    model = model_files.load(name, {"ForConditionalGeneration": "AutoModelForSpeechSeq2Seq"})
+    return Recogniser(model, model_files.load_part(name, "AutoProcessor"))
 
 
 @lru_cache(maxsize=256)

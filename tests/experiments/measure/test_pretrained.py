@@ -82,7 +82,7 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
             initializer_range=0.5,
         )
     ).eval()
-    monkeypatch.setattr(pretrained, "load_pretrained", lambda name, kind: (model, letters))
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda name: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(pretrained, "rows_of", lambda *_: pieces)
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
