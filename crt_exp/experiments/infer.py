@@ -381,7 +381,10 @@ def sample(options: SequenceOptions) -> None:
         raise ConfigError(
             f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional"
         )
-    alphabet = find_alphabet(saved.symbols, f"run={options.run}")
+    known = [key for key in ALPHABETS if key in saved.symbols]
+    if not known:
+        raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
+    alphabet = ALPHABETS[known[0]](saved.symbols)
     length = options.length or description.length
     if alphabet.end is None and options.output is None:
         raise ConfigError("output=None: expected FILE.png, as this run generates images")
@@ -541,14 +544,6 @@ class Pixels:
 
 # keyed by an entry of the vocabulary
 ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}
-
-
-def find_alphabet(vocabulary: dict[str, Any], named: str) -> Letters | Text | Pixels:
-    """Return the format of a run's sequences. Raises ConfigError."""
-    for key, alphabet in ALPHABETS.items():
-        if key in vocabulary:
-            return alphabet(vocabulary)
-    raise ConfigError(f"{named}: expected a run with letters, pixels or text")
 
 
 KINDS = {

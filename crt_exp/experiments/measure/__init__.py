@@ -2,11 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
 
@@ -56,6 +58,15 @@ def check_estimates(mechanism: Mechanism) -> None:
         raise ValueError(
             "attention=exact: expected an approximation, such as features=pos or attention=favorpp"
         )
+
+
+def data_file(dataset: str, name: str) -> Path:
+    """Return a file of $CRT_DATA/<dataset>. Raises DataError if it is missing."""
+    folder = task_folder(dataset, None)
+    path = folder and folder / name
+    if path is None or not path.is_file():
+        raise missing_file(dataset, path)
+    return path
 
 
 def seeded(seed: int) -> torch.Generator:

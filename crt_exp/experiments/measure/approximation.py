@@ -79,51 +79,52 @@ class Approximation(SwapMeasurement):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
         self.ms = ms
+        self.samples = samples
+        self.queries = rows
         self.has_depth = model is not None or depth > 0
         if model is None:
             self.source = Synthetic(length or 1024, heads, d, scale, depth)
         else:
             self.source = Pretrained(model, text, length)
-        self.errors = LayerErrors(self.source, samples, rows)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        ms = self.ms if mechanism.estimates else [None]
-        layers = {}
-        for m in ms:
-            layers[m] = []
+        mechanisms = [mechanism]
+        largest = None
+        if mechanism.estimates:
+            mechanisms = [mechanism.with_projections(m) for m in self.ms]
+            largest = max(self.ms)
+        layers = []
+        for projected in mechanisms:
             for i in range(len(self.source.layers(0, seed))):
-                layers[m].append(self.layer_record(mechanism, m, i, seed))
-                yield {"split": "layer", **layers[m][-1]}
-        largest = max(ms)
-        last = {"split": "test", **self.mean_record(mechanism, layers[largest], seed)}
-        for m in ms if self.has_depth else ():
-            record = self.depth_record(mechanism, m, seed)
+                record = self.layer_record(projected, i, seed)
+                yield {"split": "layer", **record}
+                if record.get("m") == largest:
+                    layers.append(record)
+        last = self.mean_record(mechanism, layers, seed)
+        for projected in mechanisms if self.has_depth else ():
+            record = self.depth_record(projected, seed)
             yield {"split": "depth", **record}
-            if m == largest:
+            if record.get("m") == largest:
                 last["hidden_error"] = record["hidden_error"]
-        yield last
+        yield {"split": "test", **last}
 
-    def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
+    def layer_record(self, mechanism: Mechanism, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
-        errors, negative = self.errors.measure(mechanism, m, i, seed)
-        layer = self.source.layers(0, seed)[i]
-        record = {"layer": i, "path": layer.path}
-        if m:
-            record |= {"m": m, "negative_denominators": negative}
+        options = {"samples": self.samples, "queries": self.queries}
+        errors, negative = layer_errors(self.source, mechanism, i, seed, **options)
+        record = {"layer": i, "path": self.source.layers(0, seed)[i].path}
+        if mechanism.estimates:
+            record |= {"m": mechanism.m, "negative_denominators": negative}
         for name, values in errors.items():
             record[name] = _number(values.mean())
             record[f"{name}_heads"] = _numbers(values.mean(0))
         return record
 
-    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> Record:
+    def depth_record(self, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean error over samples of the hidden states after each layer."""
-        record = {}
-        if m:
-            mechanism = replace(mechanism, m=m)
-            record["m"] = m
-        errors = self.source.hidden_errors(mechanism, self.errors.samples, seed)
-        mean = errors.mean(0)
+        record = {"m": mechanism.m} if mechanism.estimates else {}
+        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
         record["hidden_error"] = _number(mean[-1])
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
@@ -171,47 +172,43 @@ class Approximation(SwapMeasurement):
 # ---- errors of one layer
 
 
-@dataclass(frozen=True)
-class LayerErrors:
-    """Errors of attention layers over samples of the projections.
+@torch.no_grad()
+def layer_errors(
+    source: "Synthetic | Pretrained",
+    mechanism: Mechanism,
+    i: int,
+    seed: int,
+    *,
+    samples: int,
+    queries: int,
+) -> tuple[dict[str, Tensor], float]:
+    """Return errors of layer i by name, (samples, H) each, and the share of denominators <= 0.
 
-    rows: number of queries whose rows of the attention matrix are compared.
+    `uniform_error` is the error of uniform attention. For a feature map, some rows of the attention matrix, those of
+    a number of `queries`, are compared too.
     """
-
-    source: "Synthetic | Pretrained"
-    samples: int
-    rows: int
-
-    @torch.no_grad()
-    def measure(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return errors of layer i by name, and the share of denominators <= 0.
-
-        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
-        uniform attention.
-        """
-        count = DenominatorCount()
-        errors: dict[str, list[Tensor]] = {}
-        for sample in range(self.samples):
-            layer = self.source.layers(sample, seed)[i]
-            tensors = (layer.x, layer.y, layer.v)
-            pairs = {"uniform": (uniform_attention(*tensors, causal=layer.causal), layer.output)}
-            if m is None:
-                pairs["output"] = (whole_output(mechanism, layer), layer.output)
-            else:
-                order = torch.randperm(layer.x.shape[2], generator=generator(seed))
-                rows = order[: self.rows].sort().values
-                projected = mechanism.with_projections(m)
-                pairs |= estimates(projected, layer, rows, generator(seed, i, sample), count)
-            for name, (estimate, exact) in pairs.items():
-                error = relative_error(estimate, exact, (-2, -1))[0]
-                errors.setdefault(f"{name}_error", []).append(error)
-        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
-        return stacked, count.fraction
+    count = DenominatorCount()
+    errors: dict[str, list[Tensor]] = {}
+    estimates = mechanism.estimates
+    for sample in range(samples):
+        layer = source.layers(sample, seed)[i]
+        uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
+        pairs = {"uniform": (uniform, layer.output)}
+        if estimates:
+            order = torch.randperm(layer.x.shape[2], generator=generator(seed))
+            rows = order[:queries].sort().values
+            g = generator(seed, i, sample)
+            pairs |= estimated_pairs(mechanism, layer, rows, g, count)
+        else:
+            pairs["output"] = (whole_output(mechanism, layer), layer.output)
+        for name, (estimate, exact) in pairs.items():
+            error = relative_error(estimate, exact, (-2, -1))[0]
+            errors.setdefault(f"{name}_error", []).append(error)
+    stacked = {name: torch.stack(values) for name, values in errors.items()}
+    return stacked, count.fraction
 
 
-def estimates(
+def estimated_pairs(
     mechanism: Mechanism,
     layer: "LayerInputs",
     rows: Tensor,

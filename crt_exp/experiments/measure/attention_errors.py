@@ -24,7 +24,6 @@ from crt_exp.attention.reference import softmax_attention
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.protein import BEGIN, LETTERS, STANDARD
-from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import (
     Measurement,
@@ -33,9 +32,10 @@ from crt_exp.experiments.measure import (
     Series,
     SwapMeasurement,
     check_estimates,
+    data_file,
     seeded,
 )
-from crt_exp.experiments.measure.approximation import LayerErrors, LayerInputs, Synthetic
+from crt_exp.experiments.measure.approximation import LayerInputs, Synthetic, layer_errors
 from crt_exp.experiments.measure.bench import fit_attention, recorded_calls
 from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
@@ -150,12 +150,13 @@ class HeadErrors(Series, SwapMeasurement):
 
     def __post_init__(self):
         scale = scale_of(self.sum, self.d)
-        source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
-        self.errors = LayerErrors(source, self.samples, 1)
+        self.source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
-        projections = m if mechanism.estimates else None
-        errors, _ = self.errors.measure(mechanism, projections, 0, seed)
+        if mechanism.estimates:
+            mechanism = mechanism.with_projections(m)
+        options = {"samples": self.samples, "queries": 1}
+        errors, _ = layer_errors(self.source, mechanism, 0, seed, **options)
         ratio = errors["output_error"] / errors["uniform_error"]
         mse = ratio[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
@@ -263,10 +264,7 @@ class AttentionMaps(SwapMeasurement):
     drawn: bool = False
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        folder = task_folder("protein", None)
-        if folder is None or not (folder / self.file).is_file():
-            raise missing_file("protein", folder and folder / self.file)
-        letters = entry_of(folder / self.file, self.entry)
+        letters = entry_of(data_file("protein", self.file), self.entry)
         saved = load_protein_model(self.start)
         exact = matrices(saved.build(Mechanism.of("exact")), letters)
         estimates = matrices(saved.build(replace(mechanism, seed=seed)), letters)

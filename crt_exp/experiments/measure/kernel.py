@@ -147,9 +147,13 @@ def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> TensorPair
     return r * u, r * (theta.cos() * u + theta.sin() * v)
 
 
-def angles_of(n: int) -> Tensor:
-    """Return n angles from 0 to pi, both included."""
-    return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
+def estimate_at_angles(
+    mechanism: Mechanism, angles: int, r: float, d: int, g: torch.Generator
+) -> tuple[Tensor, KernelEstimate]:
+    """Return angles from 0 to pi, both included, and estimates for a pair of norm r at each."""
+    theta = torch.linspace(0.0, math.pi, angles, dtype=torch.float64)
+    x, y = at_angles(theta, r, d, g)
+    return theta, KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
 
 
 @task_class
@@ -171,9 +175,8 @@ class Pointwise(Series):
 
     def measure(self, r: float, mechanism: Mechanism, seed: int) -> Record:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
-        theta = angles_of(self.angles)
-        x, y = at_angles(theta, r, self.d, generator(seed, 0))
-        estimate = KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
+        g = generator(seed, 0)
+        theta, estimate = estimate_at_angles(mechanism, self.angles, r, self.d, g)
         squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
         closed = (estimate.log_relative_mse / 2).exp()
@@ -323,17 +326,16 @@ class Flops(Series):
 
     def measure(self, budget: float, mechanism: Mechanism, seed: int) -> Record:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
-        theta = angles_of(self.angles)
-        x, y = at_angles(theta, self.length, self.d, generator(seed, 0))
-        params = fit_map(mechanism, x, y)
+        g = generator(seed, 0)
+        _, estimate = estimate_at_angles(mechanism, self.angles, self.length, self.d, g)
 
         def cost(m: int) -> int:
-            return flops(replace(mechanism, m=m), params, self.d, self.counted)
+            return flops(replace(mechanism, m=m), estimate.params, self.d, self.counted)
 
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
-        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        estimate = replace(estimate, mechanism=replace(mechanism, m=m))
         squared = estimate.squared_errors(self.groups, self.draws, seed).mean(-1)
         return {
             "m": m,

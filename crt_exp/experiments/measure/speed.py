@@ -363,22 +363,6 @@ def random_frames(config: PretrainedConfig, seed: int) -> Tensor:
     return torch.randn(1, config.num_mel_bins, frames, generator=seeded(seed))
 
 
-# ---- memory
-
-
-def training_memory(method: str, length: int) -> float:
-    vit_step(method, 64)()  # libraries and threads
-    return vit_step(method, length).peak_increase()
-
-
-def pretrained_memory(model: str, method: str, length: int) -> float:
-    work = pretrained_work(model, method, length)
-    work.model.train()
-    for parameter in work.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return peak_increase(lambda: work.forward().backward())
-
-
 # ---- the tasks
 
 
@@ -484,7 +468,12 @@ class Memory(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)
         if self.model is None:
-            mib = training_memory(method, self.length)
+            vit_step(method, 64)()  # libraries and threads
+            mib = vit_step(method, self.length).peak_increase()
         else:
-            mib = pretrained_memory(self.model, method, self.length)
+            work = pretrained_work(self.model, method, self.length)
+            work.model.train()
+            for parameter in work.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            mib = peak_increase(lambda: work.forward().backward())
         yield {"length": self.length, "mib": mib}

@@ -19,8 +19,15 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import missing_file, task_folder
-from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
+from crt_exp.experiments.measure import (
+    Measurement,
+    Record,
+    Records,
+    Series,
+    TensorPair,
+    data_file,
+    seeded,
+)
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
@@ -59,10 +66,7 @@ def digits(n: int, g: torch.Generator) -> TensorPair:
 
 def mnist_images() -> np.ndarray:
     """Read the test images of $CRT_DATA/mnist, (n, 28, 28) uint8. Raises DataError."""
-    folder = task_folder("mnist", None)
-    path = folder and folder / "t10k-images-idx3-ubyte.gz"
-    if path is None or not path.is_file():
-        raise missing_file("mnist", path)
+    path = data_file("mnist", "t10k-images-idx3-ubyte.gz")
     try:
         raw = gzip.decompress(path.read_bytes())
         return np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 28, 28)
