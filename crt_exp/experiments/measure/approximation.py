@@ -375,10 +375,8 @@ class Pretrained(DocumentBench):
         errors = []
         for sample in range(samples):
             sampled = replace(mechanism, seed=1000 * seed + sample)
-            with self.swapped(sampled):
-                estimates = self.run(self.rows).hidden_states[1:]
-            pairs = zip(estimates, self.exact[0].states)
-            errors.append([relative_error(*pair) for pair in pairs])
+            with self.swapped(sampled) as states:
+                errors.append(self.document_errors(0, states)["hidden"])
         return torch.tensor(errors)
 
 

@@ -47,6 +47,13 @@ FITTED = 1024  # maximum tokens of a calibration row
 load_pretrained = lru_cache(maxsize=2)(load_language_model)
 
 
+@lru_cache(maxsize=8)
+def wikitext_rows(model: str, split: str, length: int) -> Tensor:
+    """Return token ids (n, length) of a split of WikiText-2, with [CLS] and [SEP] for encoders."""
+    text = official_file("wikitext2", split)
+    return rows_of(text, *load_pretrained(model), length, FOLDER / "tokens")
+
+
 # ---- rows of text
 
 
@@ -211,13 +218,10 @@ class SwapEmbeddings(SwapSimilarity):
     fit: Count
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
-        model, tokenizer = load_pretrained(self.model)
-        passages, training = [
-            rows_of(file, model, tokenizer, self.length, FOLDER / "tokens")
-            for file in (official_file("wikitext2", "valid"), official_file("wikitext2", "train"))
-        ]
+        passages = wikitext_rows(self.model, "valid", self.length)
         step = max(len(passages) // self.texts, 1)
-        return model, passages[::step][: self.texts], training[: self.fit]
+        training = wikitext_rows(self.model, "train", self.length)
+        return load_pretrained(self.model)[0], passages[::step][: self.texts], training[: self.fit]
 
     def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
         return model(input_ids=samples).last_hidden_state.mean(1)

@@ -8,7 +8,6 @@ Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from crt_exp.attention import Baseline, exact_attention
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.experiments.data.corpora import FOLDER
-from crt_exp.experiments.data.text import generator_of, official_file
+from crt_exp.experiments.data.text import generator_of
 from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
@@ -25,8 +23,7 @@ from crt_exp.experiments.measure.bench import (
     approximation_of,
     next_token_labels,
 )
-from crt_exp.experiments.measure.model_files import rows_of
-from crt_exp.experiments.measure.pretrained import load_pretrained
+from crt_exp.experiments.measure.pretrained import load_pretrained, wikitext_rows
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.mechanism import Mechanism
@@ -134,18 +131,12 @@ def clusters_at(length: int) -> int:
 # ---- a model that copies: passages that are repeated
 
 
-@lru_cache(maxsize=8)
-def blocks(start: str, split: str, length: int) -> Tensor:
-    text = official_file("wikitext2", split)
-    return rows_of(text, *load_pretrained(start), length, FOLDER / "tokens")
-
-
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """Return (ROWS, length) tokens; the second half of a row repeats the first half.
 
     The repetition starts at a random position of the first half.
     """
-    text = blocks(start, split, length)
+    text = wikitext_rows(start, split, length)
     g = generator_of(seed, length)
     order = torch.randperm(len(text), generator=g)
     rows = text[order[:ROWS]]

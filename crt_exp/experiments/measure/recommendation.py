@@ -298,17 +298,11 @@ def plot_costs(ax: Any, advice: Advice) -> None:
     others = advice.rows[:0:-1]
     for height, row in enumerate(others):
         color = colour(row.attention)
-        ax.errorbar(row.above, height, xerr=row.above_ci95, fmt="o", ms=5, color=color)
+        points = [(row.above, row.above_ci95, "o", color)]
         if advice.uses_repetition:
-            ax.errorbar(
-                row.repeated,
-                height,
-                xerr=row.repeated_ci95,
-                fmt="D",
-                ms=6,
-                mfc="white",
-                color=color,
-            )
+            points.append((row.repeated, row.repeated_ci95, "D", "white"))
+        for value, half, marker, face in points:
+            ax.errorbar(value, height, xerr=half, fmt=marker, ms=5, mfc=face, color=color)
     ax.set_yticks(range(len(others)), [row.attention for row in others])
     ax.set_xscale("symlog", linthresh=advice.tolerance)
     left, right = ax.get_xlim()

@@ -175,21 +175,16 @@ class Dictation(SwapMeasurement):
         recogniser = load(self.model)
         group = self.group(seed)
         transcripts = []
-        exact_nats = []
-        for utterance in group:
-            tokens, nats = exact_transcript(self.model, self.subset, utterance.name)
-            transcripts.append(tokens)
-            exact_nats.append(nats)
-        swapped_nats = []
-        correct = []
+        for utterance in group:  # before the swap
+            transcripts.append(exact_transcript(self.model, self.subset, utterance.name))
+        scores = []
         with self.bench().swapped(approximation_of(mechanism)), quiet():
-            for utterance, tokens in zip(group, transcripts):
-                nats, agrees = recogniser.score(utterance, tokens)
-                swapped_nats.append(nats)
-                correct.append(agrees)
-        exact = torch.cat(exact_nats).mean().item()
-        swapped = torch.cat(swapped_nats).mean().item()
-        yield {"above": swapped - exact, "agrees": torch.cat(correct).mean().item()}
+            for utterance, (tokens, _) in zip(group, transcripts):
+                scores.append(recogniser.score(utterance, tokens))
+        _, exact = zip(*transcripts)
+        swapped, agrees = zip(*scores)
+        above = torch.cat(swapped).mean().item() - torch.cat(exact).mean().item()
+        yield {"above": above, "agrees": torch.cat(agrees).mean().item()}
 
 
 # ---- fine-tuned
