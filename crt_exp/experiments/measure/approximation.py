@@ -28,7 +28,7 @@ from crt_exp.experiments.measure import (
     seeded,
 )
 from crt_exp.experiments.measure.bench import fit_attention
-from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
+from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap
@@ -360,7 +360,7 @@ class Pretrained(DocumentBench):
         super().__init__(model, text, length=length)
         self.training = [self.rows]
         self.inputs = []
-        for call in self.record_calls(self.rows, layer_call)[0]:
+        for call in self.calls[0]:
             x = call.scaling**0.5 * call.q
             y = call.scaling**0.5 * call.k
             causal = call.causal and call.q.shape[2] > 1

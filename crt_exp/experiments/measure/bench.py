@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +50,6 @@ def fit_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     return model
 
 
-def approximation_of(mechanism: Mechanism) -> Mechanism | None:
-    """Return None for exact attention, which needs no swap."""
-    return None if mechanism.is_exact else mechanism
-
-
 def swap_and_fit(model: nn.Module, mechanism: Mechanism, batches: Iterable) -> nn.Module:
     """Swap the model's attention, unless it stays exact, and fit it; return the model."""
     if mechanism.is_exact:
@@ -63,12 +59,8 @@ def swap_and_fit(model: nn.Module, mechanism: Mechanism, batches: Iterable) -> n
         return fit_attention(model, batches)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Context manager that hides UserWarnings of swaps and calibrations."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+# context manager that hides the UserWarnings of swaps and calibrations
+quiet = partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
 @contextmanager
@@ -147,6 +139,12 @@ class Bench:
             yield {state.path: state for state in states}
         finally:
             unswap_attention(self.model)
+
+    @contextmanager
+    def approximated(self, mechanism: Mechanism) -> Iterator[None]:
+        """Context manager: swap the attention without warnings, unless the mechanism is exact."""
+        with self.swapped(None if mechanism.is_exact else mechanism), quiet():
+            yield
 
     def _fit_once(self, attention: Mechanism, states: list[nn.Module]) -> None:
         """Fit the layers, or restore the state of an earlier fit."""

@@ -49,6 +49,7 @@ from crt_exp.validation import Count, NotNegative, Positive, Several
 AT_ONCE = 2**24  # maximum feature values in memory at once
 SIDES = 2  # clusters of queries, and of keys (task=clusters)
 TOKENS = 8  # FLOPs of 2 * TOKENS minus those of TOKENS exclude one-time work
+CALLS = 10  # calls that are timed together
 MOST = 2**20  # maximum number of projections
 Two = Annotated[int, Field(ge=2)]
 # names of torch's operations
@@ -456,16 +457,16 @@ def on_sphere(rows: int, d: int) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
-    """Return the mean time of `calls` calls, ms."""
+def ranking_ms(layer: nn.Module, d: int, length: int) -> float:
+    """Return the mean time of a call, ms."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
 
     def run() -> None:
-        for _ in range(calls):
+        for _ in range(CALLS):
             column_sums(layer, q, k)
 
-    return milliseconds(run, clock=PROCESSOR) / calls
+    return milliseconds(run, clock=PROCESSOR) / CALLS
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:

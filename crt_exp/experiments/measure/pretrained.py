@@ -30,8 +30,6 @@ from crt_exp.experiments.measure.bench import (
     TOKENS_PER_BLOCK,
     Bench,
     TextBench,
-    approximation_of,
-    quiet,
 )
 from crt_exp.experiments.measure.model_files import load_language_model, origin_of, rows_of
 from crt_exp.experiments.models.encoders import folder_of, load_tokenizer
@@ -167,7 +165,7 @@ class SwapText(SwapMeasurement):
         losses = exact
         if not mechanism.is_exact:
             bench = self.bench(row)
-            with bench.swapped(mechanism), quiet():
+            with bench.approximated(mechanism):
                 losses = token_losses(bench.model, row)
         yield {"above": float((losses - exact).mean())}
 
@@ -200,7 +198,7 @@ class SwapSimilarity(SwapMeasurement):
         model, samples, training = self.load()
         exact = self.embed(model, samples)
         bench = Bench(model, training=[training])
-        with bench.swapped(approximation_of(mechanism)), quiet():
+        with bench.approximated(mechanism):
             cosine = F.cosine_similarity(self.embed(model, samples), exact)
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 

@@ -20,7 +20,6 @@ from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, s
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
-    approximation_of,
     next_token_labels,
 )
 from crt_exp.experiments.measure.pretrained import load_pretrained, wikitext_rows
@@ -166,7 +165,7 @@ class SwapCopying(SwapMeasurement):
         half = self.length // 2
         new = []
         copied = []
-        with bench.swapped(self.attention(mechanism)):
+        with bench.approximated(self.attention(mechanism)):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
                 new.append(float(nats[: half - 1].mean()))
@@ -174,9 +173,9 @@ class SwapCopying(SwapMeasurement):
         means = {"new": sum(new) / ROWS, "copied": sum(copied) / ROWS}
         yield {**means, "gain": means["new"] - means["copied"]}
 
-    def attention(self, mechanism: Mechanism) -> Mechanism | None:
+    def attention(self, mechanism: Mechanism) -> Mechanism:
         if self.baseline is None:
-            return approximation_of(replace(mechanism, seed=0))
+            return replace(mechanism, seed=0)
         return dense_baseline(self.baseline)
 
 

@@ -60,7 +60,7 @@ Estimate = Callable[[Tensor], Tensor]  # from queries (B, d) to values of the cl
 BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
 
 
-def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
+def head_of(classes: int, seed: int = 0) -> nn.Linear:
     """Create an output layer with grouped class vectors and a Zipf bias.
 
     Class vectors have norms around 1, near the centre of their group.
@@ -68,13 +68,13 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     # parameters are replaced below; nn.Linear's initialisation is slow for many classes
     head = nn.Linear(1, 1)
-    vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
-    centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
+    vectors = torch.randn(classes, D).mul_((WITHIN / D) ** 0.5)
+    centres = torch.randn(GROUPS, D).mul_(((1 - WITHIN) / D) ** 0.5)
     for group, centre in enumerate(centres):
         vectors[group::GROUPS] += centre
     head.weight = nn.Parameter(vectors)
     head.bias = nn.Parameter(zipf(classes).log())
-    head.in_features = d
+    head.in_features = D
     head.out_features = classes
     return head
 

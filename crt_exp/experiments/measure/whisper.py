@@ -27,7 +27,7 @@ from crt_exp.experiments.measure import (
     model_files,
 )
 from crt_exp.experiments.measure.adapt import descent
-from crt_exp.experiments.measure.bench import Bench, approximation_of, quiet, swap_and_fit
+from crt_exp.experiments.measure.bench import Bench, swap_and_fit
 from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole
@@ -178,7 +178,7 @@ class Dictation(SwapMeasurement):
         for utterance in group:  # before the swap
             transcripts.append(exact_transcript(self.model, self.subset, utterance.name))
         scores = []
-        with self.bench().swapped(approximation_of(mechanism)), quiet():
+        with self.bench().approximated(mechanism):
             for utterance, (tokens, _) in zip(group, transcripts):
                 scores.append(recogniser.score(utterance, tokens))
         _, exact = zip(*transcripts)
