@@ -361,9 +361,16 @@ class Trial:
                     gains[length] = ratio(times[EXACT], times[label])
                     ms[length] = statistics.median(times[label])
             above, half = mean_difference(record["loss"], own["loss"])
-            row = Row(label, above, half, ms=ms, mib=self.mib[label], samples=len(record["loss"]))
-            row.speedup = gains[max(gains)]
-            row.pays_from = pays_from(gains)
+            row = Row(
+                label,
+                above,
+                half,
+                ms=ms,
+                mib=self.mib[label],
+                speedup=gains[max(gains)],
+                pays_from=pays_from(gains),
+                samples=len(record["loss"]),
+            )
             if own["repeated"]:
                 repeated = mean_difference(record["repeated"], own["repeated"])
                 row.repeated, row.repeated_ci95 = repeated

@@ -54,8 +54,7 @@ class LayerCall(NamedTuple):
 
 
 def layer_call(layer: nn.Module, arguments: tuple, output: Tensor) -> LayerCall:
-    q, k, v, *_ = arguments
-    return LayerCall(layer.path, q, k, v, layer.scaling, layer.causal, output)
+    return LayerCall(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
 
 
 class HiddenStates(NamedTuple):

@@ -83,12 +83,11 @@ def default_methods(what: str, length: int) -> Sequence[str]:
     return [name for name in IN_MODELS if name != "exact" or length <= 4096]
 
 
-def mechanism_of(method: str, what: str) -> Mechanism:
-    """Parse a method, with the default number of projections of `what`."""
+def mechanism_of(method: str, m: int = M) -> Mechanism:
+    """Parse a method, with a default number of projections."""
     mechanism = Mechanism.parse(method)
     if "m" in split_words(method)[1]:
         return mechanism
-    m = M_ONE_HEAD if what == "one_head" else M
     return mechanism.with_projections(m)
 
 
@@ -97,7 +96,7 @@ def check_methods(methods: Sequence[str], what: str) -> None:
     for method in methods:
         if method not in NAMES:
             name = method.removesuffix(CAUSAL) if what == "attention" else method
-            mechanism_of(name, what)
+            mechanism_of(name)
 
 
 def check_model(model: str | None, what: str) -> None:
@@ -155,7 +154,7 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
         return performer_pytorch(D, M, causal).to(device)
-    mechanism = mechanism_of(name, "attention")
+    mechanism = mechanism_of(name)
     if mechanism.estimates:
         return feature_map_attention(mechanism, causal, device)
     layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
@@ -247,7 +246,7 @@ def one_head(method: str, length: int) -> Callable[[], Times]:
 
     The time excludes the sampling of projections and the fit.
     """
-    mechanism = mechanism_of(method, "one_head")
+    mechanism = mechanism_of(method, M_ONE_HEAD)
     g = seeded(0)
     x, y, v = torch.randn(3, 1, 1, length, 16, generator=seeded(0))
     x = x / 2  # d^(-1/4)
@@ -270,7 +269,7 @@ def one_head(method: str, length: int) -> Callable[[], Times]:
 
 def transformer(what: str, method: str, length: int) -> Work:
     heads, layers, ffn, dim = MODELS[what]
-    make_layer = mechanism_of(method, what).layer
+    make_layer = mechanism_of(method).layer
     model = Transformer(heads, layers, ffn, dim, make_layer)
     x = torch.randn(1, length, dim, generator=seeded(0))
     return model_work(model, lambda: model(x).square().mean())
@@ -298,7 +297,7 @@ def vit(method: str, tokens: int, size: str = "tiny") -> tuple[nn.Module, Tensor
         for block in model.blocks:
             block.attn.fused_attn = False
     elif method != "exact":
-        mechanism_of(method, "vit").swap(model)
+        mechanism_of(method).swap(model)
     image = torch.randn(1, 3, side, side, generator=seeded(0))
     return model, image
 
@@ -319,7 +318,7 @@ def pretrained_work(name: str, method: str, length: int) -> Work:
     speech encoder has two frames for each of its `length` positions. Raises ValueError for more positions than the
     model has.
     """
-    model = pretrained_model(name, mechanism_of(method, PRETRAINED))
+    model = pretrained_model(name, mechanism_of(method))
     config = model.config
     is_speech = hasattr(config, "num_mel_bins")
     positions = config.max_source_positions if is_speech else config.max_position_embeddings
