@@ -5,13 +5,12 @@
 
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pandas as pd
 import torch
 
-from crt_exp.experiments.measure.speed import CAUSAL, CHUNKED, HEADS, D, M, Speed, attention_work
-from crt_exp.experiments.measure.times import in_turns, milliseconds
+from crt_exp.experiments.measure.speed import CAUSAL, CHUNKED, Speed, attention_work
+from crt_exp.experiments.measure.times import in_turns
 from crt_exp.mechanism import Mechanism, swap_attention
 
 LENGTHS = (256, 1024, 4096, 16384, 65536)
@@ -29,22 +28,6 @@ def time_attention() -> pd.DataFrame:
         speed = Speed("attention", [length], ROUNDS, methods, "cuda")
         records += speed.rows(Mechanism.of("exact"), seed=0)
     return pd.DataFrame(records).pivot_table("training", "method", "length", "median", sort=False)
-
-
-def time_linear_attention(length: int) -> float:
-    """Milliseconds of flash-linear-attention's causal kernels on M features, forward and backward."""
-    from fla.ops.linear_attn import chunk_linear_attn
-
-    shape = (1, length, HEADS)
-    features = torch.rand(2, *shape, M, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    v = torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> None:
-        out = chunk_linear_attn(features[0], features[1], v, normalize=True)
-        out = out[0] if isinstance(out, tuple) else out
-        out.sum().backward()
-
-    return min(milliseconds(step) for _ in range(ROUNDS))
 
 
 def time_bert() -> pd.Series:
@@ -88,9 +71,6 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     print("milliseconds of a training step of attention alone, 8 heads, d = 64, m = 256, bfloat16:")
     print(time_attention().to_string(float_format="%.2f"), flush=True)
-    if find_spec("fla"):
-        for length in LENGTHS:
-            print(f"chunk_linear_attn, {length} tokens: {time_linear_attention(length):.2f} ms")
     print("milliseconds of a training step of BERT-base, 32 x 128 tokens:")
     print(time_bert().to_string(float_format="%.1f"), flush=True)
     for method in ("favorpp", f"favorpp{CAUSAL}"):
