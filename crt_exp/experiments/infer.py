@@ -262,8 +262,8 @@ def label_texts(options: TextOptions) -> None:
     else:
         names = [model.config.id2label[i] for i in range(outputs.shape[1])]
         table["predicted"] = [names[i] for i in outputs.argmax(-1).tolist()]
-        for i, shares in enumerate(outputs.softmax(-1).T.numpy()):
-            table[f"probability_{names[i]}"] = shares
+        for name, shares in zip(names, outputs.softmax(-1).T.numpy()):
+            table[f"probability_{name}"] = shares
     write_table(table, options.output)
 
 
