@@ -60,28 +60,6 @@ COLOURS = {
     "cos": "#E69F00",
     "tanh": "#808000",
 }
-# Names in the papers -> names in conf/.
-MAP_OF_LABEL = {
-    "TrigRF": "trig",
-    "PosRF": "pos",
-    "HypRF": "hyp",
-    "PoisRF": "pois",
-    "GeomRF": "geom",
-    "PoisRF+": "pois_plus",
-    "GeomRF+": "geom_plus",
-    "FAVOR+": "pos",
-    "FAVOR++": "oprf",
-    "OPRF": "oprf",
-    "GERF": "gerf",
-    "trigonometric": "trig",
-    "HRF-ort": "angular",
-    "HRF-iid": "angular",
-    "ORF-reg": "trig",
-    "ORF-Had": "trig",
-    "Halton-R": "trig",
-    "hybrid-cluster": "clustered",
-    "near-far": "nearfar",
-}
 # Attention methods and feature maps as the papers write them.
 LABELS = {
     "favor": "trigonometric",
@@ -113,8 +91,7 @@ def colour(name: str) -> str:
 
     Attention has the colour of its feature map. Options in a name, as in "favorpp m=256", do not matter.
     """
-    first = re.split("[ ,]", name)[0]
-    name = MAP_OF_LABEL.get(name, MAP_OF_LABEL.get(first, first))
+    name = re.split("[ ,]", name)[0]
     if name in COLOURS:
         return COLOURS[name]
     if name in choices("attention") and name not in choices("features"):
