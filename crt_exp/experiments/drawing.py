@@ -17,6 +17,7 @@ from crt_exp.registry import choices
 
 DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
 DIGITS = 10  # as does an axis with more than this product of digits and decades
+LABEL_SIZE = 8  # points
 EXACT = "#000000"
 CONTROL = "#999999"
 COLOURS = {
@@ -161,7 +162,7 @@ def plain_ticks(axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
+def label_ends(ax, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Label each line (name, x, y, colour) at its last point, without overlaps.
 
     Labels stay within the height of the axes if they fit. Only lines that end at a similar x are moved apart. Set
@@ -170,7 +171,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     from matplotlib.transforms import offset_copy
 
     ax.figure.canvas.draw()  # fixes the scales
-    height = 1.25 * size * ax.figure.dpi / 72
+    height = 1.25 * LABEL_SIZE * ax.figure.dpi / 72
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
@@ -182,7 +183,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
                 *ax.transData.inverted().transform((right, up)),
                 name,
                 color=colour,
-                fontsize=size,
+                fontsize=LABEL_SIZE,
                 va="center",
                 clip_on=False,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},

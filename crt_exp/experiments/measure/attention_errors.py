@@ -348,7 +348,7 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def attention_matrices(
-    model: nn.Module, *inputs: Tensor, keep: Callable[[Tensor], Tensor] = lambda A: A
+    model: nn.Module, tokens: Tensor, keep: Callable[[Tensor], Tensor] = lambda A: A
 ) -> list[Tensor]:
     """Return keep(A) for the attention matrix A (B, H, L, L) of each layer.
 
@@ -365,7 +365,7 @@ def attention_matrices(
 
     layers = [part for part in model.modules() if isinstance(part, LinearAttention | Baseline)]
     with recorded_calls(layers, matrix) as matrices:
-        model(*inputs)
+        model(tokens)
     return matrices
 
 
@@ -427,7 +427,7 @@ def blosum62() -> np.ndarray:
 
 
 def correlation(
-    first: np.ndarray, second: np.ndarray, permutations: int = 9999, seed: int = 0
+    first: np.ndarray, second: np.ndarray, permutations: int = 9999
 ) -> dict[str, float]:
     """Pearson's r of two symmetric matrices over 190 pairs, and one-sided Mantel's p.
 
@@ -437,7 +437,7 @@ def correlation(
     standard = standardise(first)
     wanted = standardise(second)[PAIRS]
     order = np.tile(np.arange(len(first)), (permutations, 1))
-    orders = np.random.default_rng(seed).permuted(order, axis=1)
+    orders = np.random.default_rng(0).permuted(order, axis=1)
     r = float(standard[PAIRS] @ wanted)
     i, j = PAIRS
     permuted = standard[orders[:, i], orders[:, j]] @ wanted
