@@ -80,7 +80,7 @@ class FarKey(Measurement):
         if name in RANKS:
             return dense_baseline(method)
         if name == "nearfar":
-            options |= {"cells": clusters_at(self.length), "exact_until": 0}
+            options = {"cells": clusters_at(self.length), "exact_until": 0} | options
         return Mechanism.of(name, **options)
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:

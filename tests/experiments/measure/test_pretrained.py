@@ -168,9 +168,10 @@ def test_a_query_gives_its_far_key_the_stated_weight():
 
 def test_near_far_attention_finds_the_far_key():
     near = "nearfar block=32 heavy=16 open=128"
-    task = FarKey(512, **FAR | {"methods": [near, "uniform"]})
+    exact = "nearfar open=1 exact_until=512"
+    task = FarKey(512, **FAR | {"methods": [near, exact, "uniform"]})
     found = {row["method"]: row["error"] for row in task.rows(None, 0)}
-    assert found[near] < 0.2 < found["uniform"]
+    assert found[exact] < 1e-5 < found[near] < 0.2 < found["uniform"]
 
 
 # ---- a model that copies
