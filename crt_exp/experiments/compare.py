@@ -13,9 +13,8 @@ Exit code 2: an error, or nothing could be compared.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,20 +83,11 @@ class Run:
                 entries.append((key, str(value)))
         return tuple(sorted(entries))
 
-    @cached_property
-    def predictions(self) -> "DataFrame":
-        """Predictions of the run. Raises NotComparable if there are none."""
-        frame = read_predictions(self.directory)
-        if frame is None:
-            raise NotComparable(f"{self.directory} has no predictions.csv.gz")
-        return frame
-
 
 @dataclass(frozen=True)
 class Result:
     """Runs with one configuration and different seeds."""
 
-    name: str
     runs: dict[int, Run]  # by seed
 
     @property
@@ -137,33 +127,29 @@ def load_results(places: Sequence[str]) -> list[Result]:
     for place in places:
         for directory in run_directories(place):
             runs.setdefault(directory.resolve(), Run.load(directory))
-    groups: dict[Any, dict[int, Run]] = {}
+    results: dict[Any, Result] = {}
     for run in runs.values():
-        group = groups.setdefault(run.setting, {})
-        if run.seed in group:
+        result = results.setdefault(run.setting, Result({}))
+        if run.seed in result.runs:
             raise ConfigError(
-                f"{run.directory}: configuration and seed of {group[run.seed].directory}; remove one"
+                f"{run.directory}: configuration and seed of {result.runs[run.seed].directory}; remove one"
             )
-        group[run.seed] = run
-    if len(groups) < 2:
+        result.runs[run.seed] = run
+    if len(results) < 2:
         raise ConfigError(
             f"{' '.join(places)}: one result, runs that differ only in the seed; expected two or more"
         )
-    results = []
-    for group in groups.values():
-        results.append(Result(name_of(next(iter(group.values())), [*groups.values()]), group))
-    return results
+    return [*results.values()]
 
 
-def name_of(run: Run, groups: Sequence[dict[int, Run]]) -> str:
+def name_of(result: Result, results: Sequence[Result]) -> str:
     """Return the overrides that differ between the results, or else the directory."""
-    overrides = [next(iter(group.values())).overrides for group in groups]
     varied = []
-    for key, value in run.overrides.items():
-        values = {other.get(key) for other in overrides}
+    for key, value in result.first.overrides.items():
+        values = {other.first.overrides.get(key) for other in results}
         if len(values) > 1 and key != "seed" and not f"{key}.".startswith(("hydra.", *FREE_KEYS)):
             varied.append(f"{key}={value}")
-    return " ".join(varied) or str(run.directory)
+    return " ".join(varied) or str(result.first.directory)
 
 
 # ---- comparisons
@@ -221,12 +207,9 @@ def common_seeds(first: Result, second: Result) -> list[int]:
     """Return the seeds of both results. Raises NotComparable if there are none."""
     seeds = [seed for seed in first.runs if seed in second.runs]
     if not seeds:
-        raise NotComparable(f"no common seed: {seed_list(first)} and {seed_list(second)}")
+        lists = [", ".join(map(str, result.runs)) for result in (first, second)]
+        raise NotComparable(f"no common seed: {' and '.join(lists)}")
     return seeds
-
-
-def seed_list(result: Result) -> str:
-    return ", ".join(map(str, result.runs))
 
 
 def compare_seeds(first: Result, second: Result) -> Comparison:
@@ -242,17 +225,19 @@ def compare_seeds(first: Result, second: Result) -> Comparison:
 def compare_splits(first: Result, second: Result) -> Comparison:
     """Compare on random splits, which have a record with the split "split" and a `repeat`."""
     seeds = common_seeds(first, second)
-    parts = [result.first.config.get("task.split") for result in (first, second)]
-    scores = [split_scores(result, seeds) for result in (first, second)]
-    if not scores[0] or not scores[1]:
+    one, two = [split_scores(result, seeds) for result in (first, second)]
+    if not one or not two:
         raise NotComparable("no records of random splits")
-    if parts[0] != parts[1]:
-        raise NotComparable(f"task.split: {parts[0]} and {parts[1]}")
-    splits = [split for split in scores[0] if split in scores[1]]
+    parts, others = [result.first.config.get("task.split") for result in (first, second)]
+    if parts != others:
+        raise NotComparable(f"task.split: {parts} and {others}")
+    splits = [split for split in one if split in two]
     if len(splits) < 2:
         raise NotComparable(f"{len(splits)} common splits; expected two or more")
-    values = [[np.mean(by_split[split]) for split in splits] for by_split in scores]
-    train, _, test = parts[0]
+    values = []
+    for scores in (one, two):
+        values.append([np.mean(scores[split]) for split in splits])
+    train, _, test = parts
     name = "t test for overlapping splits (Nadeau and Bengio)"
     return mean_difference(SPLITS, first, *values, test=name, overlap=test / train)
 
@@ -274,11 +259,13 @@ def mean_difference(
     two: Sequence[float],
     test: str,
     overlap: float = 0.0,
-    metric: str = "",
-    sign: int = 0,
 ) -> Comparison:
     """Student's test of two - one; the interval stays within the scale of a difference."""
-    metric = metric or first.metric
+    metric = first.metric
+    sign = first.sign
+    if unit == EXAMPLES and metric == "r2":
+        metric = "squared error"
+        sign = -1
     differences = np.asarray(two, float) - np.asarray(one, float)
     if not np.isfinite(differences).all():
         raise NotComparable("a value is not finite; the run diverged")
@@ -287,9 +274,9 @@ def mean_difference(
     widest = scale.high - scale.low
     low = max(mean.mean - mean.half, -widest)
     high = min(mean.mean + mean.half, widest)
-    gains = (sign or first.sign) * differences
-    wins, losses = int((gains > 0).sum()), int((gains < 0).sum())
     interval = Interval(float(low), float(high))
+    wins = int((sign * differences > 0).sum())
+    losses = int((sign * differences < 0).sum())
     return Comparison(unit, metric, mean.mean, interval, mean.n, mean.p, test, wins, losses)
 
 
@@ -302,28 +289,32 @@ def compare_examples(first: Result, second: Result) -> Comparison:
     labels = pairs["label"].to_numpy()
     answers = [pairs[f"prediction_{number}"].to_numpy() for number in (1, 2)]
     metric = first.metric
-    if metric == "accuracy":
-        rights = pairs.assign(one=answers[0] == labels, two=answers[1] == labels)
-        shares = rights.groupby("example", sort=False)[["one", "two"]].mean()
-        if shares.isin([0.0, 1.0]).all(axis=None):
-            return mcnemar(shares["one"].to_numpy(bool), shares["two"].to_numpy(bool))
-        return mean_difference(EXAMPLES, first, shares["one"], shares["two"], "paired t test")
-    if metric == "r2":
-        errors = [(numbers(answer) - numbers(labels)) ** 2 for answer in answers]
-        squares = pairs.assign(one=errors[0], two=errors[1])
-        means = squares.groupby("example", sort=False)[["one", "two"]].mean()
-        named = {"metric": "squared error", "sign": -1}
-        return mean_difference(
-            EXAMPLES, first, means["one"], means["two"], "paired t test", **named
-        )
-    score = pseudo_values(first)
+    if metric in EXAMPLE_SCORES:
+        for name, answer in zip(("one", "two"), answers):
+            pairs[name] = EXAMPLE_SCORES[metric](labels, answer)
+        means = pairs.groupby("example", sort=False)[["one", "two"]].mean()
+        if metric == "accuracy" and means.isin([0.0, 1.0]).all(axis=None):
+            return mcnemar(means["one"].to_numpy(bool), means["two"].to_numpy(bool))
+        return mean_difference(EXAMPLES, first, means["one"], means["two"], "paired t test")
     values = []
     for answer in answers:
         by_seed = []
         for rows in pairs.groupby("seed", sort=False).indices.values():
-            by_seed.append(score(labels[rows], answer[rows]))
+            by_seed.append(pseudo_values(first, labels[rows], answer[rows]))
         values.append(np.mean(by_seed, axis=0))
     return mean_difference(EXAMPLES, first, *values, "paired t test of jackknife values")
+
+
+def is_right(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    return answers == labels
+
+
+def squared_error(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    return (numbers(answers) - numbers(labels)) ** 2
+
+
+# metrics that compare a value of each example
+EXAMPLE_SCORES = {"accuracy": is_right, "r2": squared_error}
 
 
 def paired_predictions(first: Result, second: Result) -> "DataFrame":
@@ -335,7 +326,7 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
 
     pairs = []
     for seed in common_seeds(first, second):
-        frames = [result.runs[seed].predictions for result in (first, second)]
+        frames = [predictions_of(result.runs[seed]) for result in (first, second)]
         keys = [name for name in frames[0] if name not in ANSWERS]
         if keys != [name for name in frames[1] if name not in ANSWERS]:
             raise NotComparable("predictions.csv.gz has other columns")
@@ -354,6 +345,14 @@ def paired_predictions(first: Result, second: Result) -> "DataFrame":
     return joined.rename(columns={"label_1": "label"})
 
 
+def predictions_of(run: Run) -> "DataFrame":
+    """Return the predictions of a run. Raises NotComparable if there are none."""
+    frame = read_predictions(run.directory)
+    if frame is None:
+        raise NotComparable(f"{run.directory} has no predictions.csv.gz")
+    return frame
+
+
 def mcnemar(one: np.ndarray, two: np.ndarray) -> Comparison:
     """Exact test of the examples that only one of two results predicts correctly."""
     from scipy import stats
@@ -369,8 +368,8 @@ def mcnemar(one: np.ndarray, two: np.ndarray) -> Comparison:
     return Comparison(EXAMPLES, "accuracy", difference, interval, len(one), p, name, wins, losses)
 
 
-def pseudo_values(result: Result) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Return the function from labels and predictions to jackknife values of the metric.
+def pseudo_values(result: Result, labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Return the jackknife values of the metric.
 
     Raises NotComparable for a metric that is no function of the predictions.
     """
@@ -380,24 +379,20 @@ def pseudo_values(result: Result) -> Callable[[np.ndarray, np.ndarray], np.ndarr
 
     metric = result.metric
     if metric == "wer":
-        return word_error_values
+        return word_error_values(labels, answers)
     if metric not in SCORES:
         raise NotComparable(f"{metric} does not follow from predictions")
     dataset = result.first.config.get("task.dataset")
     names = TASKS[dataset].names if dataset in TASKS else ()
-
-    def values(labels: np.ndarray, answers: np.ndarray) -> np.ndarray:
-        if names:
-            labels = np.array([names.index(name) for name in labels])
-            answers = np.array([names.index(name) for name in answers])
-        parts = min(JACKKNIFE_PARTS, len(labels))
-        return np.array(jackknife_values(metric, numbers(answers), numbers(labels), parts))
-
-    return values
+    parts = min(JACKKNIFE_PARTS, len(labels))
+    values = jackknife_values(metric, numbers(answers, names), numbers(labels, names), parts)
+    return np.array(values)
 
 
-def numbers(values: np.ndarray) -> np.ndarray:
-    """Labels or predictions (n,) as float64. Raises NotComparable for names of classes."""
+def numbers(values: np.ndarray, names: Sequence[str] = ()) -> np.ndarray:
+    """Labels or predictions (n,) as numbers. Raises NotComparable for unknown names of classes."""
+    if names:
+        return np.array([names.index(name) for name in values])
     try:
         return values.astype(float)
     except ValueError as error:
@@ -460,11 +455,11 @@ def report(results: Sequence[Result]) -> tuple[str, bool]:
 
     first, *others = results
     better = "lower" if first.sign < 0 else "higher"
-    lines = [f"{first.metric} ({better} is better), differences to: {title(first)}"]
+    lines = [f"{first.metric} ({better} is better), differences to: {title(first, results)}"]
     is_compared = False
     for other in others:
         comparisons, reasons = compare(first, other)
-        lines += ["", title(other)]
+        lines += ["", title(other, results)]
         if comparisons:
             is_compared = True
             table = DataFrame([row_of(comparison) for comparison in comparisons])
@@ -474,14 +469,14 @@ def report(results: Sequence[Result]) -> tuple[str, bool]:
     return "\n".join(lines), is_compared
 
 
-def title(result: Result) -> str:
+def title(result: Result, results: Sequence[Result]) -> str:
     """Return name, mean and directories of a result."""
     values = [run.final[result.metric] for run in result.runs.values()]
     mean = "nan"
     if None not in values:
         mean = f"{np.mean(values):.4f}"
     places = [str(run.directory) for run in result.runs.values()]
-    return f"{result.name}: {result.metric} {mean} ({', '.join(places)})"
+    return f"{name_of(result, results)}: {result.metric} {mean} ({', '.join(places)})"
 
 
 def row_of(comparison: Comparison) -> dict[str, Any]:

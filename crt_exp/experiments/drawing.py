@@ -17,11 +17,13 @@ from crt_exp.registry import choices
 
 DECADES = 1000  # an axis that spans at least this ratio has ticks at powers of ten only,
 DIGITS = 10  # as does an axis with more than this product of digits and decades
+LABEL_SIZE = 8  # points
 EXACT = "#000000"
 CONTROL = "#999999"
-NEAR_FAR = "#0072B2"
-# In the order of the reports: indefinite maps are cold, positive maps warm (Okabe-Ito, safe for colour blindness).
-MAPS = {
+COLOURS = {
+    "exact": EXACT,
+    "nearfar": "#0072B2",
+    # feature maps: indefinite ones are cold, positive ones warm (Okabe-Ito, safe for colour blindness)
     "trig": "#56B4E9",
     "gerf": "#8C7AE6",
     "pois": "#009E73",
@@ -39,9 +41,7 @@ MAPS = {
     "auto": "#B35C5C",
     "pois_plus": "#CC79A7",
     "geom_plus": "#882255",
-}
-# Distinct from the colours of maps, of near-far and of exact attention.
-SAMPLERS = {
+    # samplers
     "iid": "#6A51A3",
     "orthogonal": "#1B7F79",
     "simplex": "#C2185B",
@@ -49,35 +49,10 @@ SAMPLERS = {
     "halton": "#8C6D31",
     "hadamard": "#B5651D",
     "givens": "#546E7A",
-}
-BASELINES = {
+    # other attention methods that the pages compare
     "window": "#8B4513",
     "hedgehog": "#C71585",
-}  # other attention methods that the pages compare
-# Names in the papers -> names in conf/.
-MAP_OF_LABEL = {
-    "TrigRF": "trig",
-    "PosRF": "pos",
-    "HypRF": "hyp",
-    "PoisRF": "pois",
-    "GeomRF": "geom",
-    "PoisRF+": "pois_plus",
-    "GeomRF+": "geom_plus",
-    "FAVOR+": "pos",
-    "FAVOR++": "oprf",
-    "OPRF": "oprf",
-    "GERF": "gerf",
-    "trigonometric": "trig",
-    "HRF-ort": "angular",
-    "HRF-iid": "angular",
-    "ORF-reg": "trig",
-    "ORF-Had": "trig",
-    "Halton-R": "trig",
-    "hybrid-cluster": "clustered",
-    "near-far": "nearfar",
-}
-# Kernels of generalised attention; relu is a name of conf/attention.
-KERNELS = {
+    # kernels of generalised attention; relu is a name of conf/attention
     "elu+1": "#56B4E9",
     "exp": "#D55E00",
     "sigmoid": "#0072B2",
@@ -117,26 +92,13 @@ def colour(name: str) -> str:
 
     Attention has the colour of its feature map. Options in a name, as in "favorpp m=256", do not matter.
     """
-    first = re.split("[ ,]", name)[0]
-    name = MAP_OF_LABEL.get(name, MAP_OF_LABEL.get(first, first))
-    if name == "exact":
-        return EXACT
-    if name == "nearfar":
-        return NEAR_FAR
-    if (
-        name not in (*MAPS, *BASELINES)
-        and name in choices("attention")
-        and name not in choices("features")
-    ):
+    name = re.split("[ ,]", name)[0]
+    if name in COLOURS:
+        return COLOURS[name]
+    if name in choices("attention") and name not in choices("features"):
         parts = Mechanism.of(name).parts
         return colour(parts["features"].name) if "features" in parts else CONTROL
-    return (
-        MAPS.get(name)
-        or BASELINES.get(name)
-        or KERNELS.get(name)
-        or SAMPLERS.get(name)
-        or colour_by_rule(name)
-    )
+    return colour_by_rule(name)
 
 
 def colour_by_rule(name: str) -> str:
@@ -200,7 +162,7 @@ def plain_ticks(axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 8) -> None:
+def label_ends(ax, ends: Sequence[tuple[str, float, float, str]]) -> None:
     """Label each line (name, x, y, colour) at its last point, without overlaps.
 
     Labels stay within the height of the axes if they fit. Only lines that end at a similar x are moved apart. Set
@@ -209,7 +171,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
     from matplotlib.transforms import offset_copy
 
     ax.figure.canvas.draw()  # fixes the scales
-    height = 1.25 * size * ax.figure.dpi / 72
+    height = 1.25 * LABEL_SIZE * ax.figure.dpi / 72
     places = [(*ax.transData.transform((x, y)), name, colour) for name, x, y, colour in ends]
     for column in columns(places, ax.bbox.width / 5):
         column.sort(key=lambda place: place[1])
@@ -221,7 +183,7 @@ def label_ends(ax, ends: Sequence[tuple[str, float, float, str]], size: float = 
                 *ax.transData.inverted().transform((right, up)),
                 name,
                 color=colour,
-                fontsize=size,
+                fontsize=LABEL_SIZE,
                 va="center",
                 clip_on=False,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},

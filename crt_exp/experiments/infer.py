@@ -261,8 +261,8 @@ def label_texts(options: TextOptions) -> None:
     else:
         names = [model.config.id2label[i] for i in range(outputs.shape[1])]
         table["predicted"] = [names[i] for i in outputs.argmax(-1).tolist()]
-        for i, shares in enumerate(outputs.softmax(-1).T.numpy()):
-            table[f"probability_{names[i]}"] = shares
+        for name, shares in zip(names, outputs.softmax(-1).T.numpy()):
+            table[f"probability_{name}"] = shares
     write_table(table, options.output)
 
 
@@ -380,7 +380,10 @@ def sample(options: SequenceOptions) -> None:
         raise ConfigError(
             f"run={options.run}: a masked model cannot generate; expected task.direction=unidirectional"
         )
-    alphabet = find_alphabet(saved.symbols, f"run={options.run}")
+    known = [key for key in ALPHABETS if key in saved.symbols]
+    if not known:
+        raise ConfigError(f"run={options.run}: expected a run with letters, pixels or text")
+    alphabet = ALPHABETS[known[0]](saved.symbols)
     length = options.length or description.length
     if alphabet.end is None and options.output is None:
         raise ConfigError("output=None: expected FILE.png, as this run generates images")
@@ -540,14 +543,6 @@ class Pixels:
 
 # keyed by an entry of the vocabulary
 ALPHABETS = {"letters": Letters, "pixels": Pixels, "tokenizer": Text}
-
-
-def find_alphabet(vocabulary: dict[str, Any], named: str) -> Letters | Text | Pixels:
-    """Return the format of a run's sequences. Raises ConfigError."""
-    for key, alphabet in ALPHABETS.items():
-        if key in vocabulary:
-            return alphabet(vocabulary)
-    raise ConfigError(f"{named}: expected a run with letters, pixels or text")
 
 
 KINDS = {

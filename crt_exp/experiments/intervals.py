@@ -56,14 +56,11 @@ class Mean(NamedTuple):
         return f".{max(0, 1 - math.floor(math.log10(self.half)))}f"
 
 
-def mean_ci(
-    values: Sequence[float], against: float = 0.0, level: float = LEVEL, overlap: float = 0.0
-) -> Mean:
+def mean_ci(values: Sequence[float], against: float = 0.0, overlap: float = 0.0) -> Mean:
     """Return Student's interval of independent samples, and the p-value.
 
     Args:
         against: Mean under the null hypothesis.
-        level: 1 - confidence level.
         overlap: Test rows over training rows, for random splits of one data set. The variance is (1/n + overlap) times
             that of the values (Nadeau and Bengio, Machine Learning 52, 2003).
 
@@ -85,7 +82,7 @@ def mean_ci(
     p = float(mean == against)
     if error:
         p = float(2 * stats.t.sf(abs(mean - against) / error, n - 1))
-    return Mean(mean, t_quantile(n, level) * error, p, n)
+    return Mean(mean, t_quantile(n) * error, p, n)
 
 
 def t_quantile(n: int, level: float = LEVEL) -> float:
@@ -93,19 +90,6 @@ def t_quantile(n: int, level: float = LEVEL) -> float:
     from scipy import stats
 
     return float(stats.t.isf(level / 2, n - 1))
-
-
-def interval(values: Sequence[float], name: str) -> dict[str, float | None]:
-    """Mean, standard deviation and half-width of the 95% Student interval, for a record.
-
-    The last two are None for a single value.
-    """
-    n = len(values)
-    std, half = None, None
-    if n > 1:
-        std = float(np.std(values, ddof=1))
-        half = t_quantile(n) * std / n**0.5
-    return {name: float(np.mean(values)), f"{name}_std": std, f"{name}_ci95": half, "repeats": n}
 
 
 # ---- intervals within the scale of a metric

@@ -46,14 +46,13 @@ def test_a_ratio_is_taken_within_rounds():
 
 
 @pytest.mark.parametrize(
-    "ms, below, calls",
+    "ms, calls",
     [
-        (2000.0, times.NO_WARMUP_MS, 1),
-        (1.0, times.NO_WARMUP_MS, 2),
-        (2000.0, None, 2),
+        (2000.0, 1),
+        (1.0, 2),
     ],
 )
-def test_a_short_call_is_repeated(ms, below, calls, monkeypatch):
+def test_a_short_call_is_repeated(ms, calls, monkeypatch):
     made = []
 
     def milliseconds(call, *arguments, device):
@@ -61,8 +60,7 @@ def test_a_short_call_is_repeated(ms, below, calls, monkeypatch):
         return ms
 
     monkeypatch.setattr(times, "milliseconds", milliseconds)
-    options = {} if below is None else {"below": below}
-    actual = times.time_after_warmup(made.append, "call", **options)
+    actual = times.time_after_warmup(made.append, "call")
     assert actual == ms
     assert made == ["call"] * calls
 

@@ -1,12 +1,14 @@
 """Base classes of tasks that measure without training."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.tasks.base import Measurement
 from crt_exp.mechanism import Mechanism
 
@@ -24,13 +26,13 @@ class SwapMeasurement(Measurement):
 
 
 class Series(Measurement):
-    """A measurement with one row for each of `values` of the quantity `over`.
+    """A measurement with one row for each value of a quantity.
 
-    `over` is also the key and the split of the rows.
+    `over` is the name of the quantity, and the key and the split of the rows. The option with the plural of the name,
+    such as `ms` for "m", holds the values.
     """
 
     over: str
-    values: Sequence[Any]
 
     @abstractmethod
     def measure(self, value: Any, mechanism: Mechanism, seed: int) -> Record:
@@ -38,8 +40,9 @@ class Series(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        for i, value in enumerate(self.values, 1):
-            split = self.over if i < len(self.values) else "test"
+        values = getattr(self, f"{self.over}s")
+        for i, value in enumerate(values, 1):
+            split = self.over if i < len(values) else "test"
             yield {"split": split, self.over: value, **self.measure(value, mechanism, seed)}
 
     def summary(self, records: list[dict]) -> str:
@@ -55,6 +58,15 @@ def check_estimates(mechanism: Mechanism) -> None:
         raise ValueError(
             "attention=exact: expected an approximation, such as features=pos or attention=favorpp"
         )
+
+
+def data_file(dataset: str, name: str) -> Path:
+    """Return a file of $CRT_DATA/<dataset>. Raises DataError if it is missing."""
+    folder = task_folder(dataset, None)
+    path = folder and folder / name
+    if path is None or not path.is_file():
+        raise missing_file(dataset, path)
+    return path
 
 
 def seeded(seed: int) -> torch.Generator:

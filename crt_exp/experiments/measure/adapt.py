@@ -6,7 +6,6 @@ The order is that of LoLCATs: swap, attention transfer, then adapters.
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -80,14 +79,6 @@ def training_rows(model: str, length: int, seed: int, count: int) -> Tensor:
     return rows[order[:count]]
 
 
-@lru_cache(maxsize=4)
-def exact_losses(
-    model: str, kind: str, length: int, count: int
-) -> list[tuple[pretrained.Row, Tensor]]:
-    """Rows, and the losses of the pretrained checkpoint on each."""
-    return [pretrained.exact_losses(model, kind, length, i) for i in range(count)]
-
-
 def batch_arguments(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "use_cache": False}
 
@@ -148,12 +139,12 @@ class AdaptPretrained(SwapMeasurement):
     def loss_increases(self, model: nn.Module) -> dict[str, list[float]]:
         """Return the loss increases of the test rows, nats per token, by kind."""
         model.eval()
-        increases = {}
-        for kind in self.texts:
-            increases[kind] = []
-            for row, exact in exact_losses(self.model, kind, self.length, self.tested):
+        increases = {kind: [] for kind in self.texts}
+        for kind, values in increases.items():
+            for i in range(self.tested):
+                row, exact = pretrained.exact_losses(self.model, kind, self.length, i)
                 above = pretrained.token_losses(model, row) - exact
-                increases[kind].append(float(above.mean()))
+                values.append(float(above.mean()))
         return increases
 
 

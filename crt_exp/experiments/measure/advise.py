@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,10 @@ def advise(
             bench = text_bench(model, rows, split, tokenizer)
         else:
             bench = _batch_bench(model, texts, labels, split)
-        methods = mechanisms(attentions, seed)
-        records = list(measure_methods(bench, methods, rounds, tolerance, minutes))
-        return advice_of(bench, methods, records, tolerance, rounds)
+        trial = Trial(bench, mechanisms(attentions, seed), rounds, tolerance, minutes)
+        for _ in trial.records():
+            pass
+        return trial.advice()
 
 
 # ---- samples
@@ -212,236 +214,216 @@ def mechanisms(attentions: Sequence[str] | None, seed: int = 0) -> dict[str, Mec
     return result
 
 
-class TimeBudget:
-    """The time since the start in seconds, and a limit (None: no limit)."""
+@dataclass
+class Trial:
+    """Measurement of several methods in a bench, within a time budget.
 
-    def __init__(self, minutes: float | None):
+    What does not fit into the budget is left out. At least FEWEST samples and one round of timing at the full length
+    are measured.
+
+    Attributes:
+        losses: method -> "loss" and "repeated" of its samples.
+        mib: method -> peak memory; None if it was not measured.
+        times: length -> method -> milliseconds, one value per round.
+    """
+
+    bench: Bench
+    methods: Mapping[str, Mechanism | None]
+    rounds: int
+    tolerance: float
+    minutes: float | None
+
+    def __post_init__(self):
+        self.limit = math.inf if self.minutes is None else 60 * self.minutes  # seconds
         self.begun = time.monotonic()
-        self.seconds = math.inf if minutes is None else 60 * minutes
+        self.losses: dict[str, dict[str, list[float]]] = {}
+        self.mib: dict[str, float | None] = dict.fromkeys(self.methods)
+        self.times: dict[int, dict[str, list[float]]] = {}
+        for label in self.methods:
+            self.losses[label] = {"loss": [], "repeated": []}
+        for length in self.bench.timed:
+            self.times[length] = {label: [] for label in self.methods}
 
     @property
     def used(self) -> float:
+        """Seconds since the start."""
         return time.monotonic() - self.begun
 
     def allows(self, seconds: float, share: float = 1.0) -> bool:
         """Whether a step of this duration ends within a share of the limit."""
-        return self.used + seconds <= share * self.seconds
+        return self.used + seconds <= share * self.limit
 
     def left(self, seconds: float) -> str:
         """Describe the time left: `seconds` of work, or the limit if that is less."""
-        limit = self.seconds - self.used
+        limit = self.limit - self.used
         if seconds and limit < 0:
             return "time over, measuring only what a verdict needs"
         return f"at most {min(seconds, max(0, limit)):.0f} s left"
 
-
-def measure_methods(
-    bench: Bench,
-    methods: Mapping[str, Mechanism | None],
-    rounds: int,
-    tolerance: float,
-    minutes: float | None,
-) -> Records:
-    """Yield a record of losses and memory for each method, then times by length.
-
-    What does not fit into the time budget is left out. At least FEWEST samples and one round of timing at the full
-    length are measured.
-    """
-    budget = TimeBudget(minutes)
-    report(
-        f"{type(bench.model).__name__}: {len(methods)} methods, up to {len(bench.judged)} "
-        f"{bench.noun} of {bench.length} tokens"
-    )
-    losses = measure_losses(bench, methods, rounds, tolerance, budget)
-    seconds = pass_seconds(budget, losses)
-    for label, attention in methods.items():
-        mib = None
-        if budget.allows(seconds, MEMORY_SHARE):
-            mib = bench.memory(attention, bench.timed[bench.length])
-        yield {"attention": label, **losses[label], "mib": mib}
-    for length, times in measure_times(bench, methods, rounds, budget).items():
-        yield {"length": length, "ms": times}
-
-
-Losses = dict[str, dict[str, list[float]]]  # method -> "loss" and "repeated" of its samples
-
-
-def pass_seconds(budget: TimeBudget, losses: Losses) -> float:
-    """Return the mean seconds of a forward pass so far."""
-    passes = 0
-    for record in losses.values():
-        passes += len(record["loss"]) + len(record["repeated"])
-    return budget.used / passes
-
-
-def measure_losses(
-    bench: Bench,
-    methods: Mapping[str, Mechanism | None],
-    rounds: int,
-    tolerance: float,
-    budget: TimeBudget,
-) -> Losses:
-    """Measure all methods on one sample after the other.
-
-    A method is finished if its verdict is decided; all are if the time is over.
-    """
-    losses: Losses = {label: {"loss": [], "repeated": []} for label in methods}
-    undecided = dict(methods)
-    count = len(bench.judged)
-    seconds = 0.0
-    for i in range(count):
-        if i >= FEWEST and not budget.allows(seconds, LOSS_SHARE):
-            break
-        begun = budget.used
-        for label, attention in undecided.items():
-            for key, values in bench.losses(attention, [i]).items():
-                losses[label][key] += values
-            if i == 0:
-                report(f"{label}: loss {losses[label]['loss'][0]:.3f} nats ({bench.noun}: 1)")
-        seconds = budget.used - begun
-        rest = (count - i - 1) * seconds
-        rest += timing_seconds(bench, methods, rounds, pass_seconds(budget, losses))
-        shown = [describe(label, losses) for label in undecided if label != EXACT]
-        report(f"{bench.noun}: {i + 1} of {count}; {', '.join(shown)}; {budget.left(rest)}")
-        if i + 1 < FEWEST:
-            continue
-        for label in [*undecided]:
-            if label != EXACT and is_decided(losses[label], losses[EXACT], tolerance):
-                del undecided[label]
-        if [*undecided] == [EXACT]:
-            break
-    return losses
-
-
-def describe(label: str, losses: Losses) -> str:
-    """Describe the loss increase of a method so far."""
-    values = losses[label]["loss"]
-    above, half = mean_difference(values, losses[EXACT]["loss"][: len(values)])
-    if len(values) == 1:
-        return f"{label} {above:+.4f}"
-    return f"{label} {above:+.4f} ± {half:.4f}"
-
-
-def timing_seconds(
-    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int, seconds: float
-) -> float:
-    """Estimate the seconds of all timings from those of one pass at the full length."""
-    return len(methods) * seconds * (1 + rounds * sum(bench.timed) / bench.length)
-
-
-def measure_times(
-    bench: Bench, methods: Mapping[str, Mechanism | None], rounds: int, budget: TimeBudget
-) -> dict[int, dict[str, list[float]]]:
-    """Measure milliseconds by length, method and round, the longest samples first."""
-    times: dict[int, dict[str, list[float]]] = {}
-    for length in bench.timed:
-        times[length] = {label: [] for label in methods}
-    steps = [(turn, length) for turn in range(rounds) for length in reversed(bench.timed)]
-    seconds_per_token = 0.0
-    rest = sum(length for turn, length in steps)
-    for turn, length in steps:
-        if not budget.allows(seconds_per_token * length) and times[bench.length][EXACT]:
-            break
-        begun = budget.used
-        measured = bench.times(methods, bench.timed[length], 1)
-        for label, values in measured.items():
-            times[length][label] += values
-        seconds_per_token = (budget.used - begun) / length
-        rest -= length
-        shown = [f"{label} {values[0]:.0f} ms" for label, values in measured.items()]
+    def records(self) -> Records:
+        """Measure; yield a record of losses and memory for each method, then times by length."""
         report(
-            f"timed {length} tokens, round {turn + 1} of {rounds}: {', '.join(shown)}; "
-            f"{budget.left(rest * seconds_per_token)}"
+            f"{type(self.bench.model).__name__}: {len(self.methods)} methods, up to "
+            f"{len(self.bench.judged)} {self.bench.noun} of {self.bench.length} tokens"
         )
-    return times
+        self.measure_losses()
+        seconds = self.pass_seconds()
+        for label, attention in self.methods.items():
+            if self.allows(seconds, MEMORY_SHARE):
+                self.mib[label] = self.bench.memory(attention)
+            yield {"attention": label, **self.losses[label], "mib": self.mib[label]}
+        self.measure_times()
+        for length, times in self.times.items():
+            yield {"length": length, "ms": times}
+
+    def pass_seconds(self) -> float:
+        """Return the mean seconds of a forward pass so far."""
+        passes = 0
+        for record in self.losses.values():
+            passes += len(record["loss"]) + len(record["repeated"])
+        return self.used / passes
+
+    def measure_losses(self) -> None:
+        """Measure all methods on one sample after the other.
+
+        A method is finished if its verdict is decided; all are if the time is over.
+        """
+        undecided = dict(self.methods)
+        count = len(self.bench.judged)
+        seconds = 0.0
+        for i in range(count):
+            if i >= FEWEST and not self.allows(seconds, LOSS_SHARE):
+                break
+            begun = self.used
+            for label, attention in undecided.items():
+                losses = self.losses[label]
+                for key, values in self.bench.losses(attention, [i]).items():
+                    losses[key] += values
+                if i == 0:
+                    report(f"{label}: loss {losses['loss'][0]:.3f} nats ({self.bench.noun}: 1)")
+            seconds = self.used - begun
+            rest = (count - i - 1) * seconds + self.timing_seconds()
+            shown = [self.increase(label) for label in undecided if label != EXACT]
+            report(f"{self.bench.noun}: {i + 1} of {count}; {', '.join(shown)}; {self.left(rest)}")
+            if i + 1 < FEWEST:
+                continue
+            for label in [*undecided]:
+                if label != EXACT and self.is_decided(label):
+                    del undecided[label]
+            if [*undecided] == [EXACT]:
+                break
+
+    def is_decided(self, label: str) -> bool:
+        return is_decided(self.losses[label], self.losses[EXACT], self.tolerance)
+
+    def increase(self, label: str) -> str:
+        """Describe the loss increase of a method so far."""
+        above, half = mean_difference(self.losses[label]["loss"], self.losses[EXACT]["loss"])
+        text = f"{label} {above:+.4f}"
+        return text if math.isnan(half) else f"{text} ± {half:.4f}"
+
+    def timing_seconds(self) -> float:
+        """Estimate the seconds of all timings from those of one pass at the full length."""
+        lengths = sum(self.bench.timed) / self.bench.length
+        return len(self.methods) * self.pass_seconds() * (1 + self.rounds * lengths)
+
+    def measure_times(self) -> None:
+        """Measure the milliseconds of all methods in turns, the longest samples first."""
+        own = self.times[self.bench.length][EXACT]
+        seconds_per_token = 0.0
+        rest = self.rounds * sum(self.bench.timed)
+        for turn in range(self.rounds):
+            for length, times in reversed(self.times.items()):
+                if own and not self.allows(seconds_per_token * length):
+                    return
+                begun = self.used
+                shown = []
+                for label, attention in self.methods.items():
+                    ms = self.bench.milliseconds(attention, length)
+                    times[label].append(ms)
+                    shown.append(f"{label} {ms:.0f} ms")
+                seconds_per_token = (self.used - begun) / length
+                rest -= length
+                report(
+                    f"timed {length} tokens, round {turn + 1} of {self.rounds}: {', '.join(shown)}; "
+                    f"{self.left(rest * seconds_per_token)}"
+                )
+
+    def advice(self) -> Advice:
+        """Return the advice that follows from the measured values."""
+        own = self.losses[EXACT]
+        rows = []
+        for label, record in self.losses.items():
+            gains = {}
+            ms = {}
+            for length, times in self.times.items():
+                if times[EXACT]:
+                    gains[length] = ratio(times[EXACT], times[label])
+                    ms[length] = statistics.median(times[label])
+            above, half = mean_difference(record["loss"], own["loss"])
+            row = Row(
+                label,
+                above,
+                half,
+                ms=ms,
+                mib=self.mib[label],
+                speedup=gains[max(gains)],
+                pays_from=pays_from(gains),
+                samples=len(record["loss"]),
+            )
+            if own["repeated"]:
+                repeated = mean_difference(record["repeated"], own["repeated"])
+                row.repeated, row.repeated_ci95 = repeated
+            with self.bench.swapped(self.methods[label]) as states:
+                row.exact_to = min((state.exact_to for state in states.values()), default=0)
+                row.fitted = learns(self.bench.model)
+            rows.append(row)
+        return Advice(
+            rows,
+            self.bench.length,
+            len(self.bench.judged),
+            statistics.mean(own["loss"]),
+            statistics.mean(own["repeated"]) if own["repeated"] else None,
+            self.tolerance,
+            self.bench.noun,
+            self.bench.labelled,
+            self.unmeasured(),
+        )
+
+    def unmeasured(self) -> list[str]:
+        """Return sentences on what was not measured, and why."""
+        count = len(self.bench.judged)
+        noun = self.bench.noun
+        early = []
+        for label, record in self.losses.items():
+            if label != EXACT and len(record["loss"]) < count:
+                early.append(label)
+        decided = [label for label in early if self.is_decided(label)]
+        undecided = [label for label in early if label not in decided]
+        without_memory = [label for label, mib in self.mib.items() if mib is None]
+        sentences = []
+        if decided:
+            sentences.append(
+                f"Fewer than {count} {noun} decided the verdict on {', '.join(decided)}."
+            )
+        if undecided:
+            sentences.append(
+                f"The time was over before all {count} {noun} were measured with "
+                f"{', '.join(undecided)}."
+            )
+        if without_memory:
+            sentences.append(f"Memory was not measured: {', '.join(without_memory)}.")
+        for length, times in self.times.items():
+            rounds = len(times[EXACT])
+            if rounds < self.rounds:
+                sentences.append(
+                    f"The time was over after {rounds} of {self.rounds} rounds of timing at {length} tokens."
+                )
+        return sentences
 
 
 def report(progress: str) -> None:
     print(f"advise: {progress}", file=sys.stderr, flush=True)
-
-
-def advice_of(
-    bench: Bench,
-    methods: Mapping[str, Mechanism | None],
-    records: Sequence[Mapping[str, Any]],
-    tolerance: float,
-    rounds: int,
-) -> Advice:
-    """Build the advice from the records of `measure_methods`."""
-    losses = {record["attention"]: record for record in records if "attention" in record}
-    times = {record["length"]: record["ms"] for record in records if "length" in record}
-    own = losses[EXACT]
-    rows = []
-    for label, record in losses.items():
-        count = len(record["loss"])
-        gains = {}
-        ms = {}
-        for length, measured in times.items():
-            if measured[EXACT]:
-                gains[length] = ratio(measured[EXACT], measured[label])
-                ms[length] = statistics.median(measured[label])
-        above, above_ci95 = mean_difference(record["loss"], own["loss"][:count])
-        row = Row(label, above, above_ci95, ms=ms, mib=record["mib"], samples=count)
-        row.speedup = gains[max(gains)]
-        row.pays_from = pays_from(gains)
-        if own["repeated"]:
-            repeated = own["repeated"][: len(record["repeated"])]
-            row.repeated, row.repeated_ci95 = mean_difference(record["repeated"], repeated)
-        with bench.swapped(methods[label]) as states:
-            row.exact_to = min((state.exact_to for state in states.values()), default=0)
-            row.fitted = learns(bench.model)
-        rows.append(row)
-    repeated = statistics.mean(own["repeated"]) if own["repeated"] else None
-    return Advice(
-        rows,
-        bench.length,
-        len(bench.judged),
-        statistics.mean(own["loss"]),
-        repeated,
-        tolerance,
-        bench.noun,
-        bench.labelled,
-        unmeasured(bench, losses, times, tolerance, rounds),
-    )
-
-
-def unmeasured(
-    bench: Bench,
-    losses: Mapping[str, Mapping[str, Any]],
-    times: Mapping[int, Mapping[str, Sequence[float]]],
-    tolerance: float,
-    rounds: int,
-) -> list[str]:
-    """Return sentences on what was not measured, and why."""
-    decided = []
-    open_verdicts = []
-    for label, record in losses.items():
-        if label == EXACT or len(record["loss"]) == len(bench.judged):
-            continue
-        if is_decided(record, losses[EXACT], tolerance):
-            decided.append(label)
-        else:
-            open_verdicts.append(label)
-    sentences = []
-    if decided:
-        sentences.append(
-            f"Fewer than {len(bench.judged)} {bench.noun} decided the verdict on {', '.join(decided)}."
-        )
-    if open_verdicts:
-        sentences.append(
-            f"The time was over before all {len(bench.judged)} {bench.noun} were measured with "
-            f"{', '.join(open_verdicts)}."
-        )
-    without_memory = [label for label, record in losses.items() if record["mib"] is None]
-    if without_memory:
-        sentences.append(f"Memory was not measured: {', '.join(without_memory)}.")
-    for length, measured in times.items():
-        if len(measured[EXACT]) < rounds:
-            sentences.append(
-                f"The time was over after {len(measured[EXACT])} of {rounds} rounds of timing at "
-                f"{length} tokens."
-            )
-    return sentences
 
 
 # ---- task=advise
@@ -480,13 +462,10 @@ class Advise(Measurement):
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         bench = self.bench(seed)
-        records = []
         methods = mechanisms(self.attentions, seed)
-        measured = measure_methods(bench, methods, self.rounds, self.tolerance, self.minutes)
-        for record in measured:
-            records.append(record)
-            yield record
-        self.advice = advice_of(bench, methods, records, self.tolerance, self.rounds)
+        trial = Trial(bench, methods, self.rounds, self.tolerance, self.minutes)
+        yield from trial.records()
+        self.advice = trial.advice()
         chosen = self.advice.chosen or self.advice.rows[0]
         yield {
             "above": chosen.above,
@@ -523,5 +502,4 @@ class Advise(Measurement):
 
     def save_results(self, records: list[dict], directory: Path) -> None:
         """Write advise.csv, advise.md and advise.png to the run directory."""
-        if self.advice is not None:
-            self.advice.save(directory)
+        self.advice.save(directory)

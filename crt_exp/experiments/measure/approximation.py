@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from crt_exp.attention import DenominatorCount, attention, exact_attention, uniform_attention
-from crt_exp.attention.base import LinearAttention
 from crt_exp.attention.reference import attention_matrix
 from crt_exp.attention.state import for_query_heads, grouped_statistics
 from crt_exp.experiments.measure import (
@@ -28,7 +27,8 @@ from crt_exp.experiments.measure import (
     check_estimates,
     seeded,
 )
-from crt_exp.experiments.measure.fidelity import DocumentBench, layer_call, relative_error
+from crt_exp.experiments.measure.bench import fit_attention
+from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.features import FeatureMap
@@ -79,80 +79,71 @@ class Approximation(SwapMeasurement):
         if (model is None) != (text is None):
             raise ValueError("task.model and task.text: expected both or neither")
         self.ms = ms
+        self.samples = samples
+        self.queries = rows
         self.has_depth = model is not None or depth > 0
         if model is None:
             self.source = Synthetic(length or 1024, heads, d, scale, depth)
         else:
             self.source = Pretrained(model, text, length)
-        self.errors = LayerErrors(self.source, samples, rows)
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         check_estimates(mechanism)
-        ms = self.ms if mechanism.estimates else [None]
-        rows = []
-        for row in self.layer_and_depth_rows(mechanism, ms, seed):
-            rows.append(row)
-            yield row
-        yield {"split": "test", **self.mean_record(mechanism, rows, seed)}
+        mechanisms = [mechanism]
+        largest = None
+        if mechanism.estimates:
+            mechanisms = [mechanism.with_projections(m) for m in self.ms]
+            largest = max(self.ms)
+        layers = []
+        for projected in mechanisms:
+            for i in range(len(self.source.layers(0, seed))):
+                record = self.layer_record(projected, i, seed)
+                yield {"split": "layer", **record}
+                if record.get("m") == largest:
+                    layers.append(record)
+        last = self.mean_record(mechanism, layers, seed)
+        for projected in mechanisms if self.has_depth else ():
+            record = self.depth_record(projected, seed)
+            yield {"split": "depth", **record}
+            if record.get("m") == largest:
+                last["hidden_error"] = record["hidden_error"]
+        yield {"split": "test", **last}
 
-    def layer_and_depth_rows(
-        self, mechanism: Mechanism, ms: Sequence[int | None], seed: int
-    ) -> Records:
-        layers = len(self.source.layers(0, seed))
-        for m in ms:
-            for i in range(layers):
-                yield {"split": "layer", **self.layer_record(mechanism, m, i, seed)}
-        if self.has_depth:
-            for m in ms:
-                yield {"split": "depth", **self.depth_record(mechanism, m, seed)}
-
-    def layer_record(self, mechanism: Mechanism, m: int | None, i: int, seed: int) -> Record:
+    def layer_record(self, mechanism: Mechanism, i: int, seed: int) -> Record:
         """Return mean errors of output and matrix over samples, and by head (`_heads`)."""
-        errors, negative = self.errors.measure(mechanism, m, i, seed)
-        layer = self.source.layers(0, seed)[i]
-        record = {"layer": i, "path": layer.path}
-        if m:
-            record |= {"m": m, "negative_denominators": negative}
+        options = {"samples": self.samples, "queries": self.queries}
+        errors, negative = layer_errors(self.source, mechanism, i, seed, **options)
+        record = {"layer": i, "path": self.source.layers(0, seed)[i].path}
+        if mechanism.estimates:
+            record |= {"m": mechanism.m, "negative_denominators": negative}
         for name, values in errors.items():
             record[name] = _number(values.mean())
             record[f"{name}_heads"] = _numbers(values.mean(0))
         return record
 
-    def depth_record(self, mechanism: Mechanism, m: int | None, seed: int) -> Record:
+    def depth_record(self, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean error over samples of the hidden states after each layer."""
-        record = {}
-        if m:
-            mechanism = replace(mechanism, m=m)
-            record["m"] = m
-        errors = self.source.hidden_errors(mechanism, self.errors.samples, seed)
-        mean = errors.mean(0)
+        record = {"m": mechanism.m} if mechanism.estimates else {}
+        mean = self.source.hidden_errors(mechanism, self.samples, seed).mean(0)
         record["hidden_error"] = _number(mean[-1])
         record["hidden_error_by_layer"] = _numbers(mean)
         return record
 
-    def mean_record(self, mechanism: Mechanism, rows: list[dict], seed: int) -> Record:
-        """Return means over layers at the largest m, and the bias of an approximate sampler."""
-        largest = [row for row in rows if self.is_at_largest_m(row)]
-        layer_rows = [row for row in largest if row["split"] == "layer"]
+    def mean_record(self, mechanism: Mechanism, layers: list[Record], seed: int) -> Record:
+        """Return means over layers, and the bias of an approximate sampler."""
         record: Record = {}
-        for name in layer_rows[0]:
+        for name in layers[0]:
             if name in MEANS:
-                values = [row[name] for row in layer_rows]
+                values = [layer[name] for layer in layers]
                 record[name] = None if None in values else sum(values) / len(values)
-        for row in largest:
-            if row["split"] == "depth":
-                record["hidden_error"] = row["hidden_error"]
         if mechanism.estimates:
-            record["m"] = max(self.ms)
-            phi = mechanism.map("softmax")
+            record["m"] = layers[0]["m"]
             layer = self.source.layers(0, seed)[0]
             x = layer.x[0, 0]
             y = layer.y[0, 0]
-            record |= bias_record(phi, mechanism.sampler, x, y, fit_map(mechanism, x, y))
+            params = fit_map(mechanism, x, y)
+            record |= bias_record(mechanism.map(), mechanism.sampler, x, y, params)
         return record
-
-    def is_at_largest_m(self, row: dict) -> bool:
-        return row.get("m") in (None, max(self.ms))
 
     def summary(self, records: list[dict]) -> str:
         last = records[-1]
@@ -181,64 +172,60 @@ class Approximation(SwapMeasurement):
 # ---- errors of one layer
 
 
-@dataclass(frozen=True)
-class LayerErrors:
-    """Errors of attention layers over samples of the projections.
+@torch.no_grad()
+def layer_errors(
+    source: "Synthetic | Pretrained",
+    mechanism: Mechanism,
+    i: int,
+    seed: int,
+    *,
+    samples: int,
+    queries: int,
+) -> tuple[dict[str, Tensor], float]:
+    """Return errors of layer i by name, (samples, H) each, and the share of denominators <= 0.
 
-    rows: number of queries whose rows of the attention matrix are compared.
+    `uniform_error` is the error of uniform attention. For a feature map, some rows of the attention matrix, those of
+    a number of `queries`, are compared too.
     """
+    count = DenominatorCount()
+    errors: dict[str, list[Tensor]] = {}
+    estimates = mechanism.estimates
+    for sample in range(samples):
+        layer = source.layers(sample, seed)[i]
+        uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
+        pairs = {"uniform": (uniform, layer.output)}
+        if estimates:
+            order = torch.randperm(layer.x.shape[2], generator=generator(seed))
+            rows = order[:queries].sort().values
+            g = generator(seed, i, sample)
+            pairs |= estimated_pairs(mechanism, layer, rows, g, count)
+        else:
+            pairs["output"] = (whole_output(mechanism, layer), layer.output)
+        for name, (estimate, exact) in pairs.items():
+            error = relative_error(estimate, exact, (-2, -1))[0]
+            errors.setdefault(f"{name}_error", []).append(error)
+    stacked = {name: torch.stack(values) for name, values in errors.items()}
+    return stacked, count.fraction
 
-    source: "Synthetic | Pretrained"
-    samples: int
-    rows: int
 
-    @torch.no_grad()
-    def measure(
-        self, mechanism: Mechanism, m: int | None, i: int, seed: int
-    ) -> tuple[dict[str, Tensor], float]:
-        """Return errors of layer i by name, and the share of denominators <= 0.
-
-        m: None for attention without projections. Errors have the shape (samples, H); `uniform_error` is that of
-        uniform attention.
-        """
-        count = DenominatorCount()
-        errors: dict[str, list[Tensor]] = {}
-        for sample in range(self.samples):
-            layer = self.source.layers(sample, seed)[i]
-            uniform = uniform_attention(layer.x, layer.y, layer.v, causal=layer.causal)
-            pairs = {"uniform": (uniform, layer.output)}
-            if m is None:
-                pairs["output"] = (whole_output(mechanism, layer), layer.output)
-            else:
-                g = generator(seed, i, sample)
-                pairs |= self.estimate(mechanism.with_projections(m), layer, seed, g, count)
-            for name, (estimate, exact) in pairs.items():
-                error = relative_error(estimate, exact, (-2, -1))[0]
-                errors.setdefault(f"{name}_error", []).append(error)
-        stacked = {name: torch.stack(samples) for name, samples in errors.items()}
-        return stacked, count.fraction
-
-    def estimate(
-        self,
-        mechanism: Mechanism,
-        layer: "LayerInputs",
-        seed: int,
-        g: torch.Generator,
-        count: DenominatorCount,
-    ) -> dict[str, TensorPair]:
-        """Return estimate and exact value of the output, and of some rows of the matrix."""
-        x = layer.x
-        y = layer.y
-        causal = layer.causal
-        phi = mechanism.map()
-        order = torch.randperm(x.shape[2], generator=generator(seed))
-        rows = order[: self.rows].sort().values
-        noise = mechanism.noise(layer.d, g, (layer.heads,))
-        params = layer.fit(phi)
-        output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
-        matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
-        exact = attention_matrix(x, y, causal=causal, rows=rows)
-        return {"output": (output, layer.output), "matrix": (matrix, exact)}
+def estimated_pairs(
+    mechanism: Mechanism,
+    layer: "LayerInputs",
+    rows: Tensor,
+    g: torch.Generator,
+    count: DenominatorCount,
+) -> dict[str, TensorPair]:
+    """Return estimate and exact value of the output, and of some rows of the matrix."""
+    x = layer.x
+    y = layer.y
+    phi = mechanism.map()
+    noise = mechanism.noise(layer.d, g, (layer.heads,))
+    params = layer.fit(phi)
+    causal = layer.causal
+    output = attention(x, y, layer.v, phi, noise, params, causal=causal, counter=count)
+    matrix = attention_matrix(x, y, phi, noise, params, causal=causal, rows=rows)
+    exact = attention_matrix(x, y, causal=causal, rows=rows)
+    return {"output": (output, layer.output), "matrix": (matrix, exact)}
 
 
 # ---- where the tensors come from
@@ -314,10 +301,8 @@ class Synthetic:
         weights, tokens: seeds. sample: number of the sample of the projections.
         """
         h, exact = exact_states(self, weights, tokens)
-        layers = []
-        for i in range(self.depth):
-            number = self.depth * sample + i
-            layers.append(mechanism.layer(self.heads, self.d, layer=number))
+        numbers = range(self.depth * sample, self.depth * (sample + 1))
+        layers = [mechanism.layer(self.heads, self.d, layer=number) for number in numbers]
         estimates = states(random_transformer(self, weights), h, layers)
         return [relative_error(*pair).item() for pair in zip(estimates, exact)]
 
@@ -375,7 +360,7 @@ class Pretrained(DocumentBench):
         super().__init__(model, text, length=length)
         self.training = [self.rows]
         self.inputs = []
-        for call in self.record_calls(self.rows, layer_call)[0]:
+        for call in self.calls[0]:
             x = call.scaling**0.5 * call.q
             y = call.scaling**0.5 * call.k
             causal = call.causal and call.q.shape[2] > 1
@@ -390,10 +375,8 @@ class Pretrained(DocumentBench):
         errors = []
         for sample in range(samples):
             sampled = replace(mechanism, seed=1000 * seed + sample)
-            with self.swapped(sampled):
-                estimates = self.run(self.rows).hidden_states[1:]
-            pairs = zip(estimates, self.exact[0].states)
-            errors.append([relative_error(*pair) for pair in pairs])
+            with self.swapped(sampled) as states:
+                errors.append(self.document_errors(0, states)["hidden"])
         return torch.tensor(errors)
 
 
@@ -403,11 +386,9 @@ class Pretrained(DocumentBench):
 def whole_output(mechanism: Mechanism, layer: LayerInputs) -> Tensor:
     """Output of attention without projections; causal layers are fitted to its inputs."""
     options = {"kv_heads": layer.y.shape[1], "causal": layer.causal, "scaling": 1.0}
+    tensors = (layer.x, layer.y, layer.v)
     state = mechanism.layer(layer.heads, layer.d, **options).eval()
-    if isinstance(state, LinearAttention):
-        with state.calibration():
-            state(layer.x, layer.y, layer.v)
-    return state(layer.x, layer.y, layer.v)
+    return fit_attention(state, [tensors])(*tensors)
 
 
 def _number(value: Tensor | float) -> float | None:

@@ -9,7 +9,6 @@ Notation: H heads of all layers, n sequences.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +24,6 @@ from crt_exp.attention.reference import softmax_attention
 from crt_exp.experiments.data import DataError, protein
 from crt_exp.experiments.data.corpora import FOLDER
 from crt_exp.experiments.data.protein import BEGIN, LETTERS, STANDARD
-from crt_exp.experiments.data.sources import missing_file, task_folder
 from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import (
     Measurement,
@@ -34,10 +32,11 @@ from crt_exp.experiments.measure import (
     Series,
     SwapMeasurement,
     check_estimates,
+    data_file,
     seeded,
 )
-from crt_exp.experiments.measure.approximation import LayerErrors, LayerInputs, Synthetic
-from crt_exp.experiments.measure.bench import fit_attention
+from crt_exp.experiments.measure.approximation import LayerInputs, Synthetic, layer_errors
+from crt_exp.experiments.measure.bench import fit_attention, recorded_calls
 from crt_exp.experiments.measure.fidelity import DocumentBench, relative_error
 from crt_exp.experiments.measure.kernel import fit_map, generator
 from crt_exp.experiments.models import language
@@ -76,7 +75,6 @@ class ProjectionErrors(Series):
     code: Literal["iid", "orthogonal", "hadamard"] | None = None
 
     def __post_init__(self):
-        self.values = self.ms
         self.source = Synthetic(self.length, 1, self.d, self.scale, 0)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
@@ -95,17 +93,15 @@ class ProjectionErrors(Series):
         return {"mse": sum(errors) / len(errors), "errors": errors, "uniform": uniform}
 
     def estimate(self, mechanism: Mechanism, layer: LayerInputs, g: torch.Generator) -> Tensor:
-        x = layer.x
-        y = layer.y
         noise = mechanism.noise(self.d, g)
-        params = fit_map(mechanism, x[0, 0], y[0, 0])
-        phi = mechanism.map("softmax")
+        params = fit_map(mechanism, layer.x[0, 0], layer.y[0, 0])
+        phi = mechanism.map()
         if self.code:
             noise = published_noise(self.code, mechanism.m, self.d, g)
             if isinstance(phi, TrigRF):
                 noise = DenseNoise(2 * np.pi * noise.rows(), gaussian=False)
-        counter = DenominatorCount()
-        return attention(x, y, layer.v, phi, noise, params, counter=counter)
+        tensors = (layer.x, layer.y, layer.v)
+        return attention(*tensors, phi, noise, params, counter=DenominatorCount())
 
 
 def published_noise(rows: str, m: int, d: int, g: torch.Generator) -> Noise:
@@ -132,7 +128,7 @@ def published_noise(rows: str, m: int, d: int, g: torch.Generator) -> Noise:
 
 
 @task_class
-class HeadErrors(Series):
+class HeadErrors(Series, SwapMeasurement):
     """task=head_errors: MSE of the output of a random head (Performers Figure 4).
 
     The MSE is divided by that of uniform attention. Attention without projections has equal errors at all m.
@@ -153,16 +149,14 @@ class HeadErrors(Series):
     turn: Positive | None = None
 
     def __post_init__(self):
-        self.values = self.ms
         scale = scale_of(self.sum, self.d)
-        source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
-        self.errors = LayerErrors(source, self.samples, 1)
-
-    measures_whole = SwapMeasurement.measures_whole
+        self.source = Synthetic(self.length, 1, self.d, scale, 0, self.turn)
 
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
-        projections = m if mechanism.estimates else None
-        errors, _ = self.errors.measure(mechanism, projections, 0, seed)
+        if mechanism.estimates:
+            mechanism = mechanism.with_projections(m)
+        options = {"samples": self.samples, "queries": 1}
+        errors, _ = layer_errors(self.source, mechanism, 0, seed, **options)
         ratio = errors["output_error"] / errors["uniform_error"]
         mse = ratio[:, 0].square()
         return {"mse": mse.tolist(), "log_mse": mse.log().mean().item()}
@@ -234,17 +228,13 @@ class KernelBias(Measurement):
         x = torch.zeros(2, self.d, dtype=torch.float64)
         x[0, 0] = 1
         x[1] = self.d**-0.5
-        phi = mechanism.map()
         options = {"draws": self.draws, "generator": seeded(seed)}
-        bias = measured_bias(phi, mechanism.sampler, x, x, **options)
-        unit, spread = bias.ratio.tolist()
-        unit_error, spread_error = bias.error.tolist()
-        yield {
-            "at_unit": unit,
-            "at_unit_error": unit_error,
-            "at_spread": spread,
-            "at_spread_error": spread_error,
-        }
+        bias = measured_bias(mechanism.map(), mechanism.sampler, x, x, **options)
+        record = {}
+        for name, ratio, error in zip(("at_unit", "at_spread"), *map(Tensor.tolist, bias)):
+            record[name] = ratio
+            record[f"{name}_error"] = error
+        yield record
 
 
 # ---- attention matrices of a protein model
@@ -274,10 +264,7 @@ class AttentionMaps(SwapMeasurement):
     drawn: bool = False
 
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
-        folder = task_folder("protein", None)
-        if folder is None or not (folder / self.file).is_file():
-            raise missing_file("protein", folder and folder / self.file)
-        letters = entry_of(folder / self.file, self.entry)
+        letters = entry_of(data_file("protein", self.file), self.entry)
         saved = load_protein_model(self.start)
         exact = matrices(saved.build(Mechanism.of("exact")), letters)
         estimates = matrices(saved.build(replace(mechanism, seed=seed)), letters)
@@ -291,9 +278,7 @@ class AttentionMaps(SwapMeasurement):
             _, order = np.unique(index.digests, return_index=True)
             sequences = [np.array(index[row]) for row in order[: self.sequences]]
             yield from self.similarity_rows(saved, sequences)
-        errors = []
-        for estimate, expected in zip(estimates, exact):
-            errors.append(relative_error(estimate, expected).item())
+        errors = [relative_error(*pair).item() for pair in zip(estimates, exact)]
         layers = [*range(len(errors))]
         yield {"layer": layers, "error": errors, "mean_error": float(np.mean(errors))}
 
@@ -344,10 +329,10 @@ def entry_of(path: Path, accession: str) -> list[int]:
 
 def with_random_weights(saved: language.SavedLanguageModel, start: str) -> language.LanguageModel:
     """Return a model of equal sizes with random weights, seeded by the run's weights."""
-    weights = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
-    digest = hashlib.sha256(weights).hexdigest()[:16]
-    seed = hashlib.sha256(digest.encode()).hexdigest()[:8]
-    torch.manual_seed(int(seed, 16))
+    text = (folder_of(start, "task.start", "a run of task=trembl") / WEIGHTS).read_bytes()
+    for digits in (16, 8):
+        text = hashlib.sha256(text).hexdigest()[:digits].encode()
+    torch.manual_seed(int(text, 16))
     return language.LanguageModel(saved.description, saved.mechanism.layer).eval()
 
 
@@ -363,27 +348,24 @@ def matrices(model: language.LanguageModel, letters: list[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def attention_matrices(
-    model: nn.Module, *inputs: Tensor, keep: Callable[[Tensor], Tensor] = lambda A: A
+    model: nn.Module, tokens: Tensor, keep: Callable[[Tensor], Tensor] = lambda A: A
 ) -> list[Tensor]:
     """Return keep(A) for the attention matrix A (B, H, L, L) of each layer.
 
     Linear attention does not form A. Its output for one-hot values equals A, so one forward pass suffices. Rows of A
     sum to 1. The layers are those of a model built with a `Mechanism`, in the order of their calls.
     """
-    matrices = []
 
-    def record(layer: nn.Module, args: tuple, output: Tensor) -> None:
+    def matrix(layer: nn.Module, args: tuple, output: Tensor) -> Tensor:
         q, k, _, *mask = args
         unit = torch.eye(k.shape[2], dtype=k.dtype)
         unit = unit.expand(*k.shape[:3], -1)
-        # calling the module would trigger this hook again
-        matrices.append(keep(layer.forward(q, k, unit, *mask)))
+        # calling the module would record this call too
+        return keep(layer.forward(q, k, unit, *mask))
 
-    with ExitStack() as stack:
-        for part in model.modules():
-            if isinstance(part, (LinearAttention, Baseline)):
-                stack.callback(part.register_forward_hook(record).remove)
-        model(*inputs)
+    layers = [part for part in model.modules() if isinstance(part, LinearAttention | Baseline)]
+    with recorded_calls(layers, matrix) as matrices:
+        model(tokens)
     return matrices
 
 
@@ -418,10 +400,8 @@ def shares(model: language.LanguageModel, sequences: Sequence[Sequence[int]]) ->
 
 def frequencies(sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the shares (n, 20) of the standard amino acids in each sequence."""
-    standard = len(STANDARD)
-    counts = np.stack(
-        [np.bincount(letters, minlength=standard)[:standard] for letters in sequences]
-    )
+    n = len(STANDARD)
+    counts = np.stack([np.bincount(letters, minlength=n)[:n] for letters in sequences])
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
@@ -447,7 +427,7 @@ def blosum62() -> np.ndarray:
 
 
 def correlation(
-    first: np.ndarray, second: np.ndarray, permutations: int = 9999, seed: int = 0
+    first: np.ndarray, second: np.ndarray, permutations: int = 9999
 ) -> dict[str, float]:
     """Pearson's r of two symmetric matrices over 190 pairs, and one-sided Mantel's p.
 
@@ -457,7 +437,7 @@ def correlation(
     standard = standardise(first)
     wanted = standardise(second)[PAIRS]
     order = np.tile(np.arange(len(first)), (permutations, 1))
-    orders = np.random.default_rng(seed).permuted(order, axis=1)
+    orders = np.random.default_rng(0).permuted(order, axis=1)
     r = float(standard[PAIRS] @ wanted)
     i, j = PAIRS
     permuted = standard[orders[:, i], orders[:, j]] @ wanted

@@ -3,7 +3,7 @@
 `Bench` swaps the attention of any model and restores it. `TextBench` adds the losses of language models, `BatchBench`
 those of models of images, audio and other inputs. A sample has the form of a batch of `calibrate_attention`. Samples
 that attention is fitted to are not evaluated. Models that were built with other attention need no bench: see
-`fit_attention` and `calibrated_layers`.
+`fit_attention`.
 
 Notation: B batch, L tokens, V vocabulary size, C classes.
 """
@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,25 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crt_exp.attention.base import LinearAttention
 from crt_exp.experiments.data.text import SHARE
 from crt_exp.experiments.measure import TensorPair, seeded
-from crt_exp.experiments.measure.times import (
-    NO_WARMUP_MS,
-    in_turns,
-    peak_increase,
-    time_after_warmup,
-    trim_memory,
-)
+from crt_exp.experiments.measure.times import peak_increase, time_after_warmup, trim_memory
 from crt_exp.features.base import NotFinite
 from crt_exp.mechanism import Mechanism
-from crt_exp.swap.calibration import (
-    calibrate_attention,
-    call_model,
-    fill_statistics,
-    learns,
-    swapped_states,
-)
+from crt_exp.swap.calibration import call_model, fill_statistics, learns, swapped_states
 from crt_exp.swap.swap import pretrained_models, unswap_attention
 
 MAX_CACHED = 32  # number of fitted methods that a bench caches
@@ -61,11 +49,6 @@ def fit_attention(model: nn.Module, batches: Iterable) -> nn.Module:
     return model
 
 
-def approximation_of(mechanism: Mechanism) -> Mechanism | None:
-    """Return None for exact attention, which needs no swap."""
-    return None if mechanism.is_exact else mechanism
-
-
 def swap_and_fit(model: nn.Module, mechanism: Mechanism, batches: Iterable) -> nn.Module:
     """Swap the model's attention, unless it stays exact, and fit it; return the model."""
     if mechanism.is_exact:
@@ -75,19 +58,22 @@ def swap_and_fit(model: nn.Module, mechanism: Mechanism, batches: Iterable) -> n
         return fit_attention(model, batches)
 
 
-def calibrated_layers(model: nn.Module, batches: Iterable) -> list[LinearAttention]:
-    """Calibrate the model and return its layers with the measured errors."""
-    with quiet():
-        calibrate_attention(model, batches)
-    return [part for part in model.modules() if isinstance(part, LinearAttention)]
+# context manager that hides the UserWarnings of swaps and calibrations
+quiet = partial(warnings.catch_warnings, action="ignore", category=UserWarning)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Context manager that hides UserWarnings of swaps and calibrations."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+def recorded_calls(layers: Iterable[nn.Module], record: Callable[..., Any]) -> Iterator[list]:
+    """Context manager: list record(layer, arguments, output) of every call of the layers."""
+    calls: list[Any] = []
+
+    def hook(*call: Any) -> None:
+        calls.append(record(*call))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        yield calls
 
 
 class Bench:
@@ -120,7 +106,7 @@ class Bench:
         self.seed = seed
         self.device = next(model.parameters()).device
         # state dicts of the last fitted methods
-        self.fits: list[tuple[Mechanism, list[dict[str, Tensor]]]] = []
+        self.fits: dict[Mechanism, list[dict[str, Tensor]]] = {}
 
     def run(self, piece: Any) -> Any:
         """Return the model's output for a sample."""
@@ -153,34 +139,34 @@ class Bench:
         finally:
             unswap_attention(self.model)
 
+    @contextmanager
+    def approximated(self, mechanism: Mechanism) -> Iterator[None]:
+        """Context manager: swap the attention without warnings, unless the mechanism is exact."""
+        with self.swapped(None if mechanism.is_exact else mechanism), quiet():
+            yield
+
     def _fit_once(self, attention: Mechanism, states: list[nn.Module]) -> None:
         """Fit the layers, or restore the state of an earlier fit."""
-        for fitted, saved in self.fits:
-            if fitted == attention:
-                for state, tensors in zip(states, saved, strict=True):
-                    state.load_state_dict(tensors)
-                return
+        if attention in self.fits:
+            for state, tensors in zip(states, self.fits[attention], strict=True):
+                state.load_state_dict(tensors)
+            return
         self.fit(attention)
-        tensors = [copy.deepcopy(state.state_dict()) for state in states]
-        self.fits = [*self.fits, (attention, tensors)][-MAX_CACHED:]
+        self.fits[attention] = [copy.deepcopy(state.state_dict()) for state in states]
+        if len(self.fits) > MAX_CACHED:
+            del self.fits[next(iter(self.fits))]
 
     @torch.no_grad()
-    def record_calls(
-        self, piece: Any, record: Callable[[nn.Module, tuple, Tensor], Any]
-    ) -> tuple[list[Any], Any]:
+    def record_calls(self, piece: Any, record: Callable[..., Any]) -> tuple[list[Any], Any]:
         """Run a sample with exact attention and record each attention call.
 
         Returns:
             The values of record(layer, arguments, output) for every call, and the model's output.
         """
-        calls: list[Any] = []
-
-        def hook(*call: Any) -> None:
-            calls.append(record(*call))
-
-        with self.swapped(Mechanism.of("exact")) as states, ExitStack() as stack:
-            for state in states.values():
-                stack.callback(state.register_forward_hook(hook).remove)
+        with (
+            self.swapped(Mechanism.of("exact")) as states,
+            recorded_calls(states.values(), record) as calls,
+        ):
             return calls, self.run(piece)
 
     # ---- losses
@@ -219,27 +205,18 @@ class Bench:
         """Tokens of the longest timed sample."""
         return max(self.timed)
 
-    def times(
-        self, attentions: Mapping[str, Mechanism | None], piece: Any, rounds: int
-    ) -> dict[str, list[float]]:
-        """Milliseconds of a forward pass, one value for each method and round.
-
-        The methods take turns within a round. An untimed call precedes each timed call.
-        """
-        body = torch.no_grad()(self.body)
-
-        def within(attention: Mechanism | None) -> float:
-            with self.swapped(attention):
-                return time_after_warmup(body, piece, below=NO_WARMUP_MS, device=self.device)
-
-        return in_turns(attentions, rounds, within, warm=0)
+    @torch.no_grad()
+    def milliseconds(self, attention: Mechanism | None, length: int) -> float:
+        """Milliseconds of a forward pass at a length in `timed`, after an untimed pass."""
+        with self.swapped(attention):
+            return time_after_warmup(self.body, self.timed[length], device=self.device)
 
     @torch.no_grad()
-    def memory(self, attention: Mechanism | None, piece: Any) -> float | None:
-        """Peak MiB of a forward pass above the memory in use before; None if unknown."""
+    def memory(self, attention: Mechanism | None) -> float | None:
+        """Peak MiB of the longest timed pass above the memory in use before; None if unknown."""
         with self.swapped(attention), suppress(OSError):
             trim_memory()
-            return peak_increase(lambda: self.body(piece), self.device)
+            return peak_increase(lambda: self.body(self.timed[self.length]), self.device)
         return None
 
 

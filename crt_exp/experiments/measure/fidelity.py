@@ -23,8 +23,8 @@ from crt_exp.experiments.data.text import official_file
 from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
 from crt_exp.experiments.measure.bench import (
     TextBench,
-    calibrated_layers,
     evenly_spaced,
+    fit_attention,
     nats,
 )
 from crt_exp.experiments.measure.model_files import length_in, load_language_model, rows_of
@@ -54,8 +54,7 @@ class LayerCall(NamedTuple):
 
 
 def layer_call(layer: nn.Module, arguments: tuple, output: Tensor) -> LayerCall:
-    q, k, v, *_ = arguments
-    return LayerCall(layer.path, q, k, v, layer.scaling, layer.causal, output)
+    return LayerCall(layer.path, *arguments[:3], layer.scaling, layer.causal, output)
 
 
 class HiddenStates(NamedTuple):
@@ -75,7 +74,6 @@ class DocumentBench(TextBench):
         model: Hub name, folder or run of task=mlm, trained with exact attention.
         text: Held-out files or folders. Documents are spread over the text.
         calibration: Other files, to fit causal layers with fitted parameters, as by `calibrate_attention`.
-        seed: Seed of the masked positions, which are equal for all attention.
         cache_dir: Folder of cached tokens.
 
     Raises:
@@ -87,19 +85,18 @@ class DocumentBench(TextBench):
     def __init__(
         self,
         model: str,
-        text: str | Sequence[str],
-        calibration: str | Sequence[str] | None = None,
+        text: data.Text,
+        calibration: data.Text | None = None,
         length: int | None = None,
         texts: int = 1,
         calibration_texts: int = 1,
-        seed: int = 0,
         cache_dir: str | Path | None = None,
     ):
         loaded, self.tokenizer = load_language_model(model)
         L = length_in(loaded, length)
         check_disjoint(text, calibration)
 
-        def documents(source: str | Sequence[str], option: str, count: int) -> Tensor:
+        def documents(source: data.Text, option: str, count: int) -> Tensor:
             rows = rows_of(source, loaded, self.tokenizer, L, cache_dir)
             if len(rows) < count:
                 raise ValueError(
@@ -111,13 +108,13 @@ class DocumentBench(TextBench):
         training = None
         if calibration is not None:
             training = documents(calibration, "task.calibration_texts", calibration_texts)
-        super().__init__(loaded, documents(text, "task.texts", texts), training, seed=seed)
+        super().__init__(loaded, documents(text, "task.texts", texts), training)
         # hidden states and attention calls of the exact model, by document
         self.exact: list[HiddenStates] = []
         self.calls: list[list[LayerCall]] = []
-        for i in range(texts):
+        for i, row in enumerate(self.rows.split(1)):
             self.exact.append(self.hidden_states(i))
-            self.calls.append(self.record_calls(self.rows[i : i + 1], layer_call)[0])
+            self.calls.append(self.record_calls(row, layer_call)[0])
 
     @torch.no_grad()
     def hidden_states(self, i: int) -> HiddenStates:
@@ -138,7 +135,8 @@ class DocumentBench(TextBench):
         """Return inputs and labels of document i; masked models get BERT's corruption."""
         if self.causal:
             return super().inputs_and_labels(i)
-        uniform = data.uniforms([data.generator_of(self.seed, i)], self.length)
+        # equal for all attention
+        uniform = data.uniforms([data.generator_of(0, i)], self.length)
         masking = data.Masking.from_tokenizer(self.tokenizer)
         batch = masking(self.rows[i : i + 1].numpy(), uniform)
         return batch["input_ids"], batch["labels"]
@@ -164,14 +162,12 @@ class DocumentBench(TextBench):
     def document_errors(self, i: int, states: dict[str, nn.Module]) -> Record:
         exact = self.exact[i]
         swapped = self.hidden_states(i)
-        layer_errors = []
+        record: Record = {"attention": [], "hidden": []}
         for call in self.calls[i]:
             output = states[call.path].forward(call.q, call.k, call.v)
-            layer_errors.append(float(relative_error(output, call.output)))
-        hidden_errors = []
+            record["attention"].append(float(relative_error(output, call.output)))
         for state, expected in zip(swapped.states, exact.states):
-            hidden_errors.append(float(relative_error(state, expected)))
-        record = {"attention": layer_errors, "hidden": hidden_errors}
+            record["hidden"].append(float(relative_error(state, expected)))
         if exact.loss is not None:
             record["above"] = swapped.loss - exact.loss
         return record
@@ -195,7 +191,7 @@ def relative_error(
     return error / expected.double().square().sum(dims).sqrt()
 
 
-def check_disjoint(text: str | Sequence[str], calibration: str | Sequence[str] | None) -> None:
+def check_disjoint(text: data.Text, calibration: data.Text | None) -> None:
     """Raise ValueError if text and calibration share a file."""
     if calibration is None:
         return
@@ -213,7 +209,7 @@ def check_disjoint(text: str | Sequence[str], calibration: str | Sequence[str] |
 load_bench = lru_cache(maxsize=2)(DocumentBench)
 
 
-def files(text: str | Sequence[str]) -> str | tuple[str, ...]:
+def files(text: data.Text) -> str | tuple[str, ...]:
     """Return the files of a corpus; train, valid and test name splits of WikiText-2."""
     if not isinstance(text, str):
         return tuple(text)
@@ -313,7 +309,7 @@ class SwapLoss(SwapMeasurement):
         model = task.build(replace(mechanism, seed=self.offset + seed)).eval()
         if self.fit:
             batches = islice(task.batches("train", Plan(1)), self.fit)
-            calibrated_layers(model, [task.model_inputs(batch) for batch in batches])
+            fit_attention(model, [task.model_inputs(batch) for batch in batches])
         for split in self.splits:
             row = {"split": split, "step": 0}
             for metric, value in task.evaluate(model, split, Reader(task)).items():

@@ -49,31 +49,13 @@ from crt_exp.validation import Count, NotNegative, Positive, Several
 AT_ONCE = 2**24  # maximum feature values in memory at once
 SIDES = 2  # clusters of queries, and of keys (task=clusters)
 TOKENS = 8  # FLOPs of 2 * TOKENS minus those of TOKENS exclude one-time work
+CALLS = 10  # calls that are timed together
 MOST = 2**20  # maximum number of projections
 Two = Annotated[int, Field(ge=2)]
-aten = torch.ops.aten
-ELEMENTWISE = (
-    aten.add,
-    aten.sub,
-    aten.rsub,
-    aten.mul,
-    aten.div,
-    aten.neg,
-    aten.exp,
-    aten.log,
-    aten.cos,
-    aten.sin,
-    aten.sqrt,
-    aten.rsqrt,
-    aten.pow,
-    aten.square,
-    aten.abs,
-    aten.reciprocal,
-    aten.where,
-    aten.lt,
-    aten.eq,
-)
-SUMS = (aten.sum, aten.mean)
+# names of torch's operations
+ELEMENTWISE = """add sub rsub mul div neg exp log cos sin sqrt rsqrt pow square abs reciprocal where
+    lt eq"""
+SUMS = "sum mean"
 
 
 def generator(*key: int) -> torch.Generator:
@@ -87,7 +69,7 @@ def normal(g: torch.Generator, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class KernelEstimate:
-    """Estimates of SM(x, y) for pairs x, y (n, d), or (1, *heads, n, d), by a mechanism.
+    """Estimates of SM(x, y) for pairs x, y (n, d), by a mechanism.
 
     params: fitted parameters of the feature map.
     """
@@ -99,7 +81,7 @@ class KernelEstimate:
 
     @cached_property
     def phi(self) -> FeatureMap:
-        return self.mechanism.map("softmax")
+        return self.mechanism.map()
 
     @cached_property
     def logits(self) -> Tensor:
@@ -111,15 +93,12 @@ class KernelEstimate:
         return self.phi.log_kernel(self.x, self.y) - self.logits
 
     def ratios(self, draws: int, g: torch.Generator) -> Tensor:
-        """Return estimate / SM for `draws` samples of the projections, (draws, [*heads,] n)."""
-        *_, d = self.x.shape
-        values = self.logits.numel() * self.phi.width(self.mechanism.m)
-        block = max(1, AT_ONCE // values)
-        heads = [1] * max(0, self.x.ndim - 3)
+        """Return estimate / SM for `draws` samples of the projections, (draws, n)."""
+        n, d = self.x.shape
+        block = max(1, AT_ONCE // (n * self.phi.width(self.mechanism.m)))
         ratios = []
         for start in range(0, draws, block):
-            batch = (min(block, draws - start), *heads)
-            noise = self.mechanism.noise(d, g, batch)
+            noise = self.mechanism.noise(d, g, (min(block, draws - start),))
             ratios.append(estimate_ratios(self.phi, self.x, self.y, noise, self.params))
         return self.log_bias.exp() * torch.cat(ratios)
 
@@ -154,14 +133,9 @@ class KernelEstimate:
         return record, mse.tolist()
 
 
-def estimate_pairs(mechanism: Mechanism, x: Tensor, y: Tensor) -> KernelEstimate:
-    """Return estimates for pairs, with parameters fitted to all of them."""
-    return KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
-
-
 def fit_map(mechanism: Mechanism, x: Tensor, y: Tensor) -> Params:
     """Fit the mechanism's feature map to queries and keys (n, d)."""
-    return mechanism.map("softmax").fit(Statistics.of(x, y))
+    return mechanism.map().fit(Statistics.of(x, y))
 
 
 def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> TensorPair:
@@ -174,9 +148,13 @@ def at_angles(theta: Tensor, r: float, d: int, g: torch.Generator) -> TensorPair
     return r * u, r * (theta.cos() * u + theta.sin() * v)
 
 
-def angles_of(n: int) -> Tensor:
-    """Return n angles from 0 to pi, both included."""
-    return torch.linspace(0.0, math.pi, n, dtype=torch.float64)
+def estimate_at_angles(
+    mechanism: Mechanism, angles: int, r: float, d: int, g: torch.Generator
+) -> tuple[Tensor, KernelEstimate]:
+    """Return angles from 0 to pi, both included, and estimates for a pair of norm r at each."""
+    theta = torch.linspace(0.0, math.pi, angles, dtype=torch.float64)
+    x, y = at_angles(theta, r, d, g)
+    return theta, KernelEstimate(mechanism, x, y, fit_map(mechanism, x, y))
 
 
 @task_class
@@ -196,14 +174,10 @@ class Pointwise(Series):
     groups: Count
     draws: Count
 
-    def __post_init__(self):
-        self.values = self.lengths
-
     def measure(self, r: float, mechanism: Mechanism, seed: int) -> Record:
         """Return `error` and `closed_form` by angle, and `largest_of_groups` by group."""
-        theta = angles_of(self.angles)
-        x, y = at_angles(theta, r, self.d, generator(seed, 0))
-        estimate = estimate_pairs(mechanism, x, y)
+        g = generator(seed, 0)
+        theta, estimate = estimate_at_angles(mechanism, self.angles, r, self.d, g)
         squared = estimate.squared_errors(self.groups, self.draws, seed)
         error = squared.mean(0).sqrt()
         closed = (estimate.log_relative_mse / 2).exp()
@@ -295,17 +269,14 @@ class Clusters(Series):
     pairs: Count
     repeats: Count
 
-    def __post_init__(self):
-        self.values = self.ms
-
     def measure(self, m: int, mechanism: Mechanism, seed: int) -> Record:
         """Return the mean MSE, and `mse_of_repeats` with one value per repetition."""
-        xs, ys = self.sample_points(seed)
+        g = generator(seed, 1)
+        xs, ys = [self.points_near(centres, g) for centres in self.centres(seed)]
         g = generator(seed, 2)
         i, j = torch.randint(len(xs), (2, self.pairs), generator=g)
         params = fit_map(mechanism, xs, ys)
-        mechanism = replace(mechanism, m=m)
-        estimate = KernelEstimate(mechanism, xs[i], ys[j], params)
+        estimate = KernelEstimate(replace(mechanism, m=m), xs[i], ys[j], params)
         record, repeats = estimate.mse(self.repeats, 1, seed)
         return {**record, "mse_of_repeats": repeats}
 
@@ -322,13 +293,8 @@ class Clusters(Series):
         queries, keys = turned.abs()
         return queries * signs, keys * torch.where(same, signs, -signs)
 
-    def sample_points(self, seed: int) -> TensorPair:
-        """Return queries and keys, (2 points, d) each, of norm `length`."""
-        g = generator(seed, 1)
-        query_centres, key_centres = self.centres(seed)
-        return self.points_near(query_centres, g), self.points_near(key_centres, g)
-
     def points_near(self, centres: Tensor, g: torch.Generator) -> Tensor:
+        """Return points (2 points, d) of norm `length`."""
         sigma = self.spread / self.d**0.5
         points = [centre + sigma * normal(g, self.points, self.d) for centre in centres]
         return self.length * F.normalize(torch.cat(points), dim=-1)
@@ -359,22 +325,18 @@ class Flops(Series):
     groups: Count
     draws: Count
 
-    def __post_init__(self):
-        self.values = self.budgets
-
     def measure(self, budget: float, mechanism: Mechanism, seed: int) -> Record:
         """Return m, columns, FLOPs and errors of the most projections within the budget."""
-        theta = angles_of(self.angles)
-        x, y = at_angles(theta, self.length, self.d, generator(seed, 0))
-        params = fit_map(mechanism, x, y)
+        g = generator(seed, 0)
+        _, estimate = estimate_at_angles(mechanism, self.angles, self.length, self.d, g)
 
         def cost(m: int) -> int:
-            return flops(replace(mechanism, m=m), params, self.d, self.counted)
+            return flops(replace(mechanism, m=m), estimate.params, self.d, self.counted)
 
         m = most_within(cost, budget)
         if not m:
             return {"m": 0, "columns": 0, "flops": cost(1), "error": None}
-        estimate = KernelEstimate(replace(mechanism, m=m), x, y, params)
+        estimate = replace(estimate, mechanism=replace(mechanism, m=m))
         squared = estimate.squared_errors(self.groups, self.draws, seed).mean(-1)
         return {
             "m": m,
@@ -407,15 +369,13 @@ def flops(mechanism: Mechanism, params: Params, d: int, counted: str) -> int:
 def bind_map(mechanism: Mechanism, params: Params, d: int):
     """Return the mechanism's feature map with one sample of its projections."""
     noise = mechanism.noise(d, generator(0))
-    return mechanism.map("softmax").bind(noise, params)
+    return mechanism.map().bind(noise, params)
 
 
 def per_token(run: Callable[[Tensor], Any], x: Tensor) -> float:
     """Return FLOPs of run(x) per row of x (2 * TOKENS, d), without one-time work."""
     run(x)  # warm-up: the projections cache some tables
-    whole = count(partial(run, x))
-    half = count(partial(run, x[:TOKENS]))
-    return (whole - half) / TOKENS
+    return (count(run, x) - count(run, x[:TOKENS])) / TOKENS
 
 
 def columns(f: Features | Blocks) -> Tensor:
@@ -426,11 +386,14 @@ def columns(f: Features | Blocks) -> Tensor:
 
 
 @torch.no_grad()
-def count(run: Callable[[], Any]) -> int:
+def count(run: Callable[..., Any], *arguments: Tensor) -> int:
     """Return the FLOPs of a call."""
-    formulas = dict.fromkeys(ELEMENTWISE, output_size) | dict.fromkeys(SUMS, input_size)
+    formulas = {}
+    for names, formula in ((ELEMENTWISE, output_size), (SUMS, input_size)):
+        for name in names.split():
+            formulas[getattr(torch.ops.aten, name)] = formula
     with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        run()
+        run(*arguments)
     return counter.get_total_flops()
 
 
@@ -479,7 +442,7 @@ class RankingCost(Measurement):
         for length in self.lengths:
             time_layer = partial(ranking_ms, d=self.d, length=length)
             with threads(1):
-                times = in_turns(layers, self.rounds, time_layer, warm=0)
+                times = in_turns(layers, self.rounds, time_layer)
             for name, method in mechanisms.items():
                 yield {
                     "patches": length,
@@ -494,16 +457,16 @@ def on_sphere(rows: int, d: int) -> Tensor:
     return F.normalize(x, dim=-1)
 
 
-def ranking_ms(layer: nn.Module, d: int, length: int, calls: int = 10) -> float:
-    """Return the mean time of `calls` calls, ms."""
+def ranking_ms(layer: nn.Module, d: int, length: int) -> float:
+    """Return the mean time of a call, ms."""
     q, k = on_sphere(2 * length, d).view(2, 1, 1, length, d)
     column_sums(layer, q, k)
 
     def run() -> None:
-        for _ in range(calls):
+        for _ in range(CALLS):
             column_sums(layer, q, k)
 
-    return milliseconds(run, clock=PROCESSOR) / calls
+    return milliseconds(run, clock=PROCESSOR) / CALLS
 
 
 def ranking_flops(mechanism: Mechanism, d: int, length: int) -> int:

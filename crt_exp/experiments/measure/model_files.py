@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from crt_exp.experiments.data import DataError, images, speech
 from crt_exp.experiments.data.files import IMAGES, files_ending
 from crt_exp.experiments.data.text import (
+    Text,
     bert_tokenizer,
     local_blocks,
     running_blocks,
@@ -130,7 +131,7 @@ def length_in(model: nn.Module, length: int | None, least: int = 1) -> int:
 
 
 def rows_of(
-    text: str | Sequence[str],
+    text: Text,
     model: nn.Module,
     tokenizer: Any,
     length: int,
@@ -182,11 +183,8 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
     config = config_of(name)
     if config is None and is_of_timm(name):
         description = vision.timm_description(name)
-        return (
-            vision.build(description, Mechanism.of("exact"), "pretrained").eval(),
-            description.classes,
-            description.transform(),
-        )
+        model = vision.build(description, Mechanism.of("exact"), "pretrained")
+        return model.eval(), description.classes, description.transform()
     if config is not None and "architecture" in config:
         encoders.check_exact(
             f"task.model={name}", config.get("crt_exp", {}).get("described", encoders.EXACT)
@@ -194,11 +192,8 @@ def classifier(name: str) -> tuple[nn.Module, tuple[str, ...], Callable[[Any], T
         return vision.load(name)
     loaded = load(name, VISION)
     processor = load_part(name, "AutoImageProcessor")
-    return (
-        loaded,
-        tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels)),
-        lambda image: processor(image, return_tensors="pt")["pixel_values"][0],
-    )
+    classes = tuple(loaded.config.id2label[i] for i in range(loaded.config.num_labels))
+    return loaded, classes, lambda image: processor(image, return_tensors="pt")["pixel_values"][0]
 
 
 def is_of_timm(name: str) -> bool:
@@ -247,7 +242,11 @@ def read_utterances(source: str) -> list[speech.Utterance]:
     return speech.checked_lengths(utterances)
 
 
-def load_transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Tensor]]]:
+# a speech model, and the function that makes its arguments from an utterance
+SpeechModel = tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]
+
+
+def load_transducer(run: str) -> SpeechModel:
     from crt_exp.experiments.models import conformer_transducer
 
     recogniser, tensors = conformer_transducer.load(run, "task.model")
@@ -271,9 +270,7 @@ def load_transducer(run: str) -> tuple[nn.Module, Callable[[speech.Utterance], d
     return recogniser.build(tensors), batch
 
 
-def load_hub_speech_model(
-    name: str,
-) -> tuple[nn.Module, Callable[[speech.Utterance], dict[str, Any]]]:
+def load_hub_speech_model(name: str) -> SpeechModel:
     loaded = load(name, AUDIO)
     extractor = load_part(name, "AutoFeatureExtractor")
     folder = Path(encoders.folder_of(name, "task.model"))

@@ -20,23 +20,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from crt_exp.experiments.data import images
 from crt_exp.experiments.data.corpora import FOLDER
-from crt_exp.experiments.data.text import lines_of, local_blocks, official_file
+from crt_exp.experiments.data.text import lines_of, official_file
 from crt_exp.experiments.measure import Records, SwapMeasurement
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TOKENS_PER_BLOCK,
     Bench,
     TextBench,
-    approximation_of,
-    quiet,
 )
+from crt_exp.experiments.measure.model_files import load_language_model, origin_of, rows_of
+from crt_exp.experiments.models.encoders import folder_of, load_tokenizer
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.mechanism import Mechanism
-from crt_exp.registry import fetched
 from crt_exp.validation import Count, FileName
 
 APART = 8192  # tokens between the starts of rows, so that all lengths use the same documents
@@ -44,22 +42,14 @@ CHARACTERS = 1_500_000  # characters to read from a split
 FITTED = 1024  # maximum tokens of a calibration row
 
 
-# ---- models in folders
+load_pretrained = lru_cache(maxsize=2)(load_language_model)
 
 
-def folder_of(model: str) -> Path:
-    """Return the folder of a model. Raises ConfigError that names the fetch command."""
-    return fetched(model) or Path(model).expanduser()
-
-
-@lru_cache(maxsize=2)
-def load_pretrained(
-    model: str, kind: type = AutoModelForCausalLM, processor: type = AutoTokenizer
-) -> tuple[nn.Module, Any]:
-    """Return a model in eval mode, float32, and its tokenizer or processor."""
-    folder = folder_of(model)
-    loaded = kind.from_pretrained(folder, dtype=torch.float32).eval()
-    return loaded, processor.from_pretrained(folder)
+@lru_cache(maxsize=8)
+def wikitext_rows(model: str, split: str, length: int) -> Tensor:
+    """Return token ids (n, length) of a split of WikiText-2, with [CLS] and [SEP] for encoders."""
+    text = official_file("wikitext2", split)
+    return rows_of(text, *load_pretrained(model), length, FOLDER / "tokens")
 
 
 # ---- rows of text
@@ -95,7 +85,7 @@ def plain_text(split: str) -> str:
 @lru_cache(maxsize=2)
 def tokens(model: str, split: str) -> Tensor:
     """Return the token ids (n,) of a split, without special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder_of(model))
+    tokenizer = load_tokenizer(origin_of(model))
     ids = tokenizer(plain_text(split), add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
 
@@ -132,7 +122,7 @@ ROWS = {"new": new_row, "repeated": repeated_row}
 # ---- a language model
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def exact_losses(model: str, kind: str, length: int, seed: int) -> tuple[Row, Tensor]:
     """Return a row and its losses (n,) with exact attention."""
     row = ROWS[kind](model, length, seed)
@@ -175,7 +165,7 @@ class SwapText(SwapMeasurement):
         losses = exact
         if not mechanism.is_exact:
             bench = self.bench(row)
-            with bench.swapped(mechanism), quiet():
+            with bench.approximated(mechanism):
                 losses = token_losses(bench.model, row)
         yield {"above": float((losses - exact).mean())}
 
@@ -208,7 +198,7 @@ class SwapSimilarity(SwapMeasurement):
         model, samples, training = self.load()
         exact = self.embed(model, samples)
         bench = Bench(model, training=[training])
-        with bench.swapped(approximation_of(mechanism)), quiet():
+        with bench.approximated(mechanism):
             cosine = F.cosine_similarity(self.embed(model, samples), exact)
         yield {"cosine": cosine.tolist(), "mean": float(cosine.mean())}
 
@@ -226,16 +216,10 @@ class SwapEmbeddings(SwapSimilarity):
     fit: Count
 
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
-        model, tokenizer = load_pretrained(self.model, AutoModel)
-        passages = self.passages("valid", tokenizer)
+        passages = wikitext_rows(self.model, "valid", self.length)
         step = max(len(passages) // self.texts, 1)
-        passages = passages[::step][: self.texts]
-        return model, passages, self.passages("train", tokenizer)[: self.fit]
-
-    def passages(self, split: str, tokenizer: Any) -> Tensor:
-        file = official_file("wikitext2", split)
-        blocks = local_blocks(file, tokenizer, self.length, FOLDER / "tokens")
-        return torch.from_numpy(blocks.astype(np.int64))
+        training = wikitext_rows(self.model, "train", self.length)
+        return load_pretrained(self.model)[0], passages[::step][: self.texts], training[: self.fit]
 
     def embed(self, model: nn.Module, samples: Tensor) -> Tensor:
         return model(input_ids=samples).last_hidden_state.mean(1)
@@ -257,7 +241,7 @@ class SwapImages(SwapSimilarity):
     def load(self) -> tuple[nn.Module, Tensor, Tensor]:
         import timm
 
-        folder = f"local-dir:{folder_of(self.model)}"
+        folder = f"local-dir:{folder_of(self.model, 'task.model')}"
         model = timm.create_model(folder, pretrained=True, img_size=self.size).eval()
         validation = self.pixels("val", self.images, model.pretrained_cfg)
         return model, validation, self.pixels("train", self.fit, model.pretrained_cfg)

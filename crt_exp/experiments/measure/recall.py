@@ -6,40 +6,30 @@ passages. Dense baselines reproduce the output of other methods, not their cost.
 Notation: L tokens, H heads, R queries, d and dv dimensions of keys and values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from crt_exp.attention import exact_attention, uniform_attention, window_attention
-from crt_exp.attention.base import AttentionLayer
+from crt_exp.attention import Baseline, exact_attention
 from crt_exp.attention.checks import repeat_heads
-from crt_exp.experiments.data.corpora import FOLDER
-from crt_exp.experiments.data.text import generator_of, official_file, running_blocks
+from crt_exp.experiments.data.text import generator_of
 from crt_exp.experiments.measure import Measurement, Records, SwapMeasurement, seeded
 from crt_exp.experiments.measure.bench import (
     MIN_CONTEXT,
     TextBench,
-    approximation_of,
     next_token_labels,
 )
-from crt_exp.experiments.measure.pretrained import load_pretrained
+from crt_exp.experiments.measure.pretrained import load_pretrained, wikitext_rows
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.experiments.tasks.mlm import repeat_first_half
 from crt_exp.mechanism import Mechanism
-from crt_exp.nearfar import near_far_attention
-from crt_exp.nearfar.choice import Sizes, rows_at
+from crt_exp.nearfar.choice import rows_at
 from crt_exp.registry import unknown
-from crt_exp.swap.swap import swap_layers
-from crt_exp.validation import Count, FileName, Positive, Several, Whole, split_words
+from crt_exp.validation import Count, FileName, Positive, Several, Whole, checked, split_words
 
-# methods of task=far_key, in addition to nearfar and the dense baselines
-CAUSAL = {"uniform": uniform_attention, "window": window_attention}
 ROWS = 4  # test rows of a seed of task=swap_copying, and calibration rows
 # last keys that a query always attends to; keys of a page
 NEAR = 64
@@ -60,7 +50,7 @@ class FarKey(Measurement):
     normal, or in normal `clusters` with 64% of the variance between clusters. near-far has a number of clusters
     proportional to sqrt(length).
 
-    methods: uniform, window, nearfar or a dense baseline (a key of RANKS), with options in text.
+    methods: attention methods or dense baselines (keys of RANKS), with options in text.
     """
 
     metric = "error"
@@ -80,20 +70,18 @@ class FarKey(Measurement):
         heads = self.sample_heads(seed)
         exact = exact_attention(*heads, causal=True)
         for method in self.methods:
-            output = self.output(method, heads)
+            layer = self.mechanism(method).layer(self.heads, self.d, causal=True, scaling=1.0)
+            output = layer.eval()(*heads)
             error = (output - exact).norm() / exact.norm()
             yield {"method": method, "error": float(error)}
 
-    def output(self, method: str, heads: Sequence[Tensor]) -> Tensor:
+    def mechanism(self, method: str) -> Mechanism:
         name, options = split_words(method)
         if name in RANKS:
-            return DenseBaseline(name, **options)(*heads)
-        if name in CAUSAL:
-            return CAUSAL[name](*heads, causal=True, **options)
+            return dense_baseline(method)
         if name == "nearfar":
-            sizes = Sizes(cells=clusters_at(self.length), **options)
-            return near_far_attention(*heads, sizes, causal=True)
-        raise unknown("method", name, [*CAUSAL, "nearfar", *RANKS])
+            options = {"cells": clusters_at(self.length), "exact_until": 0} | options
+        return Mechanism.of(name, **options)
 
     def sample_heads(self, seed: int) -> tuple[Tensor, ...]:
         """Sample queries (1, H, R, d), keys (1, H, L, d) and values (1, H, L, d).
@@ -142,20 +130,12 @@ def clusters_at(length: int) -> int:
 # ---- a model that copies: passages that are repeated
 
 
-@lru_cache(maxsize=8)
-def blocks(start: str, split: str, length: int) -> Tensor:
-    tokenizer = load_pretrained(f"{start}/model")[1]
-    text = official_file("wikitext2", split)
-    rows = running_blocks(text, tokenizer, length, FOLDER / "tokens")
-    return torch.from_numpy(rows.astype(np.int64))
-
-
 def passages(start: str, split: str, length: int, seed: int) -> Tensor:
     """Return (ROWS, length) tokens; the second half of a row repeats the first half.
 
     The repetition starts at a random position of the first half.
     """
-    text = blocks(start, split, length)
+    text = wikitext_rows(start, split, length)
     g = generator_of(seed, length)
     order = torch.randperm(len(text), generator=g)
     rows = text[order[:ROWS]]
@@ -181,26 +161,22 @@ class SwapCopying(SwapMeasurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         test = passages(self.start, "test", self.length, seed)
         train = passages(self.start, "train", self.length, 0)
-        bench = TextBench(load_pretrained(f"{self.start}/model")[0], test, train)
+        bench = TextBench(load_pretrained(self.start)[0], test, train)
         half = self.length // 2
-        new = 0.0
-        copied = 0.0
-        with bench.swapped(self.attention(mechanism)):
+        new = []
+        copied = []
+        with bench.approximated(self.attention(mechanism)):
             for row in test.split(1):
                 nats = bench.nats(*next_token_labels(row))
-                new += float(nats[: half - 1].mean())
-                copied += float(nats[half + MIN_CONTEXT :].mean())
-        new /= len(test)
-        copied /= len(test)
-        yield {"new": new, "copied": copied, "gain": new - copied}
+                new.append(float(nats[: half - 1].mean()))
+                copied.append(float(nats[half + MIN_CONTEXT :].mean()))
+        means = {"new": sum(new) / ROWS, "copied": sum(copied) / ROWS}
+        yield {**means, "gain": means["new"] - means["copied"]}
 
-    def attention(self, mechanism: Mechanism) -> "Mechanism | DenseBaseline | None":
+    def attention(self, mechanism: Mechanism) -> Mechanism:
         if self.baseline is None:
-            return approximation_of(replace(mechanism, seed=0))
-        name, options = split_words(self.baseline)
-        if name not in RANKS:
-            raise unknown("task.baseline", name, RANKS)
-        return DenseBaseline(name, **options)
+            return replace(mechanism, seed=0)
+        return dense_baseline(self.baseline)
 
 
 # ---- dense baselines
@@ -225,58 +201,27 @@ RANKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # (queries, keys) -> rank of each key, (1, H, R, L)
 
 
-@dataclass(frozen=True)
-class DenseBaseline:
-    """Attention that retrieves keys by dense computations; a bench swaps it like a `Mechanism`.
+def dense_baseline(text: str) -> Mechanism:
+    """Return a baseline such as "largest keys=64"."""
+    name, options = split_words(text)
+    if name not in RANKS:
+        raise unknown("task.baseline", name, RANKS)
+    return Mechanism.of(DenseBaseline, rank=name, **options)
 
-    name: a key of RANKS. keys: number of keys of largest rank that a query retrieves in addition to the last NEAR and
-    the first `first` keys.
+
+@checked("attention")
+class DenseBaseline(Baseline):
+    """Causal attention that retrieves keys by dense computations.
+
+    rank: a key of RANKS. keys: number of keys of largest rank that a query retrieves in addition to the last NEAR and
+    the first `first` keys. Queries are those of the last positions. Raises ValueError for padding masks.
     """
 
-    name: str
-    keys: int
-    first: int = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the output (1, H, R, dv) for queries (1, H, R, d) at the last positions.
-
-        Keys are k (1, H, L, d), values v (1, H, L, dv); the scale is 1.
-        """
-        positions = torch.arange(k.shape[2])
-        queries = positions[len(positions) - q.shape[2] :]
-        distance = queries.unsqueeze(1) - positions
-        past = distance >= 0
-        close = past & ((distance < NEAR) | (positions < self.first))
-        far = past & ~close
-        rank = RANKS[self.name](q, k)
-        count = min(self.keys, rank.shape[-1])
-        best = rank.masked_fill(~far, -torch.inf).topk(count, -1).indices
-        retrieved = torch.zeros_like(rank, dtype=torch.bool)
-        retrieved = retrieved.scatter(-1, best, True)
-        seen = close | (retrieved & far)
-        logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
-        return logits.softmax(-1) @ v
-
-    def swap(self, model: nn.Module, layers: Any = None, *, saved: bool = True) -> nn.Module:
-        return swap_layers(model, partial(DenseLayer, self), self.name, layers, saved=saved)
-
-
-class DenseLayer(AttentionLayer):
-    """Attention layer of a dense baseline. Raises ValueError for padding masks."""
-
-    def __init__(
-        self,
-        baseline: DenseBaseline,
-        heads: int,
-        d: int,
-        *,
-        kv_heads: int | None = None,
-        causal: bool = False,
-        scaling: float | None = None,
-        layer: int = 0,
-    ):
-        super().__init__(heads, d, kv_heads, causal, scaling)
-        self.baseline = baseline
+    def __init__(self, heads: int, d: int, *, rank: str, keys: Whole, first: Whole = 0, **sizes):
+        super().__init__(heads, d, **sizes)
+        self.rank = RANKS[rank]
+        self.retrieved = keys
+        self.first = first
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if key_mask is not None and not bool(key_mask.all()):
@@ -286,5 +231,15 @@ class DenseLayer(AttentionLayer):
         q = q * self.scaling
         k = repeat_heads(k, q.shape[1])
         v = repeat_heads(v, q.shape[1])
-        rows = zip(q.split(1), k.split(1), v.split(1))
-        return torch.cat([self.baseline(*row) for row in rows])
+        positions = torch.arange(k.shape[2])
+        queries = positions[len(positions) - q.shape[2] :]
+        distance = queries.unsqueeze(1) - positions
+        past = distance >= 0
+        close = past & ((distance < NEAR) | (positions < self.first))
+        rank = self.rank(q, k).masked_fill(~past | close, -torch.inf)
+        count = min(self.retrieved, rank.shape[-1])
+        best = rank.topk(count, -1).indices
+        retrieved = torch.zeros_like(rank, dtype=torch.bool).scatter(-1, best, True)
+        seen = past & (close | retrieved)
+        logits = key_logits(q, k).masked_fill(~seen, -torch.inf)
+        return logits.softmax(-1) @ v

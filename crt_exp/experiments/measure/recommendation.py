@@ -23,7 +23,7 @@ from crt_exp.experiments.drawing import (
     plain_ticks,
     save_figure,
 )
-from crt_exp.experiments.intervals import interval
+from crt_exp.experiments.intervals import mean_ci
 
 EXACT = "exact"
 UNIFORM = "uniform"
@@ -249,15 +249,20 @@ def is_decided(
 
 def is_within(losses: Sequence[float], own: Sequence[float], tolerance: float) -> tuple[bool, bool]:
     """Whether the doubled interval lies within the tolerance, and far above (not finite: True)."""
-    above, half = mean_difference(losses, own[: len(losses)])
+    above, half = mean_difference(losses, own)
     return above + 2 * half <= tolerance, not above - 2 * half < CONTROL_TOLERANCES * tolerance
 
 
 def mean_difference(losses: Sequence[float], own: Sequence[float]) -> tuple[float, float]:
-    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1)."""
-    difference = interval(np.subtract(losses, own), "mean")
-    half_width = math.nan if len(own) == 1 else difference["mean_ci95"]
-    return difference["mean"], half_width
+    """Mean difference and the half-width of its 95% Student interval (NaN for n = 1).
+
+    own: the losses of exact attention, on these samples and possibly on further ones.
+    """
+    differences = np.subtract(losses, own[: len(losses)])
+    if not np.isfinite(differences).all():
+        return float(differences.mean()), math.nan
+    mean = mean_ci(differences)
+    return mean.mean, mean.half
 
 
 def cost(advice: Advice, row: Row) -> str:
@@ -293,17 +298,11 @@ def plot_costs(ax: Any, advice: Advice) -> None:
     others = advice.rows[:0:-1]
     for height, row in enumerate(others):
         color = colour(row.attention)
-        ax.errorbar(row.above, height, xerr=row.above_ci95, fmt="o", ms=5, color=color)
+        points = [(row.above, row.above_ci95, "o", color)]
         if advice.uses_repetition:
-            ax.errorbar(
-                row.repeated,
-                height,
-                xerr=row.repeated_ci95,
-                fmt="D",
-                ms=6,
-                mfc="white",
-                color=color,
-            )
+            points.append((row.repeated, row.repeated_ci95, "D", "white"))
+        for value, half, marker, face in points:
+            ax.errorbar(value, height, xerr=half, fmt=marker, ms=5, mfc=face, color=color)
     ax.set_yticks(range(len(others)), [row.attention for row in others])
     ax.set_xscale("symlog", linthresh=advice.tolerance)
     left, right = ax.get_xlim()

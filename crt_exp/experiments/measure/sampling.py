@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from crt_exp.experiments.data.text import IGNORED
 from crt_exp.experiments.measure import Measurement, Records, TensorPair, seeded
-from crt_exp.experiments.measure.times import NO_WARMUP_MS, in_turns, time_after_warmup
+from crt_exp.experiments.measure.times import Call, in_turns, time_after_warmup
 from crt_exp.experiments.models import lstm
 from crt_exp.experiments.runner.configuration import load_task
 from crt_exp.experiments.runner.run import read_records
@@ -56,10 +56,11 @@ REPEATED = 2**23  # maximum values of class vectors gathered at once
 # parameters are fitted to every FITTED-th query
 SPLIT = "test"
 FITTED = 16
+Estimate = Callable[[Tensor], Tensor]  # from queries (B, d) to values of the classes (B, V)
 BLOCK = 64  # queries of a block, so that a block fits in the cache of a core
 
 
-def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
+def head_of(classes: int, seed: int = 0) -> nn.Linear:
     """Create an output layer with grouped class vectors and a Zipf bias.
 
     Class vectors have norms around 1, near the centre of their group.
@@ -67,13 +68,13 @@ def head_of(classes: int, d: int = D, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     # parameters are replaced below; nn.Linear's initialisation is slow for many classes
     head = nn.Linear(1, 1)
-    vectors = torch.randn(classes, d).mul_((WITHIN / d) ** 0.5)
-    centres = torch.randn(GROUPS, d).mul_(((1 - WITHIN) / d) ** 0.5)
+    vectors = torch.randn(classes, D).mul_((WITHIN / D) ** 0.5)
+    centres = torch.randn(GROUPS, D).mul_(((1 - WITHIN) / D) ** 0.5)
     for group, centre in enumerate(centres):
         vectors[group::GROUPS] += centre
     head.weight = nn.Parameter(vectors)
     head.bias = nn.Parameter(zipf(classes).log())
-    head.in_features = d
+    head.in_features = D
     head.out_features = classes
     return head
 
@@ -132,14 +133,12 @@ class SamplingTimes(Measurement):
         head = head_of(self.classes)
         hidden, targets = batch_of(head, 1.0, BATCH)
         calls = {name: self.call(name, head, hidden, targets) for name in self.methods}
-        times = in_turns(calls, self.rounds, partial(time_after_warmup, below=NO_WARMUP_MS))
+        times = in_turns(calls, self.rounds, time_after_warmup, warm=1)
         for name in self.methods:
             label = f"{name} m={self.m}" if name in FEATURES else name
             yield {"method": label, "ms": times[name]}
 
-    def call(
-        self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor
-    ) -> Callable[[], Any]:
+    def call(self, name: str, head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
         whole = {"full": full_step, "adaptive": adaptive_step} if self.what == "step" else {}
         if name in whole:
             return whole[name](head, hidden, targets)
@@ -160,9 +159,7 @@ class SamplingTimes(Measurement):
         return training_step(head, loss, softmax.update)
 
 
-def training_step(
-    model: nn.Module, loss: Callable[[], Tensor], update: Callable[[], Any] = int
-) -> Callable[[], None]:
+def training_step(model: nn.Module, loss: Callable[[], Tensor], update: Call = int) -> Call:
     optimiser = torch.optim.SGD(model.parameters(), RATE)
 
     def step() -> None:
@@ -174,7 +171,7 @@ def training_step(
     return step
 
 
-def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
     optimiser = torch.optim.SGD(head.parameters(), RATE)
     size = max(1, FULL_PAIRS // head.out_features)
 
@@ -191,7 +188,7 @@ def full_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], 
     return step
 
 
-def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Callable[[], None]:
+def adaptive_step(head: nn.Linear, hidden: Tensor, targets: Tensor) -> Call:
     """Training step of torch's adaptive softmax, with clusters of 2%, 18% and 80%."""
     classes = head.out_features
     model = nn.AdaptiveLogSoftmaxWithLoss(D, classes, [classes // 50, classes // 5])
@@ -318,21 +315,16 @@ class ClassDistributions(Measurement):
                 estimate = estimator(phi, noise, phi.fit(stats), y)
                 yield {"m": m, **distances(queries, y, estimate)}
             return
-        metrics = Path(self.start).expanduser() / "metrics.jsonl"
-        last = read_records(metrics)[-1]
+        last = read_records(Path(self.start).expanduser() / "metrics.jsonl")[-1]
         yield {"loss": last["loss"], "unigram_loss": last["unigram_loss"]}
         distributions = {
             "uniform": torch.ones(len(y)),
             "unigram": torch.from_numpy(task.unigram).float(),
         }
         for name, shares in distributions.items():
-            record = distances(queries, y, partial(same_for_all, shares))
+            record = distances(queries, y, lambda x, shares=shares: shares.expand(len(x), -1))
             for m in self.ms:
                 yield {"method": name, "m": m, **record}
-
-
-def same_for_all(shares: Tensor, queries: Tensor) -> Tensor:
-    return shares.expand(len(queries), -1)
 
 
 @lru_cache(maxsize=1)
@@ -361,9 +353,7 @@ def outputs(body: lstm.WordLSTM, task: Any) -> Tensor:
     return torch.cat(parts, 1)[torch.cat(labelled, 1)]
 
 
-def estimator(
-    phi: FeatureMap, noise: Nested, params: Params, keys: Tensor
-) -> Callable[[Tensor], Tensor]:
+def estimator(phi: FeatureMap, noise: Nested, params: Params, keys: Tensor) -> Estimate:
     """Return a function queries (B, d) -> (B, V), proportional to phi_q(x).phi_k(y_c).
 
     To avoid overflow, key features are divided by the maximum of their column, and each row lacks a common factor.
@@ -386,7 +376,7 @@ def estimator(
 
 
 def distances(
-    queries: Tensor, keys: Tensor, estimate: Callable[[Tensor], Tensor], block: int = BLOCK
+    queries: Tensor, keys: Tensor, estimate: Estimate, block: int = BLOCK
 ) -> dict[str, float]:
     """Return mean W1 and KS distances, and the share of negative estimates.
 

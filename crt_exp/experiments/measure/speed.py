@@ -1,19 +1,21 @@
 """Time and memory by length, of attention alone and of whole models.
 
 Performers Figure 3, CRT Figure 4. Methods take turns in each round, so that other load affects them equally. Weights
-and inputs are random.
+and inputs are random, except those of pretrained models.
 """
 
 import io
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import lru_cache, partial
 from importlib.util import find_spec
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from crt_exp.attention import (
     DenominatorCount,
@@ -23,13 +25,15 @@ from crt_exp.attention import (
     uniform_attention,
 )
 from crt_exp.experiments.measure import Measurement, Records, seeded
-from crt_exp.experiments.measure.times import Call, Update, in_turns, milliseconds, peak_increase
-from crt_exp.experiments.measure.whole_models import whole_model
+from crt_exp.experiments.measure.bench import NEXT, predicts, swap_and_fit
+from crt_exp.experiments.measure.pretrained import passage
+from crt_exp.experiments.measure.times import Update, in_turns, milliseconds, peak_increase
+from crt_exp.experiments.models.encoders import folder_of
 from crt_exp.experiments.models.language import Transformer
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import Statistics
 from crt_exp.mechanism import Mechanism
-from crt_exp.samplers import orthogonal
+from crt_exp.samplers import Noise, orthogonal
 from crt_exp.validation import Count, FileName, Several, split_words
 
 CAUSAL = " causal"  # suffix of a method's name
@@ -42,6 +46,11 @@ HEADS = 8
 D = 64
 # (heads, layers, ffn, dim) of Performers Fig. 3, 20, 21
 MODELS = {"large": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
+VITS = {"vit": "tiny", "vit_s": "small"}
+PRETRAINED = "pretrained"
+# inference and training are timed separately
+PASSES = ("attention", *MODELS, *VITS, PRETRAINED)
+FITTED = 256  # tokens of the calibration row of a pretrained model; times do not depend on the fit
 # default numbers of projections
 M = 256
 M_ONE_HEAD = 300
@@ -74,12 +83,11 @@ def default_methods(what: str, length: int) -> Sequence[str]:
     return [name for name in IN_MODELS if name != "exact" or length <= 4096]
 
 
-def mechanism_of(method: str, what: str) -> Mechanism:
-    """Parse a method, with the default number of projections of `what`."""
+def mechanism_of(method: str, m: int = M) -> Mechanism:
+    """Parse a method, with a default number of projections."""
     mechanism = Mechanism.parse(method)
     if "m" in split_words(method)[1]:
         return mechanism
-    m = M_ONE_HEAD if what == "one_head" else M
     return mechanism.with_projections(m)
 
 
@@ -88,7 +96,7 @@ def check_methods(methods: Sequence[str], what: str) -> None:
     for method in methods:
         if method not in NAMES:
             name = method.removesuffix(CAUSAL) if what == "attention" else method
-            mechanism_of(name, what)
+            mechanism_of(name)
 
 
 def check_model(model: str | None, what: str) -> None:
@@ -99,15 +107,7 @@ def check_model(model: str | None, what: str) -> None:
         )
 
 
-class Timed(Protocol):
-    """What a turn of a measurement times."""
-
-    def times(self) -> dict[str, float]:
-        """Return milliseconds by name."""
-
-
-def times_of(timed: Timed) -> dict[str, float]:
-    return timed.times()
+Times = dict[str, float]  # milliseconds by name
 
 
 class Work(NamedTuple):
@@ -120,22 +120,13 @@ class Work(NamedTuple):
     backward: Callable[[Tensor], None]
     model: nn.Module = nn.Identity()
 
-    def times(self) -> dict[str, float]:
+    def times(self) -> Times:
         """Return milliseconds of inference, and of training (forward and backward pass)."""
         self.model.eval()
         inference = milliseconds(torch.no_grad()(self.forward))
         self.model.train()
         training = milliseconds(lambda: self.backward(self.forward()))
         return {"inference": inference, "training": training}
-
-
-class Step(NamedTuple):
-    """A training step."""
-
-    call: Call
-
-    def times(self) -> dict[str, float]:
-        return {"ms": milliseconds(self.call)}
 
 
 # ---- attention alone: queries, keys and values (1, HEADS, length, D), with scale d^(-1/4) applied
@@ -163,7 +154,7 @@ def attention_function(method: str, device: str = "cpu") -> Attend:
         return partial(PLAIN[name], causal=causal)
     if name == BASELINE:
         return performer_pytorch(D, M, causal).to(device)
-    mechanism = mechanism_of(name, "attention")
+    mechanism = mechanism_of(name)
     if mechanism.estimates:
         return feature_map_attention(mechanism, causal, device)
     layer = mechanism.layer(HEADS, D, scaling=1.0, causal=causal)
@@ -176,18 +167,19 @@ def feature_map_attention(
     """Return attention by a feature map; clusters are fitted before, as in a layer."""
     phi = mechanism.map()
     noise = mechanism.noise(D, seeded(0), (HEADS,)).to(device)
-    counter = DenominatorCount()
-    options = {"causal": causal, "counter": counter}
-
-    def fit_and_attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        params = phi.fit(Statistics.of(q, k))
-        return attention(q, k, v, phi, noise, params, **options)
-
     if phi.fitted and not phi.on_vectors:
-        return fit_and_attend
+        return lambda q, k, v: fitted_attention(mechanism, noise, q, k, causal)(q, k, v)
     queries, keys, *_ = inputs(SAMPLE, device)
-    statistics = Statistics.of(queries.detach()[0], keys.detach()[0])
-    params = phi.fit(statistics)
+    return fitted_attention(mechanism, noise, queries.detach()[0], keys.detach()[0], causal)
+
+
+def fitted_attention(
+    mechanism: Mechanism, noise: Noise, q: Tensor, k: Tensor, causal: bool = False
+) -> Attend:
+    """Return attention by a feature map that is fitted to queries and keys."""
+    phi = mechanism.map()
+    params = phi.fit(Statistics.of(q, k))
+    options = {"causal": causal, "counter": DenominatorCount()}
     return partial(attention, phi=phi, noise=noise, params=params, **options)
 
 
@@ -249,52 +241,44 @@ def performer_pytorch(d: int, m: int, causal: bool) -> Attend:
         return FastAttention(d, m, causal=causal)
 
 
-class OneHead:
-    """One head with d = 16, forward pass, with new projections in each round.
+def one_head(method: str, length: int) -> Callable[[], Times]:
+    """Return the timing of one head with d = 16, with new projections in each call.
 
     The time excludes the sampling of projections and the fit.
     """
-
-    def __init__(self, method: str, length: int):
-        self.mechanism = mechanism_of(method, "one_head")
-        self.g = seeded(0)
-        x, y, self.v = torch.randn(3, 1, 1, length, 16, generator=seeded(0))
-        self.x = x / 2  # d^(-1/4)
-        self.y = y / 2
+    mechanism = mechanism_of(method, M_ONE_HEAD)
+    g = seeded(0)
+    x, y, v = torch.randn(3, 1, 1, length, 16, generator=seeded(0))
+    x = x / 2  # d^(-1/4)
+    y = y / 2
 
     @torch.no_grad()
-    def times(self) -> dict[str, float]:
-        attend = self.sample_attention()
-        return {"ms": milliseconds(attend, self.x, self.y, self.v)}
+    def times() -> Times:
+        if mechanism.estimates:
+            noise = mechanism.noise(16, g)
+            attend = fitted_attention(mechanism, noise, x[0, 0], y[0, 0])
+        else:
+            attend = mechanism.layer(1, 16, scaling=1.0).eval()
+        return {"ms": milliseconds(attend, x, y, v)}
 
-    def sample_attention(self) -> Attend:
-        if not self.mechanism.estimates:
-            return self.mechanism.layer(1, 16, scaling=1.0).eval()
-        phi = self.mechanism.map()
-        noise = self.mechanism.noise(16, self.g)
-        statistics = Statistics.of(self.x[0, 0], self.y[0, 0])
-        params = phi.fit(statistics)
-        counter = DenominatorCount()
-        return partial(attention, phi=phi, noise=noise, params=params, counter=counter)
+    return times
 
 
-# ---- Transformers and vision transformers, batch 1
+# ---- Transformers, batch 1
 
 
 def transformer(what: str, method: str, length: int) -> Work:
     heads, layers, ffn, dim = MODELS[what]
-    make_layer = mechanism_of(method, what).layer
+    make_layer = mechanism_of(method).layer
+    model = Transformer(heads, layers, ffn, dim, make_layer)
     x = torch.randn(1, length, dim, generator=seeded(0))
-    return model_work(Transformer(heads, layers, ffn, dim, make_layer), x)
+    return model_work(model, lambda: model(x).square().mean())
 
 
-def model_work(model: nn.Module, x: Tensor) -> Work:
+def model_work(model: nn.Module, forward: Callable[[], Tensor]) -> Work:
     def backward(loss: Tensor) -> None:
         loss.backward()
         model.zero_grad(set_to_none=True)
-
-    def forward() -> Tensor:
-        return model(x).square().mean()
 
     return Work(forward, backward, model)
 
@@ -313,7 +297,7 @@ def vit(method: str, tokens: int, size: str = "tiny") -> tuple[nn.Module, Tensor
         for block in model.blocks:
             block.attn.fused_attn = False
     elif method != "exact":
-        mechanism_of(method, "vit").swap(model)
+        mechanism_of(method).swap(model)
     image = torch.randn(1, 3, side, side, generator=seeded(0))
     return model, image
 
@@ -324,38 +308,58 @@ def vit_step(method: str, tokens: int) -> Update:
     return Update(model, lambda model: F.cross_entropy(model(image), label))
 
 
-# ---- values of `what`
+# ---- pretrained models, batch 1
 
 
-TIMED: dict[str, Callable[[str, int], Timed]] = {
-    "attention": attention_work,
-    **{what: partial(transformer, what) for what in MODELS},
-    "vit": lambda method, length: model_work(*vit(method, length)),
-    "vit_s": lambda method, length: model_work(*vit(method, length, "small")),
-    "vit_ti": lambda method, length: Step(vit_step(method, length)),
-    "one_head": OneHead,
-}
-PRETRAINED = "pretrained"
-# inference and training are timed separately
-PASSES = ("attention", *MODELS, "vit", "vit_s", PRETRAINED)
+def pretrained_work(name: str, method: str, length: int) -> Work:
+    """Return a method in models/<name> or a folder, with `length` tokens of WikiText-2.
+
+    A decoder computes its loss, output head included, and encoders of text and speech their last states. The input of a
+    speech encoder has two frames for each of its `length` positions. Raises ValueError for more positions than the
+    model has.
+    """
+    model = pretrained_model(name, mechanism_of(method))
+    config = model.config
+    is_speech = hasattr(config, "num_mel_bins")
+    positions = config.max_source_positions if is_speech else config.max_position_embeddings
+    if length > positions or (is_speech and length != positions):
+        expected = f"{positions}" if is_speech else f"at most {positions}"
+        raise ValueError(f"task.lengths={length}: expected {expected}, the positions of {name}")
+    if is_speech:
+        inputs = {"input_features": random_frames(config, 0)}
+    else:
+        inputs = {"input_ids": passage(name, "valid", 0, length)[None]}
+    if predicts(model) == NEXT:
+        inputs["labels"] = inputs["input_ids"]
+
+    def forward() -> Tensor:
+        output = model(**inputs)
+        return output.loss if "labels" in inputs else output.last_hidden_state.square().mean()
+
+    return model_work(model, forward)
 
 
-def pretrained_work(model: str, method: str, length: int) -> Work:
-    whole = whole_model(model, mechanism_of(method, PRETRAINED), length)
-    return Work(whole.forward, whole.backward, whole.model)
+@lru_cache(maxsize=8)
+def pretrained_model(name: str, mechanism: Mechanism) -> nn.Module:
+    """Return a decoder or encoder, fitted to the start of WikiText-2's training split or to noise."""
+    folder = folder_of(name, "task.model")
+    # dropout of weights, which only exact attention has, would slow it down in training
+    options = {"use_cache": False, "attention_probs_dropout_prob": 0.0}
+    config = AutoConfig.from_pretrained(folder, **options)
+    is_decoder = config.architectures[0].endswith("ForCausalLM")
+    kind = AutoModelForCausalLM if is_decoder else AutoModel
+    model = kind.from_pretrained(folder, config=config, dtype=torch.float32)
+    if hasattr(config, "num_mel_bins"):
+        model = model.get_encoder()
+        calibration = {"input_features": random_frames(config, 1)}
+    else:
+        calibration = {"input_ids": passage(name, "train", 0, FITTED)[None]}
+    return swap_and_fit(model, mechanism, [calibration])
 
 
-def training_memory(method: str, length: int) -> float:
-    vit_step(method, 64)()  # libraries and threads
-    return vit_step(method, length).peak_increase()
-
-
-def pretrained_memory(model: str, method: str, length: int) -> float:
-    work = pretrained_work(model, method, length)
-    work.model.train()
-    for parameter in work.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return peak_increase(lambda: work.forward().backward())
+def random_frames(config: PretrainedConfig, seed: int) -> Tensor:
+    frames = 2 * config.max_source_positions
+    return torch.randn(1, config.num_mel_bins, frames, generator=seeded(seed))
 
 
 # ---- the tasks
@@ -377,7 +381,7 @@ class Speed(Measurement):
         device: "cuda" times attention alone on a GPU, in bfloat16.
     """
 
-    what: Literal[*TIMED, PRETRAINED]
+    what: Literal[*PASSES, "vit_ti", "one_head"]
     lengths: Several[Count]
     rounds: Count
     methods: Several[str] | None = None
@@ -402,23 +406,29 @@ class Speed(Measurement):
             longest = max(self.lengths)
         elif self.what == PRETRAINED:
             longest = min(self.lengths)
-        warm_up = {}
-        for length, method in cases:
-            case = (min(length, longest), method)
-            warm_up[case] = self.timed(*case)
-        in_turns(warm_up, 1, times_of, warm=0)
-        timed = {case: self.timed(*case) for case in cases}
-        times = in_turns(timed, self.rounds, times_of, warm=0, turn=seed)
+        for case in dict.fromkeys((min(length, longest), method) for length, method in cases):
+            self.turn(*case)()  # warm-up
+        turns = {case: self.turn(*case) for case in cases}
+        times = in_turns(turns, self.rounds, operator.call, turn=seed)
         for length, method in cases:
             for record in times[length, method]:
                 yield {"length": length, "method": method, **record}
 
-    def timed(self, length: int, method: str) -> Timed:
-        if self.device == "cuda":
-            return attention_work(method, length, self.device)
-        if self.model is not None:
-            return pretrained_work(self.model, method, length)
-        return TIMED[self.what](method, length)
+    def turn(self, length: int, method: str) -> Callable[[], Times]:
+        """Return a function that times a method once."""
+        if self.what == "one_head":
+            return one_head(method, length)
+        if self.what == "vit_ti":
+            step = vit_step(method, length)
+            return lambda: {"ms": milliseconds(step)}
+        if self.what == PRETRAINED:
+            return pretrained_work(self.model, method, length).times
+        if self.what == "attention":
+            return attention_work(method, length, self.device).times
+        if self.what in MODELS:
+            return transformer(self.what, method, length).times
+        model, image = vit(method, length, VITS[self.what])
+        return model_work(model, lambda: model(image).square().mean()).times
 
     def summary(self, records: list[dict]) -> str:
         """Return a table of median milliseconds: one row per length."""
@@ -457,7 +467,12 @@ class Memory(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         method = self.method or str(mechanism)
         if self.model is None:
-            mib = training_memory(method, self.length)
+            vit_step(method, 64)()  # libraries and threads
+            mib = vit_step(method, self.length).peak_increase()
         else:
-            mib = pretrained_memory(self.model, method, self.length)
+            work = pretrained_work(self.model, method, self.length)
+            work.model.train()
+            for parameter in work.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            mib = peak_increase(lambda: work.forward().backward())
         yield {"length": self.length, "mib": mib}

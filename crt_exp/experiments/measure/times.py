@@ -58,17 +58,14 @@ def wait_for(device: torch.device | str | None) -> None:
 
 
 def time_after_warmup(
-    call: Callable[..., Any],
-    *given: Any,
-    below: float = float("inf"),
-    device: torch.device | str | None = None,
+    call: Callable[..., Any], *given: Any, device: torch.device | str | None = None
 ) -> float:
     """Milliseconds of a second call, after a first one that warms up caches.
 
-    A call that takes `below` ms or more runs only once.
+    A call that takes NO_WARMUP_MS or more runs only once.
     """
     first = milliseconds(call, *given, device=device)
-    return first if first >= below else milliseconds(call, *given, device=device)
+    return first if first >= NO_WARMUP_MS else milliseconds(call, *given, device=device)
 
 
 # ---- methods in turns
@@ -78,14 +75,15 @@ def in_turns(
     methods: Mapping[Name, Method],
     rounds: int,
     measure: Callable[[Method], Value] = milliseconds,
-    warm: int = 1,
+    warm: int = 0,
     turn: int = 0,
 ) -> dict[Name, list[Value]]:
-    """Measure every method once in every round, and drop the first `warm` rounds.
+    """Measure every method once in every round.
 
     Args:
         methods: name -> object that `measure` takes, by default a call.
         measure: returns the value of one measurement. Default: milliseconds.
+        warm: number of further rounds before the others, whose values are dropped.
         turn: rotates the order of the methods, so that different processes start with different methods.
     """
     values: dict[Name, list[Value]] = {name: [] for name in methods}

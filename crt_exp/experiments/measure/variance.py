@@ -19,8 +19,15 @@ from pydantic import Field
 from torch import Tensor
 
 from crt_exp.experiments.data import DataError
-from crt_exp.experiments.data.sources import missing_file, task_folder
-from crt_exp.experiments.measure import Measurement, Record, Records, Series, TensorPair, seeded
+from crt_exp.experiments.measure import (
+    Measurement,
+    Record,
+    Records,
+    Series,
+    TensorPair,
+    data_file,
+    seeded,
+)
 from crt_exp.experiments.tasks.base import task_class
 from crt_exp.features import FeatureMap, PosRF, Statistics, TrigRF
 from crt_exp.features.statistics import Kernel
@@ -57,29 +64,21 @@ def digits(n: int, g: torch.Generator) -> TensorPair:
     return sample_images(images, n, g)
 
 
-def mnist_file(name: str) -> np.ndarray:
-    """Read MNIST images (n, 28, 28) or labels (n,), uint8, from an idx file of $CRT_DATA/mnist.
-
-    Raises DataError.
-    """
-    folder = task_folder("mnist", None)
-    if folder is None or not (folder / name).is_file():
-        raise missing_file("mnist", folder and folder / name)
+def mnist_images() -> np.ndarray:
+    """Read the test images of $CRT_DATA/mnist, (n, 28, 28) uint8. Raises DataError."""
+    path = data_file("mnist", "t10k-images-idx3-ubyte.gz")
     try:
-        raw = gzip.decompress((folder / name).read_bytes())
-        sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
-        values = np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes))
-        return values.reshape(sizes)
-    except (OSError, EOFError, IndexError, ValueError) as error:
+        raw = gzip.decompress(path.read_bytes())
+        return np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 28, 28)
+    except (OSError, EOFError, ValueError) as error:
         raise DataError(
-            f"{folder / name}: damaged ({error}); run `python -m crt_exp data fetch mnist`"
+            f"{path}: damaged ({error}); run `python -m crt_exp data fetch mnist`"
         ) from None
 
 
 def mnist(n: int, g: torch.Generator) -> TensorPair:
     """Sample pairs of MNIST images, resized to 8 x 8 (bilinear, antialiased)."""
-    pixels = mnist_file("t10k-images-idx3-ubyte.gz").astype(np.float64)
-    images = torch.from_numpy(pixels) / 255
+    images = torch.from_numpy(mnist_images().astype(np.float64)) / 255
     small = F.interpolate(images.unsqueeze(1), size=(8, 8), mode="bilinear", antialias=True)
     return sample_images(small.flatten(1), n, g)
 
@@ -99,22 +98,16 @@ def sample_pairs(regime: str, n: int, seed: int) -> TensorPair:
     return REGIMES[regime](n, seeded(seed))
 
 
-def log_variances(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
+def log_variances(phi: FeatureMap, x: Tensor, y: Tensor, fit: str = "pair") -> Tensor:
     """Return the log variance (n,) of one projection, in nats, float64.
 
-    Parameters are fitted to each pair x, y (n, d).
+    Parameters are fitted to each pair x, y (n, d), or with fit="set" to all pairs (CRT 3.2.3).
     """
-    sets_of_one = log_variances_of_set(phi, x.unsqueeze(-2), y.unsqueeze(-2))
-    return sets_of_one.squeeze(-1)
-
-
-def log_variances_of_set(phi: FeatureMap, x: Tensor, y: Tensor) -> Tensor:
-    """Return the log variance (n,) with parameters fitted to all pairs (CRT 3.2.3)."""
+    if fit == "pair":
+        x = x.unsqueeze(-2)
+        y = y.unsqueeze(-2)
     params = phi.fit(Statistics.of(x, y))
-    return phi.log_variance(x, y, params)
-
-
-FITS = {"pair": log_variances, "set": log_variances_of_set}
+    return phi.log_variance(x, y, params).flatten()
 
 
 @task_class
@@ -134,18 +127,17 @@ class Variance(Series):
     pairs: Annotated[int, Field(ge=2)]
     sigmas: Several[Positive]
     kernel: Kernel
-    fit: Literal[*FITS] = "pair"
-
-    def __post_init__(self):
-        self.values = self.sigmas
+    fit: Literal["pair", "set"] = "pair"
 
     def measure(self, sigma: float, mechanism: Mechanism, seed: int) -> Record:
         x, y = sample_pairs(self.regime, self.pairs, seed)
         phi = mechanism.map(self.kernel)
-        values = FITS[self.fit](phi, sigma * x, sigma * y)
-        record: Record = {"log_variance": values.mean().item()}
-        record["log_variance_std"] = values.std().item()
-        if sigma == self.values[-1]:
+        values = log_variances(phi, sigma * x, sigma * y, self.fit)
+        record: Record = {
+            "log_variance": values.mean().item(),
+            "log_variance_std": values.std().item(),
+        }
+        if sigma == self.sigmas[-1]:
             record["of_pairs"] = values.tolist()
         return record
 
@@ -196,10 +188,8 @@ class VarianceByAngle(Measurement):
     def rows(self, mechanism: Mechanism, seed: int) -> Records:
         degrees = torch.arange(-180, 181, self.degrees)
         angle = degrees.double().deg2rad()
-        axis = torch.stack([torch.ones_like(angle), torch.zeros_like(angle)], -1)
-        turned = torch.stack([angle.cos(), angle.sin()], -1)
-        x = self.length * axis
-        y = self.length * turned
+        y = self.length * torch.stack([angle.cos(), angle.sin()], -1)
+        x = torch.tensor([self.length, 0.0]).double().expand_as(y)
         trig = log_variances(TrigRF(), x, y)
         log_ratios = trig - log_variances(mechanism.map(), x, y)
         for degree, log_ratio in zip(degrees.tolist(), log_ratios.tolist()):

@@ -15,15 +15,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForSpeechSeq2Seq, AutoProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 from crt_exp.experiments.data import speech
 from crt_exp.experiments.data.text import generator_of
-from crt_exp.experiments.measure import Record, Records, SwapMeasurement, TensorPair
+from crt_exp.experiments.measure import (
+    Record,
+    Records,
+    SwapMeasurement,
+    TensorPair,
+    model_files,
+)
 from crt_exp.experiments.measure.adapt import descent
-from crt_exp.experiments.measure.bench import Bench, approximation_of, quiet, swap_and_fit
-from crt_exp.experiments.measure.pretrained import load_pretrained
+from crt_exp.experiments.measure.bench import Bench, swap_and_fit
 from crt_exp.experiments.tasks.base import error_rates, task_class
 from crt_exp.mechanism import Mechanism
 from crt_exp.validation import Count, FileName, Positive, Several, Whole
@@ -104,9 +108,11 @@ class Recogniser(NamedTuple):
         return nats, (logits.argmax(-1) == labels).float()
 
 
-def load(model: str) -> Recogniser:
+@lru_cache(maxsize=2)
+def load(name: str) -> Recogniser:
     """Load a pretrained model in eval mode."""
-    return Recogniser(*load_pretrained(model, AutoModelForSpeechSeq2Seq, AutoProcessor))
+    model = model_files.load(name, {"ForConditionalGeneration": "AutoModelForSpeechSeq2Seq"})
+    return Recogniser(model, model_files.load_part(name, "AutoProcessor"))
 
 
 @lru_cache(maxsize=256)
@@ -169,21 +175,16 @@ class Dictation(SwapMeasurement):
         recogniser = load(self.model)
         group = self.group(seed)
         transcripts = []
-        exact_nats = []
-        for utterance in group:
-            tokens, nats = exact_transcript(self.model, self.subset, utterance.name)
-            transcripts.append(tokens)
-            exact_nats.append(nats)
-        swapped_nats = []
-        correct = []
-        with self.bench().swapped(approximation_of(mechanism)), quiet():
-            for utterance, tokens in zip(group, transcripts):
-                nats, agrees = recogniser.score(utterance, tokens)
-                swapped_nats.append(nats)
-                correct.append(agrees)
-        exact = torch.cat(exact_nats).mean().item()
-        swapped = torch.cat(swapped_nats).mean().item()
-        yield {"above": swapped - exact, "agrees": torch.cat(correct).mean().item()}
+        for utterance in group:  # before the swap
+            transcripts.append(exact_transcript(self.model, self.subset, utterance.name))
+        scores = []
+        with self.bench().approximated(mechanism):
+            for utterance, (tokens, _) in zip(group, transcripts):
+                scores.append(recogniser.score(utterance, tokens))
+        _, exact = zip(*transcripts)
+        swapped, agrees = zip(*scores)
+        above = torch.cat(swapped).mean().item() - torch.cat(exact).mean().item()
+        yield {"above": above, "agrees": torch.cat(agrees).mean().item()}
 
 
 # ---- fine-tuned

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from crt_exp.experiments.data.text import bert_tokenizer
-from crt_exp.experiments.measure import adapt, pretrained, whisper
+from crt_exp.experiments.measure import pretrained, whisper
 
 
 @pytest.fixture(scope="session")
@@ -63,11 +63,9 @@ def reader(monkeypatch, letters):
         g = torch.Generator().manual_seed(len(split))
         texts[split] = torch.randint(1, 97, (28_000,), generator=g)
     monkeypatch.setattr(pretrained, "tokens", lambda name, split: texts[split])
-    for cached in (pretrained.exact_losses, adapt.exact_losses):
-        cached.cache_clear()
+    pretrained.exact_losses.cache_clear()
     yield model
-    for cached in (pretrained.exact_losses, adapt.exact_losses):
-        cached.cache_clear()
+    pretrained.exact_losses.cache_clear()
 
 
 @pytest.fixture

@@ -50,7 +50,6 @@ OPTIONS = {
     "length": 24,
     "texts": 3,
     "calibration_texts": 2,
-    "seed": 0,
 }
 
 

@@ -16,9 +16,7 @@ from crt_exp.experiments.measure.kernel import (
     Clusters,
     Flops,
     Pointwise,
-    angles_of,
-    at_angles,
-    estimate_pairs,
+    estimate_at_angles,
     generator,
 )
 from crt_exp.experiments.measure.sampling import ClassDistributions, distances, estimator
@@ -63,8 +61,7 @@ def probes():
     ids=str,
 )
 def test_measured_errors_are_those_of_the_closed_form(made):
-    x, y = at_angles(angles_of(7), 0.6, 4, generator(3))
-    estimate = estimate_pairs(made, x, y)
+    _, estimate = estimate_at_angles(made, 7, 0.6, 4, generator(3))
     squared = estimate.squared_errors(groups=40, draws=100, seed=1)
     closed = estimate.log_relative_mse.exp()
     error = check_mean(squared, closed)

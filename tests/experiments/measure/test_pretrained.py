@@ -82,9 +82,9 @@ def test_encoders_are_read_with_each_attention(arm, monkeypatch, letters):
             initializer_range=0.5,
         )
     ).eval()
-    monkeypatch.setattr(pretrained, "load_pretrained", lambda name, kind: (model, letters))
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda name: (model, letters))
     pieces = torch.randint(1, 97, (40, 128), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(pretrained, "local_blocks", lambda *_: pieces.numpy())
+    monkeypatch.setattr(pretrained, "wikitext_rows", lambda *_: pieces)
     monkeypatch.setattr(pretrained, "official_file", lambda name, split: split)
     task = pretrained.SwapEmbeddings("", 128, 3, 4)
     [found] = task.rows(Mechanism.parse(arm), 0)
@@ -168,9 +168,10 @@ def test_a_query_gives_its_far_key_the_stated_weight():
 
 def test_near_far_attention_finds_the_far_key():
     near = "nearfar block=32 heavy=16 open=128"
-    task = FarKey(512, **FAR | {"methods": [near, "uniform"]})
+    exact = "nearfar open=1 exact_until=512"
+    task = FarKey(512, **FAR | {"methods": [near, exact, "uniform"]})
     found = {row["method"]: row["error"] for row in task.rows(None, 0)}
-    assert found[near] < 0.2 < found["uniform"]
+    assert found[exact] < 1e-5 < found[near] < 0.2 < found["uniform"]
 
 
 # ---- a model that copies
@@ -185,7 +186,8 @@ def heads():
 @pytest.mark.parametrize("baseline", recall.RANKS)
 def test_baselines_are_exact_on_all_keys_weigh_to_one_and_see_no_later_token(heads, baseline):
     def attend(q, k, v, keys):
-        return recall.DenseBaseline(baseline, keys, first=16)(q, k, v)
+        mechanism = recall.dense_baseline(f"{baseline} keys={keys} first=16")
+        return mechanism.layer(2, 8, causal=True, scaling=1.0)(q, k, v)
 
     q, k, v = heads
     actual = attend(*heads, 160)
@@ -212,7 +214,7 @@ def test_a_model_is_read_with_each_attention_and_is_itself_again(monkeypatch):
     ).eval()
     monkeypatch.setattr(recall, "load_pretrained", lambda folder: (model, None))
     text = torch.randint(50, (8, 160), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(recall, "blocks", lambda start, split, length: text)
+    monkeypatch.setattr(recall, "wikitext_rows", lambda start, split, length: text)
     rows = recall.passages("", "test", 160, 3)
     expected = recall.passages("", "test", 160, 3)
     assert torch.equal(rows, expected)
