@@ -33,6 +33,8 @@ from crt_exp.features.base import (
     align,
     check_finite,
     check_gaussian,
+    scalar,
+    values_readable,
 )
 from crt_exp.features.exponential import sq_norm
 from crt_exp.features.statistics import Statistics
@@ -148,7 +150,7 @@ class DiscreteRF(FeatureMap):
 
 def _all_positive(x: Tensor) -> bool:
     """Whether no entry is negative; False where values cannot be read cheaply."""
-    known = x.device.type == "cpu" and not torch.compiler.is_compiling() and not transforming()
+    known = values_readable(x) and not transforming()
     return known and (x.numel() == 0 or bool(x.detach().amin() >= 0))
 
 
@@ -166,15 +168,12 @@ class PoisRF(DiscreteRF):
 
     rate: Positive | None = None
 
+    fixed = "rate"
     each_coordinate = False  # one rate per coordinate
-
-    @property
-    def fitted(self) -> bool:
-        return self.rate is None
 
     def _rate(self, stats, shift):
         if self.rate is not None:
-            return torch.tensor([[float(self.rate)]], dtype=torch.float64)
+            return scalar(self.rate)
         products = _mean_sq_products(stats, shift)
         if not self.each_coordinate:
             products = products.mean(-1, keepdim=True)
@@ -224,13 +223,11 @@ class GeomRF(DiscreteRF):
 
     p: Annotated[float, Field(gt=0, lt=1)] | None = None
 
-    @property
-    def fitted(self) -> bool:
-        return self.p is None
+    fixed = "p"
 
     def _rate(self, stats, shift):
         if self.p is not None:
-            return torch.tensor([[float(self.p)]], dtype=torch.float64)
+            return scalar(self.p)
         if shift is None:
             products = stats.x.mean_abs.double() * stats.y.mean_abs.double()
         else:  # x - c > 0, so the mean of |x - c| is mean(x) - c

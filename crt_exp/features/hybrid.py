@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from crt_exp.features.base import (
-    ONE,
     BoundMap,
     FeatureMap,
-    Features,
     Params,
     Projections,
-    log_expm1,
 )
 from crt_exp.features.blocks import (
     AngularCoefficient,
@@ -39,7 +36,7 @@ from crt_exp.features.blocks import (
     column,
 )
 from crt_exp.features.complex_exponential import CERF
-from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF, sq_norm
+from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
 from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
 from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
@@ -191,7 +188,7 @@ class HybridMap(InBlocks):
         moments = self._moments(x, y, params[0], n)
         logs = []
         for k, (base, p) in enumerate(bases):
-            variance = log_expm1(base.log_relative_second_moment(x, y, p))
+            variance = base.log_relative_variance(x, y, p)
             logs.append(variance + moments[k][k].log())
         spread = torch.stack(logs)
         top = spread.amax(0).clamp(min=-1e300)
@@ -301,28 +298,19 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        coefficient = self.coefficient()
+        (coefficient,), (positive, trigonometric) = self.components
+        _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:
             tau_x, omega_x = rows.project(x).split([tau.m, omega.m], -1)
             rho = coefficient.of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
-            return Blocks(tuple(map(Block, weights, self._bases(at_least_float32(x), omega_x))))
+            x = at_least_float32(x)
+            positive_features = positive.of_projections(x, omega_x, bias)
+            bases = (positive_features, trigonometric.of_projections(x, omega_x))
+            return Blocks(tuple(map(Block, weights, bases)))
 
         return BoundMap(partial(features, key=False), partial(features, key=True))
-
-    def _bases(self, x: Tensor, omega_x: Tensor) -> tuple[Features, Features]:
-        """Return positive and trigonometric features from projections (..., L, m)."""
-        down = up = sq_norm(x) / 2
-        if self.kernel == "gaussian":
-            down = 2 * down
-            up = torch.zeros_like(up)
-        logs = omega_x
-        if self.base == "hyp":
-            logs = torch.cat([omega_x, -omega_x], -1)
-        positive = Features(ONE, logs - (down + math.log(logs.shape[-1]) / 2))
-        waves = torch.cat([omega_x.cos(), omega_x.sin()], -1)
-        return positive, Features(waves, up - math.log(omega_x.shape[-1]) / 2)
 
 
 @dataclass(frozen=True)

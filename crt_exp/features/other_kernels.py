@@ -310,16 +310,8 @@ class Composite(FeatureMap):
         return zip(self.parts, *columns)
 
 
-@dataclass(frozen=True)
-class WeightedParts(Composite):
-    """Parts with one weight each, and whether they share their projections."""
-
-    weights: tuple[float, ...] = ()
-    shared: bool = False
-
-
 @dataclass(frozen=True, init=False)
-class Sum(WeightedParts):
+class Sum(Composite):
     """Estimates sum_i weights_i K_i by concatenated features.
 
     Args:
@@ -334,6 +326,9 @@ class Sum(WeightedParts):
     32
     """
 
+    weights: tuple[float, ...] = ()
+    shared: bool = False
+
     def __init__(
         self, *parts: FeatureMap, weights: Sequence[float] | None = None, shared: bool = False
     ):
@@ -343,7 +338,8 @@ class Sum(WeightedParts):
             weights = (1.0,) * len(parts)
         if len(weights) != len(parts):
             raise ValueError(f"weights: {len(weights)}, expected {len(parts)}, one per part")
-        super().__init__(common_kernel(parts), parts, tuple(weights), shared)
+        vars(self).update(weights=tuple(weights), shared=shared)
+        super().__init__(common_kernel(parts), parts)
 
     def projections(self, m) -> Nested:
         if not self.shared:
@@ -433,8 +429,7 @@ def common_kernel(parts: Sequence[FeatureMap]) -> str:
 
 def _full(f: Features, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return value and log_scale, both (..., L, M), multiplied by `scale`."""
-    f = f.dense()
-    value, log_scale = torch.broadcast_tensors(f.value.to(f.log_scale), f.log_scale)
+    value, log_scale = f.dense().expanded()
     if scale == 0:
         return torch.zeros_like(value), log_scale
     return math.copysign(1.0, scale) * value, log_scale + math.log(abs(scale))
