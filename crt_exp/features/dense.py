@@ -377,6 +377,7 @@ class AutoRF(Dense):
 
     def names(self, params: SDERFParams) -> list[str]:
         """Return the name of the selected map of each batch entry, in order."""
+        assert params.choice is not None
         names = list(self.candidates(params.root.shape[-1]))
         return [names[int(i)] for i in params.choice.flatten()]
 

@@ -36,7 +36,15 @@ from crt_exp.features.blocks import (
     column,
 )
 from crt_exp.features.complex_exponential import CERF
-from crt_exp.features.exponential import GERF, OPRF, SMREG, HypRF, PosRF, TrigRF
+from crt_exp.features.exponential import (
+    GERF,
+    OPRF,
+    SMREG,
+    HypRF,
+    PositiveExponential,
+    PosRF,
+    TrigRF,
+)
 from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
 from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
@@ -287,9 +295,12 @@ class Bipolar(HybridMap):
     @abstractmethod
     def coefficient(self) -> BipolarCoefficient: ...
 
+    def positive(self) -> PositiveExponential:
+        """Return the positive base."""
+        return HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
+
     def _build_components(self):
-        positive = HypRF(self.kernel) if self.base == "hyp" else PosRF(self.kernel)
-        return (self.coefficient(),), (positive, TrigRF(self.kernel))
+        return (self.coefficient(),), (self.positive(), TrigRF(self.kernel))
 
     def bind(self, noise, params) -> BoundMap:
         """Bind both maps; shared projections need one matrix product."""
@@ -298,7 +309,9 @@ class Bipolar(HybridMap):
         if omega is not other or omega.matrix_free or omega.batch != tau.batch:
             return super().bind(noise, params)
         rows = DenseNoise(torch.cat([tau.rows(), omega.rows()], -2), gaussian=False)
-        (coefficient,), (positive, trigonometric) = self.components
+        coefficient = self.coefficient()
+        positive = self.positive()
+        trigonometric = TrigRF(self.kernel)
         _, bias = positive.affine(omega, ())
 
         def features(x: Tensor, key: bool) -> Blocks:
@@ -306,8 +319,10 @@ class Bipolar(HybridMap):
             rho = coefficient.of_projections(tau_x, params[0][0], key)
             weights = self._weights([rho], params[0], key)
             x = at_least_float32(x)
-            positive_features = positive.of_projections(x, omega_x, bias)
-            bases = (positive_features, trigonometric.of_projections(x, omega_x))
+            bases = (
+                positive.of_projections(x, omega_x, bias),
+                trigonometric.of_projections(x, omega_x),
+            )
             return Blocks(tuple(map(Block, weights, bases)))
 
         return BoundMap(partial(features, key=False), partial(features, key=True))
