@@ -470,18 +470,17 @@ class RandomFeatureClassifier(Classification, BaseRandomFeatureRidge):
         fitted = LogisticRegression(
             C=SOFTNESS, solver="newton-cholesky", tol=1e-10, fit_intercept=False
         )
-        slopes = fitted.fit(scores.numpy(), y, weight).coef_  # (K, C)
+        slopes = fitted.fit(
+            scores.numpy(), y, weight
+        ).coef_  # (K, C), or (1, C) of the second class
         offsets = np.zeros(len(slopes))
         if len(self.classes_) > 2:
-            if len(slopes) == 1:
-                slopes = np.concatenate([0 * slopes, slopes])
-                offsets = np.zeros(2)
-            # classes without rows get probability 0
-            seen = np.isin(self.classes_, fitted.classes_)
-            all_slopes = np.zeros((len(self.classes_), slopes.shape[1]))
-            all_slopes[seen] = slopes
-            slopes = all_slopes
-            offsets = np.where(seen, 0.0, -np.inf)
+            seen = np.searchsorted(self.classes_, fitted.classes_)
+            slopes_seen = slopes
+            slopes = np.zeros((len(self.classes_), slopes.shape[1]))
+            slopes[seen[-len(slopes_seen) :]] = slopes_seen
+            offsets = np.full(len(slopes), -np.inf)  # classes without rows get probability 0
+            offsets[seen] = 0
         weights = slopes @ solution.coefficients.T.numpy()
         self._linear = (weights, slopes @ solution.intercept.numpy() + offsets)
         return solution

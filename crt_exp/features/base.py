@@ -7,7 +7,7 @@ Features are represented as value * exp(log_scale), so that attention can stabil
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -55,6 +55,23 @@ class Features(NamedTuple):
         if self.value is ONE:
             return phi
         return self.value * phi
+
+
+def concatenate(parts: Sequence[Features]) -> Features:
+    """Return the features of all parts as one, (..., L, sum of M)."""
+    if len(parts) == 1:
+        return parts[0]
+    values, logs = zip(*(part.expanded() for part in parts))
+    return Features(torch.cat(values, -1), torch.cat(logs, -1))
+
+
+def outer(one: Features, other: Features) -> Features:
+    """Return all products of two features; (i, j) has index i * M2 + j."""
+    value, log_scale = one.expanded()
+    other_value, other_log = other.expanded()
+    products = value.unsqueeze(-1) * other_value.unsqueeze(-2)
+    logs = log_scale.unsqueeze(-1) + other_log.unsqueeze(-2)
+    return Features(products.flatten(-2), logs.flatten(-2))
 
 
 class BoundMap(NamedTuple):

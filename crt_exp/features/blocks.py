@@ -23,7 +23,9 @@ from crt_exp.features.base import (
     align,
     all_true,
     check_finite,
+    concatenate,
     cos_sin,
+    outer,
     scalar,
     values_readable,
 )
@@ -80,10 +82,7 @@ class Block:
         return top[..., : self.base.log_scale.shape[-1], :].mT
 
     def dense(self) -> Features:
-        value, log_scale = self.base.expanded()
-        value = self.weight.unsqueeze(-1) * value.unsqueeze(-2)
-        log_scale = log_scale.unsqueeze(-2).expand(value.shape)
-        return Features(value.flatten(-2), log_scale.flatten(-2))
+        return outer(Features(self.weight, self.weight.new_zeros(())), self.base)
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,7 @@ class Blocks:
 
     def dense(self) -> Features:
         """Return the features."""
-        parts = [part.dense() for part in self.parts]
-        if len(parts) == 1:
-            return parts[0]
-        values, logs = zip(*parts)
-        return Features(torch.cat(values, -1), torch.cat(logs, -1))
+        return concatenate([part.dense() for part in self.parts])
 
 
 @dataclass(frozen=True)

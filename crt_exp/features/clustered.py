@@ -6,7 +6,6 @@ in closed form. Feature blocks are in the order (i, j).
 `fit` runs k-means on the vectors. An attention layer fits once and stores the clusters.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -146,8 +145,8 @@ class ClusteredHybrid(ClusteredMap):
         of_keys = ClusteredSide(self, noise, params.keys, key_size, key_imaginary, key=True)
         return BoundMap(of_queries.features, of_keys.features)
 
-    def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters, m: int = 1) -> Tensor:
-        """Return log(Var / K^2) of the active base, with m i.i.d. projections."""
+    def log_relative_variance(self, x: Tensor, y: Tensor, params: Clusters) -> Tensor:
+        """Return log(Var / K^2) of the active base."""
         x = x.double()
         y = y.double()
         check_dimension(params.queries, x)
@@ -157,7 +156,7 @@ class ClusteredHybrid(ClusteredMap):
         pair = r * self.keys + t
         size = torch.take_along_dim(clusters.size, pair, -2)
         M = Diagonal(size, torch.take_along_dim(clusters.imaginary, pair, -2))
-        return CERF(self.kernel).log_relative_variance(x, y, M) - math.log(m)
+        return CERF(self.kernel).log_relative_variance(x, y, M)
 
 
 class ClusteredSide:

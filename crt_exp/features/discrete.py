@@ -69,11 +69,8 @@ class DiscreteRF(FeatureMap):
         """Return the counts (..., m, d) of Gaussian projections g."""
 
     @abstractmethod
-    def _log_weights(self, counts: Tensor, params: DiscreteParams) -> tuple[Tensor, Tensor]:
-        """Return the two terms of -1/2 sum_l log(omega_l! P(omega_l)).
-
-        The first term (..., 1, m) depends on the counts; the second (..., 1, 1) is constant.
-        """
+    def _log_weights(self, counts: Tensor, rate: Tensor) -> Tensor:
+        """Return -1/2 sum_l log(omega_l! P(omega_l)), (..., 1, m)."""
 
     def fit(self, stats: Statistics) -> DiscreteParams:
         shift = self._shift(stats)
@@ -91,8 +88,8 @@ class DiscreteRF(FeatureMap):
     def _weights(self, noise: Noise, params: DiscreteParams) -> tuple[Tensor, Tensor]:
         """Return [counts, bias, 1] (..., m, d + 2), and 1/2 at odd counts (..., m, d)."""
         counts = self.counts(noise, params)  # (..., m, d)
-        of_counts, constant = self._log_weights(counts, params)
-        bias = (of_counts + constant - math.log(noise.m) / 2).mT  # (..., m, 1)
+        log_weights = self._log_weights(counts, params.rate.double().to(counts.device))
+        bias = (log_weights - math.log(noise.m) / 2).mT  # (..., m, 1)
         counts = counts.expand(*bias.shape[:-2], *counts.shape[-2:])
         weight = torch.cat([counts, bias, torch.ones_like(bias)], -1)
         dtype = noise.sq_norm.dtype
@@ -183,10 +180,9 @@ class PoisRF(DiscreteRF):
     def _quantile(self, g, rate):
         return poisson_quantile(g, rate.expand(*rate.shape[:-1], g.shape[-1]).squeeze(-2))
 
-    def _log_weights(self, counts, params):
-        rate = params.rate.double().to(counts.device)
+    def _log_weights(self, counts, rate):
         rate = rate.expand(*rate.shape[:-1], counts.shape[-1])
-        return -(rate.log() / 2 @ counts.mT), rate.sum(-1, keepdim=True) / 2
+        return rate.sum(-1, keepdim=True) / 2 - rate.log() / 2 @ counts.mT
 
     def log_relative_second_moment(self, x, y, params):
         """Return sum_l (lambda_l - x_l y_l)^2 / lambda_l, free of cancellation."""
@@ -239,10 +235,9 @@ class GeomRF(DiscreteRF):
         """Return floor(log(1 - u) / log(1 - p)) with 1 - u = Phi(-g)."""
         return torch.floor(torch.special.log_ndtr(-g) / torch.log1p(-rate)).clamp(max=MAX_COUNT)
 
-    def _log_weights(self, counts, params):
-        p = params.rate.double().to(counts.device)
-        of_counts = -(counts * torch.log1p(-p) + torch.lgamma(counts + 1)).sum(-1) / 2
-        return of_counts.unsqueeze(-2), -counts.shape[-1] / 2 * p.log()
+    def _log_weights(self, counts, rate):
+        of_counts = (counts * torch.log1p(-rate) + torch.lgamma(counts + 1)).sum(-1)
+        return -counts.shape[-1] / 2 * rate.log() - of_counts.unsqueeze(-2) / 2
 
     def log_relative_second_moment(self, x, y, params):
         x, y = self._shifted(x, y, params)

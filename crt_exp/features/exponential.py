@@ -77,11 +77,12 @@ class Trigonometric(FeatureMap):
         return noise
 
     def bind(self, noise, params=()) -> BoundMap:
-        phi = partial(self._phi, noise=self.directions(noise))
-        return BoundMap(phi, phi)
+        noise = self.directions(noise)
 
-    def _phi(self, x: Tensor, noise: Noise) -> Features:
-        return self.of_projections(x, match_float64(noise, x.dtype).project(x))
+        def phi(x: Tensor) -> Features:
+            return self.of_projections(x, match_float64(noise, x.dtype).project(x))
+
+        return BoundMap(phi, phi)
 
     def of_projections(self, x: Tensor, phase: Tensor) -> Features:
         """Return the features of x (..., L, d) with projections (..., L, m)."""
