@@ -36,8 +36,7 @@ from crt_exp.features.complex_exponential import (
     diagonal_by_moments,
     exponential,
 )
-from crt_exp.features.exponential import HypRF, PosRF, TrigRF
-from crt_exp.features.hybrid import HybridMap
+from crt_exp.features.hybrid import BASES, HybridMap
 from crt_exp.features.statistics import Statistics
 from crt_exp.samplers.noise import Noise, at_least_float32, map_leaves, no_autocast
 from crt_exp.validation import Count, Positive
@@ -226,9 +225,6 @@ class PairCoefficient(DistanceCoefficient):
         return x * (factor / self.tau).to(x)
 
 
-DEFAULTS = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF}
-
-
 @dataclass(frozen=True)
 class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     """Gaussian mixture of the bases of all pairs of clusters (HRF eq. (97)-(100)).
@@ -265,7 +261,7 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
     def _build_components(self):
         bases: tuple[FeatureMap, ...] = (CERF(self.kernel, field=self.field),) * self.pairs
         if self.default is not None:
-            bases = (*bases, DEFAULTS[self.default](self.kernel))
+            bases = (*bases, BASES[self.default](self.kernel))
         return (self.coefficient,) * (len(bases) - 1), bases
 
     def fit(self, stats: Statistics):
@@ -292,28 +288,17 @@ class GaussianMixtureHybrid(ClusteredMap, HybridMap):
             return tuple(pairs[:-1]), tuple(pairs)
         return tuple(pairs), (*pairs, ())
 
-    def _moments(self, x, y, params, n):
-        """Include covariances of coefficients, which share their projections."""
+    def _covariances(self, x, y, params):
+        """Return those of all pairs of coefficients, which share their projections."""
         vectors = [self.coefficient.difference(x, y, p) for p in params]
-        means = [self.coefficient.mean(x, y, p) for p in params]
-        moments = []
-        remainders = []  # E lambda_k (1 - sum)
-        for mean, vector in zip(means, vectors):
-            row = []
-            for other_mean, other_vector in zip(means, vectors):
-                product = mean * other_mean
-                row.append(product + (_mean_of_signs(vector, other_vector) - product) / n)
-            remainders.append(mean - sum(row))
-            moments.append([*row, remainders[-1]])
-        last = 1 - sum(means) - sum(remainders)
-        return [*moments, [*remainders, last]]
-
-
-def _mean_of_signs(u: Tensor, v: Tensor) -> Tensor:
-    """Return the mean of exp(-|u - v|^2 / 2) and exp(-|u + v|^2 / 2)."""
-    difference = torch.exp(-(u - v).square().sum(-1) / 2)
-    total = torch.exp(-(u + v).square().sum(-1) / 2)
-    return (difference + total) / 2
+        covariances = {}
+        for k, u in enumerate(vectors):
+            for j, v in enumerate(vectors):
+                difference = torch.exp(-(u - v).square().sum(-1) / 2)
+                total = torch.exp(-(u + v).square().sum(-1) / 2)
+                product = torch.exp(-(u.square() + v.square()).sum(-1) / 2)
+                covariances[k, j] = (difference + total) / 2 - product
+        return covariances
 
 
 # ---- clusters of vectors

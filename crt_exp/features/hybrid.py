@@ -46,7 +46,14 @@ from crt_exp.features.exponential import (
     TrigRF,
 )
 from crt_exp.features.statistics import Statistics
-from crt_exp.samplers.noise import DenseNoise, Nested, at_least_float32, map_leaves, share_leaf
+from crt_exp.samplers.noise import (
+    DenseNoise,
+    Nested,
+    at_least_float32,
+    leaves,
+    map_leaves,
+    share_leaf,
+)
 from crt_exp.validation import Count, Positive, Several, check_options, split_words, unknown
 
 
@@ -82,13 +89,11 @@ class HybridMap(InBlocks):
 
     @property
     def fitted(self) -> bool:
-        coefficients, bases = self.components
-        return any(part.fitted for part in (*coefficients, *bases))
+        return any(part.fitted for part in leaves(self.components))
 
     @property
     def second_moments(self) -> bool:
-        coefficients, bases = self.components
-        return any(part.second_moments for part in (*coefficients, *bases))
+        return any(part.second_moments for part in leaves(self.components))
 
     def projections(self, m: Nested) -> Nested:
         coefficients, bases = self.components
@@ -216,18 +221,26 @@ class HybridMap(InBlocks):
 
         The entries sum to 1.
         """
-        parts = list(zip(self.components[0], params))
-        means = [part.mean(x, y, p) for part, p in parts]
+        coefficients, _ = self.components
+        means = [part.mean(x, y, p) for part, p in zip(coefficients, params)]
         means.append(1 - torch.as_tensor(sum(means)))
         moments = []
         for mean in means:
             moments.append([mean * other for other in means])
-        for k, (part, p) in enumerate(parts):
-            variance = part.variance(x, y, p) / n
-            moments[k][k] = moments[k][k] + variance
-            moments[k][-1] = moments[-1][k] = moments[k][-1] - variance
-            moments[-1][-1] = moments[-1][-1] + variance
+        for (k, j), value in self._covariances(x, y, params).items():
+            value = value / n
+            moments[k][j] = moments[k][j] + value
+            moments[k][-1] = moments[k][-1] - value
+            moments[-1][j] = moments[-1][j] - value
+            moments[-1][-1] = moments[-1][-1] + value
         return moments
+
+    def _covariances(self, x: Tensor, y: Tensor, params: tuple) -> dict[tuple[int, int], Tensor]:
+        """Return the covariances, not 0, of coefficients with one projection, by their numbers."""
+        variances = {}
+        for k, (part, p) in enumerate(zip(self.components[0], params)):
+            variances[k, k] = part.variance(x, y, p)
+        return variances
 
 
 BASES = {"trig": TrigRF, "pos": PosRF, "hyp": HypRF, "oprf": OPRF, "gerf": GERF, "complex": CERF}
