@@ -324,6 +324,12 @@ def broadcast_matrix(M: Tensor, ndim: int) -> Tensor:
     return M.reshape(*M.shape[:-2], *ones, *M.shape[-2:])
 
 
+def check_dimension(name: str, t: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless rows t (..., d) and vectors x (..., d) have equal dimensions."""
+    if t.shape[-1] != x.shape[-1]:
+        raise ValueError(f"{name}: {t.shape[-1]} dimensions, expected {x.shape[-1]} as the vectors")
+
+
 def cos_sin(phase: Tensor, key: bool = False) -> Tensor:
     """Return [cos, sin] of phases (..., m), or [cos, -sin] for keys."""
     sine = phase.sin()

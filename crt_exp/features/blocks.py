@@ -22,6 +22,7 @@ from crt_exp.features.base import (
     Features,
     align,
     all_true,
+    check_dimension,
     check_finite,
     concatenate,
     cos_sin,
@@ -379,10 +380,8 @@ class GaussianCoefficient(DistanceCoefficient):
 
     def scaled(self, x, params, key):
         M = torch.as_tensor(self.M, dtype=x.dtype, device=x.device)
-        if M.ndim and len(M) != x.shape[-1]:
-            raise ValueError(
-                f"M: {len(M)} entries for vectors of {x.shape[-1]} dimensions; expected equal numbers"
-            )
+        if M.ndim:
+            check_dimension("M", M, x)
         return (-M * x if key else x) / self.c
 
 

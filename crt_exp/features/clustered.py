@@ -18,6 +18,7 @@ from crt_exp.features.base import (
     FeatureMap,
     Features,
     broadcast_matrix,
+    check_dimension,
     check_finite,
     fit_sets,
 )
@@ -148,7 +149,7 @@ class ClusteredHybrid(ClusteredMap):
         """Return log(Var / K^2) of the active base."""
         x = x.double()
         y = y.double()
-        check_dimension(params.queries, x)
+        check_dimension("cluster centres", params.queries, x)
         clusters = map_leaves(lambda t: broadcast_matrix(t.double(), max(x.ndim, y.ndim)), params)
         r = nearest_centre(x.unsqueeze(-2), clusters.queries)
         t = nearest_centre(y.unsqueeze(-2), clusters.keys)
@@ -187,7 +188,7 @@ class ClusteredSide:
 
     def features(self, x: Tensor) -> Blocks:
         self.noise.check(x)
-        check_dimension(self.centres, x)
+        check_dimension("cluster centres", self.centres, x)
         x = at_least_float32(x)
         cluster = nearest_centre(x, self.centres)  # (..., L, 1)
         re = self._scaled(x, cluster, self.re)  # (..., others L, d)
@@ -346,11 +347,3 @@ def product(x: Tensor, rows: Tensor) -> Tensor:
     """Return x rows^T, (..., L, C), without autocast, for rows (..., C, d)."""
     with no_autocast(x):
         return x @ rows.mT
-
-
-def check_dimension(centres: Tensor, x: Tensor) -> None:
-    d = x.shape[-1]
-    if centres.shape[-1] != d:
-        raise ValueError(
-            f"cluster centres: {centres.shape[-1]} dimensions, expected {d} as the vectors"
-        )

@@ -23,6 +23,7 @@ from crt_exp.features.base import (
     Projections,
     both_signs,
     broadcast_matrix,
+    check_dimension,
     check_finite,
     cos_sin,
     log_cosh,
@@ -296,7 +297,6 @@ def _matrix(M: Any) -> Tensor:
 
 def _for_dimension(M: Tensor, x: Tensor) -> Tensor:
     """Return M; raise ValueError if its dimension differs from that of x (..., d)."""
-    d = x.shape[-1]
-    if M.shape[-1] != d and M.shape[-2:] != (1, 1):
-        raise ValueError(f"M: {M.shape[-1]} dimensions, expected {d} as the vectors")
+    if M.shape[-2:] != (1, 1):
+        check_dimension("M", M, x)
     return M

@@ -295,21 +295,15 @@ def balance(x: Tensor, y: Tensor) -> Tensor:
     if x.shape[-2] == 1:
         return ((y + ridge) / (x + ridge)) ** 0.25
     unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    # scaled by the ridge to avoid underflow
-    factor = _cholesky(torch.addcdiv(unit, x, ridge))
+    # Scaled by the ridge to avoid underflow. Only CPUs check that the matrix is positive definite, as other devices
+    # would wait for the result.
+    scaled = torch.addcdiv(unit, x, ridge)
+    factor = torch.linalg.cholesky_ex(scaled, check_errors=values_readable(x)).L
     middle = factor.mT @ torch.addcdiv(unit, y, ridge) @ factor
     sizes, Q = torch.linalg.eigh(middle)
     half = Q * sizes.clamp(min=1e-300).pow(1 / 4).unsqueeze(-2)
     half = torch.linalg.solve_triangular(factor.mT, half, upper=True)
     return matrix_function(half @ half.mT, lambda sizes: sizes.clamp(min=1e-12).sqrt())
-
-
-def _cholesky(M: Tensor) -> Tensor:
-    """Return the Cholesky factor; only CPUs check that M is positive definite.
-
-    The check of another device would wait for the result.
-    """
-    return torch.linalg.cholesky_ex(M, check_errors=values_readable(M)).L
 
 
 def _mean_size(M: Tensor) -> Tensor:

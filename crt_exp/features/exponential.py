@@ -167,14 +167,11 @@ class PositiveExponential(FeatureMap):
         return torch.cat([rows, bias, torch.full_like(bias, -self.norm_weight)], -1)
 
     def _phi(self, x: Tensor, noise: Noise, weight: Tensor) -> Features:
-        with no_autocast(x):
-            inputs = self._inputs(x, noise)
-            return Features(ONE, inputs @ weight.to(inputs.dtype).mT)
-
-    def _inputs(self, x: Tensor, noise: Noise) -> Tensor:
         noise.check(x)
-        x = at_least_float32(x)
-        return torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
+        with no_autocast(x):
+            x = at_least_float32(x)
+            inputs = torch.cat([x, torch.ones_like(x[..., :1]), sq_norm(x)], -1)
+            return Features(ONE, inputs @ weight.to(x.dtype).mT)
 
     def _phi_matrix_free(
         self, x: Tensor, noise: Noise, scale: Tensor | None, bias: Tensor | float

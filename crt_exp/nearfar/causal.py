@@ -193,24 +193,6 @@ class Epoch(NamedTuple):
         )
 
 
-def begin_epoch(
-    y: Tensor,
-    keep: Tensor,
-    sizes: Sizes,
-    start: int,
-    stop: int,
-    metric: KeyMetric,
-) -> Epoch:
-    """Build the state at position `start` from the keys before its near window.
-
-    y (Z, .., d), keep (Z, ..). Centres come from a sample of keys: CENTRE_SAMPLES to 2 CENTRE_SAMPLES per cluster.
-    """
-    far = start - sizes.block
-    sample = sample_positions(far, CENTRE_SAMPLES * sizes.cells, y.device)
-    sets = choose_sets(y[:, :far], metric, sizes, keep[:, :far], sample)
-    return Epoch(start, stop, sets, sums=y.new_zeros(()))
-
-
 def list_epochs(
     y: Tensor,
     keep: Tensor | None,
@@ -219,9 +201,11 @@ def list_epochs(
     metric: KeyMetric,
     current: Epoch | None = None,
 ) -> list[Epoch]:
-    """Return the epochs of queries from position `first` on.
+    """Return the epochs of queries from position `first` on, at the positions of their renewals.
 
-    The queries are the last ones of keys y (Z, S, d). `current` is reused if it is one of the epochs.
+    The queries are the last ones of keys y (Z, S, d). Sets are chosen from the keys before the near window of the
+    renewal, and centres from CENTRE_SAMPLES to 2 CENTRE_SAMPLES keys per cluster. `current` is reused if it is one of
+    the epochs.
     """
     edges = renewals(sizes, y.shape[1])
     keep = unmasked_keys(y, keep)
@@ -231,8 +215,11 @@ def list_epochs(
             continue
         if current is not None and current.start == start:
             epochs.append(current)
-        else:
-            epochs.append(begin_epoch(y, keep, sizes, start, stop, metric))
+            continue
+        far = start - sizes.block
+        sample = sample_positions(far, CENTRE_SAMPLES * sizes.cells, y.device)
+        sets = choose_sets(y[:, :far], metric, sizes, keep[:, :far], sample)
+        epochs.append(Epoch(start, stop, sets, sums=y.new_zeros(())))
     return epochs
 
 

@@ -127,10 +127,12 @@ class RecallState(TokenState):
         B, _, T, d = y.shape
         dv = v.shape[3]
         dtype = compute_dtype(y, v)
-        if self.buffers:
-            self._check_shapes(B, (d, dv))
-        else:
+        if not self.buffers:
             self.firsts = [None] * B
+        elif len(self.firsts) != B:
+            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {B}")
+        elif self.columns[:2] != (d, dv):
+            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {(d, dv)}")
         self.columns = (d, dv, 1)
         y = y.to(dtype)
         v = v.to(dtype)
@@ -153,12 +155,6 @@ class RecallState(TokenState):
             parts.append(keep)
         self.buffers = append_rows(self.buffers, self.length, parts)
         self.length += T
-
-    def _check_shapes(self, batch: int, columns: tuple[int, int]) -> None:
-        if len(self.firsts) != batch:
-            raise ValueError(f"decoding state: {len(self.firsts)} sequences, got {batch}")
-        if self.columns[:2] != columns:
-            raise ValueError(f"decoding state: d, dv = {self.columns[:2]}, got {columns}")
 
     def _note_first_tokens(self, keep: Tensor | None) -> None:
         """Set the positions of first real tokens that are among new tokens (B, 1, T, 1)."""
